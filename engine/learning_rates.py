@@ -104,8 +104,8 @@ class LearningRates:
         """What the schedule says for the next step."""
         if self._schedule is not None:
             for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
-                group["lr"] = self._schedule(base, self._optimizer.num_steps)
-        betas = None if self._betas is None else self._betas(self._optimizer.num_steps)
+                group["lr"] = self._schedule(base, self._optimizer.counts.num_steps)
+        betas = None if self._betas is None else self._betas(self._optimizer.counts.num_steps)
         if betas is not None:
             for group in self._optimizer.param_groups:
                 if "betas" in group:

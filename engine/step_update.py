@@ -69,7 +69,7 @@ class StepUpdate:
         self.uses = Uses(optimizer.param_groups, gradients, mesh.world.size)
         self.thin = [gradient.low_rank for gradient in gradients if gradient.low_rank is not None]
         for one in self.thin:
-            one.step, one.unit = lambda: optimizer.num_steps, unclipped_factor
+            one.step, one.unit = lambda: optimizer.counts.num_steps, unclipped_factor
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
         self._postponed: list[tuple[ShardState, list[tuple[Piece, Tensor]]]] = []
         self.timing = timing
@@ -99,7 +99,7 @@ class StepUpdate:
 
     def has_missed(self, unused: Collection[int]) -> bool:
         """Whether a speculative update took other parameters for unused: those of the step before."""
-        return self._optimizer.speculation.is_open and self._optimizer.unused != unused
+        return self._optimizer.speculation.is_open and self._optimizer.counts.unused != unused
 
     def take_back(self) -> bool:
         """What was updated in this step has not been: says whether there was any; only speculative updates are."""
@@ -117,7 +117,7 @@ class StepUpdate:
         know yet whether it counts; `settle_skipped` has to follow.
         """
         self._release_what_changes()
-        self._optimizer.unused = unused
+        self._optimizer.counts.unused = unused
         pending: list[Pending] = []
         if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
             pending.extend(self._take_over())
@@ -140,7 +140,7 @@ class StepUpdate:
 
     def settle_skipped(self, counts: bool, unused: frozenset[int]) -> None:
         """After an `end_step` with `skip`: what that was, and which parameters of all ranks nobody used."""
-        self._optimizer.unused = unused
+        self._optimizer.counts.unused = unused
         self._optimizer.count() if counts else self._optimizer.uncount()
 
     @property
@@ -256,7 +256,7 @@ class StepUpdate:
         Their part of the gradient is kept until then.
         """
         used, gradient = shard.gradient.used, shard.gradient.shard
-        self._optimizer.unused = frozenset(id(p) for i, p in enumerate(shard.group.params) if i not in used)
+        self._optimizer.counts.unused = frozenset(id(p) for i, p in enumerate(shard.group.params) if i not in used)
         pieces = [piece for piece in shard.group.pieces if piece.index not in used]
         if not pieces or gradient is None:
             return
@@ -277,9 +277,9 @@ class StepUpdate:
             gradient = torch.zeros(shard.group.layout.shard_numel, dtype=kept[0][1].dtype, device=kept[0][1].device)
             for piece, values in kept:
                 gradient[piece.offset_in_shard : piece.offset_in_shard + piece.numel] = values
-            self._optimizer.unused = shard.param_ids - used
+            self._optimizer.counts.unused = shard.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
-        self._optimizer.unused = unused
+        self._optimizer.counts.unused = unused
 
 
 def _is_waited_for(device: torch.device) -> bool:

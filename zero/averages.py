@@ -34,13 +34,13 @@ class Averages:
         self.num_updates = 0
         self.are_shown = False
         """Averages and master weights have changed places."""
-        self._shards = shards
+        self._shards = list(shards)
         self._values = {id(shard): self._memory_for(shard) for shard in shards}
         self.reset()
 
     def add(self, shard: ShardState) -> None:
         """Keeps those of another shard, which begin with its master weights of now."""
-        self._shards = [*self._shards, shard]
+        self._shards.append(shard)
         self._values[id(shard)] = self._memory_for(shard)
         for start, master in shard.masters():
             self._values[id(shard)][start : start + master.numel()].copy_(master)

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..offload import Memory, Window, bytes_in_memory
+from ..offload import bytes_in_memory
 from .averages import Averages
 from .delayed_update import DelayedUpdate
-from .fused_update import FusedUpdate, ScalarStates, Terms
+from .fused_update import FusedUpdate, Terms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
-from .layout import Piece
 from .offloaded_states import OffloadedStates
 from .outer_state import OuterState
+from .parameter_states import ParameterStates
 from .sequence import StateError
+from .shard_homes import ShardHomes
 from .shard_rest import ShardRest
 from .shard_state import ShardState, Version
 from .speculation import Speculation
+from .step_counts import StepCounts
 from .torch_update import TorchUpdate
-from .widened_states import WidenedStates
-
-StateKey = tuple[int, torch.dtype]
-"""Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
-FACTOR = "low_rank_factor"
-"""Among them, of PowerSGD."""
-MISSED_STEPS = "missed_steps"
-"""Among the scalar states of a parameter: in how many steps nobody used it."""
-
 
 BY_HAND = (
     "{what}: expected engine.step(), which updates the shards of all ranks with the gradients of the whole step, found "
     "a call of the optimizer itself, which has none of them; call engine.step() in its place. zero_grad() is not needed"
 )
-
 
 _NO_STATE_DICT = (
     "{what}: expected engine.save_checkpoint and engine.load_checkpoint, which save and load the states of all ranks, "
@@ -75,33 +67,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # read which options there are.
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
-        self.num_steps = 0
-        self._is_in_step = False  # counted, of which not all shards are updated yet
-        self.unused: frozenset[int] = frozenset()
-        """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
-        on any rank."""
-        self._missed: Counter[int] = Counter()  # identity of a parameter -> the number of steps that left it so
+        self.counts = StepCounts()
         self._update = update
-        self._widened = WidenedStates()
         self.speculation = Speculation()
         self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
         self.averages: Averages | None = None
         """Of the master weights, where somebody wants them."""
         self.outer: OuterState | None = None
         """Where there are islands."""
-        self._offloaded = offloaded
-        self._rest = rest
-        self._host = host
-        self._window = Window() if rest is None else rest.window  # of parameters, on their way to the update
+        self._homes = ShardHomes(offloaded, rest, host)
         self._on_group: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
-        self._are_here = self._find_where()
-        self._fill_chunks()
+        self._are_here = self._homes.are_where_computed(self.shards)
+        self.by_parameter = ParameterStates(update, self.shards, self.counts)
+        for shard in self.shards:
+            shard.fill_chunks()
+
+    @property
+    def num_steps(self) -> int:
+        """How often it has updated, with the step that is under way."""
+        return self.counts.num_steps
 
     @property
     def num_steps_before(self) -> int:
         """Without one whose gradients may still come: an update in the backward is counted when that begins."""
-        return self.num_steps - self._is_in_step
+        return self.counts.num_steps - self.counts.is_in_step
 
     @property
     def lr(self) -> float:
@@ -119,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Of the options alone. Raises StateError once there are states, which no rank has as a whole."""
-        if self.num_steps:
+        if self.counts.num_steps:
             raise StateError(_NO_STATE_DICT.format(what="engine.optimizer.state_dict()"))
         return super().state_dict()
 
@@ -182,15 +172,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> list[ShardState]:
         """Takes memory for masters and states of groups. param_groups: that have the parameters, by index."""
         index_of = {id(p): index for index, group in param_groups.items() for p in group["params"]}
-        offloaded = self._offloaded
-        numels = offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
-        update, widened, rest, host = self._update, self._widened, self._rest, self._host
-        shards = [
-            ShardState(gradient, numel, index_of, update, widened, offloaded, rest, host)
-            for gradient, numel in zip(gradients, numels, strict=True)
-        ]
-        offloaded.reserve()
-        if isinstance(update, FusedUpdate):
+        shards = self._homes.make_shards(gradients, index_of, self._update)
+        if isinstance(self._update, FusedUpdate):
             for one in gradients:
                 one.sum_if(self._sums_now)
         return shards
@@ -199,26 +182,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The group's parameters are updated from now on. shards: of `make_shards`; what this rank has of them."""
         self.param_groups.append(param_group)
         self._group_sizes.append(len(param_group["params"]))
-        self.shards = [*self.shards, *shards]
-        self._are_here = self._find_where()
-        if self.num_steps:
-            self._missed.update({id(param): self.num_steps for param in param_group["params"]})
+        self.shards.extend(shards)
+        self._are_here = self._homes.are_where_computed(self.shards)
+        self.counts.take_up(param_group["params"])
         for shard in shards:
             shard.fill_chunks()
             shard.begin_with_parameters()
-            if self.num_steps:
+            if self.counts.num_steps:
                 self._update.make_states(shard, {}, dict.fromkeys(shard.group.layout.names))
             if self.averages is not None:
                 self.averages.add(shard)
-        self._offloaded.window.put_back()
-        self._window.put_back()
+        self._homes.put_back()
 
     # -- updates --------------------------------------------------------------------------------------------------
 
     @property
     def sums_gradients(self) -> bool:
         """Whether the step that comes is made with a sum of gradients."""
-        return not isinstance(self._update, FusedUpdate) or self._update.sums_gradients(self.num_steps + 1)
+        return not isinstance(self._update, FusedUpdate) or self._update.sums_gradients(self.counts.num_steps + 1)
 
     def _sums_now(self) -> bool:
         return self.sums_gradients
@@ -257,42 +238,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._are_here:
             self._update.update_together(due, terms, on_updated)
         else:
-            self._window.expect([shard.resident for shard, _ in due])
+            self._homes.window.expect([shard.resident for shard, _ in due])
             self._update_all(due, terms, self._update_shard, on_updated)
         if skip is None:
             self.count()
 
     def count(self) -> None:
         """What was updated in the step that was begun counts."""
-        self._is_in_step = False
-        if self.unused:
-            self._missed.update(self.unused)
-        self._average()
+        self.counts.count()
+        if self.averages is not None:
+            self._average(self.averages)
 
     def uncount(self) -> None:
         """In the step that was begun nothing has changed."""
-        self.num_steps -= 1
-        self._is_in_step = False
+        self.counts.uncount()
 
     def start_delayed(self, gradient_scale: float) -> None:
         """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
 
         Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to take `ahead`.
         """
-        assert self._rest is None, "a shard that is not in memory cannot be computed with while it is updated"
+        what = "a shard that is not in memory cannot be computed with while it is updated"
+        assert not self._homes.keeps_parameters, what
         self.begin_step()
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
             shard.begin_delay()
         now = self._terms(gradient_scale)
         terms = now._replace(options=[dict(group) for group in now.options], missed=dict(now.missed))
-        self._missed.update(self.unused)
-        self._is_in_step = False
+        self.counts.count()
 
         def update() -> None:
             self._update_all(due, terms, self._update_ahead)
-            self._average(ahead=True)
-            self._offloaded.window.wait()  # an error of the drive is one of this step
+            if self.averages is not None:
+                self._average(self.averages, ahead=True)
+            self._homes.wait()  # an error of the drive is one of this step
 
         self.delayed.start(update, [gradient for _, gradient in due])
 
@@ -308,16 +288,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer that was passed to lowtide.initialize, or taken out; add groups by "
                 "engine.optimizer.add_param_group"
             )
-        self.num_steps += 1
-        self._is_in_step = True
+        self.counts.begin()
         self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
-        self.settle()
-        self._window.put_back()
-        self._offloaded.window.put_back()
+        self._homes.put_back()
         if speculates:
             self.speculation.begin()
         if not self._are_here:
-            self._expect_chunks(order)
+            self._homes.expect(order)
 
     def update(
         self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None
@@ -327,11 +304,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if gradient is not None:
             self._update_shard(shard, gradient, self._terms(gradient_scale, skip))
             if shard.is_apart:
-                self._window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
+                self._homes.window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
 
     def skip(self, shard: ShardState) -> None:
         """Leaves a shard as it is, in its turn among those of `begin_step`."""
-        self._window.let_go(shard.group.resident)
+        self._homes.window.let_go(shard.group.resident)
 
     def accept(self) -> None:
         """A step whose shards were updated one by one is whole, and counts."""
@@ -342,12 +319,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A step that speculated, whole or in part, has not been. Says whether there was one."""
         was_open = self.speculation.is_open
         if was_open:
-            self.num_steps -= 1
-            self._is_in_step = False
+            self.counts.uncount()
             self.speculation.roll_back()
         return was_open
 
-    # -- states by parameter, for checkpoints ---------------------------------------------------------------------
+    # -- what it keeps --------------------------------------------------------------------------------------------
 
     @property
     def kind(self) -> str:
@@ -357,114 +333,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def can_take(self, kind: str, states: Collection[str]) -> bool:
         """True where states of these names, made by an optimizer of that kind, are states of this one."""
         return self._update.can_take(kind, states)
-
-    @property
-    def state_keys(self) -> dict[str, StateKey]:
-        """The key under which each parameter's states are described, by the parameter's name, on all ranks alike."""
-        index_of = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
-        return {
-            name: (index_of[id(param)], shard.master_dtype)
-            for shard in self.shards
-            for name, param in shard.group.plan.params
-        }
-
-    def states_of(self, shard: ShardState, piece: Piece, changes: bool = False) -> dict[str, Memory]:
-        """The elementwise states of one of the shard's `pieces`, (piece.numel,) each; empty before the first step.
-
-        changes: what is changed in those that rest in a store is kept.
-        """
-        return self._update.states_of(shard, piece, changes) if self.num_steps else {}
-
-    def state_dtypes(self) -> dict[StateKey, dict[str, torch.dtype]]:
-        """The elementwise states by name, of what this rank holds; empty before the first step."""
-        keys = self.state_keys
-        return {
-            keys[shard.group.layout.names[piece.index]]: {name: values.dtype for name, values in states.items()}
-            for shard in self.shards
-            for piece in shard.pieces
-            if (states := self.states_of(shard, piece))
-        }
-
-    def rank_states(self) -> Iterator[tuple[ShardState, Piece, str, Tensor]]:
-        """Elementwise states that this rank alone has, with their names."""
-        for shard in self.shards if self.num_steps else ():
-            found = [] if not isinstance(self._update, FusedUpdate) else list(self._update.rank_states(shard))
-            low_rank = shard.gradient.low_rank
-            for piece, name, values in [*found, *(() if low_rank is None else low_rank.rank_states())]:
-                yield shard, piece, name, values
-
-    def rank_state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
-        """Such states of all ranks by name, of each parameter of which this one has any."""
-        found: dict[str, dict[str, torch.dtype]] = {}
-        for shard, piece, _, values in self.rank_states():
-            names = self._update.rank_state_names(shard) if isinstance(self._update, FusedUpdate) else ()
-            low_rank = shard.gradient.low_rank
-            names = [*names, *(() if low_rank is None else low_rank.rank_state_names(piece.index))]
-            found[shard.group.layout.names[piece.index]] = dict.fromkeys(names, values.dtype)
-        return found
-
-    def missed_steps(self, param: nn.Parameter) -> int:
-        """In how many steps nobody used a parameter, so that it stayed as it was."""
-        return self._missed[id(param)]
-
-    def scalar_states(self) -> ScalarStates:
-        """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
-        missed = {name: count for name, param in self._named_params() if (count := self._missed[id(param)])}
-        kept = {key: states for shard in self.shards for key, states in self._update.scalar_states(shard).items()}
-        if self._update.has_rule:
-            said = {name: {MISSED_STEPS: count} for name, count in missed.items()}
-            both = {key: {**(kept.get(key) or {}), **said.get(str(key), {})} for key in kept.keys() | said.keys()}
-            return self._with_factors(both)
-        for key in kept.keys() & missed.keys():  # a rank has those of which it has a part
-            if missed[str(key)] < self.num_steps:
-                kept[key] = {**(kept[key] or {}), MISSED_STEPS: missed[str(key)]}
-        return self._with_factors(kept)
-
-    def _with_factors(self, scalars: dict[int | str, Any]) -> ScalarStates:
-        """With the thin matrices that the next ones begin with."""
-        for shard in self.shards:
-            low_rank = shard.gradient.low_rank
-            for index, factor in () if low_rank is None else low_rank.factors.items():
-                name = shard.group.layout.names[index]
-                scalars[name] = {**(scalars.get(name) or {}), FACTOR: factor.cpu()}
-        return scalars
-
-    def _take_factors(self, scalars: ScalarStates) -> None:
-        for shard in self.shards:
-            low_rank = shard.gradient.low_rank
-            if low_rank is not None:
-                low_rank.make_errors(self.num_steps)
-                kept = [(i, (scalars.get(name) or {}).get(FACTOR)) for i, name in enumerate(shard.group.layout.names)]
-                low_rank.factors = {i: one.to(shard.group.full.device) for i, one in kept if isinstance(one, Tensor)}
-
-    def make_states(
-        self,
-        num_steps: int,
-        dtypes: Mapping[str, Mapping[str, torch.dtype]],
-        scalars: ScalarStates,
-        params: Mapping[str, nn.Parameter],
-    ) -> None:
-        """Takes memory for the states of a run that has made `num_steps`; `states_of` says where to fill them in.
-
-        dtypes: of the elementwise states by name, for each parameter by name; floating-point ones take the dtype of
-        the master weights, as in torch. scalars: as `scalar_states` gives them, of all ranks. params: of the whole
-        model, by name: of other stages of a pipeline too.
-        """
-        self.num_steps = num_steps
-        missed = {id(param): self._missed_in(scalars[name]) for name, param in params.items() if name in scalars}
-        self._missed = Counter({key: count for key, count in missed.items() if count})
-        own = {
-            key: states and {n: v for n, v in states.items() if n not in (MISSED_STEPS, FACTOR)}
-            for key, states in scalars.items()
-        }
-        self._take_factors(scalars)
-        for shard in self.shards:
-            if dtypes or scalars:
-                self._update.make_states(shard, dtypes, own)
-            else:
-                self._update.forget_states(shard)
-        if not dtypes and not scalars:
-            self._fill_chunks()
 
     def state_bytes(self) -> int:
         """Bytes of optimizer states, master weights, averages, what islands keep and what updates keep, in memory.
@@ -490,26 +358,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of states and master weights in the store."""
-        return self._offloaded.nbytes
+        return self._homes.offloaded_bytes
 
     def settle(self) -> None:
         """What was changed through `states_of` is in the states."""
-        self._widened.settle()
+        self._homes.settle()
 
     def close(self) -> None:
         """Gives back what is in a store, when nothing is updated any more."""
         self.delayed.close()
-        if self._rest is None:  # else it is the rest's, which closes it
-            self._window.close()
-        for place in (self._host, self._offloaded, self._rest):
-            if place is not None:
-                place.close()
+        self._homes.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
-
-    def _find_where(self) -> bool:
-        """Whether all shards rest where they are computed with, their states too."""
-        return self._rest is None and not any(shard.is_apart or shard.chunks for shard in self.shards)
 
     def _held_of(self, shard: ShardState) -> Iterator[Tensor]:
         yield shard.ahead.values
@@ -517,31 +377,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield shard.master
         yield from self._update.held(shard)
 
-    def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for shard in self.shards:
-            yield from shard.group.plan.params
-
-    def _missed_in(self, states: Mapping[str, Any] | None) -> int:
-        """What scalar states of a parameter say: those of one that no step has used are None."""
-        return self.num_steps if states is None else int(states.get(MISSED_STEPS, 0))
-
-    def _fill_chunks(self) -> None:
-        for shard in self.shards:
-            shard.fill_chunks()
-
-    def _average(self, ahead: bool = False) -> None:
+    def _average(self, averages: Averages, ahead: bool = False) -> None:
         """After a step that counts. Master weights that rest in a store are read once more for it."""
-        if self.averages is not None:
-            self.averages.update(ahead)
-            self._window.put_back()
-            self._offloaded.window.put_back()
-
-    def _expect_chunks(self, order: Iterable[ShardState]) -> None:
-        """The chunks of all these shards in one order: that of the next shard is read while this one is updated."""
-        self._offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
+        averages.update(ahead)
+        self._homes.put_back()
 
     def _terms(self, gradient_scale: float | Tensor, skip: Tensor | None = None) -> Terms:
-        return Terms(self.num_steps, self.param_groups, gradient_scale, self.unused, self._missed, skip)
+        counts = self.counts
+        return Terms(counts.num_steps, self.param_groups, gradient_scale, counts.unused, counts.missed, skip)
 
     def _update_all(
         self,
@@ -550,14 +393,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         update: Callable[[ShardState, Tensor, Terms], None],
         on_updated: Callable[[ShardState], None] = lambda shard: None,
     ) -> None:
-        self._expect_chunks([shard for shard, _ in due])
+        self._homes.expect([shard for shard, _ in due])
         while due:
             shard, gradient = due.popleft()
             update(shard, gradient, terms)
             on_updated(shard)
 
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
-        with self._window.use(shard.resident) as values:
+        with self._homes.window.use(shard.resident) as values:
             self.speculation.keep(shard.keep_parameters)
             parts = partial(shard.parts, Version(0, values), self.speculation)
             self._update.update(shard, parts, gradient, terms)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...checkpoint.fragment import TensorInfo
-from ...zero.optimizer import StateKey
+from ...zero.parameter_states import StateKey
 
 
 @dataclass(frozen=True)

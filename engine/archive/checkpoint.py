@@ -29,7 +29,8 @@ from ...comm import Mesh
 from ...offload import HostPool, host_is_pinned
 from ...optimizers.table import OPTIMIZERS
 from ...watch.log import logger
-from ...zero.optimizer import ShardedOptimizer, StateKey
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.parameter_states import StateKey
 from ...zero.sign_update import is_rank_state
 from ..config.config import Config
 from .agreement import all_or_none, raise_together, shown
@@ -246,7 +247,7 @@ class Checkpointer:
         before = self._frozen.digests(in_it) if self._config.checkpoint.exclude_frozen_parameters else {}
         with all_or_none(self._world, what, hint + changed):
             params = self._named.whole.params
-            self._optimizer.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
+            self._optimizer.by_parameter.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
             shared = self._named.has_replicas  # they read the same values, perhaps on this host
             own_weights = self._named.weights(changes=True)
             weights.read([one for one in own_weights if one.name not in checkpoint.left_out], shared)
@@ -272,7 +273,7 @@ class Checkpointer:
         return {
             "random": random_state(self._world.device),
             "client_state": encode_client_state(client_state),
-            "scalars": encode(self._optimizer.scalar_states(), "optimizer state"),
+            "scalars": encode(self._optimizer.by_parameter.scalar_states(), "optimizer state"),
         }
 
     def _fragments(self, left_out: Collection[str]) -> list[Fragment]:
@@ -312,7 +313,7 @@ class Checkpointer:
     def _steps(self) -> dict[str, int]:
         """By full name: how often the optimizer has updated, and the parameters that it has not updated each time."""
         done, trained = self._optimizer.num_steps, self._updated
-        missed = {f"{STEP}.{name}": self._optimizer.missed_steps(param) for name, param in trained.items()}
+        missed = {f"{STEP}.{name}": self._optimizer.by_parameter.missed_steps(param) for name, param in trained.items()}
         return {STEP: done, **{name: done - count for name, count in missed.items() if count}}
 
     def _optimizer_names(self, has_states: bool) -> OptimizerNames:
@@ -323,11 +324,11 @@ class Checkpointer:
     def _state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
         """The states of each parameter that has any. A collective: a rank knows only those that it holds a part of."""
         found: dict[StateKey, dict[str, torch.dtype]] = {}
-        for one in self._world.gather_objects(self._optimizer.state_dtypes()):
+        for one in self._world.gather_objects(self._optimizer.by_parameter.state_dtypes()):
             found.update(one)
         keys = self._named.catalog.state_keys
         by_name = {name: dict(found[key]) for name, key in keys.items() if key in found}
-        for of_rank in self._world.gather_objects(self._optimizer.rank_state_dtypes()):
+        for of_rank in self._world.gather_objects(self._optimizer.by_parameter.rank_state_dtypes()):
             for name, dtypes in of_rank.items():
                 by_name[name].update(dtypes)
         return by_name
@@ -407,7 +408,7 @@ class Checkpointer:
 
     def _read_rank_states(self, states: CheckpointReader) -> None:
         """What each rank alone had, for the same number of ranks; others begin with nothing of it."""
-        own, dtypes = self._named.rank_states(), self._optimizer.rank_state_dtypes()
+        own, dtypes = self._named.rank_states(), self._optimizer.by_parameter.rank_state_dtypes()
         split = [name.rpartition(".") for name in states.tensors]
         saved = {f"{param}.{state}" for param, _, state in split if is_rank_state(state) and param in dtypes}
         if saved == {f"{param}.{state}" for param, found in dtypes.items() for state in found}:

@@ -69,7 +69,7 @@ class NamedState:
             {slot.name: group.plan.dtype for slot, group in slots},
             {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
             self._aliases(),
-            self._optimizer.state_keys,
+            self._optimizer.by_parameter.state_keys,
         )
 
     def _dtype_of(self, group: ShardedGroup) -> torch.dtype:
@@ -139,7 +139,7 @@ class NamedState:
             fragment
             for shard in self._optimizer.shards
             for piece in shard.pieces
-            for name, memory in self._optimizer.states_of(shard, piece, changes).items()
+            for name, memory in self._optimizer.by_parameter.states_of(shard, piece, changes).items()
             for fragment in fragments_of(shard.group, piece, f".{name}", memory, saves)
         ]
 
@@ -147,7 +147,7 @@ class NamedState:
         """As `states`, of those that no other rank has."""
         return [
             fragment
-            for shard, piece, name, values in self._optimizer.rank_states()
+            for shard, piece, name, values in self._optimizer.by_parameter.rank_states()
             for fragment in fragments_of(shard.group, piece, f".{name}", values, saves=False)
         ]
 

@@ -191,7 +191,9 @@ class ParameterValues:
             return [(p, shard.master_of(p, changes)) for p in shard.pieces if p.index == place.index]
         self._check_has_states(place, what)
         pieces = [] if shard is None else [p for p in shard.pieces if p.index == place.index]
-        found = [] if shard is None else [(p, self._optimizer.states_of(shard, p, changes)) for p in pieces]
+        found = (
+            [] if shard is None else [(p, self._optimizer.by_parameter.states_of(shard, p, changes)) for p in pieces]
+        )
         for _, states in found:
             if changes and not states:
                 raise ValueError(

@@ -17,7 +17,7 @@ from ...checkpoint.index import Count, FileContent, Flag, Number, Text, first_fa
 from ...checkpoint.names import shortened
 from ...checkpoint.values import decode, encode
 from ...watch.log import logger
-from ...zero.optimizer import MISSED_STEPS
+from ...zero.parameter_states import MISSED_STEPS
 
 
 def random_state(device: torch.device) -> Any:

@@ -150,11 +150,11 @@ def train(engine: lowtide.Engine, step: int, look: Any) -> None:
 
 def bytes_outside(engine: lowtide.Engine) -> Found:
     """In files, in host memory that is not the model's, and on the way to other ranks."""
-    optimizer = engine.optimizer
-    stores: list[Any] = [one._store for one in (optimizer._offloaded, optimizer._rest) if one and one._store]
+    optimizer, homes = engine.optimizer, engine.optimizer._homes
+    stores: list[Any] = [one._store for one in (homes._offloaded, homes._rest) if one and one._store]
     files = [os.fstat(store._file._descriptor).st_size for store in stores if hasattr(store, "_file")]
     pools = [store.pool for store in stores if hasattr(store, "pool")]
-    pools += [optimizer._offloaded._pool] if optimizer._offloaded._buffers else []
+    pools += [homes._offloaded._pool] if homes._offloaded._buffers else []
     host = sum(pool.bytes_in_use for pool in pools) + (optimizer.outer.host_nbytes if optimizer.outer else 0)
     return {"file": sum(files), "host": host, "staging": staging_bytes(engine)}
 

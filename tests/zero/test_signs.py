@@ -337,7 +337,7 @@ def load_elsewhere(case: Case, folder: Path) -> tuple[float, list[str], dict[str
     logger.addHandler(handler)
     engine = lowtide.initialize(case.build(), case.as_config())
     engine.load_checkpoint(folder)
-    found = [float(values.abs().max()) for *_, values in engine.optimizer.rank_states()]
+    found = [float(values.abs().max()) for *_, values in engine.optimizer.by_parameter.rank_states()]
     state = engine.state_dict()
     engine.close()
     logger.removeHandler(handler)

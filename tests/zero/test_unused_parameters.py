@@ -254,7 +254,9 @@ def test_the_steps_of_the_callers_own_optimizer_are_known_after_a_load(tmp_path:
     engine.close()
     engine = second_case.engine()
     engine.load_checkpoint(tmp_path)
-    assert [engine.optimizer.missed_steps(engine.module.get_parameter(n)) for n in ("lonely", "beside")] == [3, 3]
+    assert [
+        engine.optimizer.by_parameter.missed_steps(engine.module.get_parameter(n)) for n in ("lonely", "beside")
+    ] == [3, 3]
     for step in range(3, STEPS):
         engine.train_step(second_case.batches(step, 0))
     check([engine.state_dict()], [first_case], 1)

@@ -22,9 +22,9 @@ from ..zero.low_rank import ThinLayout
 from ..zero.matrix_trip import REPLICATED, SHARDED, owners_of
 from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
-from ..zero.shard_state import MASTER, Kinds, kinds_of_block, scaled
 from ..zero.sign_mean import SignLayout
 from ..zero.sign_update import extra_numel
+from ..zero.state_kinds import MASTER, Kinds, kinds_of_block, scaled
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint
 from .gathered import peak_gathered_bytes

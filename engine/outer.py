@@ -247,9 +247,8 @@ def _fragments(units: Sequence[Unit], shards: Sequence[ShardState], count: int) 
 
 def _described(config: OuterConfig, mesh: Mesh, shards: Sequence[ShardState]) -> str:
     """What must be the same on all islands."""
-    layouts = [
-        (list(shard.group.layout.names), shard.group.layout.shard_numel, str(shard.master_dtype)) for shard in shards
-    ]
+    of_shards = [(shard.group.layout, shard.form.master_dtype) for shard in shards]
+    layouts = [(list(layout.names), layout.shard_numel, str(dtype)) for layout, dtype in of_shards]
     digest = hashlib.sha256(repr(layouts).encode()).hexdigest()[:12]
     told = {key: value for key, value in config.model_dump().items() if key not in ("offload", "timeout_seconds")}
     return f"{mesh.world.size} ranks, {len(shards)} groups of parameters ({digest}), outer {told}"

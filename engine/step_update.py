@@ -215,7 +215,7 @@ class StepUpdate:
         self._optimizer.delayed.end()
         pending = []
         for shard in self._optimizer.shards:
-            shard.put(shard.ahead)
+            shard.versions.put(shard.versions.ahead)
             pending.append(shard.group.refresh(is_update=True))
         return pending
 
@@ -277,7 +277,7 @@ class StepUpdate:
             gradient = torch.zeros(shard.group.layout.shard_numel, dtype=kept[0][1].dtype, device=kept[0][1].device)
             for piece, values in kept:
                 gradient[piece.offset_in_shard : piece.offset_in_shard + piece.numel] = values
-            self._optimizer.counts.unused = shard.param_ids - used
+            self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.counts.unused = unused
 

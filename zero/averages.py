@@ -100,7 +100,7 @@ class Averages:
 
     def _memory_for(self, shard: ShardState) -> Tensor:
         numel, device = shard.group.layout.shard_numel, shard.group.shard.device
-        dtype = torch.promote_types(shard.master_dtype, torch.float32)
+        dtype = torch.promote_types(shard.form.master_dtype, torch.float32)
         return huge_zeros(numel, dtype, torch.device("cpu") if shard.is_apart else device)
 
     def _take_over(self, ahead: bool = False) -> None:

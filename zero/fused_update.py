@@ -18,7 +18,8 @@ from ..optimizers.optimizer import Optimizer, Options
 from .layout import Piece
 from .masters import Masters
 from .optimizer_choice import takes_options
-from .shard_state import Run, ShardState, StatePart
+from .shard_runs import Run
+from .shard_state import ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
@@ -41,9 +42,10 @@ class Terms(NamedTuple):
 
     def stretches(self, shard: ShardState) -> list[tuple[Run, int]]:
         """The runs of a shard, each with its step."""
-        if shard.param_ids.isdisjoint(self.unused) and shard.param_ids.isdisjoint(self.missed):
-            return [(run, self.step) for run in shard.runs]
-        return shard.stretches(self.step_of)
+        runs = shard.runs
+        if runs.param_ids.isdisjoint(self.unused) and runs.param_ids.isdisjoint(self.missed):
+            return [(run, self.step) for run in runs.all]
+        return runs.stretches(self.step_of)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class FusedUpdate:
         self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
     ) -> None:
         """Makes one step of all parts of the shard with its gradient, (shard_numel,). parts: those, each time anew."""
-        shard.make_states()
+        shard.memory.make()
         for one in self._updates(shard, parts(), gradient, terms):
             self._make([one], terms, lambda number: None)
 
@@ -137,10 +139,10 @@ class FusedUpdate:
         dtypes: Mapping[str, Mapping[str, torch.dtype]],
         scalars: ScalarStates,
     ) -> None:
-        shard.make_states()
+        shard.memory.make()
 
     def forget_states(self, shard: ShardState) -> None:
-        shard.forget_states()
+        shard.memory.forget()
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}
@@ -165,7 +167,7 @@ class FusedUpdate:
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:
         """States, and what else it keeps, in memory."""
-        yield from shard.states.values()
+        yield from shard.memory.states.values()
 
 
 _NOTHING = torch.empty(0)
@@ -173,11 +175,11 @@ _NOTHING = torch.empty(0)
 
 def _of_whole(shard: ShardState, gradient: Tensor, terms: Terms) -> ShardUpdate:
     """Of a shard that is all in memory: its own of the last step, with what is new in this one."""
-    runs, steps = _inside(0, shard.resident_numel, terms.stretches(shard), terms.options)
-    update = shard.update
+    runs, steps = _inside(0, shard.memory.numel, terms.stretches(shard), terms.options)
+    update = shard.memory.update
     if update is None:
-        shard.make_states()
-        update = shard.update = _of_part(shard, shard.whole(), gradient, runs, steps)
+        shard.memory.make()
+        update = shard.memory.update = _of_part(shard, shard.whole(), gradient, runs, steps)
     update.gradient, update.runs, update.steps = gradient, runs, steps
     return update
 
@@ -185,10 +187,10 @@ def _of_whole(shard: ShardState, gradient: Tensor, terms: Terms) -> ShardUpdate:
 def _of_part(
     shard: ShardState, part: StatePart, gradient: Tensor, runs: list[tuple[int, Options]], steps: list[int]
 ) -> ShardUpdate:
-    states, remainder, rounding = part.states, None, shard.rounding
+    states, remainder, rounding = part.states, None, shard.form.rounding
     if rounding is not None and part.start:
         rounding = rounding.at(part.start)
-    if shard.has_remainder:
+    if shard.form.has_remainder:
         *states, remainder = states
     return ShardUpdate(part.master, gradient, stored_states(states), runs, steps, part.rounded, rounding, remainder)
 

@@ -20,10 +20,11 @@ from .host_update import HostUpdate
 from .offloaded_states import OffloadedStates
 from .outer_state import OuterState
 from .parameter_states import ParameterStates
+from .parameter_versions import Version
 from .sequence import StateError
 from .shard_homes import ShardHomes
 from .shard_rest import ShardRest
-from .shard_state import ShardState, Version
+from .shard_state import ShardState
 from .speculation import Speculation
 from .step_counts import StepCounts
 from .torch_update import TorchUpdate
@@ -263,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.begin_step()
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
-            shard.begin_delay()
+            shard.versions.begin()
         now = self._terms(gradient_scale)
         terms = now._replace(options=[dict(group) for group in now.options], missed=dict(now.missed))
         self.counts.count()
@@ -372,8 +373,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _held_of(self, shard: ShardState) -> Iterator[Tensor]:
-        yield shard.ahead.values
-        if shard.is_mixed:
+        yield shard.versions.ahead.values
+        if shard.form.is_mixed:
             yield shard.master
         yield from self._update.held(shard)
 
@@ -401,13 +402,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
         with self._homes.window.use(shard.resident) as values:
-            self.speculation.keep(shard.keep_parameters)
+            self.speculation.keep(shard.versions.keep)
             parts = partial(shard.parts, Version(0, values), self.speculation)
             self._update.update(shard, parts, gradient, terms)
 
     def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
         """Beside the parameters, which are computed with."""
-        if not shard.is_mixed:
-            shard.ahead.values.copy_(shard.group.shard)
-        self._update.update(shard, partial(shard.parts, shard.ahead, self.speculation), gradient, terms)
+        if not shard.form.is_mixed:
+            shard.versions.ahead.values.copy_(shard.group.shard)
+        self._update.update(shard, partial(shard.parts, shard.versions.ahead, self.speculation), gradient, terms)
         shard.gradient.give_back(gradient)

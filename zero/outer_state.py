@@ -151,7 +151,7 @@ class OuterState:
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _memory_for(self, shard: ShardState) -> Tensor:
-        dtype = torch.promote_types(shard.master_dtype, torch.float32)
+        dtype = torch.promote_types(shard.form.master_dtype, torch.float32)
         is_here = not (self._on_host or shard.is_apart)
         device = shard.group.shard.device if is_here else torch.device("cpu")
         return huge_zeros(shard.group.layout.shard_numel, dtype, device)

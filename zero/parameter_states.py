@@ -40,7 +40,7 @@ class ParameterStates:
     def state_keys(self) -> dict[str, StateKey]:
         """The key under which each parameter's states are described, by the parameter's name, on all ranks alike."""
         return {
-            name: (shard.options_index(index), shard.master_dtype)
+            name: (shard.runs.options_index(index), shard.form.master_dtype)
             for shard in self._shards
             for index, name in enumerate(shard.group.layout.names)
         }

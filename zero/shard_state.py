@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL
-from ..kernels.shard_update import ShardUpdate
-from ..kernels.weight_rounding import Rounding
-from ..offload import Memory, OldVersion, StoredRange, huge_zeros
+from ..kernels.optimizer_states import SCALE_SUFFIX
+from ..offload import Memory, OldVersion, StoredRange
 from .gradient import GroupGradient
 from .group import part_of, values_of
 from .host_update import HostUpdate
 from .layout import Piece
 from .masters import REMAINDERS, Masters
 from .offloaded_states import Chunk, OffloadedStates
+from .parameter_versions import ParameterVersions, Version
 from .shard_rest import ShardRest
+from .shard_runs import ShardRuns
 from .speculation import Speculation
+from .state_kinds import MASTER, kinds_of_block, scaled
+from .states_in_memory import StatesInMemory
+from .weight_form import WeightForm
 from .widened_states import WidenedStates
-
-MASTER = "master"
-NewStates = Callable[[Tensor], dict[str, Tensor]]
-"""Master weights, (n,) -> the states before the first step, by name."""
-Kinds = Mapping[str, tuple[torch.dtype, int]]
-"""Name of a tensor of states, or "master" -> its dtype and number of elements."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A stretch of a shard whose parameters have the same options."""
-
-    start: int
-    end: int
-    options_index: int  # in the optimizer's param_groups
 
 
 class StatePart(NamedTuple):
@@ -48,14 +36,6 @@ class StatePart(NamedTuple):
     master: Tensor
     states: Sequence[Tensor]
     rounded: Tensor | None  # where the new master weights go in the dtype of the parameters, if that is another one
-
-
-@dataclass(frozen=True)
-class Version:
-    """The parameters of a shard from element `start` on; those before it are their master weights, rounded."""
-
-    start: int
-    values: Tensor  # (shard_numel - start,)
 
 
 class Kept(Protocol):
@@ -76,19 +56,12 @@ class Kept(Protocol):
 
 
 class ShardState:
-    """Elements [0, resident_numel) of the states are in memory, the rest is in the chunks of a store.
+    """The first elements of the states are in memory, the rest is in the chunks of a store.
 
     Where the model is on a device, either all of a shard's states are there, or all are on the host, `is_apart`, and so
     is their update.
 
     The master weights are the shard itself where parameters are float32 or wider, or bfloat16 without masters.
-
-    Parameters may have a second version: the old ones of a speculative update, or what a delayed one makes of
-    them while they are computed with. It is beside them, but for what master weights in memory hold already:
-
-                      |  in memory  |   in a store
-    without a master  |  `values`   |  `values`           copied from the shard
-    with one          |  master     |  `values`           the rounded copy
     """
 
     def __init__(
@@ -110,50 +83,29 @@ class ShardState:
         """
         self.gradient = gradient
         self.group = gradient.group
-        masters = kept.masters
-        self.is_mixed = masters.are_beside(self.group.plan.dtype)
-        self.master_dtype = torch.float32 if self.is_mixed else self.group.plan.dtype
-        self.rounding: Rounding | None = None
-        """What the parameters are rounded with, where that is at random."""
-        if masters.is_drawn and self.group.plan.dtype == torch.bfloat16:
-            self.rounding = Rounding.of(kept.seed, self.group.plan.name, self.group.own.start)
-        self.has_remainder = masters.remainder is not None and self.group.plan.dtype == torch.bfloat16
-        """Whether the last of the states is what the parameters lack."""
-        self._options_index_of = options_index_of
-        self.param_ids = frozenset(id(self.group.params[piece.index]) for piece in self.group.pieces)
-        """Of the parameters that have a part here."""
-        self.runs = [run for run, _ in self.stretches(lambda _: 0)]
-        numel = self.group.layout.shard_numel
+        self.form = WeightForm.of(self.group, kept.masters, kept.seed)
+        self.runs = ShardRuns(self.group, options_index_of)
         self.is_apart = gradient.leaves_device
         """Whether the update runs on the host and the parameters are on a device."""
-        self.resident_numel = resident_numel
-        device = self.group.shard.device
-        self._own_master = huge_zeros(self.resident_numel, torch.float32, device) if self.is_mixed else None
-        self.states: dict[str, Tensor] = {}
-        self._has_states = False  # of which there may be none
-        self.factors: dict[int, dict[str, Tensor]] = {}
-        """Index in the group of a matrix that this rank owns -> its states that are not elementwise, by name."""
-        self.update: ShardUpdate | None = None
-        """What an update of all that is in memory needs, as of the last one; None where other states came since."""
         first = options_index_of[id(self.group.params[0])] if self.group.params else 0
-        new_states = partial(kept.new_states, options_index=first)
-        self._new_states = new_states
+        self._new_states = partial(kept.new_states, options_index=first)
+        self.memory = StatesInMemory(resident_numel, self.form, self.group.shard.device, self._new_states)
         self._widened = widened
-        kinds = kinds_of_block(self.group.plan.dtype, masters, new_states)
-        self.chunks = offloaded.divide(self.group.plan.name, self.resident_numel, numel, partial(scaled, kinds))
-        self._host = host if self.is_apart else None
+        kinds = kinds_of_block(self.group.plan.dtype, kept.masters, self._new_states)
+        numel = self.group.layout.shard_numel
+        self.chunks = offloaded.divide(self.group.plan.name, resident_numel, numel, partial(scaled, kinds))
         self.resident = self.group.resident
         """The parameters' values, for the update."""
-        if self._host is not None:
+        if host is not None and self.is_apart:
             # In mixed precision they are made of the master weights alone.
-            self.resident = self._host.resident(self.group, rest, needs_values=not (self.is_mixed and self.runs))
-        self.ahead = Version(self.resident_numel if self.is_mixed else 0, torch.empty(0, dtype=self.group.plan.dtype))
-        """What the parameters become by a delayed update; without memory until there is one."""
+            needs_values = not (self.form.is_mixed and self.runs.all)
+            self.resident = host.resident(self.group, rest, needs_values)
+        self.versions = ParameterVersions(self.group, self.memory.master, host if self.is_apart else None)
 
     @property
     def master(self) -> Tensor:
         """(n,): the master weights that are in memory; of a shard in a store, while that is open."""
-        return self.group.shard if self._own_master is None else self._own_master
+        return self.group.shard if self.memory.master is None else self.memory.master
 
     @property
     def pieces(self) -> list[Piece]:
@@ -161,50 +113,15 @@ class ShardState:
         edges = [chunk.start for chunk in self.chunks]
         return [part for piece in self.group.pieces for part in _cut(piece, edges)]
 
-    def stretches(self, step_of: Callable[[int], int]) -> list[tuple[Run, int]]:
-        """`runs`, cut where parameters have made another number of steps, with that number.
-
-        step_of: the identity of a parameter -> its number.
-        """
-        starts: list[tuple[int, int, int]] = []
-        for piece in self.group.pieces:
-            param_id = id(self.group.params[piece.index])
-            index, step = self._options_index_of[param_id], step_of(param_id)
-            if not starts or starts[-1][1:] != (index, step):
-                starts.append((piece.offset_in_shard, index, step))
-        # A run reaches to the next one, padding included: whole vectors, so that no element is a rest of its own.
-        ends = [start for start, *_ in starts[1:]] + [self.group.layout.shard_numel]
-        return [(Run(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
-
-    def make_states(self) -> None:
-        """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
-        if self._has_states:
-            return
-        self._has_states = True
-        device = self.group.shard.device
-        first = self._new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self.master_dtype))
-        for name, block in first.items():
-            if name not in self.states:
-                numel = _scaled(block.numel(), self.resident_numel)
-                self.states[name] = huge_zeros(numel, block.dtype, device)
-                if block.any():
-                    self.states[name].fill_(block[0])  # every element begins alike
-
-    def forget_states(self) -> None:
-        """Gives the memory of `make_states` back."""
-        self.states.clear()
-        self.factors.clear()
-        self._has_states, self.update = False, None
-
     def fill_chunks(self) -> None:
         """First values in the store; master weights are zero."""
         for chunk in self.chunks:
-            like = torch.zeros(chunk.end - chunk.start, dtype=self.master_dtype)
-            chunk.fill({**({MASTER: like} if self.is_mixed else {}), **self._new_states(like)})
+            like = torch.zeros(chunk.end - chunk.start, dtype=self.form.master_dtype)
+            chunk.fill({**({MASTER: like} if self.form.is_mixed else {}), **self._new_states(like)})
 
     def begin_with_parameters(self) -> None:
         """Master weights, where the parameters are others, are these: there were none before."""
-        for piece in self.pieces if self.is_mixed else ():
+        for piece in self.pieces if self.form.is_mixed else ():
             low = piece.offset_in_shard
             now = values_of(part_of(self.group.own_values(), low, low + piece.numel))
             values_of(self.master_of(piece, changes=True)).copy_(now)
@@ -214,75 +131,49 @@ class ShardState:
 
         parameters: that the update changes, where it runs. speculation: what keeps the states as they were.
         """
-        if self.resident_numel or not self.chunks:
-            for values in (*self.states.values(), *(() if self._own_master is None else (self._own_master,))):
+        memory = self.memory
+        if memory.numel or not self.chunks:
+            for values in (*memory.states.values(), *(() if memory.master is None else (memory.master,))):
                 speculation.keep(partial(OldVersion.of, values))
-            yield self._part(0, self.resident_numel, self._own_master, self.states, parameters)
+            yield self._part(0, memory.numel, memory.master, memory.states, parameters)
         for chunk in self.chunks:
             with chunk.window.use(chunk.resident) as buffer:
                 speculation.keep(partial(chunk.resident.fork, buffer))
                 tensors = chunk.layout.views(buffer)
-                own_master = tensors.pop(MASTER) if self.is_mixed else None
+                own_master = tensors.pop(MASTER) if self.form.is_mixed else None
                 yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
 
     def whole(self) -> StatePart:
         """As the only one of `parts`, where all of it is in memory."""
-        rounded = None if self._own_master is None else self.group.shard
-        return StatePart(0, self.resident_numel, self.master, list(self.states.values()), rounded)
+        rounded = None if self.memory.master is None else self.group.shard
+        return StatePart(0, self.memory.numel, self.master, list(self.memory.states.values()), rounded)
 
     def as_parts(self) -> list[StatePart]:
         """`whole`, in the form of `parts`."""
         return [self.whole()]
-
-    def options_index(self, index: int) -> int:
-        """In param_groups, of the parameter with that index in the group."""
-        return self._options_index_of[id(self.group.params[index])]
-
-    # -- second versions ------------------------------------------------------------------------------------------
-
-    def begin_delay(self) -> None:
-        """Memory for what the parameters become; takes none where there is some from the last time."""
-        numel = self.group.layout.shard_numel - self.ahead.start
-        if self.ahead.values.numel() != numel:
-            dtype, device = self.group.plan.dtype, self.group.shard.device
-            values = huge_zeros(numel, dtype, device) if self._host is None else self._host.lasting(numel, dtype)
-            self.ahead = Version(self.ahead.start, values)
-
-    def put(self, version: Version) -> None:
-        """The parameters become that version of them; master weights are of it already."""
-        shard = values_of(self.group.own_values(changes=True))
-        if self._own_master is not None:
-            shard[: version.start].copy_(self._own_master)
-        shard[version.start :].copy_(version.values, non_blocking=True)
-
-    def keep_parameters(self) -> OldVersion:
-        """What they are now."""
-        start = self.ahead.start
-        old = Version(start, values_of(self.group.own_values())[start:].clone())
-        return OldVersion(old.values.nbytes, lambda: self.put(old))
 
     # -- by piece of a parameter ----------------------------------------------------------------------------------
 
     def master_of(self, piece: Piece, changes: bool = False) -> Memory:
         """The master weights of one of `pieces`."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
-        if self._own_master is None:
+        if self.memory.master is None:
             return part_of(self.group.own_values(changes), low, high)
         chunk = self._chunk_of(piece)
         if chunk is None:
-            return self._own_master[low:high]
-        return _range_of(chunk, MASTER, self.master_dtype, low, high, changes)
+            return self.memory.master[low:high]
+        return _range_of(chunk, MASTER, self.form.master_dtype, low, high, changes)
 
     def masters(self, changes: bool = False, ahead: bool = False) -> Iterator[tuple[int, Tensor]]:
         """(offset in the shard, master weights) of each stretch, until the next one is asked for.
 
         ahead: those after a delayed update, before the parameters are that version.
         """
-        if self._own_master is None:
-            is_ahead = ahead and bool(self.ahead.values.numel())
-            yield 0, self.ahead.values if is_ahead else values_of(self.group.own_values(changes))
+        if self.memory.master is None:
+            is_ahead = ahead and bool(self.versions.ahead.values.numel())
+            yield 0, self.versions.ahead.values if is_ahead else values_of(self.group.own_values(changes))
             return
-        yield 0, self._own_master
+        yield 0, self.memory.master
         for chunk in self.chunks:
             yield chunk.start, chunk.open(changes)[MASTER]
 
@@ -290,17 +181,17 @@ class ShardState:
         """The states of one of `pieces`, by name; those in memory only once they are made. 8-bit states as float32."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
         chunk = self._chunk_of(piece)
-        kept = {n: state.dtype for n, state in self.states.items()} if chunk is None else chunk.layout.dtypes
+        kept = {n: state.dtype for n, state in self.memory.states.items()} if chunk is None else chunk.layout.dtypes
         names = [name for name in kept if name != MASTER and not name.endswith(SCALE_SUFFIX)]
         if any(name + SCALE_SUFFIX in kept for name in names):
             return {name: self._widened_range(chunk, name, low, high, changes) for name in names}
         if chunk is None:
-            return {name: self.states[name][low:high] for name in names}
+            return {name: self.memory.states[name][low:high] for name in names}
         return {name: _range_of(chunk, name, kept[name], low, high, changes) for name in names}
 
     def forget_remainders(self, pieces: Iterable[Piece]) -> None:
         """Before the master weights of `pieces` are written: what they are then lacks nothing."""
-        if self.has_remainder and (self.states or self.chunks):
+        if self.form.has_remainder and (self.memory.states or self.chunks):
             for piece in pieces:
                 states = self.states_of(piece, changes=True)
                 for name in states.keys() & REMAINDERS:
@@ -325,7 +216,7 @@ class ShardState:
 
         def stored(changes: bool) -> Mapping[str, Tensor]:
             if chunk is None:
-                return self.states
+                return self.memory.states
             return {key: tensor for key, tensor in chunk.open(changes).items() if key != MASTER}
 
         part = self if chunk is None else chunk
@@ -334,27 +225,6 @@ class ShardState:
             torch.float32,
             lambda: self._widened.open(part, stored, changes)[name][low - start : high - start],
         )
-
-
-def kinds_of_block(dtype: torch.dtype, masters: Masters, new_states: NewStates) -> Kinds:
-    """What is kept of a block of 256 elements beside their parameters, which are of the dtype.
-
-    Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
-    """
-    is_mixed = masters.are_beside(dtype)
-    block = torch.zeros(STATE_BLOCK_NUMEL, dtype=torch.float32 if is_mixed else dtype)
-    tensors = {**({MASTER: block} if is_mixed else {}), **new_states(block)}
-    return {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
-
-
-def scaled(kinds: Kinds, numel: int) -> Kinds:
-    """What is kept of so many elements."""
-    return {name: (dtype, _scaled(of_block, numel)) for name, (dtype, of_block) in kinds.items()}
-
-
-def _scaled(numel_of_block: int, numel: int) -> int:
-    """How many elements a tensor has of which a block of 256 has numel_of_block: 256, or 1 for scales."""
-    return -(-numel * numel_of_block // STATE_BLOCK_NUMEL)
 
 
 def _range_of(chunk: Chunk, name: str, dtype: torch.dtype, low: int, high: int, changes: bool) -> StoredRange:

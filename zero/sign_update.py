@@ -84,7 +84,7 @@ class SignUpdate(FusedUpdate):
             self._step_scaled(shard, memory, gradient, used, is_summed)
         elif is_summed:
             for _, where, options in used:
-                own = [state[where] for state in shard.states.values()]
+                own = [state[where] for state in shard.memory.states.values()]
                 self.optimizer.apply(weight[where], gradient[where], own, torch.tensor(terms.step), options)
         elif self.signs.sums_steps:
             self._step_alone(shard, memory, gradient, used)
@@ -92,12 +92,12 @@ class SignUpdate(FusedUpdate):
                 self._meet(shard, memory, terms.options)
         else:
             mean = self._mean_momentum(shard, memory, gradient, used)
-            momentum, squares = shard.states.values()
+            momentum, squares = shard.memory.states.values()
             for _, where, options in used:
                 momentum[where] = mean[where]
                 step = direction(weight[where], mean[where], squares[where], options)
                 weight[where].add_(step, alpha=-float(options["lr"]))
-        if shard.is_mixed and not memory.lr_sums:
+        if shard.form.is_mixed and not memory.lr_sums:
             shard.group.shard.copy_(weight)
 
     def update_together(
@@ -121,14 +121,14 @@ class SignUpdate(FusedUpdate):
 
     def _mean_momentum(self, shard: ShardState, memory: Memory, gradient: Tensor, used: Parameters) -> Tensor:
         """(padded_numel,): of all ranks, each with its own gradient."""
-        momentum = next(iter(shard.states.values())).clone()
+        momentum = next(iter(shard.memory.states.values())).clone()
         for _, where, options in used:
             momentum[where].lerp_(gradient[where], 1 - options["betas"][0])
         return memory.mean.mean(momentum, _others(shard, {index for index, _, _ in used}))
 
     def _step_alone(self, shard: ShardState, memory: Memory, gradient: Tensor, used: Parameters) -> None:
         """u = u + lr m, of this rank; w = w of the meeting - u / (sqrt(v) + eps)."""
-        (momentum, squares), moved = shard.states.values(), memory.moved
+        (momentum, squares), moved = shard.memory.states.values(), memory.moved
         assert moved is not None
         if not memory.lr_sums and memory.met_at is not None:
             memory.met_at.copy_(shard.master)
@@ -142,7 +142,7 @@ class SignUpdate(FusedUpdate):
 
     def _meet(self, shard: ShardState, memory: Memory, options_of: Sequence[Options]) -> None:
         """Parameters of the last meeting, less what all ranks have moved since; momenta are the mean of that."""
-        (momentum, squares), weight, moved = shard.states.values(), shard.master, memory.moved
+        (momentum, squares), weight, moved = shard.memory.states.values(), shard.master, memory.moved
         exchange, lr_sums = memory.mean.exchange, memory.lr_sums
         assert moved is not None
         if memory.met_at is not None:
@@ -159,7 +159,7 @@ class SignUpdate(FusedUpdate):
                 weight[where].mul_(1 - lr_sum * options["weight_decay"]).sub_(step)
         moved.zero_()
         lr_sums.clear()
-        if shard.is_mixed:
+        if shard.form.is_mixed:
             shard.group.shard.copy_(weight)
 
     # -- 1-bit LAMB -----------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class SignUpdate(FusedUpdate):
     ) -> None:
         mean = None if is_summed else self._mean_momentum(shard, memory, gradient, used)
         for index, where, options in used:
-            own = [state[where] for state in shard.states.values()]
+            own = [state[where] for state in shard.memory.states.values()]
             known = memory.coefficients.setdefault(index, [0.0, 1.0])
             if mean is None:
                 step, scale = _warm_lamb(shard.master[where], gradient[where], own, known, options)
@@ -187,7 +187,7 @@ class SignUpdate(FusedUpdate):
     def make_states(
         self, shard: ShardState, dtypes: Mapping[str, Mapping[str, torch.dtype]], scalars: ScalarStates
     ) -> None:
-        shard.make_states()
+        shard.memory.make()
         if id(shard) not in self._memories:
             self._memories[id(shard)] = self._new_memory(shard)
         for index, name in enumerate(shard.group.layout.names):
@@ -197,16 +197,16 @@ class SignUpdate(FusedUpdate):
 
     def _new_memory(self, shard: ShardState) -> Memory:
         group, device = shard.group, shard.group.shard.device
-        exchange, dtype = group.axes.exchange_along(AXIS), shard.master_dtype
+        exchange, dtype = group.axes.exchange_along(AXIS), shard.form.master_dtype
         layout = SignLayout.of(group.layout, exchange.size, dtype)
         memory = Memory(SignMean(layout, exchange, self.signs.scale, group.plan.name).to(device))
         if self.signs.sums_steps:
             memory.moved = torch.zeros(group.layout.padded_numel, dtype=dtype, device=device)
-            memory.met_at = None if shard.is_mixed else torch.zeros_like(memory.moved)
+            memory.met_at = None if shard.form.is_mixed else torch.zeros_like(memory.moved)
         return memory
 
     def forget_states(self, shard: ShardState) -> None:
-        shard.forget_states()
+        shard.memory.forget()
         self._memories.pop(id(shard), None)
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:
@@ -295,7 +295,7 @@ def _parameters(shard: ShardState, options: Sequence[Options], indices: Collecti
         (
             piece.index,
             slice(piece.offset_in_shard, piece.offset_in_shard + piece.numel),
-            options[shard.options_index(piece.index)],
+            options[shard.runs.options_index(piece.index)],
         )
         for piece in shard.group.pieces
         if piece.index in indices

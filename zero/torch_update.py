@@ -19,7 +19,8 @@ from .fused_update import ScalarStates, Terms
 from .layout import Piece
 from .masters import Masters
 from .optimizer_choice import OptimizerFactory
-from .shard_state import Run, ShardState, StatePart
+from .shard_runs import Run
+from .shard_state import ShardState, StatePart
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class TorchUpdate:
         inner = self._inner.get(id(shard)) or self._make_inner(shard)
         params = shard.group.params
         # A bfloat16 that is the only copy is updated in float32, of which there is one shard for a while.
-        master = whole.master if shard.rounding is None else whole.master.float()
+        master = whole.master if shard.form.rounding is None else whole.master.float()
         inner.cut(shard.group.pieces, {index for index, param in enumerate(params) if id(param) in terms.unused})
         for flat in inner.flats:
             options, param = flat.options, flat.param
@@ -130,10 +131,10 @@ class TorchUpdate:
         inner.optimizer.step()
         for flat in inner.flats:
             flat.param.grad = None
-            if shard.rounding is not None:
+            if shard.form.rounding is not None:
                 flat.param.data = whole.master[flat.run.start : flat.run.end]
-        if shard.rounding is not None:
-            noise = shard.rounding.noise(master.numel(), terms.step, master.device)
+        if shard.form.rounding is not None:
+            noise = shard.form.rounding.noise(master.numel(), terms.step, master.device)
             whole.master.copy_(rounded_weights(master, noise))
         if whole.rounded is not None:
             whole.rounded.copy_(whole.master)
@@ -214,10 +215,10 @@ class TorchUpdate:
         return {name: v.dtype for name, v in optimizer.state[param].items() if _is_elementwise(v, param)}
 
     def _make_inner(self, shard: ShardState) -> _Inner:
-        views = [nn.Parameter(shard.master[run.start : run.end]) for run in shard.runs]
+        views = [nn.Parameter(shard.master[run.start : run.end]) for run in shard.runs.all]
         optimizer = self._factory(views or [nn.Parameter(shard.master[:0])])
         template = optimizer.param_groups[0]
-        flats = [_Flat(run, {**template, "params": [view]}) for run, view in zip(shard.runs, views, strict=True)]
+        flats = [_Flat(run, {**template, "params": [view]}) for run, view in zip(shard.runs.all, views, strict=True)]
         optimizer.param_groups[:] = [flat.options for flat in flats]
         inner = self._inner[id(shard)] = _Inner(optimizer, flats)
         return inner

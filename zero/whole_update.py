@@ -58,12 +58,13 @@ class WholeUpdate(FusedUpdate):
     def update(
         self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
     ) -> None:
-        if self._beside is not None and shard.group.params and not terms.options[shard.options_index(0)]["is_matrix"]:
-            self._beside.update(shard, parts, gradient, terms)
+        beside, params = self._beside, shard.group.params
+        if beside is not None and params and not terms.options[shard.runs.options_index(0)]["is_matrix"]:
+            beside.update(shard, parts, gradient, terms)
             return
         moves = self._moves(shard)
-        shard.make_states()
-        numel, dtype = gradient.numel(), torch.promote_types(shard.master_dtype, torch.float32)
+        shard.memory.make()
+        numel, dtype = gradient.numel(), torch.promote_types(shard.form.master_dtype, torch.float32)
         direction = torch.empty(numel, dtype=dtype, device=gradient.device)
         norms = _Norms(shard)
         for low, one in _with_offsets(self._updates(shard, parts(), gradient, terms)):
@@ -97,7 +98,7 @@ class WholeUpdate(FusedUpdate):
         self, shard: ShardState, dtypes: Mapping[str, Mapping[str, torch.dtype]], scalars: ScalarStates
     ) -> None:
         super().make_states(shard, dtypes, scalars)
-        shard.factors.clear()
+        shard.memory.factors.clear()
         if not self._moves(shard):
             return
         group, trip = shard.group, MatrixTrip.of(shard.group)
@@ -106,15 +107,15 @@ class WholeUpdate(FusedUpdate):
             kept = scalars.get(name) or {}
             shapes = self._whole.factors(group.layout.slots[index].shape)
             if trip.owners[index] == trip.exchange.place and shapes.keys() <= kept.keys():
-                dtype = torch.promote_types(shard.master_dtype, torch.float32)
-                shard.factors[index] = {one: kept[one].to(device, dtype).clone() for one in shapes}
+                dtype = torch.promote_types(shard.form.master_dtype, torch.float32)
+                shard.memory.factors[index] = {one: kept[one].to(device, dtype).clone() for one in shapes}
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
-        return {shard.group.layout.names[index]: factors for index, factors in shard.factors.items()}
+        return {shard.group.layout.names[index]: factors for index, factors in shard.memory.factors.items()}
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:
         yield from super().held(shard)
-        for by_name in shard.factors.values():
+        for by_name in shard.memory.factors.values():
             yield from by_name.values()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class WholeUpdate(FusedUpdate):
 
     def _moves(self, shard: ShardState) -> bool:
         """Whether the parameters of the shard, of which one is enough to say it, are matrices that become whole."""
-        return bool(self._whole.matrix is not None and shard.group.params and not shard.options_index(0))
+        return bool(self._whole.matrix is not None and shard.group.params and not shard.runs.options_index(0))
 
     def _change_matrices(self, shard: ShardState, direction: Tensor, terms: Terms) -> None:
         """Every matrix becomes whole on its owner, once, and comes back. A collective."""
@@ -150,17 +151,17 @@ class WholeUpdate(FusedUpdate):
         assert matrix is not None
         for index in used & owned.keys():
             shape = group.layout.slots[index].shape
-            options, step = terms.options[shard.options_index(index)], terms.step_of(id(group.params[index]))
+            options, step = terms.options[shard.runs.options_index(index)], terms.step_of(id(group.params[index]))
             factors = self._factors_of(shard, index, direction)
             owned[index] = matrix(owned[index].view(shape), step, options, factors).reshape(-1)
         trip.take_back(owned, direction)
 
     def _factors_of(self, shard: ShardState, index: int, like: Tensor) -> dict[str, Tensor]:
         """Of a matrix that this rank owns, made where there are none yet, where the update is computed."""
-        if index not in shard.factors:
+        if index not in shard.memory.factors:
             shapes = self._whole.factors(shard.group.layout.slots[index].shape)
-            shard.factors[index] = {name: like.new_zeros(shape) for name, shape in shapes.items()}
-        return shard.factors[index]
+            shard.memory.factors[index] = {name: like.new_zeros(shape) for name, shape in shapes.items()}
+        return shard.memory.factors[index]
 
     def _run(self, optimizer: Optimizer, one: ShardUpdate, terms: Terms, scale: float | Tensor) -> None:
         if one.is_used:
@@ -176,7 +177,7 @@ class WholeUpdate(FusedUpdate):
         found = norms.summed()
         return {
             index: ratio(
-                terms.options[shard.options_index(index)],
+                terms.options[shard.runs.options_index(index)],
                 step,
                 slots[index].numel,
                 *(math.sqrt(one[index]) for one in found),
@@ -243,6 +244,6 @@ def _runs(
     if pieces[0].offset_in_shard > low:  # padding
         yield pieces[0].offset_in_shard - low, terms.options[0], 0
     for piece, end in zip(pieces, ends, strict=True):
-        options = terms.options[shard.options_index(piece.index)]
+        options = terms.options[shard.runs.options_index(piece.index)]
         is_updated = piece.index in ratios
         yield end, {**options, "ratio": ratios.get(piece.index, 0.0)}, terms.step if is_updated else 0

@@ -52,7 +52,7 @@ class FullValues:
         shard = self._shards.get(id(group))
         if shard is not None:
             shard.forget_remainders(_pieces_of(shard.pieces, index))
-        if shard is not None and shard.is_mixed:
+        if shard is not None and shard.form.is_mixed:
             for piece in _pieces_of(shard.pieces, index):
                 _place_in_master(shard, piece, values)
 

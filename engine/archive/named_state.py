@@ -74,7 +74,7 @@ class NamedState:
 
     def _dtype_of(self, group: ShardedGroup) -> torch.dtype:
         shard = self._shards.get(id(group))
-        return group.plan.dtype if shard is None else shard.master_dtype
+        return group.plan.dtype if shard is None else shard.form.master_dtype
 
     @property
     def option_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -189,7 +189,7 @@ class NamedState:
         self._optimizer.settle()
         groups = self._groups if groups is None else groups
         for shard in [self._shards[id(group)] for group in groups if id(group) in self._shards]:
-            for piece in shard.pieces if shard.is_mixed else ():
+            for piece in shard.pieces if shard.form.is_mixed else ():
                 low = piece.offset_in_shard
                 own = values_of(part_of(shard.group.own_values(changes=True), low, low + piece.numel))
                 own.copy_(values_of(shard.master_of(piece)))

@@ -98,7 +98,7 @@ def count(stage: int) -> tuple[int, int, dict[str, list[str]]]:
     ):
         for step in range(3):
             engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
-        states = {shard.group.plan.name: list(shard.states) for shard in engine.optimizer.shards}
+        states = {shard.group.plan.name: list(shard.memory.states) for shard in engine.optimizer.shards}
         return calls, len(engine.optimizer.param_groups[0]["params"]), states
 
 

@@ -1,7 +1,5 @@
 """What comes after a delayed update has what it wrote, on the device too; what it reads, it has from before."""
 
-from functools import partial
-
 import torch
 
 from lowtide.zero.delayed_update import DelayedUpdate
@@ -13,9 +11,13 @@ def delayed_update() -> list[float]:
     device = torch.device("pretend", 0)
     parameter, gradient = torch.zeros(3, device=device), torch.zeros(3, device=device)
     torch.accelerator.synchronize()
+
+    def update() -> None:
+        parameter.copy_(gradient, non_blocking=True)
+
     delayed = DelayedUpdate(device)
     gradient.copy_(torch.full((3,), 7.0).pin_memory(), non_blocking=True)
-    delayed.start(partial(parameter.copy_, gradient, non_blocking=True), [gradient])
+    delayed.start(update, [gradient])
     assert delayed.wait() is None
     after = parameter * 2  # the training goes on with it
     delayed.end()

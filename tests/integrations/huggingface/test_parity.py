@@ -162,7 +162,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train_in(folder: str, precision: str) -> list[Outcome]:
-    return [train(folder, stage(number), {precision: True, "num_train_epochs": 3}) for number in (0, 3)]
+    return [train(folder, stage(number), {precision: True, "num_train_epochs": 2}) for number in (0, 3)]
 
 
 @pytest.mark.parametrize("precision", HALF)

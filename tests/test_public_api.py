@@ -85,8 +85,9 @@ print("torch" in sys.modules)
 
 
 def test_import_adds_little_to_torch_and_training_imports_neither_a_compiler_nor_a_planner() -> None:
-    """And starts no CUDA context. torch._dynamo and what it needs cost a second and 860 modules in every process; the
-    others 2 to 70 MiB each."""
+    """And starts no CUDA context; nor does filling the weights of a model that is built late import them, or a name of
+    lowtide.kernels. torch._dynamo and what it needs cost a second and 860 modules in every process; the others 2 to 70
+    MiB each."""
     code = """
 import sys, time, torch
 started = time.perf_counter()
@@ -98,6 +99,13 @@ config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw", "p
 config |= {"zero_optimization": {"stage": 3}, "steps_per_print": 0}
 with lowtide.initialize(lambda: torch.nn.Linear(8, 1), config, loss_fn=lambda output, batch: output.sum()) as engine:
     engine.train_step((torch.ones(2, 8),))
+from lowtide.engine.deferred import DeferredModel
+from tests.engine.drawn_twice import DRAWS, DrawnTwice
+for draw in DRAWS:
+    list(DeferredModel(lambda: DrawnTwice(draw)).values())
+import lowtide.kernels
+for name in lowtide.kernels.__all__:
+    getattr(lowtide.kernels, name)
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "sympy", "triton", "rich")
 heavy += ("lowtide.engine.planning", "lowtide.engine.measuring", "lowtide.kernels.triton", "lowtide.bin")
 print([name for name in heavy if name in sys.modules])

@@ -8,19 +8,32 @@ from typing import Any
 
 import pytest
 
+from lowtide.engine.config.config import Config
+
 Helper = Callable[[str], ModuleType]
 
 
-def test_fewer_bits_are_fewer_bytes_on_the_cable(script: Helper, helper: Helper, tmp_path: Path) -> None:
+def test_fewer_bits_are_fewer_bytes_on_the_cable(
+    script: Helper, helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one rank on each host."""
     if why := helper("_namespaces").fault():
         pytest.skip(why)
     record, image = tmp_path / "wire.json", tmp_path / "wire.png"
-    names = ["plain", "hpz4", "onebit", "power_sgd"]
+    names = ["plain", "zero++4", "onebit", "power_sgd"]
     options = ["--size", "tiny", "--warmup", "3", "--steps", "1", "--rounds", "1", "--speeds", "1 Gbit/s"]
-    script("wire").main(["--contenders", *names, *options, "--json", str(record), "--image", str(image)])
+    wire = script("wire")
+    monkeypatch.setattr(wire, "RANKS_OF_HOST", 1)
+    wire.main(["--contenders", *names, *options, "--json", str(record), "--image", str(image)])
     rows = {row["contender"]: row for row in json.loads(record.read_text())["rows"]}
     assert list(rows) == names and image.stat().st_size > 0
     assert all(0 < rows[name]["megabytes"] < 0.35 * rows["plain"]["megabytes"] for name in names[1:])
+
+
+def test_every_contender_has_a_config_that_loads(helper: Helper) -> None:
+    for contender in helper("_wire_contenders").CONTENDERS.values():
+        if contender.kind == "lowtide":
+            Config.load({"optimizer": {"type": "adamw"}, "bf16": {"enabled": True}, **contender.options}).resolve(4)
 
 
 def test_rates_are_compared_round_by_round(script: Helper) -> None:

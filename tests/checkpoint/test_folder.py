@@ -229,7 +229,7 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing after it runs."""
 
 
-@pytest.mark.parametrize(("tag", "keep_last"), [("a", None), ("b", None), ("b", 1), ("c", 1)])
+@pytest.mark.parametrize(("tag", "keep_last"), [("a", None), ("b", 1), ("c", 1)])
 def test_whatever_step_a_job_dies_before_the_latest_loads_and_the_next_save_clears_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, keep_last: int | None
 ) -> None:

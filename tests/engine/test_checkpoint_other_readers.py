@@ -113,14 +113,19 @@ def go_on_by_fsdp2(folder: Path, tag: str, build: Any, options: dict[str, Any]) 
     return losses, group
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"flatten_optimizer_state_dict": True}, {"cpu_offload": True}], ids=["plain", "flat", "offload"]
-)
-def test_fsdp2_goes_on_where_we_stopped(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+OPTIONS: list[dict[str, Any]] = [{}, {"flatten_optimizer_state_dict": True}, {"cpu_offload": True}]
+
+
+def go_on_with_all_options(folder: Path) -> list[tuple[list[float], dict[str, Any]]]:
+    return [go_on_by_fsdp2(folder, "a", short_gpt, options) for options in OPTIONS]
+
+
+def test_fsdp2_goes_on_where_we_stopped(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks(2, save_and_go_on, GPT.at(1), tmp_path, 2, "a")[0]
-    losses, group = ranks(2, go_on_by_fsdp2, tmp_path, "a", short_gpt, options)[0]
-    assert losses == pytest.approx(expected.losses, rel=1e-6)
-    assert group["lr"] == 1e-2 and tuple(group["betas"]) == (0.9, 0.95) and group["weight_decay"] == 0.1
+    found = ranks(2, go_on_with_all_options, tmp_path)[0]
+    for options, (losses, group) in zip(OPTIONS, found, strict=True):
+        assert losses == pytest.approx(expected.losses, rel=1e-6), options
+        assert group["lr"] == 1e-2 and tuple(group["betas"]) == (0.9, 0.95) and group["weight_decay"] == 0.1
 
 
 def test_nothing_is_unpickled_when_a_checkpoint_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def train_both(cases: list[Case], backend: str = "eager") -> list[Any]:
 
 
 def test_blocks_are_one_graph_and_compute_the_same(ranks: RankPool) -> None:
-    beside = [(0, OTHERS[0]), (1, OTHERS[1]), *((3, others) for others in OTHERS)]  # with the stage
+    beside = [(0, OTHERS[0]), (1, OTHERS[1]), (3, OTHERS[1]), (3, OTHERS[2])]  # with the stage
     cases = [CASE.at(stage, config=others, accumulation=2) for stage, others in beside]
     (plain, _), *compiled = ranks(2, train_both, cases)[0]
     for losses, counts in compiled:
@@ -102,7 +102,7 @@ def train_adapters(build: Any, stage: int, backend: str) -> tuple[list[float], l
 
 def test_blocks_of_hugging_face_with_adapters_of_peft(ranks: RankPool) -> None:
     pytest.importorskip("peft")
-    plain, losses, breaks, graphs = ranks(1, train_adapters, lora, 3, "aot_eager")[0]
+    plain, losses, breaks, graphs = ranks(1, train_adapters, lora, 3, "eager")[0]
     assert losses == pytest.approx(plain, abs=1e-6)
     assert breaks == 0
     assert graphs[1:] == [graphs[1]] * 2

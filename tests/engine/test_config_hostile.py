@@ -17,7 +17,7 @@ from lowtide.engine.config.deepspeed import RULES
 from lowtide.engine.config.deepspeed_sections import SECTION_WORDS
 from lowtide.engine.config.read import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
-NUM_MUTATIONS = 400  # 10,000 take 20 s of CPU time
+NUM_MUTATIONS = 250  # 10,000 take 20 s of CPU time
 MAX_CPU_SECONDS = 0.05
 MEGABYTE = 1_000_000
 FILES = sorted((Path(__file__).parent / "data" / "real_configs").glob("*.json"))

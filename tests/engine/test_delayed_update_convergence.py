@@ -22,7 +22,7 @@ def test_it_learns_what_a_run_that_waits_learns(tmp_path: Path) -> None:
     final = {}
     for overlap in ("none", "delayed"):
         engine = engine_for(delayed(case, 1, tmp_path, after=20, overlap=overlap), 1)
-        losses = run_steps(engine, case, 0, 200).losses
+        losses = run_steps(engine, case, 0, 120).losses
         engine.close()
         final[overlap] = sum(losses[-8:]) / 8
     gained = losses[0] - final["none"]

@@ -210,14 +210,12 @@ def test_a_recorded_construction_gives_the_same_values_with_little_memory(name: 
     assert [key for key, buffer in expected.named_buffers() if not torch.equal(buffers[key], buffer)] == []
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_model_from_a_builder_equals_the_model_itself(ranks: RankPool, route: str) -> None:
-    for module, built, built_sharded in ranks(2, train_llama_from_a_builder, route):
+def test_a_model_from_a_builder_equals_the_model_itself(ranks: RankPool) -> None:
+    for module, built, built_sharded in ranks(2, train_llama_from_a_builder, "shared_memory"):
         assert built.differences(module) == [] and built_sharded.differences(module) == []
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_sharded_model_generates_between_steps(ranks: RankPool, route: str) -> None:
-    for plain, sharded in ranks(2, generate_at_stages, route):
+def test_a_sharded_model_generates_between_steps(ranks: RankPool) -> None:
+    for plain, sharded in ranks(2, generate_at_stages, "sockets"):
         assert torch.equal(plain[0], sharded[0]) and torch.equal(plain[1], sharded[1])
         assert torch.equal(plain[0], plain[1])

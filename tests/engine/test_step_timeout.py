@@ -4,8 +4,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,9 +16,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Config
 from lowtide.engine.config.errors import ConfigError
-from tests.ranks import RankPool
+from tests.ranks import RankPool, in_a_new_process
 
-ROOT = Path(__file__).parents[2]
 NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ", "lowtide: training alone on ")
 
 
@@ -83,13 +80,14 @@ def test_without_a_limit_nothing_is_told_and_no_thread_runs(ranks: RankPool) -> 
     assert ranks(1, train, 60.0, [], process_group=False)[0][:2] == (["lowtide watchdog"], "")
 
 
+def train_beside_a_launcher(record: str) -> str:
+    """What is said of a step over the limit where a launcher has named that file."""
+    os.environ["LOWTIDE_PROGRESS_FILE"] = record
+    return train(0.3, [0.8])[1]
+
+
 def test_a_launcher_that_reads_the_record_says_it_instead(tmp_path: Path) -> None:
-    """It has named the file before the process began."""
-    code = "from tests.engine.test_step_timeout import train; print(train(0.3, [0.8])[1])"
-    variables = {"OMP_NUM_THREADS": "1", "LOWTIDE_PROGRESS_FILE": str(tmp_path / "rank0")}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, cwd=ROOT, check=True)
-    assert done.stdout == "\n"
+    assert in_a_new_process(train_beside_a_launcher, str(tmp_path / "rank0")) == ""
     assert (tmp_path / "rank0").exists()
 
 

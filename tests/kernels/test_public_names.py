@@ -1,11 +1,18 @@
 """The names of lowtide.kernels: functions, loaded on first use; Triton only when a kernel is started."""
 
+import importlib
+import io
+import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide.kernels
+from tests.ranks import in_a_new_process
 
 
 def in_fresh_python(code: str) -> str:
@@ -15,21 +22,6 @@ def in_fresh_python(code: str) -> str:
     )
     assert done.returncode == 0, done.stdout
     return done.stdout.strip()
-
-
-WITHOUT_TRITON = """
-import logging, sys
-
-class ExceptTriton:
-    def __init__(self, finder):
-        self._finder = finder
-
-    def find_spec(self, name, *args):
-        return None if name == "triton" else self._finder.find_spec(name, *args)
-
-sys.meta_path[:] = [ExceptTriton(finder) for finder in sys.meta_path]
-logging.basicConfig(format="%(levelname)s %(message)s")
-"""
 
 
 def test_the_public_names_exist() -> None:
@@ -43,34 +35,40 @@ def test_an_unknown_name_lists_the_public_ones() -> None:
         _ = lowtide.kernels.rmsnorm  # type: ignore[attr-defined]  # it is refused
 
 
-def test_importing_every_name_imports_no_triton_and_without_it_a_gpu_falls_back_with_one_line() -> None:
-    """And a function is not hidden by its file."""
-    code = f"""
-import sys, lowtide.kernels
-for name in lowtide.kernels.__all__:
-    getattr(lowtide.kernels, name)
-import lowtide.kernels.rms_norm
-from lowtide.kernels.layer_norm import add_layer_norm
-import lowtide.engine.build
-names = ("rms_norm", "layer_norm", "cross_entropy", "linear_cross_entropy")
-print(*{{type(getattr(lowtide.kernels, name)).__name__ for name in names}})
-print([name for name in sys.modules if name.partition(".")[0] == "triton"])
-{WITHOUT_TRITON}
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from lowtide.kernels import rms_norm, swiglu
-with FakeTensorMode():
-    x = torch.empty(2, 4, device="cuda")
-    print(rms_norm(x, None).shape, swiglu(x, x).device.type)
-try:
-    rms_norm(torch.ones(2, 4), None, backend="triton")
-except ValueError as error:
-    print(error)
-"""
-    assert in_fresh_python(code).splitlines() == [
-        "function",
-        "[]",
-        "WARNING triton is not installed: kernels run as eager torch operations, which are slower on a GPU",
+def test_a_function_is_not_hidden_by_its_file() -> None:
+    for name in ("rms_norm", "layer_norm", "cross_entropy", "linear_cross_entropy"):
+        module = importlib.import_module(f"lowtide.kernels.{name}")
+        assert getattr(lowtide.kernels, name) is getattr(module, name)
+
+
+class ExceptTriton:
+    """A finder that does not find it."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, name: str, *args: Any) -> Any:
+        return None if name == "triton" else self._finder.find_spec(name, *args)
+
+
+def without_triton() -> list[str]:
+    """What is said of a GPU, the shape and the device of what two kernels give on it, and an error."""
+    sys.meta_path[:] = [ExceptTriton(finder) for finder in sys.meta_path]
+    sys.modules.pop("triton", None)
+    handler = logging.StreamHandler(said := io.StringIO())
+    logging.getLogger("lowtide").addHandler(handler)
+    with FakeTensorMode():
+        x = torch.empty(2, 4, device="cuda")
+        found = f"{lowtide.kernels.rms_norm(x, None).shape} {lowtide.kernels.swiglu(x, x).device.type}"
+    with pytest.raises(ValueError) as caught:
+        lowtide.kernels.rms_norm(torch.ones(2, 4), None, backend="triton")
+    return [*said.getvalue().splitlines(), found, str(caught.value)]
+
+
+def test_without_triton_a_gpu_falls_back_with_one_line() -> None:
+    """That importing every name does not import it is in tests/test_public_api.py."""
+    assert in_a_new_process(without_triton) == [
+        "triton is not installed: kernels run as eager torch operations, which are slower on a GPU",
         "torch.Size([2, 4]) cuda",
         'rms_norm: backend "triton" needs the package triton, which is not installed; use "auto"',
     ]

@@ -138,8 +138,9 @@ VECTORS_THERE = [(norm, there) for norm in NORMS for there in product((True, Fal
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("name", "there"), VECTORS_THERE)
-@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize(
+    ("name", "there", "has_residual"), [(*row, index % 3 != 1) for index, row in enumerate(VECTORS_THERE)]
+)
 def test_rows_wider_than_a_block(
     name: str,
     there: tuple[bool, ...],

@@ -13,7 +13,7 @@ from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers.table import OPTIMIZERS
 from tests.models import TinyGPT, token_batch
 
-STEPS, BATCHES, ROWS = 200, 16, 8
+STEPS, BATCHES, ROWS = 160, 16, 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
@@ -97,8 +97,10 @@ def flash_adamw(flat: torch.Tensor) -> Update:
     return update
 
 
-@pytest.mark.parametrize("rule_name", OPTIONS)
-@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    ("rule_name", "state_dtype"),
+    [*((name, torch.int8) for name in OPTIONS), ("adamw", torch.bfloat16), ("sgd", torch.bfloat16)],
+)
 def test_the_last_loss_is_that_of_float32_states(rule_name: str, state_dtype: torch.dtype) -> None:
     """Within 2 % of what training gained, either way: another seed moves it by up to 4 %. (8-bit states rounded to the
     nearest code leave it by 4-6 % with AdamW and Adagrad: sums of squares that stop growing make larger steps.)"""

@@ -18,7 +18,7 @@ NUMEL = 3000
 ENDS = (3, 1000, 1024, 1025, 1300, 2048, NUMEL)  # several in a tile, at its edges, and across them
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd with momentum"])
 def test_each_stretch_is_updated_as_if_alone(name: str, generator: torch.Generator) -> None:
     rule, options = CASES[name]
     weight, gradient = (torch.randn(NUMEL, generator=generator) for _ in range(2))

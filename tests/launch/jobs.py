@@ -74,7 +74,8 @@ class Job:
         self.process.communicate()
 
     def _is_ours(self, process: psutil.Process) -> bool:
+        """Zombies are not: they have no environment. It is asked of every process of the machine, so without psutil."""
         try:
-            return process.status() != psutil.STATUS_ZOMBIE and self.mark in process.environ()
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return f"{self.mark}=1".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:
             return False

@@ -42,13 +42,3 @@ def test_both_hosts_are_swept_at_the_same_time(hosts: Network, tmp_path: Path) -
     result = job.finish()
     assert result.status == 1
     assert all(f"{host}: what the job had left there was killed: " in result.err for host in ("n1", "n2"))
-
-
-def test_a_host_that_cannot_be_reached_is_said_once(hosts: Network, tmp_path: Path) -> None:
-    job = waiting(hosts, tmp_path, "--lost-after", "2")
-    hosts["n2"].kill()
-    result = job.finish()
-    assert result.status == 1
-    assert result.err.count("n2: could not look there for processes that the job has left: no answer within 1 s") == 1
-    assert "If that host is alive, `grep -lz LOWTIDE_JOB_ID=" in result.err
-    assert "/proc/*/environ` finds them there." in result.err

@@ -1,6 +1,5 @@
 """Islands of a job: one that is lost leaves the outer ring, and the others train on with the numbers of the oracle."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,63 +9,54 @@ from lowtide.launch.hosts.host import LaunchError
 from lowtide.launch.hosts.plan import HostPlan, RankPlan
 from lowtide.launch.hosts.plan import Plan as JobPlan
 from lowtide.launch.job.islands import Islands
-from tests import models
-from tests.engine.outer_training import Plan, by_torch
+from tests.engine.outer_training import by_torch
+from tests.launch.dying_island import CASE, PLAN
 from tests.launch.jobs import Job
-from tests.zero.training import Case
 
 HANG_SECONDS = 150.0
-CASE = Case(models.tiny_gpt_float64, models.token_batch, stage=2, clip=0.5, steps=10)
 UNITS = [[""], ["blocks.0."], ["blocks.1."], ["blocks.2."]]
-# Rank 1 dies when it has sent its values in the exchange after step 8, and has received those of the others: rank 0, of
-# the same island, has all that it is to have, as have the ranks 2 and 4. Rank 0 had the store of a job without islands.
-TRAINS = f"""
-import json, os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-import torch
-import lowtide
-from lowtide.comm.island_links import Links
-from tests.engine.outer_training import batch_of
-from tests.launch.test_islands import CASE
-torch.manual_seed(0)
-torch.set_num_threads(1)
-swap, steps, swaps = Links.swap, 0, 0
-
-def deadly(links, *arguments):
-    global swaps
-    swaps += steps == 8
-    if swaps == 2 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    swap(links, *arguments)
-
-Links.swap = deadly
-with lowtide.initialize(CASE.build(), {{**CASE.as_config(), "outer": json.loads(os.environ["OUTER"])}}) as engine:
-    for step in range(CASE.steps):
-        steps += 1
-        engine.train_step(batch_of(engine, CASE, step))
-    state = engine.state_dict()
-if engine.rank == 0:
-    torch.save(state, f"island{{int(os.environ['RANK']) // 2}}.pt")
+# Rank 1 dies, and the ranks of the other island wait for the end of rank 0, which belongs to it.
+LOSES = """
+import os, pathlib, signal, time
+rank, of_first = os.environ["RANK"], pathlib.Path("pid0")
+if rank == "0":
+    pathlib.Path("pid").write_text(str(os.getpid()))
+    os.replace("pid", of_first)
+    signal.pause()
+while not of_first.exists():
+    time.sleep(0.01)
+if rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+while os.path.exists(f"/proc/{of_first.read_text()}"):
+    time.sleep(0.01)
 """
 
 
 def test_islands_train_on_without_one_that_dies_in_the_middle_of_an_exchange(tmp_path: Path) -> None:
-    plan = Plan(lost=(0, 8))
-    variables = {"OUTER": json.dumps(plan.as_config(2)), "OMP_NUM_THREADS": "1"}
-    job = Job(tmp_path, TRAINS, "--nproc", "6", "--islands", "2", variables=variables)
+    """Rank 0, which dies, has the store of a job without islands."""
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    source = "from tests.launch.dying_island import train; train()"
+    job = Job(tmp_path, source, "--nproc", "3", "--islands", "1", variables=variables)
     status, out, err = job.finish(HANG_SECONDS)
     assert status == 0, err
-    assert "rank 1 of 6" in err and "island 0 (ranks 0-1) is lost, and the others go on" in err
+    assert "rank 0 of 3" in err and "island 0 (rank 0) is lost, and the others go on" in err
     said = (
-        "outer: exchange 2 goes on without island 0 (island 0: rank 1 was ended by SIGKILL): means are over islands 1, "
+        "outer: exchange 2 goes on without island 0 (island 0: rank 0 was ended by SIGKILL): means are over islands 1, "
         "2 from now on"
     )
     assert said in out, out
-    expected = by_torch(CASE, plan, 3, 2, UNITS)
+    expected = by_torch(CASE, PLAN, 3, 1, UNITS)
     for island in (1, 2):
         state = torch.load(tmp_path / f"island{island}.pt")
         for name, value in expected[island][1].items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
+
+
+def test_ranks_end_with_their_island_and_the_others_go_on(tmp_path: Path) -> None:
+    job = Job(tmp_path, LOSES, "--nproc", "4", "--islands", "2")
+    status, _, err = job.finish(HANG_SECONDS)
+    assert status == 0, err
+    assert "rank 1 of 4" in err and "island 0 (ranks 0-1) is lost, and the others go on" in err
 
 
 def test_a_job_whose_islands_are_all_lost_has_failed(tmp_path: Path) -> None:

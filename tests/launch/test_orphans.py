@@ -15,7 +15,7 @@ from lowtide.launch.job.sweeps import Sweeps
 from lowtide.launch.wire.loop import Loop
 from tests.launch.fakes import ScriptedTransport
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+SLEEP = ["sleep", "600"]
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="this system does not tell")
 Start = Callable[..., "subprocess.Popen[bytes]"]

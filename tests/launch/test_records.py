@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from lowtide.launch.agent.host_ranks import HostRanks
@@ -18,13 +17,7 @@ from lowtide.launch.wire.messages import Job as JobMessage
 from lowtide.launch.wire.messages import Start
 from lowtide.watch.record_folder import PREFIX, RecordFolder, memory_folder, remove_dead_folders
 from tests.launch.jobs import Job
-from tests.launch.test_failures import SECONDS, agents, guards, started
-
-
-def records(job: Job) -> list[Path]:
-    """The folder that the job's ranks were given."""
-    variables = [process.environ().get("LOWTIDE_PROGRESS_FILE") for process in job.survivors()]
-    return list({Path(path).parent for path in variables if path})
+from tests.launch.test_failures import SECONDS, records, started
 
 
 def test_a_folder_is_the_callers_until_it_is_removed(tmp_path: Path) -> None:
@@ -91,33 +84,24 @@ def test_records_are_in_memory_where_there_is_a_place(monkeypatch: pytest.Monkey
     assert memory_folder() == tmp_path
 
 
-def killed(job: Job, *processes: psutil.Process) -> None:
-    """All at the same moment, as far as they can tell."""
-    for process in processes:
-        process.suspend()
-    for process in processes:
-        process.kill()
-    job.process.communicate(timeout=SECONDS)
-    assert job.survivors(wait=SECONDS) == []
-
-
-@pytest.mark.parametrize("who", ["nobody", "launcher", "agent", "guard", "launcher and agent"])
-def test_no_folder_is_left(tmp_path: Path, who: str) -> None:
+def test_no_folder_is_left_behind_a_signal(tmp_path: Path) -> None:
+    """Nor where one of the job's own processes is killed: `test_failures.py`."""
     job = started(tmp_path)
-    (folder,) = records(job)
-    assert folder.is_dir()
-    processes = {"launcher": psutil.Process(job.process.pid), "agent": agents(job)[0], "guard": guards(job)[0]}
-    if who == "nobody":
-        job.process.send_signal(signal.SIGTERM)
-    killed(job, *(processes[name] for name in who.split(" and ") if name != "nobody"))
-    assert not folder.exists()
+    folder = records(job)
+    job.process.send_signal(signal.SIGTERM)
+    job.process.communicate(timeout=SECONDS)
+    assert job.survivors(wait=SECONDS) == [] and not folder.exists()
 
 
 def test_what_is_left_when_all_are_killed_goes_with_the_next_job(tmp_path: Path) -> None:
     job = started(tmp_path)
-    (folder,) = records(job)
-    everyone = job.survivors()
-    killed(job, *everyone)
+    folder, everyone = records(job), job.survivors()
+    for process in everyone:
+        process.suspend()
+    for process in everyone:
+        process.kill()
+    job.process.communicate(timeout=SECONDS)
+    assert job.survivors(wait=SECONDS) == [] and folder.is_dir()
     (tmp_path / "next").mkdir()
     assert Job(tmp_path / "next", "", "--nproc", "1").finish()[0] == 0
     assert not folder.exists()

@@ -178,10 +178,10 @@ class VirtualHost:
             raise RuntimeError(f"processes of {self.name} outlive it: {left}")
 
     @contextlib.contextmanager
-    def small_disk(self, folder: Path, size: str = "64k") -> Iterator[None]:
-        """Makes `folder` a disk of its own on this host, `size` bytes small; the other hosts see the folder below."""
+    def small_disk(self, folder: Path) -> Iterator[None]:
+        """Makes `folder` a disk of its own on this host, 64 KiB small; the other hosts see the folder below."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+        self.run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder))
         try:
             yield
         finally:
@@ -208,15 +208,17 @@ class VirtualHost:
             self.run("umount", "--lazy", str(path))
 
     def _has(self, process: psutil.Process) -> bool:
-        """Whether a process is in this host's namespace; a zombie has lost its own, and is where its parent is."""
+        """Whether a process is in this host's namespace; a zombie may have lost its own, and is where its parent is.
+
+        Who waits for an end asks this of every process of the machine: first comes what is found quickly.
+        """
         try:
-            if process.name() == "sshd":
-                return False
-            if process.status() == psutil.STATUS_ZOMBIE:
-                parent = process.parent()
-                return parent is not None and self._has(parent)
-            return os.readlink(f"/proc/{process.pid}/ns/pid") == self._namespace
-        except (psutil.Error, OSError):  # it is gone, or belongs to the system
+            try:
+                return os.readlink(f"/proc/{process.pid}/ns/pid") == self._namespace and process.name() != "sshd"
+            except OSError:
+                parent = process.parent() if process.status() == psutil.STATUS_ZOMBIE else None
+                return process.name() != "sshd" and parent is not None and self._has(parent)
+        except psutil.Error:  # it is gone
             return False
 
 

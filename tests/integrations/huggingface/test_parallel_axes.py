@@ -70,10 +70,9 @@ def run(folder: str, build: Any, parallel: dict[str, int] | None, stage: int, ba
 REBALANCED = {"train_sampling_strategy": "batch_rebalance"}
 BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
 CASES: list[tuple[str, int, int, dict[str, int], int, Any, dict[str, Any]]] = [
-    ("tensor", 2, 1, {"tensor": 2}, 1, llama, {}),
     ("expert", 2, 2, {"expert": 2}, 3, mixtral, {}),
     ("tensor x data", 4, 2, {"tensor": 2}, 3, llama, REBALANCED),
-    ("sequence x data", 4, 2, {"sequence": 2}, 3, llama, BY_LENGTH),
+    ("sequence x data", 4, 2, {"sequence": 2}, 1, llama, BY_LENGTH),
 ]
 
 

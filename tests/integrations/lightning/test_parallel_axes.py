@@ -62,9 +62,8 @@ def fitted(folder: str, build: Any, parallel: dict[str, int] | None, stage: int,
 
 
 CASES: dict[str, tuple[int, int, dict[str, int], int, Any]] = {  # ranks, those with data of their own, the stage
-    "tensor": (2, 1, {"tensor": 2}, 1, llama),
     "tensor x data": (4, 2, {"tensor": 2}, 3, llama),
-    "expert": (2, 2, {"expert": 2}, 3, mixtral),
+    "expert": (2, 2, {"expert": 2}, 1, mixtral),
 }
 
 

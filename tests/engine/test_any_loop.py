@@ -24,7 +24,7 @@ from tests.engine.loops import (
 )
 from tests.ranks import RankPool
 
-CHOSEN = {  # for loops that take turns
+CHOSEN = {  # for loops that take turns; of two ranks, every second loop is on each route
     "solo": ("all in files", "speculating"),
     "shared_memory": ("stage 3", "stage 1", "stage 3", "each rank its own shards"),
     "sockets": ("stage 0", "stage 2", "stage 3"),
@@ -58,7 +58,7 @@ def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Te
     route_of = {"communication": {"route": route}} if route != "solo" else {}
     return {
         (loop.__name__, kind): run(loop, {**config, **route_of})
-        for number, loop in enumerate(LOOPS)
+        for number, loop in enumerate(LOOPS if route == "solo" else LOOPS[route == "sockets" :: 2])
         for kind, config in kinds(route, folder, number).items()
         if loop not in LEFT_OUT.get(kind, ())
     }

@@ -244,7 +244,6 @@ def plain_cases() -> dict[str, dict[str, Any]]:
         for number, dtypes in enumerate([(FP32, BF16)[stage % 2], NARROW]):
             route = ("sockets", "shared_memory")[(stage // 2 + number) % 2]
             cases[f"{stage} {number} {route}"] = config_of(stage, 2 - number, route, **dtypes)
-    cases["no prefetch"] = config_of(3, zero={"stage3_prefetch_bucket_size": 0})
     cases["in backward"] = config_of(2, zero={"update_in_backward": True})
     cases["without masters"] = config_of(3, **DRAWN)
     cases["with remainders"] = config_of(2, 2, "shared_memory", **KAHAN)
@@ -253,7 +252,6 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     cases["rows and columns, no masters"] = config_of(0, **{**DRAWN, "optimizer": {"type": "adafactor"}})
     cases["islands"] = config_of(2, outer={"every": 2, "ranks": 2, "overlap": 1})
     cases["islands, plain mean"] = config_of(1, outer={"every": 2, "ranks": 2, "optimizer": "average"}, **DRAWN)
-    cases["8 bits"] = config_of(1, optimizer={"type": "adamw", "params": {"state_dtype": "int8"}})
     return cases
 
 
@@ -297,7 +295,6 @@ def quantized_cases() -> dict[str, dict[str, Any]]:
         "quantized 0": config_of(0, 2, communication=in_few_bits(weight_bits=4)),
         "quantized 2, exact in a host": config_of(2, communication=in_few_bits(gradient_bits_in_host=None)),
         "quantized 3": config_of(3, 2, communication=in_few_bits(weight_bits=4, frozen_weight_bits=8), **BF16),
-        "quantized hybrid": config_of(3, zero={"shard_size": 2}, communication=in_few_bits(weight_bits=8)),
         "quantized hpZ": config_of(3, zero={"zero_hpz_partition_size": 2}, communication=in_few_bits(weight_bits=4)),
     }
 
@@ -340,14 +337,14 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
 
 
 def test_offload(ranks: RankPool, tmp_path: Path) -> None:
-    """Every second case to files, the others to the host memory where the model is too."""
+    """Every second case to files; of the others half to the host memory where the model is too, and half elsewhere."""
     in_files, in_host = (list(offload_cases(tmp_path, device).items()) for device in ("nvme", "cpu"))
-    assert_equal(ranks(2, compare, dict(in_files[1::2] + in_host[::2])))
+    assert_equal(ranks(2, compare, dict(in_files[1::2] + in_host[::4])))
 
 
 def test_offload_from_another_memory(ranks: RankPool, tmp_path: Path) -> None:
     """Where the model is on a device, what rests in host memory is beside it."""
-    assert_equal(ranks(2, apart, compare, dict(list(offload_cases(tmp_path, "cpu").items())[1::2])))
+    assert_equal(ranks(2, apart, compare, dict(list(offload_cases(tmp_path, "cpu").items())[2::4])))
 
 
 @pytest.mark.parametrize(
@@ -380,8 +377,7 @@ def test_routes_that_are_not_possible(device: str, num_hosts: int, wanted: str, 
 
 def test_experts_that_ranks_share(ranks: RankPool) -> None:
     parallel: dict[str, Any] = {"parallel": {"expert": 2}}
-    routes = {0: "shared_memory", 3: "sockets"}
-    cases = {f"{stage}": config_of(stage, 2, route, **parallel) for stage, route in routes.items()}
+    cases = {"0": config_of(0, 2, "shared_memory", **parallel), "3": config_of(3, 1, "sockets", **parallel)}
     assert_equal(ranks(4, compare, cases))
 
 

@@ -55,14 +55,13 @@ def train(stage: int, route: str, faults: list[str]) -> tuple[list[float], dict[
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(Net(), config)
-    losses, errors = [], []
-    for step in range(2):
-        losses.append(engine.train_step(microbatches(step, "")).loss.item())
-        for fault in faults:
-            try:
-                engine.train_step(microbatches(step, fault))
-            except (ArithmeticError, ValueError, RuntimeError) as error:
-                errors.append(type(error).__name__)
+    losses, errors = [engine.train_step(microbatches(0, "")).loss.item()], []
+    for fault in faults:
+        try:
+            engine.train_step(microbatches(0, fault))
+        except (ArithmeticError, ValueError, RuntimeError) as error:
+            errors.append(type(error).__name__)
+    losses.append(engine.train_step(microbatches(1, "")).loss.item())
     state = engine.state_dict()
     engine.close()
     return losses, state, errors
@@ -77,6 +76,6 @@ def test_a_failed_step_leaves_nothing_behind(ranks: RankPool, route: str, world_
     kinds = ["ArithmeticError", "ArithmeticError", "ValueError", "ValueError", "NonFiniteGradientError"]
     for found in ranks(world_size, train_with_and_without, route):
         for stage, ((losses, state, _), (losses_after, state_after, errors)) in enumerate(found):
-            assert errors == 2 * kinds, stage
+            assert errors == kinds, stage
             assert losses_after == losses, stage
             assert all(torch.equal(state[name], state_after[name]) for name in state), stage

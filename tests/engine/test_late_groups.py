@@ -98,7 +98,7 @@ def train(case: Case, folder: Path | None = None) -> tuple[list[float], dict[str
     later, engine = made(0)
     norms, rank = [], engine.data_rank
     for step in range(STEPS):
-        if folder is not None and step in (LATE, LATE + 1, LATE + 2):
+        if folder is not None and step in (LATE + 1, LATE + 2):
             engine.save_checkpoint(folder)
             engine.close()
             later, engine = made(step)
@@ -172,11 +172,8 @@ def test_over_several_axes(ranks: RankPool) -> None:
     cases = [
         Case(stage=2, clip=0.05, zero={"shard_size": 2}),
         Case(stage=3, route="sockets", zero={"zero_hpz_partition_size": 2}),
-        Case(stage=3, more={"parallel": {"pipeline": 2}}, accumulation=2),
     ]
-    found = ranks(4, train_all, cases, None)[0]
-    check(found[:2], cases[:2], 4)
-    check(found[2:], cases[2:], 2)
+    check(ranks(4, train_all, cases, None)[0], cases, 4)
 
 
 def test_checkpoints_between_them(ranks: RankPool, tmp_path: Path) -> None:

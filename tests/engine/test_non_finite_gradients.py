@@ -45,29 +45,28 @@ def engine_with_fault(stage: int, route: str, value: float, step: int, rank: int
 
 
 def errors(route: str, rank: int) -> list[tuple[str, str, bool]]:
-    """For each stage and value: class and text of the error of step 2, and whether no parameter has changed in it."""
+    """For each stage: class and text of the error of step 2, and whether no parameter has changed in it."""
     found = []
     for stage in STAGES:
-        for value in (float("nan"), float("inf")):
-            engine = engine_with_fault(stage, route, value, 2, rank)
-            x = torch.randn(2, 40)
-            for _ in range(2):
-                engine.train_step((x,))
-            before = engine.state_dict()
-            try:
-                engine.train_step((x,))
-                found.append(("nothing", "", False))
-            except RuntimeError as error:
-                after = engine.state_dict()
-                is_same = all(torch.equal(before[name], after[name]) for name in before)
-                found.append((type(error).__name__, str(error), is_same))
-            engine.close()
+        engine = engine_with_fault(stage, route, float(("nan", "inf")[(stage + rank) % 2]), 2, rank)
+        x = torch.randn(2, 40)
+        for _ in range(2):
+            engine.train_step((x,))
+        before = engine.state_dict()
+        try:
+            engine.train_step((x,))
+            found.append(("nothing", "", False))
+        except RuntimeError as error:
+            after = engine.state_dict()
+            is_same = all(torch.equal(before[name], after[name]) for name in before)
+            found.append((type(error).__name__, str(error), is_same))
+        engine.close()
     return found
 
 
 @pytest.mark.parametrize(
     ("route", "world_size", "rank"),
-    [("sockets", 1, 0), ("sockets", 2, 1), ("shared_memory", 4, 2), ("native", 2, 1)],
+    [("sockets", 1, 0), ("sockets", 2, 1), ("shared_memory", 3, 2), ("native", 2, 1)],
 )
 def test_the_error_names_parameter_rank_and_step(ranks: RankPool, route: str, world_size: int, rank: int) -> None:
     """By the native route only the sum is seen, and so no rank is named."""

@@ -31,6 +31,9 @@ CASES = {
 }
 
 
+AS_FIRST = ("checkpointing", "no prefetch", "update in backward")
+
+
 def offloaded(case: Case, folder: Path, states_too: bool = False, **changes: Any) -> Case:
     place = {"device": "nvme", "nvme_path": str(folder)}
     zero = {**case.config.get("zero_optimization", {}), "offload_param": place, **changes}
@@ -47,11 +50,13 @@ def on_sockets(case: Case) -> Case:
     ("world_size", "names"), [(1, ["tiny_gpt"]), (2, [name for name in CASES if name != "hybrid"]), (4, ["hybrid"])]
 )
 def test_it_is_bitwise_the_run_in_memory(ranks: RankPool, tmp_path: Path, world_size: int, names: list[str]) -> None:
-    """Every other one with its states."""
+    """Every other one with its states. Of those that differ in what changes no bit, the first one's are all's."""
     moved = [offloaded(CASES[name], tmp_path, states_too=number % 2 == 0) for number, name in enumerate(names)]
-    found = ranks(world_size, train_all, [*(on_sockets(CASES[name]) for name in names), *moved])[0]
-    for name, plain, other in zip(names, found[: len(names)], found[len(names) :], strict=True):
-        assert other.differences(plain) == [], name
+    in_memory = [name for name in names if name not in AS_FIRST[1:]]
+    outcomes = ranks(world_size, train_all, [*(on_sockets(CASES[name]) for name in in_memory), *moved])[0]
+    plain = dict(zip(in_memory, outcomes, strict=False))
+    for name, other in zip(names, outcomes[len(in_memory) :], strict=True):
+        assert other.differences(plain[AS_FIRST[0] if name in AS_FIRST else name]) == [], name
 
 
 def live_elements(config: dict[str, Any], steps: int) -> tuple[int, int, list[float]]:
@@ -139,7 +144,7 @@ def test_checkpoints_and_exports_reach_what_rests(ranks: RankPool, tmp_path: Pat
         for name, one in (("memory", on_sockets(case)), ("file", moved))
     }
     assert outcomes["file"].losses == outcomes["memory"].losses
-    for saved, world_size, one in (("memory", 2, moved), ("file", 2, on_sockets(case)), ("file", 4, moved)):
+    for saved, world_size, one in (("memory", 2, moved), ("file", 2, on_sockets(case)), ("file", 1, moved)):
         loaded = ranks(world_size, load_and_go_on, one, tmp_path / saved, world_size)[0]
         for name, value in outcomes["memory"].restored.items():
             assert torch.equal(loaded.restored[name], value), (saved, world_size, name)

@@ -79,7 +79,7 @@ def test_bounds_are_below_what_is_estimated() -> None:
     made = planner()
     every = list(Space(made.machine, 8, made.num_blocks, can_split=made.can_split))
     assert {one.expert for one in every} == {1, 2, 4}
-    for choice in random.Random(0).sample([one for one in every if one.expert > 1], 30):
+    for choice in random.Random(0).sample([one for one in every if one.expert > 1], 15):
         bound, value = made.bound(choice), made.found(choice, 0)
         assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
 

@@ -21,7 +21,7 @@ from lowtide.engine.planning.pipelined import memory_by_place
 from lowtide.engine.planning.profile import Profile
 from lowtide.engine.planning.splits import Splits
 from tests.engine.test_blueprint import shared_memory_counted
-from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of
+from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of, is_watched
 from tests.ranks import RankPool
 from tests.zero.training import rank_and_world
 
@@ -103,12 +103,6 @@ def planned_peak(blueprint: Blueprint, profile: Profile, place: int) -> int:
     return estimate(blueprint, machine, profile, place).peak_bytes
 
 
-def is_watched() -> bool:
-    """Of ranks on two axes, the first and the last: between them they are at both places of each."""
-    rank, num_ranks = rank_and_world()
-    return rank in (0, num_ranks - 1)
-
-
 def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """(peak of a step, what this rank's exchanges have sent in it): of one in which slots are as large as they become.
 
@@ -118,7 +112,8 @@ def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
     engine = lowtide.initialize(model_of(config), config)
     microbatches = config["gradient_accumulation_steps"]
     whole = batch(ROWS * microbatches)
-    for _ in range(3 if "expert" in config["parallel"] or config["communication"]["route"] == "shared_memory" else 2):
+    parallel, route = config["parallel"], config["communication"]["route"]
+    for _ in range(3 if "expert" in parallel or route == "shared_memory" else 2 if "pipeline" in parallel else 1):
         engine.train_step(whole)
     exchanges = {name: engine._mesh.exchange((name,)) for name in (EXPERT, SEQUENCE, TENSOR)}
     if not is_watched():
@@ -159,7 +154,6 @@ def split(stage: int, every: int, accumulation: int, parallel: dict[str, int], *
 
 def test_two_ranks(ranks: RankPool) -> None:
     cases = {
-        "tensor, stage 0": split(0, 0, 1, {"tensor": 2}),
         "sequence, stage 0": split(0, 0, 2, {"sequence": 2}),
         "tensor, stage 1": split(1, 1, 1, {"tensor": 2}, communication={"route": "shared_memory"}),
         "tensor, stage 2": split(2, 0, 2, {"tensor": 2}, **BF16),
@@ -172,9 +166,8 @@ def beside_others() -> dict[str, dict[str, Any]]:
     """Beside data-parallel ranks, stages of a pipeline, and each other."""
     return {
         "tensor x data": split(3, 0, 1, {"tensor": 2}),
-        "sequence x data": split(2, 1, 1, {"sequence": 2}, **BF16),
-        "tensor x sequence": split(1, 0, 1, {"tensor": 2, "sequence": 2}),
-        "parts x stages": split(1, 1, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}, **BF16),
+        "tensor x sequence": split(1, 1, 1, {"tensor": 2, "sequence": 2}, **BF16),
+        "parts x stages": split(1, 0, 4, {"tensor": 2, "pipeline": 2, "tensor_sequence": True}, **BF16),
     }
 
 
@@ -196,7 +189,7 @@ def test_sequences_over_stages(ranks: RankPool) -> None:
 
     Where all are, numbers are left that no plan counts: losses, and a flag of the batch.
     """
-    configs = [split(0, every, 4, {"sequence": 2, "pipeline": 2}) for every in (0, 1)]
+    configs = [split(0, 0, 4, {"sequence": 2, "pipeline": 2})]
     message = ROWS * SHAPE.sequence // 2 * SHAPE.hidden * 4
     for found in ranks(4, beyond_measured, configs):
         assert all(-NUMBERS_BYTES <= nbytes <= 5 * message for nbytes in found), (found, message)
@@ -206,7 +199,6 @@ def with_experts() -> dict[str, dict[str, Any]]:
     return {
         "stage 1, shared memory": split(1, 1, 2, {"expert": 2}, communication={"route": "shared_memory"}),
         "stage 3, recomputed": split(3, 1, 2, {"expert": 2}, **BF16),
-        "stage 1, one microbatch": split(1, 0, 1, {"expert": 2}, **BF16),
     }
 
 
@@ -216,10 +208,8 @@ def test_experts(ranks: RankPool) -> None:
 
 def test_experts_and_layers(ranks: RankPool) -> None:
     plan = {"plan": {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}}
-    parallel = {"expert": 2, "tensor": 2}
-    cases = {"stage 3": split(3, 0, 2, parallel, tensor_parallel=plan)}
     # Nine groups are exchanged, of which each of three slots comes to three.
-    cases["stage 1, one microbatch"] = split(1, 1, 1, parallel, tensor_parallel=plan, **BF16)
+    cases = {"stage 1": split(1, 1, 1, {"expert": 2, "tensor": 2}, tensor_parallel=plan, **BF16)}
     assert ranks(4, compare, cases) == [[]] * 4
 
 
@@ -227,7 +217,6 @@ def parts_and_rings() -> dict[str, dict[str, Any]]:
     """What a rank has between split layers, and attention of heads (4) that the ranks do not divide or need not."""
     ring: dict[str, Any] = {"sequence_parallel": {"attention": "ring"}}
     return {
-        "parts": split(0, 0, 1, {"tensor": 2, "tensor_sequence": True}),
         "parts, recomputed": split(2, 1, 2, {"tensor": 2, "tensor_sequence": True}, **BF16),
         "ring, recomputed": split(3, 1, 2, {"sequence": 2}, **ring, **BF16),
     }
@@ -257,8 +246,7 @@ def test_reports_of_sequences_and_experts(ranks: RankPool, tmp_path: Path) -> No
 
 
 def test_reports_of_layers_over_stages(ranks: RankPool, tmp_path: Path) -> None:
-    stages = {"tensor": 2, "pipeline": 2}
-    cases = {"whole tokens": split(0, 0, 4, stages), "parts": split(1, 0, 4, {**stages, "tensor_sequence": True})}
+    cases = {"whole tokens": split(0, 0, 4, {"tensor": 2, "pipeline": 2})}
     assert ranks(4, reported, cases, str(tmp_path)) == [[]] * 4
 
 

@@ -38,8 +38,7 @@ def run_pairs(ranks: RankPool, case: Case, folder: Path, stages: tuple[int, ...]
     ("clip", "place", "precision", "stages"),
     [
         *((0.0, "cpu", "bf16", (1,)), (100.0, "nvme", "fp32", (3,))),
-        *((0.1, "cpu", "fp32", (0,)), (0.1, "nvme", "bf16", (1,))),
-        *(("between", "nvme", "fp32", (1, 3)), ("between", "cpu", "bf16", (0,))),
+        *((0.1, "nvme", "bf16", (1,)), ("between", "nvme", "fp32", (3,)), ("between", "cpu", "bf16", (0,))),
     ],
 )
 def test_it_is_bitwise_the_plain_step(

@@ -8,10 +8,12 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from lowtide.offload import AioOptions, FileStore
+from tests.ranks import RankError, in_a_new_process
 
 SIZE = 1_000_003
 
@@ -37,23 +39,17 @@ def disk_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("lowtide disk")]
 
 
+def save_and_be_killed(folder: Path) -> None:
+    store = FileStore(folder, 0)
+    store.save("key", numbered(1)).wait()
+    (name,) = open_files(folder)
+    assert name.endswith("-rank0.offload (deleted)")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
-    source = f"""
-import torch
-from lowtide.offload import FileStore
-store = FileStore({str(tmp_path)!r}, 0)
-store.save("key", torch.ones({SIZE}, dtype=torch.uint8)).wait()
-print("saved", flush=True)
-input()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "saved\n"
-        descriptors = Path(f"/proc/{process.pid}/fd")
-        assert any(os.readlink(link).endswith("-rank0.offload (deleted)") for link in descriptors.iterdir())
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        in_a_new_process(save_and_be_killed, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -66,7 +66,7 @@ def load(parallel: Parallel, stage: int, folder: Path) -> tuple[State, Tensor, f
 BOTH = {"tensor": 2, "expert": 2}
 TRIPS: dict[str, list[tuple[int, Parallel, int]]] = {  # ranks, axes and stage: of what saves, then of those that load
     "experts": [(2, {"expert": 2}, 0), (4, {"tensor": 4}, 3)],
-    "both": [(4, BOTH, 3), (1, {}, 1), (4, {"expert": 4}, 0)],
+    "both": [(4, BOTH, 3), (1, {}, 1)],
     "whole": [(1, {}, 0), (4, BOTH, 3)],
 }
 

@@ -120,14 +120,11 @@ COLUMNS = {"plan": {"experts.*.up": "column", "experts.*.down": "row"}}
 ROWS: dict[int, list[Row]] = {  # by number of ranks
     2: [
         (skipping, 2, 0, {}),
-        (calling, 2, 1, {}),
-        (skipping_some, 2, 2, {"zero_optimization": {"offload_optimizer": HOST}}),
-        (calling_some, 2, 3, {}),
+        (calling, 2, 2, {}),
         (skipping_some, 2, 3, {"activation_checkpointing": {"every": 1}, "zero_optimization": {"offload_param": HOST}}),
     ],
     4: [
         (calling_some, 4, 3, {"parallel": {"expert": 4}, "communication": {"route": "native"}}),
-        (skipping, 4, 1, {"communication": {"route": "sockets"}}),
         (skipping_some, 2, 1, {"parallel": {"expert": 2, "pipeline": 2}}),
         (skipping_some, 2, 3, {"parallel": {"expert": 2, "tensor": 2}, "tensor_parallel": COLUMNS}),
     ],

@@ -217,7 +217,6 @@ AGAIN = {"activation_checkpointing": {"every": 1}}
 TRAININGS: list[tuple[str, int, str, dict[str, Any]]] = [
     ("six", 2, "packed", {}),
     ("three", 3, "odd", SOCKETS | AGAIN),
-    ("gpt2", 1, "divides", RING),
     ("three", 1, "padded", {"bf16": {"enabled": True}}),
     ("mistral", 3, "left", RING),
     ("Plain", 1, "plain, packed", RING),

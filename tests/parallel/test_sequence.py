@@ -100,16 +100,14 @@ def train(
     if hasattr(model, "config"):
         model.config.use_cache = False  # with a cache Hugging Face does not look for packed sequences
     engine = lowtide.initialize(model, config)
-    found: dict[str, Tensor] = {}
-    for step in range(2):
-        batch = batch_of(step, kind)
-        if by_hand:
-            for half in range(2):
-                engine.backward(engine(**{key: value.chunk(2)[half] for key, value in batch.items()}).loss)
-                engine.step()
-        else:
-            done = engine.train_step(batch)
-            found |= {f"loss {step}": done.loss, f"norm {step}": done.grad_norm}
+    batch, found = batch_of(0, kind), dict[str, Tensor]()
+    if by_hand:
+        for half in range(2):
+            engine.backward(engine(**{key: value.chunk(2)[half] for key, value in batch.items()}).loss)
+            engine.step()
+    else:
+        done = engine.train_step(batch)
+        found = {"loss": done.loss, "norm": done.grad_norm}
     found["evaluated"] = engine.eval_step(batch_of(2, kind))
     state = engine.state_dict()
     engine.close()
@@ -121,13 +119,12 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     ("gpt2", 1, "odd", {}),
     ("mistral", 2, "odd", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
     ("Plain", 1, "plain, packed", {}),  # it asks for no mask
-    ("qwen3", 3, "odd", {"activation_checkpointing": {"every": 1}}),
-    ("llama", 3, "packed", {"tiles": {"mlp": 5, "loss": 4}}),
+    ("qwen3", 3, "packed", {"tiles": {"mlp": 5, "loss": 4}}),
     ("eager", 0, "left", {}),
     ("llama", 1, "packed, masked", {}),
     ("eager", 0, "packed", {}),
 ]
-OF_FOUR = 2  # the first of these, on four ranks too
+OF_FOUR = 1  # the first of these, on four ranks too
 
 
 def train_all(size: int) -> list[dict[str, Tensor]]:

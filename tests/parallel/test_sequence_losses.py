@@ -89,14 +89,14 @@ def make(name: str) -> nn.Module:
 
 def with_loss_fn(parallel: dict[str, int]) -> list[Batch]:
     cases: list[tuple[str, str, Any, dict[str, Any]]]
-    cases = [("llama", "padded", mean, {}), ("gpt2", "odd", mean, {}), ("plain", "plain", divided, {})]
+    cases = [("gpt2", "padded", mean, {}), ("plain", "plain", divided, {})]
     if "pipeline" not in parallel:
         cases.append(("llama", "odd", divided, {"tiles": "auto"}))
     found = []
     for name, kind, loss_fn, more in cases:
         engine = lowtide.initialize(make(name), config_of(3, parallel=parallel, **more), loss_fn=loss_fn)
-        results = [engine.train_step(shift_batch(step, kind)) for step in range(2)]
-        values = {"loss": results[1].loss, "norm": results[1].grad_norm}
+        result = engine.train_step(shift_batch(0, kind))
+        values = {"loss": result.loss, "norm": result.grad_norm}
         values["evaluated"] = engine.eval_step(shift_batch(2, kind))
         values |= engine.state_dict()
         engine.close()
@@ -296,9 +296,9 @@ def ignoring(config: dict[str, Any], names: Sequence[str]) -> list[Batch]:
 
 
 SPLITS: list[tuple[list[str], dict[str, Any]]] = [
-    (["kwarg", "loss_fn"], {"parallel": {"sequence": 2, "pipeline": 2}}),
+    (["loss_fn"], {"parallel": {"sequence": 2, "pipeline": 2}}),
     (
-        ["kwarg", "module"],
+        ["kwarg"],
         {"parallel": {"sequence": 2, "tensor": 2}, "tensor_parallel": {"plan": {"*head": "vocabulary"}}},
     ),
     (

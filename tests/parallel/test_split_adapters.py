@@ -59,9 +59,9 @@ STAGES = {llama: 0, gpt2: 3, bert: 0, some_of_llama: 3, of_shared_keys: 1}
 
 
 def test_adapters_train_as_in_one_process(ranks: RankPool) -> None:
-    cases = [split(case_of(build), stage, tensor=2) for build, stage in STAGES.items()]
+    cases = [split(case_of(build, accumulation=1), stage, tensor=2) for build, stage in STAGES.items()]
     for build, outcome in zip(STAGES, ranks(2, train_all, cases)[0], strict=True):
-        assert_close(outcome, plainly(case_of(build), 1), TOLERANCE, TOLERANCE, build.__name__)
+        assert_close(outcome, plainly(case_of(build, accumulation=1), 1), TOLERANCE, TOLERANCE, build.__name__)
 
 
 def config_of(**more: Any) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def load(name: str, tensor: int, stage: int, folder: Path) -> tuple[State, Tenso
 
 
 TRIPS: dict[str, list[tuple[int, int, int]]] = {  # ranks, degree and stage: of what saves, then of those that load
-    "gpt2": [(4, 2, 3), (1, 1, 1), (4, 4, 0)],
-    "grouped_llama": [(2, 2, 0), (4, 4, 3), (1, 1, 0)],
+    "gpt2": [(4, 2, 3), (1, 1, 1)],
+    "grouped_llama": [(2, 2, 0), (4, 4, 3)],
 }
 
 

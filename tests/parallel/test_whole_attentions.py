@@ -64,18 +64,18 @@ def one_head_of_keys() -> nn.Module:
     return others.OwnLlamaForCausalLM(config).double()
 
 
-CASES = {build.__name__: case_of(build) for build in (olmo2, phi3, glm, bloom, one_head_of_keys)} | {
-    "deepseek": case_of(moe.deepseek, moe.tokens),
+CASES = {build.__name__: case_of(build, accumulation=1) for build in (olmo2, phi3, glm, bloom)} | {
+    "deepseek": case_of(moe.deepseek, moe.tokens, accumulation=1),
+    "one_head_of_keys": case_of(one_head_of_keys),
     "t5": FAMILIES["t5"],
 }
-WHOLE: dict[str, Any] = {"parallel": {"tensor": 2}}
 PARTS: dict[str, Any] = {"parallel": {"tensor": 2, "tensor_sequence": True}}
 AGAIN: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"route": "sockets"}}
 # Between stages tokens are whole.
 STAGES: dict[str, Any] = {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}}
 ROWS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {  # by number of ranks: model, stage, config
     2: [
-        ("olmo2", 1, WHOLE),
+        ("olmo2", 1, {"parallel": {"tensor": 2}}),
         ("olmo2", 3, PARTS | AGAIN),
         ("phi3", 1, PARTS),
         ("glm", 0, PARTS),
@@ -83,7 +83,6 @@ ROWS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {  # by number of ranks
         ("deepseek", 2, PARTS),
     ],
     4: [
-        ("olmo2", 1, {"parallel": {"tensor": 4, "tensor_sequence": True}}),
         ("one_head_of_keys", 3, STAGES | AGAIN | {"pipeline": {"schedule": "zb-h1"}}),
         ("t5", 1, STAGES | {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
     ],

@@ -104,16 +104,16 @@ def test_several_ranks_have_the_sums_of_stage_1(ranks: RankPool, tmp_path: Path,
     """Which adds up microbatches first, and then ranks; stages 2 and 3 in the plain order reduce each microbatch."""
     by: dict[str, Any] = {"communication": {"route": route}}
     file: dict[str, Any] = {"device": "nvme", "nvme_path": str(tmp_path)}
-    plain, layered = pair(1, **by)
+    plain, layered = pair(1, of_two_blocks, **by)
     laws: list[Law]
     whole: Law
     if world_size == 2:
-        split = pair(1, **by, **SPLIT)
+        split = pair(1, of_two_blocks, **by, **SPLIT)
         whole = (plain, layered, also(layered, offload_param=file, offload_optimizer=file))
-        laws = [whole, tuple(pair(2, plain_stage=1, **by, **BF16)), (split[0], also(split[1]))]
+        laws = [whole, tuple(pair(2, of_two_blocks, plain_stage=1, **by, **BF16)), (split[0], also(split[1]))]
     else:
         whole = (plain, also(layered, zero_hpz_partition_size=2))
-        laws = [whole, tuple(pair(3, plain_stage=1, **by, **zero(shard_size=2)))]
+        laws = [whole, tuple(pair(3, of_two_blocks, plain_stage=1, **by, **zero(shard_size=2)))]
     assert not differences(laws, ranks(world_size, train_all, cases_of(laws))[0])
 
 

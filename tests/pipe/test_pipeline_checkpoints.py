@@ -17,7 +17,6 @@ PLACES: dict[str, tuple[int, Case]] = {  # name: ranks, case
     "one rank": (1, CASE),
     "pipeline 2 as a V, stage 1": (2, pipelined(CASE.at(1), 2, "zb-v")),
     "pipeline 2 x shard 2, stage 3": (4, pipelined(CASE.at(3), 2, "interleaved")),
-    "pipeline 2 x replica 2": (4, pipelined(CASE, 2, "gpipe")),
 }
 
 

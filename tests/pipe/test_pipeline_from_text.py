@@ -12,7 +12,7 @@ from tests.ranks import RankPool
 from tests.zero.training import Case, train_all
 
 SOCKETS = {"communication": {"route": "sockets"}}
-CASE = Case(deep_gpt, models.token_batch, accumulation=MICROBATCHES, steps=2, config=SOCKETS)
+CASE = Case(deep_gpt, models.token_batch, accumulation=MICROBATCHES, steps=1, config=SOCKETS)
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 3)])
@@ -20,9 +20,9 @@ def test_every_part_of_a_schedule_may_be_in_the_file(
     ranks: RankPool, tmp_path: Path, num_ranks: int, stage: int
 ) -> None:
     schedule = make_schedule("zb-v", 2, MICROBATCHES)
-    variants = {"compute": schedule, "all": complete(schedule, gathers=True, step=True)}
+    variants = {"all": complete(schedule, gathers=True, step=True)}
     if stage == 0:
-        variants["messages"] = complete(schedule)
+        variants |= {"compute": schedule, "messages": complete(schedule)}
     cases = [pipelined(CASE.at(stage), 2, "zb-v")]
     for name, variant in variants.items():
         path = tmp_path / f"{name}.txt"

@@ -55,16 +55,10 @@ def train_all(names: list[str], config: dict[str, Any]) -> dict[str, Outcome]:
     return {name: train(name, config) for name in names}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "schedule", "stage", "names"), [(2, "zb-h1", 1, NAMES), (4, "1f1b", 3, ["mixtral", "t5"])]
-)
-def test_they_train_like_one_rank(
-    ranks: RankPool, world_size: int, schedule: str, stage: int, names: list[str]
-) -> None:
-    data_size = world_size // 2
-    alone = ranks(data_size, train_all, names, config_of(1, "1f1b", 0))[0]
-    by_rank = ranks(world_size, train_all, names, config_of(2, schedule, stage), timeout=120)
-    for name in names:
+def test_they_train_like_one_rank(ranks: RankPool) -> None:
+    alone = ranks(1, train_all, NAMES, config_of(1, "1f1b", 0))[0]
+    by_rank = ranks(2, train_all, NAMES, config_of(2, "zb-h1", 1), timeout=120)
+    for name in NAMES:
         first, expected = by_rank[0][name], alone[name]
         assert first.losses == pytest.approx(expected.losses, rel=1e-5), name
         assert first.norms == pytest.approx(expected.norms, rel=1e-4), name

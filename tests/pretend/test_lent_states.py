@@ -22,7 +22,10 @@ ALL, TRAINING = ("optimizer", "gradients", "parameters"), ("optimizer", "gradien
 
 @dataclass(frozen=True)
 class Case:
-    """A training. zero: more of its section; more: other sections. kinds: that are taken off the device."""
+    """A training. zero: more of its section; more: other sections. kinds: that are taken off the device.
+
+    stage: of one microbatch, none changes a bit, and neither does a place; an update that is late does.
+    """
 
     stage: int
     more: dict[str, Any]
@@ -109,13 +112,22 @@ def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tenso
         return losses, engine.state_dict(), wrong
 
 
+def plain(case: Case) -> Case:
+    late = {key: one for key, one in case.zero.items() if "delayed" in str(one)}
+    return Case(case.stage if case.accumulation > 1 else 0, case.more, late, accumulation=case.accumulation)
+
+
 def compared_all() -> dict[str, list[str]]:
     register()
-    return {name: compared(case) for name, case in CASES.items()}
+    plain_cases: list[Case] = []
+    for case in map(plain, CASES.values()):
+        if case not in plain_cases:
+            plain_cases.append(case)
+    outcomes = [trained(case, lends=False) for case in plain_cases]
+    return {name: compared(case, *outcomes[plain_cases.index(plain(case))]) for name, case in CASES.items()}
 
 
-def compared(case: Case) -> list[str]:
-    losses, weights, _ = trained(case, lends=False)
+def compared(case: Case, losses: list[float], weights: dict[str, torch.Tensor], _: list[str]) -> list[str]:
     others, values, wrong = trained(case, lends=True)
     kept = [others[at] for at in (0, 2, 4)]  # an evaluation follows on each lending
     if losses != kept:

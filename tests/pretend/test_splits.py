@@ -30,12 +30,10 @@ def tokens(step: int, kind: str) -> tuple[Tensor, ...]:
 # Name: model, batches, which of them, stage, and the config that splits. Another split is another row.
 ROWS: dict[str, tuple[Any, Any, str, int, dict[str, Any]]] = {
     "tensor, tied, bf16": (models.tied_gpt, tokens, "", 3, {**TENSOR, **BF16, "tensor_parallel": {"plan": PLAN}}),
-    "tensor, llama": (MODELS["llama"], sequences_of, "divides", 2, TENSOR),
-    "sequence, padded, window": (mistral, sequences_of, "padded", 3, SEQUENCE),
+    "sequence, padded, window": (mistral, sequences_of, "padded", 2, SEQUENCE),
     "sequence, packed": (eager_llama, sequences_of, "packed", 1, SEQUENCE),
-    "sequence, tiles": (MODELS["qwen3"], sequences_of, "odd", 2, {**SEQUENCE, "tiles": {"mlp": 5, "loss": 4}}),
+    "sequence, tiles": (MODELS["qwen3"], sequences_of, "odd", 3, {**SEQUENCE, "tiles": {"mlp": 5, "loss": 4}}),
     "ring, padded": (mistral, sequences_of, "padded", 1, {**SEQUENCE, "sequence_parallel": {"attention": "ring"}}),
-    "tiles": (MODELS["gpt2"], sequences_of, "odd", 3, {"tiles": {"mlp": 5, "loss": 4}}),
 }
 
 

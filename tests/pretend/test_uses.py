@@ -186,7 +186,6 @@ USES: dict[str, Use] = {
     "a deferred model": deferred,
     "export": export,
     "hybrid, stage 2": trains(stage=2, zero_optimization={"shard_size": 1}),
-    "hybrid, stage 3": trains(stage=3, zero_optimization={"shard_size": 1}),
     "activations recomputed and in host memory": trains(stage=3, activation_checkpointing=RECOMPUTED),
 }
 
@@ -215,7 +214,6 @@ def test_every_use_gives_the_bits_of_the_cpu(pretend_ranks: RankPool, tmp_path: 
 
 GPT = Case(models.tiny_gpt_float64, models.token_batch, clip=0.3, steps=2)
 ON_FOUR_RANKS = {
-    "hybrid, stage 2": GPT.at(2, config={"zero_optimization": {"shard_size": 2}}),
     "hybrid, stage 3": GPT.at(3, config={"zero_optimization": {"shard_size": 2}}),
     "hpZ": GPT.at(3, config={"zero_optimization": {"zero_hpz_partition_size": 2}}),
 }
@@ -255,9 +253,7 @@ def at_rank(act: Callable[[str], list[Tensor]], folder: str) -> list[Tensor]:
 def test_another_number_of_ranks_goes_on(pretend_ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     before = pretend_ranks(world_size, at_rank, saved, str(tmp_path), process_group=False)[0]
     after = pretend_ranks(3 - world_size, at_rank, loaded, str(tmp_path), process_group=False)[0]
-    same = pretend_ranks(world_size, at_rank, loaded, str(tmp_path), process_group=False)[0]
-    for values in (after, same):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(before, values, strict=False))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(before, after, strict=False))
 
 
 def norm_of_gradients_that_are_not_finite() -> tuple[float, str]:

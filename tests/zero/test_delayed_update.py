@@ -45,7 +45,7 @@ def differences(found: Outcome, expected: Outcome) -> list[str]:
     return (["losses"] if found.losses != expected.losses else []) + names
 
 
-@pytest.mark.parametrize(("precision", "world_size"), [("bf16", 1), ("fp32", 2), ("bf16", 4)])
+@pytest.mark.parametrize(("precision", "world_size"), [("bf16", 1), ("fp32", 2)])
 def test_every_stage_and_place_is_bitwise_plain_torch(
     ranks: RankPool, tmp_path: Path, world_size: int, precision: str
 ) -> None:
@@ -215,7 +215,7 @@ def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_pa
         assert differences(outcome, expected) == []
 
 
-@pytest.mark.parametrize(("kind", "state_dtype"), [("adamw", "bf16"), ("adamw", "int8"), ("adagrad", "int8")])
+@pytest.mark.parametrize(("kind", "state_dtype"), [("adamw", "bf16"), ("adagrad", "int8")])
 def test_narrow_states_agree_at_every_stage_and_place(
     ranks: RankPool, tmp_path: Path, kind: str, state_dtype: str
 ) -> None:

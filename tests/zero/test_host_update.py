@@ -76,8 +76,11 @@ def test_parameters_alone(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_a_share_of_the_shards(ranks: RankPool, tmp_path: Path) -> None:
     case = BLOCKS[0].at(3)
-    cases = [pair(case.at(stage, config=BF16), tmp_path, "cpu", ratio=ratio) for stage, ratio in ((1, 0.3), (3, 0.75))]
-    assert_same(ranks, 2, [*cases, pair(case, tmp_path, "nvme", params=True, ratio=0.3)])
+    cases = [
+        pair(case.at(1, config=BF16), tmp_path, "cpu", ratio=0.75),
+        pair(case, tmp_path, "nvme", params=True, ratio=0.3),
+    ]
+    assert_same(ranks, 2, cases)
 
 
 def test_updates_in_backward(ranks: RankPool, tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_updates_in_backward(ranks: RankPool, tmp_path: Path) -> None:
     for (case, params), place in zip(forms, ("cpu", "nvme"), strict=True):
         in_backward = case.at(3, steps=2, config={"zero_optimization": {"update_in_backward": True}})
         cases.append(pair(in_backward, tmp_path, place, params))
-    for number, (clip, place) in enumerate(((0.05, "nvme"), (0.05, "cpu"), (100.0, "nvme"))):
+    for number, (clip, place) in enumerate(((0.05, "nvme"), (0.05, "cpu"))):
         case, params = forms[number % 2]
         cases.append(pair(case.at(3, clip=clip), tmp_path, place, params, overlap="speculative"))
     assert_same(ranks, 2, cases)

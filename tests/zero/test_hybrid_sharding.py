@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def test_hybrid_sharding_equals_plain_torch(ranks: RankPool, route: str, accumul
     config = {"communication": {"route": route}}
     case = Case(models.short_gpt_float64, models.token_batch, clip=0.3, steps=2, config=config)
     hybrid = {"zero_optimization": {"shard_size": 2}}
-    grid = [case.at(stage, accumulation=accumulation, config=hybrid) for stage in (1, 2, 3)]
+    grid = [case.at(stage, accumulation=accumulation, config=hybrid) for stage in (2, 3)]
     expected = train_plainly(grid[0], 4)
     outcomes = ranks(4, train_all, grid)[0]
     for outcome in outcomes:
@@ -29,21 +28,13 @@ def test_hybrid_sharding_equals_plain_torch(ranks: RankPool, route: str, accumul
             assert outcome.differences(outcomes[0]) == []
 
 
-def test_hybrid_sharding_in_float32_and_bf16(ranks: RankPool) -> None:
-    hybrid = {"zero_optimization": {"shard_size": 2}}
-    configs: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}}]
-    cases = [Case(models.mlp, models.vector_batch, steps=2, config=config) for config in configs]
-    stages = [(1, 3), (2, 3)]
-    work = [
-        [case.at(0), *(case.at(stage, config=hybrid) for stage in some)]
-        for case, some in zip(cases, stages, strict=True)
-    ]
-    outcomes = iter(ranks(4, train_all, [*work[0], *work[1]])[0])
-    for tolerance in (1e-6, 1e-2):
-        stage_0, *others = [next(outcomes) for _ in work[0]]
-        for outcome in others:
-            assert outcome.losses == pytest.approx(stage_0.losses, rel=tolerance)
-            assert outcome.differences(others[0]) == []
+def test_hybrid_sharding_in_bf16(ranks: RankPool) -> None:
+    case = Case(models.mlp, models.vector_batch, steps=2, config={"bf16": {"enabled": True}})
+    hybrid = [case.at(stage, config={"zero_optimization": {"shard_size": 2}}) for stage in (1, 3)]
+    stage_0, *others = ranks(4, train_all, [case, *hybrid])[0]
+    for outcome in others:
+        assert outcome.losses == pytest.approx(stage_0.losses, rel=1e-2)
+        assert outcome.differences(others[0]) == []
 
 
 def test_a_shard_group_of_one_rank_is_stage_0(ranks: RankPool) -> None:

@@ -199,13 +199,12 @@ def train_both_ways(cases: list[Case]) -> list[tuple[dict[str, Tensor], dict[str
     return [(train(case), apart(train, replace(case, zero={"offload_optimizer": CPU}))) for case in cases]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_update_on_the_host(ranks: RankPool, world_size: int) -> None:
+def test_an_update_on_the_host(ranks: RankPool) -> None:
     cases = [
         Case(stage, 2, dtype=torch.float32, route="native", config=config)
         for stage, config in ((0, {}), (3, {"bf16": {"enabled": True}}))
     ]
-    for plain, moved in ranks(world_size, train_both_ways, cases)[0]:
+    for plain, moved in ranks(2, train_both_ways, cases)[0]:
         assert all(torch.equal(value, moved[name]) for name, value in plain.items())
 
 
@@ -230,8 +229,8 @@ def restart_all(cases: list[Case], folder: Path, after: int) -> list[dict[str, T
 @pytest.mark.parametrize("after", [1, 3])
 def test_a_checkpoint_knows_how_often_each_was_updated(ranks: RankPool, tmp_path: Path, after: int) -> None:
     ours = [Case(stage, 2, optimizer, torch.float32) for stage, optimizer in ((0, ADAMW), (3, SGD))]
-    theirs = [Case(3 * (number % 2), 2, own=own) for number, own in enumerate(OWN)]
-    cases = [ours[after > 1], *theirs[after > 1 :: 2]]
+    theirs = [Case(3 * (number % 2), 2, own=own) for number, own in enumerate(OWN[:2])]
+    cases = [ours[after > 1], theirs[after > 1]]
     check(ranks(2, restart_all, cases, tmp_path, after)[0], cases, 2)
 
 

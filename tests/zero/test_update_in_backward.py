@@ -22,14 +22,16 @@ def of_two_blocks() -> nn.Module:
 def test_update_in_backward_equals_the_plain_update_bitwise(
     ranks: RankPool, world_size: int, routes: tuple[str, ...]
 ) -> None:
-    cases = [
-        Case(of_two_blocks, models.token_batch, stage, steps=2, config={"communication": {"route": route}, **dtype})
-        for stage, route, dtype in pairs((0, 1, 2, 3), routes, ({}, BF16))
+    """At each stage, on each route: those of stage 0."""
+    plain = [Case(of_two_blocks, models.token_batch, steps=2, config=dtype) for dtype in ({}, BF16)]
+    grid = pairs((0, 1, 2, 3), routes, (0, 1))
+    updated = [
+        plain[narrow].at(stage, config={"communication": {"route": route}, **IN_BACKWARD})
+        for stage, route, narrow in grid
     ]
-    updated = [case.at(case.stage, config=IN_BACKWARD) for case in cases]
-    found = ranks(world_size, train_all, [*cases, *updated])[0]
-    for case, theirs, ours in zip(cases, found[: len(cases)], found[len(cases) :], strict=True):
-        assert ours.differences(theirs) == [], case.as_config()
+    found = ranks(world_size, train_all, [*plain, *updated])[0]
+    for (*where, narrow), ours in zip(grid, found[2:], strict=True):
+        assert ours.differences(found[narrow]) == [], (where, narrow)
 
 
 class Watched(models.Mlp):

@@ -79,8 +79,7 @@ class Mesh:
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
             channel = Channel(trail, raised, world.progress, number, ranks)
-            its_pids = [pids[member] for member in ranks]
-            made = _make_route(world, route, rank, ranks, places, its_pids, group, _first_tag(number), channel, works)
+            made = _make_route(world, route, rank, ranks, places, pids, group, _first_tag(number), channel, works)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
         for number, names in enumerate(lines, first):
@@ -207,7 +206,7 @@ def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> t
     """The route, the first of `num_channels` numbers that no other channel has had on this process group, and the
     processes of all ranks."""
     if world.size == 1 or world.is_simulated:
-        return "solo" if world.size == 1 else "native", 0, [os.getpid()] * world.size
+        return "solo" if world.size == 1 else "native", 0, []
     route = route_for(wanted, world.device.type, world.size, world.num_hosts)
     may_lack_room = route == "shared_memory" and wanted == "auto"
     own_fault = shared_memory_fault(shared_bytes) if may_lack_room else ""
@@ -271,7 +270,8 @@ def _make_route(
         return SoloRoute(world.device)
     if route == "shared_memory":
         exchange = partial(gather_objects, group=group)
-        return SharedMemoryRoute(rank, ranks, places, pids, exchange, world.timeout_seconds, channel)
+        own_pids = [pids[member] for member in ranks]
+        return SharedMemoryRoute(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
     if route == "sockets":
         return SocketRoute(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
     return NativeRoute(rank, ranks, places, group, world.device, channel, works)

@@ -12,9 +12,14 @@ class Contender:
 
     name: str
     label: str
-    kind: str  # "single", "ddp", "fsdp2", "deepspeed" or "lowtide"
+    kind: str  # "single", "alone", "ddp", "fsdp2", "deepspeed" or "lowtide"
     options: dict[str, Any]
     only_when_named: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether its weights are updated, so that its losses can be right or wrong."""
+        return self.kind != "alone"
 
     def num_processes(self, ranks: int) -> int:
         """Gives how many processes train it: one for the reference, else all ranks."""
@@ -50,6 +55,7 @@ CONTENDERS = {
     contender.name: contender
     for contender in [
         Contender(REFERENCE, "one process, whole batch", "single", {}),
+        Contender("alone", "forwards and backwards alone, nothing sent or updated", "alone", {}, True),
         Contender(DDP, "DDP", "ddp", {"sharded_optimizer": False}),
         Contender("ddp-each", "DDP, sums of each microbatch", "ddp", {"sharded_optimizer": False, "sums_each": True}),
         Contender("ddp-zero", "DDP + ZeroRedundancyOptimizer", "ddp", {"sharded_optimizer": True}),

@@ -41,8 +41,10 @@ class Row:
         return [self.timed[r].step_seconds / other.timed[r].step_seconds for r in rounds] if other else []
 
     def loss_difference(self, reference: Row | None) -> float | None:
-        """Gives `loss_difference` to the reference's first job, None where one of both has no losses."""
-        return loss_difference(self.losses, reference.losses[0]) if reference and reference.losses else None
+        """Gives `loss_difference` to the reference's first job, None where one has none, or never updates."""
+        if not reference or not reference.losses or not self.contender.trains:
+            return None
+        return loss_difference(self.losses, reference.losses[0])
 
     @property
     def losses(self) -> list[list[float]]:
@@ -66,7 +68,7 @@ class Comparison:
     def loss_reference(self) -> Row | None:
         """The row whose losses are right by definition: one process, else DDP, else the first that ran."""
         for row in [self.row(REFERENCE), self.row(DDP), *self.rows]:
-            if row and row.losses:
+            if row and row.losses and row.contender.trains:
                 return row
         return None
 

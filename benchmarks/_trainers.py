@@ -124,6 +124,24 @@ def build_single(model: Model, setup: Setup) -> Trainer:
     return _plain(module, optimizer, setup, lambda: None, computing=setup.computing)
 
 
+def build_alone(model: Model, setup: Setup) -> Trainer:
+    """Gives forwards and backwards with plain torch on each rank, and nothing else: the least that a step can take."""
+    setup.join()
+    module = _built(model, setup, setup.device)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        losses = []
+        for microbatch in setup.microbatches(tokens, targets):
+            with setup.computing():
+                loss: Tensor = module(*microbatch) / setup.accumulation
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        module.zero_grad()
+        return torch.stack(losses).sum()
+
+    return Trainer(step, _wait_for_all)
+
+
 def build_ddp(model: Model, setup: Setup, *, sharded_optimizer: bool, sums_each: bool = False) -> Trainer:
     """Gives DistributedDataParallel with bucket views; `sharded_optimizer` shards the optimizer state (ZeRO-1).
 
@@ -263,6 +281,7 @@ def build_lowtide(
 
 _LIBRARIES = {
     "single": [],
+    "alone": [],
     "ddp": ["torch.nn.parallel", "torch.distributed.optim"],
     "fsdp2": ["torch.distributed.device_mesh", "torch.distributed.fsdp"],
     "deepspeed": ["deepspeed"],
@@ -279,6 +298,7 @@ def import_libraries(kind: str, setup: Setup) -> None:
 
 BUILDERS: dict[str, Callable[..., Trainer]] = {
     "single": build_single,
+    "alone": build_alone,
     "ddp": build_ddp,
     "fsdp2": build_fsdp2,
     "deepspeed": build_deepspeed,

@@ -3,11 +3,12 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import GARBAGE, RankPool
+from tests.ranks import GARBAGE, RankPool, seed_present_devices_alone
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -23,10 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What imports and the list of tests have made stays to the end: collections need not go through it again."""
-    gc.collect()
     gc.freeze()
     gc.enable()
     gc.set_threshold(*GARBAGE)
+    if "torch" in sys.modules:
+        seed_present_devices_alone()
 
 
 @pytest.fixture(scope="session")

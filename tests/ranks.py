@@ -357,6 +357,15 @@ def slowness() -> float:
     return min(MAX_SLOWNESS, max(1.0, waiting, (time.monotonic() - started) / 0.02))
 
 
+def seed_present_devices_alone() -> None:
+    """For each kind of device that is not there, `torch.manual_seed` writes down the stack from which it is called."""
+    import torch
+
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            vars(kind)["manual_seed_all"] = lambda seed: None
+
+
 def free_port() -> int:
     """A TCP port of this host that nobody listens on now."""
     with socket.socket() as probe:
@@ -401,6 +410,7 @@ def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str
     faulthandler.enable()
     stack_file = open(stacks, "w")  # noqa: SIM115
     torch.set_num_threads(1)
+    seed_present_devices_alone()
     if prepare:
         importlib.import_module(prepare).load()
     pipe.send_bytes(pickle.dumps("ready"))

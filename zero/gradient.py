@@ -122,7 +122,7 @@ class GroupGradient:
         self.settle()
         for index, param in enumerate(self.group.params):
             if id(param) in cleared:
-                for piece in [one for one in self.group.pieces if one.index == index]:
+                for piece in self.group.pieces.of(index):
                     assert self.shard is not None
                     self.shard[piece.offset_in_shard : piece.offset_in_shard + piece.numel].zero_()
                 self.mark_changed(index, is_used=index in self.used and not cleared[id(param)])

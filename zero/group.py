@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..comm import Mesh, Pending
 from ..offload import Memory, Resident, StoredRange, bytes_in_memory
 from .domain_axes import DomainAxes
 from .group_memory import GroupMemory
-from .layout import Piece
+from .layout import Piece, Pieces
 from .parameter_views import ParameterViews
 from .plan import GroupPlan
 from .released import mark_present, mark_released
@@ -108,8 +108,8 @@ class ShardedGroup:
         memory.pop(self.full.untyped_storage().data_ptr(), None)
         return sum(memory.values())
 
-    @property
-    def pieces(self) -> list[Piece]:
+    @cached_property
+    def pieces(self) -> Pieces:
         """What this rank's shard holds."""
         return self.layout.pieces(self.axes.states.place)
 

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from ..offload import Portion
 
@@ -53,6 +54,18 @@ class Piece:
     offset_in_param: int
     offset_in_shard: int
     numel: int
+
+
+class Pieces(tuple[Piece, ...]):
+    """What a shard holds of its parameters, in order."""
+
+    def of(self, index: int) -> tuple[Piece, ...]:
+        """What it holds of one parameter."""
+        return self._by_index.get(index, ())
+
+    @cached_property
+    def _by_index(self) -> dict[int, tuple[Piece, ...]]:
+        return {index: tuple(pieces) for index, pieces in groupby(self, key=lambda piece: piece.index)}
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class FlatLayout:
         """Elements of the parameters alone."""
         return sum(slot.numel for slot in self.slots)
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> Pieces:
         """What of each parameter lies in the shard of `rank`; parameters that do not reach into it are left out."""
         start, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
         pieces = []
@@ -106,7 +119,7 @@ class FlatLayout:
             low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
             if low < high:
                 pieces.append(Piece(index, low - slot.offset_in_flat, low - start, high - low))
-        return pieces
+        return Pieces(pieces)
 
     def whole_parameters(self, start: int, end: int) -> tuple[int, int]:
         """[start, end) without the parameters that reach across its ends."""

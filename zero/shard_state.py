@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from ..offload import Memory, OldVersion, StoredRange
 from .gradient import GroupGradient
 from .group import part_of, values_of
 from .host_update import HostUpdate
-from .layout import Piece
+from .layout import Piece, Pieces
 from .masters import REMAINDERS, Masters
 from .offloaded_states import Chunk, OffloadedStates
 from .parameter_versions import ParameterVersions, Version
@@ -107,11 +107,11 @@ class ShardState:
         """(n,): the master weights that are in memory; of a shard in a store, while that is open."""
         return self.group.shard if self.memory.master is None else self.memory.master
 
-    @property
-    def pieces(self) -> list[Piece]:
+    @cached_property
+    def pieces(self) -> Pieces:
         """The group's pieces, cut where the states lie in different chunks."""
         edges = [chunk.start for chunk in self.chunks]
-        return [part for piece in self.group.pieces for part in _cut(piece, edges)]
+        return Pieces(part for piece in self.group.pieces for part in _cut(piece, edges))
 
     def fill_chunks(self) -> None:
         """First values in the store; master weights are zero."""

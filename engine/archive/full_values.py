@@ -47,13 +47,13 @@ class FullValues:
 
     def _write_own(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """As `write`, of what this rank has of the parameter before it is sharded."""
-        for piece in _pieces_of(group.pieces, index):
+        for piece in group.pieces.of(index):
             group.place(piece, values)
         shard = self._shards.get(id(group))
         if shard is not None:
-            shard.forget_remainders(_pieces_of(shard.pieces, index))
+            shard.forget_remainders(shard.pieces.of(index))
         if shard is not None and shard.form.is_mixed:
-            for piece in _pieces_of(shard.pieces, index):
+            for piece in shard.pieces.of(index):
                 _place_in_master(shard, piece, values)
 
     def write_named(self, name: str, values: Tensor) -> None:
@@ -244,10 +244,6 @@ def _changed(group: ShardedGroup) -> list[str]:
         for slot, param in pairs
         if not torch.equal(param.data.reshape(-1), group.full[slot.offset_in_flat : slot.end_in_flat])
     ]
-
-
-def _pieces_of(pieces: Sequence[Piece], index: int) -> list[Piece]:
-    return [piece for piece in pieces if piece.index == index]
 
 
 def _place_in_master(shard: ShardState, piece: Piece, values: Tensor) -> None:

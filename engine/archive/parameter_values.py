@@ -187,10 +187,10 @@ class ParameterValues:
                 return []
             if shard is None:
                 own = group.own_values(changes)
-                return [(p, _part(own, p)) for p in group.pieces if p.index == place.index]
-            return [(p, shard.master_of(p, changes)) for p in shard.pieces if p.index == place.index]
+                return [(p, _part(own, p)) for p in group.pieces.of(place.index)]
+            return [(p, shard.master_of(p, changes)) for p in shard.pieces.of(place.index)]
         self._check_has_states(place, what)
-        pieces = [] if shard is None else [p for p in shard.pieces if p.index == place.index]
+        pieces = () if shard is None else shard.pieces.of(place.index)
         found = (
             [] if shard is None else [(p, self._optimizer.by_parameter.states_of(shard, p, changes)) for p in pieces]
         )
@@ -219,7 +219,7 @@ class ParameterValues:
         gradient = self._shards[id(place.group)].gradient
         gradient.settle()
         assert gradient.shard is not None
-        return [(p, _part(gradient.shard, p)) for p in place.group.pieces if p.index == place.index]
+        return [(p, _part(gradient.shard, p)) for p in place.group.pieces.of(place.index)]
 
     def _collected(self, place: _Place, parts: Sequence[Part]) -> Tensor:
         """The whole on every rank, of the parts of all. A collective."""

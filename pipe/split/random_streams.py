@@ -58,7 +58,7 @@ class RandomStreams:
             return
         first = self._first[self._microbatch]
         if isinstance(first, int):
-            torch.manual_seed(first)
+            self._seed(first)
         else:
             self._restore(first)
 
@@ -75,6 +75,12 @@ class RandomStreams:
     def _now(self) -> _States:
         own = [torch.get_rng_state()]
         return own if self._module is None else [*own, self._module.get_rng_state(self._device)]
+
+    def _seed(self, seed: int) -> None:
+        """As `torch.manual_seed`, which also writes down a stack for each kind of device that is not there."""
+        torch.default_generator.manual_seed(seed)
+        if self._module is not None:
+            self._module.manual_seed(seed)
 
     def _restore(self, states: _States) -> None:
         torch.set_rng_state(states[0])

@@ -59,6 +59,13 @@ def test_the_losses_of_one_process_are_right_by_definition(helper: Helper, row: 
     assert comparison_of(helper, row("ddp", {}), ours).loss_reference is ours
 
 
+def test_losses_of_who_never_updates_are_not_judged(helper: Helper, row: Callable[..., Any]) -> None:
+    alone, ours = row("alone", {0: [1.0]}, [5.0, 5.0]), row("lowtide-3", {0: [1.0]})
+    found = comparison_of(helper, alone, ours)
+    found.judge_losses()
+    assert found.loss_reference is ours and not helper("_conclusion").failures(found.rows)
+
+
 def test_an_earlier_failure_is_kept(helper: Helper, row: Callable[..., Any]) -> None:
     other = row("lowtide-3", {0: [1.0]}, [5.0, 9.0])
     other.failure = "round 2: rank 0 ended with status 1: no output"

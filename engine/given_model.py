@@ -53,12 +53,13 @@ def _values_of(params: Iterable[nn.Parameter], world: World) -> Values:
 def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Parameters of one dtype that follow each other, of so many bytes together, or a larger one alone."""
     several: list[nn.Parameter] = []
+    nbytes = 0  # of them
     for param in params:
-        nbytes = param.nbytes + sum(other.nbytes for other in several)
-        if several and (nbytes > _MESSAGE_BYTES or param.dtype != several[0].dtype):
+        if several and (nbytes + param.nbytes > _MESSAGE_BYTES or param.dtype != several[0].dtype):
             yield several
-            several = []
+            several, nbytes = [], 0
         several.append(param)
+        nbytes += param.nbytes
     if several:
         yield several
 
@@ -69,8 +70,9 @@ def take(module: nn.Module, ledger: Ledger) -> None:
     That is where the one is the other, or in it. What is noted is of this object, and not of copies of it. An engine
     that nobody has any more is closed here.
     """
-    _close_lost(module)
-    found = [name for name, part in module.named_modules() if part.__dict__.get(_OPEN, ())[:2] == (id(part), True)]
+    parts = dict(module.named_modules())
+    _close_lost(parts.values())
+    found = [name for name, part in parts.items() if part.__dict__.get(_OPEN, ())[:2] == (id(part), True)]
     if found or module.__dict__.get(_OPEN, ())[:2] == (id(module), False):
         what = f"its '{found[0]}'" if found and found[0] else f"this {type(module).__name__}"
         where = "the model" if found else "a part of the model"
@@ -78,13 +80,13 @@ def take(module: nn.Module, ledger: Ledger) -> None:
             f"model: expected one that no engine has, found that {what} is {where} of an engine that is still open; "
             "close that first (engine.close(), or `with lowtide.initialize(...) as engine`), or build another model"
         )
-    divided = next((one for part in module.modules() if (one := part.__dict__.get(_DIVIDED))), None)
+    divided = next((one for part in parts.values() if (one := part.__dict__.get(_DIVIDED))), None)
     if divided is not None:
         raise ValueError(
             f"model: expected whole layers, found those that an earlier engine has left divided ({divided}): each rank "
             "has a part; build the model again, or give initialize the callable that builds it"
         )
-    for part in module.modules():
+    for part in parts.values():
         ledger.override(part, _OPEN, (id(part), part is module, ledger))
 
 
@@ -93,9 +95,9 @@ def note_divided(module: nn.Module, how: str) -> None:
     module.__dict__[_DIVIDED] = how
 
 
-def _close_lost(module: nn.Module) -> None:
+def _close_lost(parts: Iterable[nn.Module]) -> None:
     """On all ranks alike where all have lost theirs; else the one that has it raises an error of which all hear."""
-    noted = {note[2]: None for part in module.modules() if (note := part.__dict__.get(_OPEN, ()))[:1] == (id(part),)}
+    noted = {note[2]: None for part in parts if (note := part.__dict__.get(_OPEN, ()))[:1] == (id(part),)}
     if noted:
         gc.collect()  # a cycle of the caller's may have it
     for ledger in noted:

@@ -30,14 +30,16 @@ class GraphTask:
         self._on_end()
 
 
-def accumulator_of(param: nn.Parameter) -> Node:
-    """What adds up the gradient of a parameter in every graph."""
+def accumulators_of(params: Iterable[nn.Parameter]) -> dict[int, Node]:
+    """What adds up the gradient of each parameter in every graph, by the parameter's identity."""
+    found = {}
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        requires_grad = param.requires_grad
-        try:
-            return get_gradient_edge(param.requires_grad_()).node
-        finally:
-            param.requires_grad_(requires_grad)
+        for param in params:
+            is_frozen = not param.requires_grad
+            found[id(param)] = get_gradient_edge(param.requires_grad_()).node
+            if is_frozen:
+                param.requires_grad_(False)
+    return found
 
 
 def will_run(nodes: Iterable[Node]) -> bool:

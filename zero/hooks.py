@@ -156,10 +156,12 @@ class UnitHooks:
                     continue
                 self._hooked.add(id(param))
                 hook = partial(UnitSequence.gradient_arrived, sequence, number, name)  # no call of ours around it
-                requires_grad = param.requires_grad
-                param.requires_grad_(True)  # a frozen one takes no hook; unfrozen later, it has this one
+                is_frozen = not param.requires_grad
+                if is_frozen:
+                    param.requires_grad_(True)  # a frozen one takes no hook; unfrozen later, it has this one
                 self._add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                param.requires_grad_(requires_grad)
+                if is_frozen:
+                    param.requires_grad_(False)
 
     def _hook_users_of_rest(self, rest: Unit) -> None:
         """A module outside the blocks may be called by itself, not through the root: its parameters must be there."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .gradient import GroupGradient
-from .graph_task import accumulator_of
+from .graph_task import accumulators_of
 from .group import Residence, ShardedGroup
 from .staging import stages_early
 
@@ -48,8 +48,7 @@ class Unit:
 
     def find_accumulators(self) -> None:
         """Asks autograd for them, once parameters are where they stay."""
-        params = [param for gradient in self.gradients for param in gradient.group.params]
-        self.accumulators = {id(param): accumulator_of(param) for param in params}
+        self.accumulators = accumulators_of(param for gradient in self.gradients for param in gradient.group.params)
 
     @property
     def is_full(self) -> bool:

@@ -54,16 +54,15 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     ends = set[int]()
     if patterns is None:
         blocks, ends = _with_large_ends(model, blocks)
-    users: Counter[int] = Counter()
-    for _, block in blocks:
-        users.update({id(param) for param in block.parameters()})
+    read = [{id(param) for param in block.parameters()} for _, block in blocks]
+    users = Counter(key for keys in read for key in keys)
     outside = {id(param) for param in _parameters_outside(model, {id(block) for _, block in blocks})}
     own = {key for key, count in users.items() if count == 1 and key not in outside}
     named = list(model.named_parameters())  # each parameter once
     rest = UnitPlan(REST, model, tuple((name, param) for name, param in named if id(param) not in own))
     units = [rest]
-    for name, block in blocks:
-        members = {id(param) for param in block.parameters()} & own
+    for (name, block), keys in zip(blocks, read, strict=True):
+        members = keys & own
         params = tuple((n, p) for n, p in named if id(p) in members)
         units.append(UnitPlan(name, block, params, is_end=id(block) in ends))
     return [unit for unit in units if unit.params or unit.is_rest]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import GARBAGE, RankPool, seed_present_devices_alone
+from tests.ranks import GARBAGE, RankPool, fork_ranks_from_here, seed_present_devices_alone
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -29,6 +29,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(*GARBAGE)
     if "torch" in sys.modules:
         seed_present_devices_alone()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Here are all imports, and none of the places that pytest puts itself in while it collects and runs tests."""
+    if "torch" in sys.modules and not any(map(os.path.exists, _DEVICES)):
+        fork_ranks_from_here()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ are killed and the next call starts new ones.
 import contextlib
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ import random
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -29,6 +31,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -231,8 +234,7 @@ class RankPool:
         self._started += 1
         output.touch()
         variables = {**os.environ, **WORKER_VARIABLES}
-        preloaded_with = [module for package, module in PRELOADED_WITH.items() if package in sys.modules]
-        FORKS.set_forkserver_preload(PRELOADED + preloaded_with)
+        FORKS.set_forkserver_preload(preloaded())
         with mock.patch.dict(os.environ, WORKER_VARIABLES):  # the first start is that of the process that is forked
             process = FORKS.Process(target=serve, args=(theirs, output, stacks, variables, self._prepare))
             process.start()
@@ -342,6 +344,40 @@ class Call:
         self.failed.insert(0, self.failed.pop())  # others may have missed it, and failed, before it was found dead
 
 
+def preloaded() -> list[str]:
+    """What ranks would import otherwise, each for itself."""
+    return PRELOADED + [module for package, module in PRELOADED_WITH.items() if package in sys.modules]
+
+
+def fork_ranks_from_here() -> None:
+    """Ranks are forked from this process as it is now, and not from a new one that imports anew what this one has.
+
+    To be called where nothing has been computed yet, and nothing was asked of an accelerator: that no fork survives.
+    """
+    sys.stdout.flush()
+    resource_tracker.ensure_running()
+    FORKS.set_forkserver_preload(preloaded())
+    with mock.patch.dict(os.environ, WORKER_VARIABLES), mock.patch("multiprocessing.util.spawnv_passfds", run_in_fork):
+        forkserver.ensure_running()
+
+
+def run_in_fork(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """What a new Python would do with `-c SOURCE`, the last of its arguments. Returns the process's number."""
+    if pid := os.fork():
+        return pid
+    try:
+        for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
+            with contextlib.suppress(OSError):  # that of the list itself
+                kind = os.fstat(descriptor).st_mode
+                if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):  # who has the other end waits until all are closed
+                    os.close(descriptor)
+        exec(arguments[-1], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
 def in_a_new_process(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
     """What `fn` returns in a process that has run nothing before; its modules are there already."""
     with contextlib.closing(RankPool()) as pool:
@@ -405,6 +441,9 @@ def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str
     with open(os.devnull) as nothing, output.open("w") as said:
         for stream, descriptor in ((nothing, 0), (said, 1), (said, 2)):
             os.dup2(stream.fileno(), descriptor)
+    for said_text in (sys.stdout, sys.stderr):
+        said_text.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    logging.getLogger().handlers.clear()  # pytest's
     os.environ.clear()
     os.environ.update(variables)
     faulthandler.enable()

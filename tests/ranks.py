@@ -54,7 +54,7 @@ WORKER_VARIABLES = {
     "RES_OPTIONS": "timeout:1 attempts:3",
 }
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["tests.uncollected", "torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.ranks"]
+PRELOADED = ["torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.ranks"]
 PRELOADED_WITH = {  # a package that one of the tests uses -> modules that take seconds
     "transformers": "transformers.models.llama.modeling_llama",
     "lowtide.huggingface": "lowtide.huggingface",
@@ -234,7 +234,7 @@ class RankPool:
         self._started += 1
         output.touch()
         variables = {**os.environ, **WORKER_VARIABLES}
-        FORKS.set_forkserver_preload(preloaded())
+        FORKS.set_forkserver_preload(["tests.uncollected", *preloaded()])
         with mock.patch.dict(os.environ, WORKER_VARIABLES):  # the first start is that of the process that is forked
             process = FORKS.Process(target=serve, args=(theirs, output, stacks, variables, self._prepare))
             process.start()
@@ -354,9 +354,13 @@ def fork_ranks_from_here() -> None:
 
     To be called where nothing has been computed yet, and nothing was asked of an accelerator: that no fork survives.
     """
+    for module in preloaded():
+        importlib.import_module(module)
+    gc.freeze()
     sys.stdout.flush()
-    resource_tracker.ensure_running()
-    FORKS.set_forkserver_preload(preloaded())
+    FORKS.set_forkserver_preload([])
+    with mock.patch.object(sys, "warnoptions", ["ignore:resource_tracker"]):  # killed ranks leave their semaphores
+        resource_tracker.ensure_running()
     with mock.patch.dict(os.environ, WORKER_VARIABLES), mock.patch("multiprocessing.util.spawnv_passfds", run_in_fork):
         forkserver.ensure_running()
 

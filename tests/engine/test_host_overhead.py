@@ -2,8 +2,9 @@
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,24 @@ def nothing(*args: Any, **kwargs: Any) -> Done:
     return Done()
 
 
+def counted(counts: dict[str, int], name: str, work: Callable[[], Any]) -> Any:
+    """What `work` returns; its calls and lines of Python are in `counts`."""
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        counts[name + ", calls"] += event == "call"
+        counts[name + ", lines"] += event == "line"  # each turn of a loop too
+        return count
+
+    counts[name + ", calls"] = counts[name + ", lines"] = 0
+    gc.collect()  # an engine has cycles: what ends with the one before is not counted, at whatever time it ends
+    gc.disable()
+    sys.settrace(count)
+    result = work()
+    sys.settrace(None)
+    gc.enable()
+    return result
+
+
 def costs(world_size: int, num_blocks: int = NUM_BLOCKS) -> dict[str, int]:
     """Calls and lines of Python of `initialize` and of a step; the data is the same for any number of ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -56,25 +75,9 @@ def costs(world_size: int, num_blocks: int = NUM_BLOCKS) -> dict[str, int]:
     config: dict[str, Any] = {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}, "steps_per_print": 0}
     config["gradient_clipping"] = 1.0
     counts: dict[str, int] = {}
-
-    def counted(name: str, work: Callable[[], Any]) -> Any:
-        def count(frame: Any, event: str, argument: Any) -> Any:
-            counts[name + ", calls"] += event == "call"
-            counts[name + ", lines"] += event == "line"  # each turn of a loop too
-            return count
-
-        counts[name + ", calls"] = counts[name + ", lines"] = 0
-        gc.collect()  # an engine has cycles: what ends with the one before is not counted, at whatever time it ends
-        gc.disable()
-        sys.settrace(count)
-        result = work()
-        sys.settrace(None)
-        gc.enable()
-        return result
-
-    engine = counted("initialize", lambda: lowtide.initialize(model, config))
+    engine = counted(counts, "initialize", lambda: lowtide.initialize(model, config))
     engine.train_step((x,))
-    counted("step", lambda: engine.train_step((x,)))
+    counted(counts, "step", lambda: engine.train_step((x,)))
     assert engine.world_size == world_size
     engine.close()
     dist.destroy_process_group()
@@ -95,3 +98,19 @@ def test_8_and_1024_ranks_cost_the_same() -> None:
     for what, count in small.items():
         assert 0 < large[what] < 1.2 * count, (what, small, large)
     assert small["step, calls"] == large["step, calls"] <= MAX_CALLS_IN_A_STEP
+
+
+def lines_of_starts(numbers_of_layers: Sequence[int]) -> list[int]:
+    """Of models without blocks, whose parameters are all in one unit."""
+    counts: dict[str, int] = {}
+    for number in numbers_of_layers:
+        model = nn.ModuleDict({f"layer{place}": nn.Linear(2, 2) for place in range(number)})
+        config = {"optimizer": {"type": "adamw"}, "bf16": {"enabled": True}, "train_batch_size": 1}
+        counted(counts, f"{number} layers", partial(lowtide.initialize, model, config)).close()
+    return [counts[f"{number} layers, lines"] for number in numbers_of_layers]
+
+
+def test_a_start_does_as_much_for_each_of_many_parameters(ranks: RankPool) -> None:
+    # The first is the start of the process too.
+    _, few, many = ranks(1, lines_of_starts, [1, 50, 200], process_group=False)[0]
+    assert few < many < 4 * few

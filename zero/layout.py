@@ -100,6 +100,11 @@ class FlatLayout:
         return tuple(slot.name for slot in self.slots)
 
     @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Names of parameters -> indices of their slots."""
+        return {name: index for index, name in enumerate(self.names)}
+
+    @cached_property
     def is_dense(self) -> bool:
         """Whether parameters lie one right behind the other, each with elements, and only the end is padding."""
         ends = [0, *(slot.end_in_flat for slot in self.slots)]

@@ -59,8 +59,8 @@ class FullValues:
     def write_named(self, name: str, values: Tensor) -> None:
         """As `write`, by name; nothing where this rank's stages of a pipeline do not have the parameter."""
         for group in self._groups:
-            if name in group.layout.names:
-                self.write(group, group.layout.names.index(name), values)
+            if name in group.layout.index_of:
+                self.write(group, group.layout.index_of[name], values)
 
     def refresh(self) -> None:
         """After shards have changed: full buffers that are kept get the new values of all ranks."""

@@ -160,8 +160,8 @@ class ParameterValues:
                 f"'{name}', which is none"
             )
         for group in self._groups:
-            if name in group.layout.names:
-                index = group.layout.names.index(name)
+            if name in group.layout.index_of:
+                index = group.layout.index_of[name]
                 return _Place(name, info.shape, info.dtype, group, index)
         return _Place(name, info.shape, info.dtype, None, 0)
 

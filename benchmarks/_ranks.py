@@ -1,17 +1,24 @@
-"""Starts the ranks of one job, each a fresh process, waits for them and gathers what they wrote."""
+"""Starts the ranks of one job, each a fresh process, waits for them and gathers what they wrote.
+
+In a rehearsal that is mostly their imports, so there they are copies of a process that has made them: `fork_ranks`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+import traceback
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from _memory import OVER_BUDGET_STATUS
 
@@ -51,7 +58,99 @@ def environment_of(threads: int, allocator: str | None, device: str = "cpu") -> 
     }
 
 
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+class _Forks:
+    """A copy of this process, which starts and watches ranks that are copies of itself."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        if os.fork() == 0:
+            self._pipe.close()
+            _serve(theirs)
+        theirs.close()
+
+    def start(self, command: list[str], environment: dict[str, str], log: Path) -> int:
+        """Gives the process's number."""
+        self._pipe.send((command, environment, log))
+        pid: int = self._pipe.recv()
+        return pid
+
+    def poll(self, pid: int) -> int | None:
+        """Its status, once, or None while it runs."""
+        self._pipe.send(pid)
+        status: int | None = self._pipe.recv()
+        return status
+
+
+def _serve(pipe: Connection) -> NoReturn:
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if isinstance(asked, int):
+            pid, ended = os.waitpid(asked, os.WNOHANG)
+            pipe.send(os.waitstatus_to_exitcode(ended) if pid else None)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            pipe.close()
+            _run_script(*asked)
+        os.setpgid(pid, pid)
+        pipe.send(pid)
+
+
+def _run_script(command: list[str], environment: dict[str, str], log: Path) -> NoReturn:
+    """What Python does with a command, a script and its arguments."""
+    with log.open("wb") as said:
+        for descriptor in (1, 2):
+            os.dup2(said.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+class _Forked:
+    """A rank as `subprocess.Popen` has it."""
+
+    def __init__(self, forks: _Forks, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self._forks = forks
+        self._status: int | None = None
+        self.pid = forks.start(command, environment, log)
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            self._status = self._forks.poll(self.pid)
+        return self._status
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+Process = subprocess.Popen[bytes] | _Forked
+_forks: list[_Forks] = []  # one at most
+
+
+def fork_ranks() -> None:
+    """From now on ranks have what this process has imported so far, and the allocator's settings that it has."""
+    _forks.append(_Forks())
+
+
+def _start(python: str, worker: Path, description: Path, environment: dict[str, str], log: Path) -> Process:
+    command = [str(worker), str(description)]
+    if _forks:
+        return _Forked(_forks[-1], command, environment, log)
+    with log.open("wb") as said:
+        return subprocess.Popen([python, *command], env=environment, stdout=said, stderr=said, start_new_session=True)
+
+
+def _stop(processes: list[Process]) -> None:
     """Ends what still runs: each rank leads a process group of its own."""
     for process in processes:
         if process.poll() is None:
@@ -67,7 +166,7 @@ def _reason(log: Path) -> str:
     return (errors or lines or ["no output"])[-1]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], timeout_seconds: float) -> None:
+def _wait(processes: list[Process], logs: list[Path], timeout_seconds: float) -> None:
     """Waits for all ranks; raises JobError as soon as one fails or the time is over."""
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -108,15 +207,11 @@ def run_ranks(
         description = folder / "job.json"
         description.write_text(json.dumps(job))
         logs = [folder / f"rank{rank}.log" for rank in range(num_processes)]
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Process] = []
         try:
             for rank, log in enumerate(logs):
                 ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                with log.open("wb") as stream:
-                    command = [python, str(worker), str(description)]
-                    processes.append(
-                        subprocess.Popen(command, env=ranked, stdout=stream, stderr=stream, start_new_session=True)
-                    )
+                processes.append(_start(python, worker, description, ranked, log))
             _wait(processes, logs, timeout_seconds)
         finally:
             _stop(processes)

@@ -1,5 +1,6 @@
 """A rank that fails ends its job at once, with the rank's own last error; no process is left behind."""
 
+import importlib
 import os
 import sys
 import time
@@ -9,6 +10,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.ranks import in_a_new_process
 
 Helper = Callable[[str], ModuleType]
 Run = Callable[..., list[dict[str, Any]]]
@@ -72,6 +75,38 @@ def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
     with pytest.raises(helper("_ranks").JobError) as failed:
         run("if rank == '1': time.sleep(600)\n", timeout_seconds=1.5)
     assert str(failed.value) == "not done after 2 s (--timeout); ranks [1] still ran"
+
+
+def ends_of_forked(worker: str) -> list[str]:
+    """Of two ranks whose worker is this script."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    ranks = importlib.import_module("_ranks")
+    ranks.fork_ranks()
+    said = []
+    for job in ("answers", "fails", "hangs"):
+        try:
+            found = ranks.run_ranks(Path(worker), {"job": job}, 2, "no python", ranks.environment_of(1, None), 1.0)
+            said += [str(one) for one in found]
+        except ranks.JobError as error:
+            said.append(str(error))
+    return said
+
+
+def test_so_it_is_where_ranks_are_forked(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os, sys, time, pathlib\n"
+        "rank, description = os.environ['RANK'], pathlib.Path(sys.argv[1])\n"
+        "job = json.loads(description.read_text())['job']\n"
+        "if job == 'fails' and rank == '1': raise ValueError('no such stage')\n"
+        "if job != 'answers' and rank == '0': time.sleep(600)\n"
+        "description.with_name(f'rank{rank}.json').write_text(rank)\n"
+    )
+    assert in_a_new_process(ends_of_forked, str(worker)) == [
+        *("0", "1"),
+        "rank 1 ended with status 1: ValueError: no such stage",
+        "not done after 1 s (--timeout); ranks [0] still ran",
+    ]
 
 
 def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helper: Helper) -> None:

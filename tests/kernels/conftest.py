@@ -28,6 +28,26 @@ def mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def patch_language_once() -> None:
+    """The interpreter looks through all of Triton's language when a kernel calls a function, for what it has patched
+    when the kernel began: a fifth of the time of the kernels' tests.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patched(function: Any) -> Any:
+        seen = [one for one in function.__globals__.values() if one is language or one is language.core]
+        if seen and all(one.static_print is print for one in seen):
+            return interpreter._LangPatchScope()
+        return patch(function)
+
+    interpreter._patch_lang = patched
+
+
+if importlib.util.find_spec("triton") is not None:
+    patch_language_once()
 if importlib.util.find_spec("triton") is not None and importlib.metadata.version("triton").startswith("3.6."):
     mend_interpreter()
 

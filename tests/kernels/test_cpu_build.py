@@ -201,7 +201,8 @@ def test_a_compiler_that_does_not_know_the_processor(
 ) -> None:
     caplog.set_level(logging.INFO, "lowtide")
     text = (
-        f'case "$*" in *native*) echo "error: unknown value native" >&2; exit 1;; esac\nexec {find_compiler()[0]} "$@"'
+        'case "$*" in *native*) echo "error: unknown value native" >&2; exit 1;; esac\n'
+        f'exec {find_compiler()[0]} "$@" -O0'  # a third less time
     )
     monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", text)))
     step()

@@ -1,6 +1,6 @@
 // A device that is not there, which finds what a GPU would.
 //
-// Its memory lies in pages that nobody may touch but a kernel of the device; pages that were freed are never used
+// Nobody may touch the addresses of its memory but a kernel of the device; those that were freed are never used
 // again, unless `pretend_reuse` says so. A kernel is the CPU's own, run on aliases of the memory. Kernels run when they are called, after all that
 // their stream was given before. Copies that do not block are made as late as is allowed: when their stream, or one
 // that waits for it, has a kernel to run, or when the host waits. All that makes the host wait calls a hook.

@@ -1,5 +1,9 @@
 // The device's memory, its streams as lists of tasks, and what tells that the host waits.
 //
+// [Note: two addresses] Nobody may touch the addresses that tensors have: they are reserved, and no more. The bytes lie
+// at the same places of a second range, which kernels alone know: `bytes_at`. To open and close pages for each kernel
+// would take a sixth of a training's time.
+//
 // [Note: locks] `State::lock` guards tables and is held for a few instructions. `Turn` is held while tasks of streams
 // run, which may call Python: whoever waits for it gives the GIL up.
 
@@ -36,6 +40,7 @@ using c10::StreamId;
 constexpr auto kPretend = c10::DeviceType::PrivateUse1;
 constexpr DeviceIndex kDevices = 8;
 constexpr size_t kPage = 4096;
+constexpr size_t kUsable = size_t(64) << 20;  // addresses that get bytes at a time
 constexpr size_t kSpace = size_t(1) << 42;  // addresses, not memory: enough that none is ever used twice
 
 int (*wait_hook)(const char*) = nullptr;  // returns 1 where the wait is to be an error
@@ -48,7 +53,6 @@ struct Block {
   size_t nbytes;
   DeviceIndex device;
   StreamId stream;                        // that it was taken on
-  int opened = 0;                         // kernels that use it now
   std::map<StreamId, uint64_t> recorded;  // other streams that use it, up to a task
   std::set<StreamId> told;                // all that were recorded
 };
@@ -72,6 +76,8 @@ struct Count {
 struct State {
   std::mutex lock;
   char* next = nullptr;
+  char* usable = nullptr;  // up to here there are bytes
+  ptrdiff_t to_bytes = 0;  // from an address
   std::map<char*, Block> blocks;
   std::map<char*, size_t> pinned;
   std::map<std::pair<DeviceIndex, StreamId>, Queue> queues;
@@ -116,22 +122,14 @@ char* find_block(const void* address) {  // with the lock held
   return (char*)address < after->first + std::max<size_t>(after->second.nbytes, 1) ? after->first : nullptr;
 }
 
-void open_block(char* base, const char* who) {
+char* bytes_at(const void* address) { return address ? (char*)address + state().to_bytes : nullptr; }
+
+void check_block(char* base, const char* who) {
   if (!base) return;
   Guard guard(state().lock);
-  auto found = state().blocks.find(base);
-  TORCH_CHECK(found != state().blocks.end(), who,
+  TORCH_CHECK(state().blocks.count(base), who,
               " uses memory of the pretend device that was freed before it was "
               "run; keep the tensor until the stream was waited for, or tell with record_stream");
-  if (!found->second.opened++) mprotect(base, rounded(found->second.nbytes), PROT_READ | PROT_WRITE);
-}
-
-void close_block(char* base) {
-  if (!base) return;
-  Guard guard(state().lock);
-  auto found = state().blocks.find(base);
-  if (found != state().blocks.end() && !--found->second.opened)
-    mprotect(base, rounded(found->second.nbytes), PROT_NONE);
 }
 
 // Runs what the stream was given, up to a task.
@@ -194,8 +192,7 @@ void give_back(char* base) {
   Guard guard(state().lock);
   auto found = state().blocks.find(base);
   auto& block = found->second;
-  if (!state().cache.give(base)) madvise(base, rounded(block.nbytes), MADV_DONTNEED);
-  mprotect(base, rounded(block.nbytes), PROT_NONE);
+  if (!state().cache.give(base)) madvise(bytes_at(base), rounded(block.nbytes), MADV_DONTNEED);
   auto& bytes = state().bytes[block.device];
   bytes.now -= block.nbytes, bytes.freed += block.nbytes;
   --state().blocks_taken[block.device].now;
@@ -247,10 +244,17 @@ struct DeviceMemory final : c10::DeviceAllocator {
     Guard guard(state().lock);
     auto& s = state();
     if (!s.next) {
-      s.next = (char*)mmap(nullptr, kSpace, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      TORCH_CHECK(s.next != MAP_FAILED, "the pretend device gets no addresses");
+      auto* both = (char*)mmap(nullptr, 2 * kSpace, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      TORCH_CHECK(both != MAP_FAILED, "the pretend device gets no addresses");
+      s.next = s.usable = both, s.to_bytes = kSpace;
+      madvise(both, 2 * kSpace, MADV_NOHUGEPAGE);
     }
-    auto more = [&](size_t size) { return std::exchange(s.next, s.next + size); };
+    auto more = [&](size_t size) {
+      auto* base = std::exchange(s.next, s.next + size);
+      for (; s.usable < s.next; s.usable += kUsable)
+        TORCH_CHECK(!mprotect(bytes_at(s.usable), kUsable, PROT_READ | PROT_WRITE), "no memory for the pretend device");
+      return base;
+    };
     auto* base = s.reuses ? s.cache.take(rounded(nbytes), device, current_streams[device], more) : more(rounded(nbytes));
     s.blocks[base] = {nbytes, device, current_streams[device]};
     auto& bytes = s.bytes[device];

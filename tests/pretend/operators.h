@@ -18,22 +18,12 @@ namespace {
 
 using torch::jit::Stack;
 
-// The storage of the device as memory of the CPU; open for as long as it is there.
-Storage opened(const Storage& storage, const char* who, bool opens = true) {
+// The storage of the device as memory of the CPU, which keeps it.
+Storage opened(const Storage& storage, const char* who, bool is_used = true) {
   auto* base = (char*)storage.data_ptr().get();
-  if (opens)
-    open_block(base, who);
-  else
-    base = nullptr;
-  auto* keep = new std::pair<Storage, char*>(storage, base);
+  if (is_used) check_block(base, who);
   c10::DataPtr data(
-      storage.data_ptr().get(), keep,
-      [](void* context) {
-        auto* kept = (std::pair<Storage, char*>*)context;
-        close_block(kept->second);
-        delete kept;
-      },
-      Device(c10::kCPU));
+      bytes_at(base), new Storage(storage), [](void* kept) { delete (Storage*)kept; }, Device(c10::kCPU));
   return Storage(Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
 }
 
@@ -53,11 +43,7 @@ void resize_storage(const Storage& storage, size_t nbytes) {
   force_current(storage.device().index());
   auto memory = device_memory.allocate(nbytes);
   if (const auto common = std::min(nbytes, storage.nbytes()); common && memory.get()) {
-    auto* to = (char*)memory.get();
-    auto* from = (char*)storage.data_ptr().get();
-    open_block(to, "resize"), open_block(from, "resize");
-    std::memcpy(to, from, common);
-    close_block(to), close_block(from);
+    std::memcpy(bytes_at(memory.get()), bytes_at(storage.data_ptr().get()), common);
   }
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(nbytes);
@@ -129,8 +115,11 @@ void use(const Tensor& tensor, bool writes, const std::string& who) {
 
 // Both contiguous, of one dtype and shape. keep: what of the host must live until then.
 void copy_bytes(const Tensor& dst, const Tensor& src, DeviceIndex device, Storage keep, bool later) {
-  auto* to = (char*)dst.unsafeGetTensorImpl()->data();
-  auto* from = (const char*)src.unsafeGetTensorImpl()->data();
+  auto data_of = [](const Tensor& t) {
+    auto* data = t.unsafeGetTensorImpl()->data();
+    return t.is_cpu() ? (char*)data : bytes_at(data);
+  };
+  auto *to = data_of(dst), *from = data_of(src);
   auto base_of = [](const Tensor& t) { return t.is_cpu() ? nullptr : (char*)t.storage().data_ptr().get(); };
   auto *writes = base_of(dst), *reads = base_of(src);
   const auto stream = current_streams[device];
@@ -138,15 +127,8 @@ void copy_bytes(const Tensor& dst, const Tensor& src, DeviceIndex device, Storag
   use(src, false, "a copy"), use(dst, true, "a copy");
   auto run = [=, nbytes = dst.nbytes()] {
     const auto who = c10::str("a copy on stream ", stream);
-    open_block(writes, who.c_str());
-    try {
-      open_block(reads, who.c_str());
-    } catch (...) {
-      close_block(writes);
-      throw;
-    }
+    check_block(writes, who.c_str()), check_block(reads, who.c_str());
     std::memmove(to, from, nbytes);
-    close_block(reads), close_block(writes);
     (void)keep;
   };
   if (later) return issue(device, stream, run, reads, writes);
@@ -317,7 +299,7 @@ struct Call {
   void take_over() {
     for (auto& [_, both] : aliases) {
       auto& [tensor, other] = both;
-      const bool moved = other.storage().data_ptr().get() != tensor.storage().data_ptr().get();
+      const bool moved = other.storage().data_ptr().get() != bytes_at(tensor.storage().data_ptr().get());
       if (!moved && other.sizes() == tensor.sizes() && other.strides() == tensor.strides()) continue;
       if (is_view) continue;
       resize_(tensor, other.sizes(), std::nullopt);

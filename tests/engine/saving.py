@@ -152,8 +152,10 @@ def saved_tensors(folder: Path, tag: str) -> dict[str, Tensor]:
     checkpoint = CheckpointFolder(folder).open(tag)
     found = {}
     for prefix, source in (("", checkpoint.weights), ("state.", checkpoint.states)):
+        wanted = []
         for name, info in source.tensors.items():
             values = torch.empty(info.nbytes // info.dtype.itemsize, dtype=info.dtype)
-            source.read([Fragment(name, info.shape, 0, values)])
+            wanted.append(Fragment(name, info.shape, 0, values))
             found[prefix + name] = values.view(info.shape)
+        source.read(wanted)
     return found

@@ -12,6 +12,7 @@ from lowtide.zero.sequence import StateError
 from tests.engine.loops import (
     LOOPS,
     OPTIMIZER,
+    Loop,
     batch,
     blocks_after_an_error,
     blocks_called_alone,
@@ -54,11 +55,15 @@ LEFT_OUT = {
 }
 
 
+def loops_of(route: str) -> tuple[Loop, ...]:
+    return LOOPS if route == "solo" else LOOPS[route == "sockets" :: 2]
+
+
 def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
     route_of = {"communication": {"route": route}} if route != "solo" else {}
     return {
         (loop.__name__, kind): run(loop, {**config, **route_of})
-        for number, loop in enumerate(LOOPS if route == "solo" else LOOPS[route == "sockets" :: 2])
+        for number, loop in enumerate(loops_of(route))
         for kind, config in kinds(route, folder, number).items()
         if loop not in LEFT_OUT.get(kind, ())
     }
@@ -67,7 +72,7 @@ def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Te
 @pytest.mark.parametrize("route", ["solo", "shared_memory", "sockets"])
 def test_every_loop_trains_as_in_plain_torch(ranks: RankPool, route: str, tmp_path: Path) -> None:
     world_size = 1 if route == "solo" else 2
-    expected = {loop.__name__: run_plainly(loop, world_size) for loop in LOOPS}
+    expected = {loop.__name__: run_plainly(loop, world_size) for loop in loops_of(route)}
     for (loop, kind), states in ranks(world_size, run_all, route, tmp_path)[0].items():
         what = f"{loop}, {kind}"
         for found, wanted in zip(states, expected[loop], strict=True):

@@ -40,16 +40,15 @@ SPLIT: dict[str, Any] = {
     "bf16": {"enabled": True, "masters": "int8"},
     "optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}},
 }
-FROZEN = 3
 STEPS = 3  # until the largest gradient has been in each of the buffers that take turns
 
 Found = dict[str, int]  # bytes by kind, some at several moments
 
 
-def frozen_gpt() -> nn.Module:
+def frozen_gpt(layers: int = 5) -> nn.Module:
     """On every rank the number of trained groups has no factor of 3, so that each buffer of three gets the largest."""
-    model = models.TinyGPT(width=6, layers=5, tied=True)
-    model.blocks[FROZEN].requires_grad_(False)
+    model = models.TinyGPT(width=6, layers=layers, tied=True)
+    model.blocks[layers - 2].requires_grad_(False)
     return model
 
 
@@ -75,7 +74,8 @@ def routed_gpt() -> nn.Module:
 
 
 def model_of(config: dict[str, Any]) -> nn.Module:
-    return routed_gpt() if "expert" in config.get("parallel", {}) else frozen_gpt()
+    parallel = config.get("parallel", {})
+    return routed_gpt() if "expert" in parallel else frozen_gpt(5 if "pipeline" in parallel else 4)
 
 
 def config_of(stage: int, accumulation: int = 1, route: str = "sockets", **more: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_auto_begins_from_what_trials_have_found(tmp_path: Path, monkeypatch: py
 
 def test_the_command_plans_for_a_device_that_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
-    words = ["zero3", "--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "128", "--sequence", "32"]
+    words = ["zero3", "--layers", "1", "--hidden", "64", "--heads", "4", "--vocab", "128", "--sequence", "32"]
     words += ["--gpus", "1", "--device", "GPU"]
     seconds = []
     for factor in (1.0, 100.0):

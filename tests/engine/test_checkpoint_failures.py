@@ -15,11 +15,12 @@ from lowtide.checkpoint import index as index_module
 from lowtide.checkpoint.errors import CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.engine.saving import engine_for, run_steps, save_and_go_on, saved_tensors
-from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import Case, rank_and_world
 
-GPT = Case(tiny_gpt, token_batch, 3)
+GPT = Case(short_gpt, token_batch, 3)
+DEEP = Case(tiny_gpt, token_batch, 3)  # in the middle of each of its files are values
 INTACT = "What was saved before is as it was, and training can go on."
 
 
@@ -201,20 +202,20 @@ def test_ranks_that_see_different_folders_are_told_so(ranks: RankPool, tmp_path:
 
 
 def two_checkpoints(folder: Path) -> None:
-    engine = engine_for(GPT, 2)
+    engine = engine_for(DEEP, 2)
     for step in range(2):
-        run_steps(engine, GPT, step, 1)
+        run_steps(engine, DEEP, step, 1)
         engine.save_checkpoint(folder, f"good{step}")
     engine.close()
 
 
 def load_damaged(folder: Path) -> tuple[str, int]:
     """The error, and the step of the checkpoint that it offers."""
-    engine = engine_for(GPT, rank_and_world()[1])
+    engine = engine_for(DEEP, rank_and_world()[1])
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(folder)
     engine.load_checkpoint(folder, tag="good0")
-    run_steps(engine, GPT, engine.global_step, 1)
+    run_steps(engine, DEEP, engine.global_step, 1)
     engine.close()
     return str(caught.value), engine.global_step
 

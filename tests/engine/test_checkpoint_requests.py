@@ -8,7 +8,7 @@ import pytest
 from lowtide.checkpoint.errors import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.engine.saving import GLOBAL_ROWS, engine_for, load_and_go_on, run_steps
-from tests.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.models import mlp, short_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of
 
@@ -109,7 +109,7 @@ def test_a_tag_that_is_no_name_of_a_folder_is_an_error_on_all(ranks: RankPool, t
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_saving_between_microbatches_is_refused(tmp_path: Path, stage: int) -> None:
-    case = Case(tiny_gpt, token_batch, stage, accumulation=3)
+    case = Case(short_gpt, token_batch, stage, accumulation=3)
     engine = engine_for(case, 1)
     batches = [share_of(case.batch(number, GLOBAL_ROWS)) for number in range(3)]
     for number, batch in enumerate(batches):
@@ -137,7 +137,7 @@ def test_a_path_may_be_relative_and_new(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_loading_between_microbatches_forgets_their_gradients(tmp_path: Path) -> None:
-    case = Case(tiny_gpt, token_batch, 2, accumulation=3)
+    case = Case(short_gpt, token_batch, 2, accumulation=3)
     engine = engine_for(case, 1)
     run_steps(engine, case, 0, 1)
     engine.save_checkpoint(tmp_path)

@@ -1,6 +1,5 @@
 """torch.compile of a model or of its blocks, before and after `initialize`: as without it, a graph for each kind."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch._dynamo.utils import counters
 
 import lowtide
 from tests import models
+from tests.engine.compiling import with_a_new_compiler
 from tests.grids import pairs
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of
@@ -104,9 +104,7 @@ HOW = ["model wrapped", "model in place", "blocks wrapped", "blocks in place", "
 
 def train_compiled(case: Case, how: str, options: dict[str, Any] | None = None) -> tuple[list[float], list[Any], Any]:
     """Losses; after each step, graphs and runs; names and values of the final state."""
-    torch._dynamo.reset()
-    counters.clear()
-    warnings.simplefilter("ignore")  # of torch's compiler, about itself
+    with_a_new_compiler()
     backend = Counting()
     options = {"backend": backend, "fullgraph": True, **(options or {})}
     torch.manual_seed(0)
@@ -234,7 +232,6 @@ def compiled_blocks() -> Any:
     return model
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 @pytest.mark.parametrize(
     ("shape", "is_built_by_engine", "stage"),
     pairs(
@@ -249,8 +246,7 @@ def compiled_blocks() -> Any:
 )
 def test_models_of_every_shape(shape: tuple[Any, Any, Any, int], is_built_by_engine: bool, stage: int) -> None:
     build, plain, batch, graphs = shape
-    torch._dynamo.reset()
-    counters.clear()
+    with_a_new_compiler()
     found = []
     for make in (plain, build):
         torch.manual_seed(0)
@@ -264,9 +260,8 @@ def test_models_of_every_shape(shape: tuple[Any, Any, Any, int], is_built_by_eng
     assert not counters["graph_break"]
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 def test_after_close_the_model_is_compiled_as_it_was() -> None:
-    torch._dynamo.reset()
+    with_a_new_compiler()
     model, backend = compiled_blocks(), Counting()
     model.compile(backend=backend)
     names, wrapped, call = list(model.state_dict()), blocks_of(model)[0], model._compiled_call_impl
@@ -280,9 +275,8 @@ def test_after_close_the_model_is_compiled_as_it_was() -> None:
     assert backend.runs
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 def test_the_caller_s_own_wrapper_goes_to_the_engine() -> None:
-    torch._dynamo.reset()
+    with_a_new_compiler()
     backend = Counting()
     model: Any = torch.compile(steps_of_nine(), backend=backend)
     with lowtide.initialize(model, SMALL.at(3).as_config()) as engine:
@@ -309,7 +303,6 @@ def assign_module(engine: lowtide.Engine) -> None:
     engine.module = torch.compile(engine.module, backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 @pytest.mark.parametrize(
     ("mistake", "stage", "kind", "text"),
     [
@@ -332,7 +325,7 @@ def assign_module(engine: lowtide.Engine) -> None:
 def test_what_would_trace_hooks_is_refused(
     mistake: Callable[[lowtide.Engine], None], stage: int, kind: type[Exception], text: str
 ) -> None:
-    torch._dynamo.reset()
+    with_a_new_compiler()
     engine = lowtide.initialize(steps_of_nine(), SMALL.at(stage).as_config())
     with pytest.raises(kind) as error:
         mistake(engine)
@@ -347,8 +340,7 @@ PIPELINE: dict[str, Any] = {"parallel": {"pipeline": 2}, "pipeline": {"schedule"
 def train_pipeline_in_each_way(stage: int) -> list[Any]:
     found = []
     for how in ("not at all", "model wrapped", "blocks in place", "blocks after"):
-        torch._dynamo.reset()
-        warnings.simplefilter("ignore")  # of torch's compiler, about itself
+        with_a_new_compiler()
         case, backend = SMALL.at(stage, config=PIPELINE, accumulation=4), Counting()
         torch.manual_seed(0)
         model = compile_before(how, models.Chain(*(Step() for _ in range(4))).double(), {"backend": backend})

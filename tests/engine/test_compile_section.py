@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import warnings
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ from torch._dynamo.utils import counters
 
 import lowtide
 from lowtide.engine.config.config import Config, ConfigError
-from tests import models
 from tests.engine.adapted import base, engine_of, lora, run
-from tests.engine.test_compile import SMALL
+from tests.engine.compiling import with_a_new_compiler
+from tests.engine.test_compile import CASE, SMALL
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of
 
-CASE = Case(models.tiny_gpt_float64, models.token_batch, steps=2)
 SOCKETS = {"communication": {"route": "sockets"}}
 COMPILED: dict[str, Any] = {"compile": {"blocks": True, "backend": "eager"}}
 OTHERS: list[dict[str, Any]] = [
@@ -29,9 +27,7 @@ OTHERS: list[dict[str, Any]] = [
 
 def train(case: Case, backend: str | None) -> tuple[list[float], list[tuple[int, int]]]:
     """Losses; after each step, how many graphs were made, and how often one broke or was made again."""
-    torch._dynamo.reset()
-    counters.clear()
-    warnings.simplefilter("ignore")  # of torch's compiler, about itself
+    with_a_new_compiler()
     torch.manual_seed(0)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes
     config = case.as_config() | ({} if backend is None else {"compile": {"blocks": True, "backend": backend}})
@@ -60,9 +56,7 @@ def test_blocks_are_one_graph_and_compute_the_same(ranks: RankPool) -> None:
 
 def run_by_hand(stage: int) -> Any:
     """Losses of steps by `engine.run`, without and with compiled blocks, and the graphs after each step."""
-    torch._dynamo.reset()
-    counters.clear()
-    warnings.simplefilter("ignore")
+    with_a_new_compiler()
     found = []
     for section in ({}, COMPILED):
         losses, graphs = [], []
@@ -87,9 +81,7 @@ def test_blocks_are_compiled_within_a_function_that_is_run(ranks: RankPool, stag
 
 def train_adapters(build: Any, stage: int, backend: str) -> tuple[list[float], list[float], int, list[int]]:
     """Losses without and with the compiler, graph breaks, and graphs after each step."""
-    torch._dynamo.reset()
-    counters.clear()
-    warnings.simplefilter("ignore")
+    with_a_new_compiler()
     with engine_of(build, stage) as engine:
         plain = run(engine, 0, 3)
     losses, graphs = [], []

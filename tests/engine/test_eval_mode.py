@@ -1,5 +1,6 @@
 """Evaluation: the mean loss over the ranks, no dropout, no gradient, and training goes on as if nothing had been."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, share_of, train
 
-CASE = Case(models.tiny_gpt, models.token_batch, clip=0.3, steps=2)
+CASE = Case(partial(models.TinyGPT, layers=2), models.token_batch, clip=0.3, steps=2)
 
 
 class Dropped(models.Mlp):
@@ -73,7 +74,7 @@ def test_eval_step_is_in_eval_mode_and_keeps_the_mode() -> None:
 
 def forward_under_no_grad(stage: int) -> list[Any]:
     torch.manual_seed(0)
-    engine = lowtide.initialize(models.tiny_gpt(), CASE.at(stage).as_config())
+    engine = lowtide.initialize(CASE.build(), CASE.at(stage).as_config())
     batch = share_of(CASE.global_batch(0, engine.world_size))
     with torch.no_grad():
         first = engine(*batch).item()

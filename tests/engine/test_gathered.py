@@ -14,7 +14,13 @@ from tests.zero.training import ADAMW, Case, adamw, share_of
 
 STAGES = (0, 1, 2, 3)
 ROUTES = ("shared_memory", "sockets")
-CASE = Case(models.tiny_gpt_float64, models.token_batch, accumulation=1)
+
+
+def of_two_blocks() -> nn.Module:
+    return models.TinyGPT(layers=2).double()
+
+
+CASE = Case(of_two_blocks, models.token_batch, accumulation=1)
 
 
 def change(model: nn.Module) -> None:
@@ -22,13 +28,13 @@ def change(model: nn.Module) -> None:
     gpt: Any = model
     with torch.no_grad():
         gpt.head.weight[3:290] = 0.25
-        gpt.blocks[1].up.weight.mul_(2)
-        nn.init.constant_(gpt.blocks[2].norm.bias, 0.5)
+        gpt.blocks[0].up.weight.mul_(2)
+        nn.init.constant_(gpt.blocks[1].norm.bias, 0.5)
 
 
 def changed_params(model: nn.Module) -> list[nn.Parameter]:
     gpt: Any = model
-    return [gpt.head.weight, gpt.blocks[1].up.weight, gpt.blocks[2].norm.bias]
+    return [gpt.head.weight, gpt.blocks[0].up.weight, gpt.blocks[1].norm.bias]
 
 
 def train_and_change(case: Case, everything: bool) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:

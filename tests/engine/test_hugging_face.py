@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 NUM_TOKENS = 61
 ROWS = 2
 ROUTES = ["shared_memory", "sockets"]
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def llama() -> nn.Module:
@@ -28,7 +28,7 @@ def llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=NUM_TOKENS, **sizes))
 
 

@@ -137,7 +137,7 @@ def test_auto_takes_this_machines_file(
 
 def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     MEASURED.write(tmp_path / "machine.json")
-    arguments = ["zero1", "--model", "tests.models:tiny_gpt", "--sequence", str(models.LENGTH), "--global-batch", "4"]
+    arguments = ["zero1", "--model", "tests.models:short_gpt", "--sequence", str(models.LENGTH), "--global-batch", "4"]
     arguments += ["--gpus", "2", "--machine", str(tmp_path / "machine.json")]
     assert main(arguments) == 0
     assert "bytes of the fullest rank: fits" in capsys.readouterr().out

@@ -53,7 +53,7 @@ CONFIG: dict[str, Any] = {"optimizer": {"type": "CPURMSprop", "params": OPTIONS}
 TWIN = partial(torch.optim.RMSprop, **OPTIONS)
 WIDE = Case(models.mlp_float64, models.vector_batch_float64, config=CONFIG)
 NARROW = {"optimizer": {"type": "RMSprop", "params": {**OPTIONS, "state_dtype": "int8"}}}
-GPT = Case(models.tiny_gpt, models.token_batch, clip=0.5, config=NARROW)
+GPT = Case(partial(models.TinyGPT, layers=2), models.token_batch, clip=0.5, config=NARROW)
 
 
 @contextmanager

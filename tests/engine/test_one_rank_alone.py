@@ -1,6 +1,7 @@
 """One rank evaluates by itself between steps; ranks agree on when to stop."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of
 
-CASE = Case(models.tiny_gpt, models.token_batch, accumulation=2)
+CASE = Case(partial(models.TinyGPT, layers=2), models.token_batch, accumulation=2)
 
 
 class Generating(models.TinyGPT):
@@ -85,7 +86,7 @@ def test_steps_inside_of_gathered_go_on_with_what_they_have_made(ranks: RankPool
 def evaluate_alone(route: str, call: str) -> str:
     """The error where rank 0 evaluates as only all ranks together can, and the other goes on to a step."""
     config = {"communication": {"route": route, "timeout_seconds": 0.5}}
-    engine = lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config())
+    engine = lowtide.initialize(CASE.build(), CASE.at(3, config=config).as_config())
     batch = share_of(CASE.global_batch(0, 2))
     with pytest.raises(lowtide.CollectiveError) as error:
         if dist.get_rank() == 0:

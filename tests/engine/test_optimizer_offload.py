@@ -1,5 +1,6 @@
 """Optimizer states that rest in a file give the numbers of those in memory, to the last bit."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 import lowtide
 from tests.engine.saving import load_and_go_on, save_and_go_on
-from tests.models import TinyGPT, short_gpt, tiny_gpt, token_batch, vector_batch
+from tests.models import TinyGPT, short_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, share_of, train_all
 
@@ -42,7 +43,7 @@ def test_every_stage_is_bitwise_the_run_in_memory(
 ) -> None:
     """Of which two stages have the same bits."""
     config = {"bf16": {"enabled": precision == "bf16"}}
-    case = Case(tiny_gpt, token_batch, accumulation=2, clip=0.5, steps=2, config=config)
+    case = Case(partial(TinyGPT, layers=2), token_batch, accumulation=2, clip=0.5, steps=2, config=config)
     plain, moved = [case.at(0), case.at(2)], [offloaded(case.at(stage), tmp_path) for stage in range(4)]
     outcomes = ranks(world_size, train_all, [*plain, *moved])[0]
     for stage, outcome in enumerate(outcomes[2:]):
@@ -87,7 +88,7 @@ def test_a_part_may_stay_in_memory(ranks: RankPool, tmp_path: Path, ratio: float
 
 
 def test_update_in_backward_works_with_it(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(tiny_gpt, token_batch, config={"zero_optimization": {"update_in_backward": True}})
+    case = Case(partial(TinyGPT, layers=2), token_batch, config={"zero_optimization": {"update_in_backward": True}})
     assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(1, 3)))[0], "update in backward")
 
 

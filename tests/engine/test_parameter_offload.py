@@ -1,6 +1,7 @@
 """Stage 3 with shards that rest in a file gives the numbers of stage 3 in memory, with little of the model there."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,24 @@ from torch import Tensor
 import lowtide
 from lowtide.zero.group import ShardedGroup
 from tests.engine.saving import load_and_go_on, save_and_go_on
-from tests.models import mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
+from tests.models import TinyGPT, mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, share_of, train_all
 
+TWO_BLOCKS = partial(TinyGPT, layers=2)
 CASES = {
     "tiny_gpt": Case(tiny_gpt, token_batch, stage=3, steps=2, accumulation=2, clip=0.5),
     "tied_gpt": Case(tied_gpt, token_batch, stage=3, steps=2),
     "mlp": Case(mlp, vector_batch, stage=3),
-    "bf16": Case(tiny_gpt, token_batch, stage=3, steps=2, config={"bf16": {"enabled": True}}),
-    "checkpointing": Case(tiny_gpt, token_batch, stage=3, steps=2, config={"activation_checkpointing": {"every": 1}}),
+    "bf16": Case(TWO_BLOCKS, token_batch, stage=3, steps=2, config={"bf16": {"enabled": True}}),
+    "checkpointing": Case(TWO_BLOCKS, token_batch, stage=3, steps=2, config={"activation_checkpointing": {"every": 1}}),
     "no prefetch": Case(
-        tiny_gpt, token_batch, stage=3, steps=2, config={"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
+        TWO_BLOCKS, token_batch, stage=3, steps=2, config={"zero_optimization": {"stage3_prefetch_bucket_size": 0}}
     ),
     "update in backward": Case(
-        tiny_gpt, token_batch, stage=3, steps=2, config={"zero_optimization": {"update_in_backward": True}}
+        TWO_BLOCKS, token_batch, stage=3, steps=2, config={"zero_optimization": {"update_in_backward": True}}
     ),
-    "hybrid": Case(tiny_gpt, token_batch, stage=3, steps=2, config={"zero_optimization": {"shard_size": 2}}),
+    "hybrid": Case(TWO_BLOCKS, token_batch, stage=3, steps=2, config={"zero_optimization": {"shard_size": 2}}),
 }
 
 

@@ -208,13 +208,13 @@ def test_drives_have_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_a_model_of_the_callers_own(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["zero2", "--model", "tests.models:tiny_gpt", "--sequence", str(models.LENGTH), "--global-batch", "8"]
+    arguments = ["zero2", "--model", "tests.models:short_gpt", "--sequence", str(models.LENGTH), "--global-batch", "8"]
     assert main([*arguments, "--gpus", "2"]) == 0
     assert "bytes of the fullest rank: fits" in capsys.readouterr().out
 
 
 def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"vocab_size": 100, "max_position_embeddings": 32}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     assert main(["zero3", "--hf", str(tmp_path), "--gpus", "2", "--global-batch", "8"]) == 0

@@ -34,7 +34,7 @@ def sent(config: dict[str, Any]) -> int:
         counted[0] += sum(one.nbytes for one in tensors.values()) if " of unit" in what else 0
         return plain(self, tensors, tag, what)
 
-    engine = lowtide.initialize(frozen_gpt(), config)
+    engine = lowtide.initialize(frozen_gpt(4), config)
     rows = 2 * (engine.config.gradient_accumulation_steps or 1)
     engine.train_step(models.token_batch(0, rows))
     with patch.object(SocketRoute, "_send", count):
@@ -45,7 +45,7 @@ def sent(config: dict[str, Any]) -> int:
 
 def planned(config: dict[str, Any], num_ranks: int) -> int:
     with torch.device("meta"):
-        model = frozen_gpt()
+        model = frozen_gpt(4)
     blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), model, num_ranks)
     profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile(models.token_batch(0, 2), 2, 0)
     return sum(estimate(blueprint, Machine(devices_per_host=num_ranks, device="cpu"), profile).sent.values())

@@ -62,8 +62,7 @@ def measured_peak(model: str, config: dict[str, Any]) -> int:
     engine = lowtide.initialize(MODELS[model](), config)
     microbatches = config["gradient_accumulation_steps"]
     batch = tuple(torch.cat([one] * microbatches) for one in batch_of(model, 0))
-    for _ in range(2):
-        engine.train_step(batch)
+    engine.train_step(batch)
     live = LiveBytes(engine)
     with live if is_watched() else nullcontext():
         engine.train_step(batch)

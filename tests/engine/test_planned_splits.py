@@ -198,7 +198,7 @@ def test_sequences_over_stages(ranks: RankPool) -> None:
 def with_experts() -> dict[str, dict[str, Any]]:
     return {
         "stage 1, shared memory": split(1, 1, 2, {"expert": 2}, communication={"route": "shared_memory"}),
-        "stage 3, recomputed": split(3, 1, 2, {"expert": 2}, **BF16),
+        "stage 3, recomputed": split(3, 1, 1, {"expert": 2}, **BF16),
     }
 
 

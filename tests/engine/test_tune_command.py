@@ -4,19 +4,23 @@ import fcntl
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowtide.bin import trials, tune, tuned
+from lowtide.bin.trials import Outcome
 from lowtide.bin.tune import main
 from lowtide.engine.config.config import Config
+from lowtide.engine.trial import VARIABLE, Request
 
 CHOICE = {"pipeline": 1, "rows": 4, "accumulation": 1, "every": 0}
 
@@ -308,9 +312,12 @@ def test_what_cannot_be_drawn_or_kept_does_not_end_the_command(
 
 
 SCRIPT = """
+import gc
 import lowtide
 from tests import models
 
+if __name__ == "__main__":
+    gc.freeze()  # an end that need not go through all of torch is a second shorter
 optimizer = {"type": "adamw"}
 with lowtide.initialize(models.tiny_gpt(), {"train_batch_size": 4, "optimizer": optimizer}) as engine:
     for number in range(1000):
@@ -318,9 +325,22 @@ with lowtide.initialize(models.tiny_gpt(), {"train_batch_size": 4, "optimizer": 
 """
 
 
+def planned_here(request: Request, folder: Path, words: Sequence[str], limit: float, key: str) -> Outcome:
+    """As a trial, but the script makes its plan in this process, which has torch; all others are of the launcher."""
+    if request.task != "plan":
+        return trials.run(request, folder, words, limit, key)
+    folder.mkdir(parents=True)
+    request.write(folder / "request.json")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setenv(VARIABLE, str(folder / "request.json"))
+        runpy.run_path(words[-1])
+    return Outcome("measured", 0.0, result=json.loads(Path(request.result).read_text()))
+
+
 def test_a_script_is_tuned_through_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(tune, "run", planned_here)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "c.json").write_text('{"zero_optimization": {"stage": "auto"}}')
     monkeypatch.setenv("LOWTIDE_MACHINE", str(tmp_path / "machine.json"))

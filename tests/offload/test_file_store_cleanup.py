@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.offload import AioOptions, FileStore
+from tests.engine.scripts import run_on_ranks
 from tests.ranks import RankError, in_a_new_process
 
 SIZE = 1_000_003
@@ -55,15 +54,14 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
 
 def test_a_process_may_end_while_transfers_run(tmp_path: Path) -> None:
     source = f"""
-import torch
 from lowtide.offload import AioOptions, FileStore
 store = FileStore({str(tmp_path)!r}, 0, AioOptions(block_size=4096))
 for index in range(20):
     store.save(str(index), torch.ones({SIZE}, dtype=torch.uint8))
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert list(tmp_path.iterdir()) == []
+    (end,) = run_on_ranks(1, source, tmp_path)
+    assert (end.status, end.err) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.err"]
 
 
 def test_two_stores_in_one_folder_do_not_meet(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.ranks import FORKS, PRELOADED, PRELOADED_WITH, WORKER_VARIABLES, environment, free_port
+from tests.ranks import FORKS, WORKER_VARIABLES, environment, free_port, preloaded
 
 TIMEOUT_SECONDS = 90
 IMPORTS = "import json, os, sys, time\nimport torch, lowtide\n"
@@ -32,7 +31,7 @@ def run_on_two_ranks(script: str, folder: Path) -> list[End]:
 
 def run_on_ranks(world_size: int, script: str, folder: Path) -> list[End]:
     """In the folder, with the variables of a launcher. TimeoutError: after 90 s."""
-    FORKS.set_forkserver_preload(PRELOADED + [module for name, module in PRELOADED_WITH.items() if name in sys.modules])
+    FORKS.set_forkserver_preload(["tests.uncollected", *preloaded()])
     port = free_port()
     asked = [{**os.environ, **WORKER_VARIABLES, **environment(rank, world_size, port)} for rank in range(world_size)]
     ranks = [FORKS.Process(target=_run, args=(script, folder, rank, asked[rank])) for rank in range(world_size)]

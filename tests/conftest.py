@@ -34,6 +34,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Here are all imports, and none of the places that pytest puts itself in while it collects and runs tests."""
+    # A shell that runs tests in the background has them ignore SIGINT, and so would every process that they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "torch" in sys.modules and not any(map(os.path.exists, _DEVICES)):
         fork_ranks_from_here()
 
@@ -44,10 +47,3 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _sigint_ends_a_process() -> None:
-    """A shell that runs tests in the background has them ignore SIGINT, and so would every process that they start."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -369,6 +369,7 @@ def run_in_fork(path: str, arguments: Sequence[str], descriptors: Sequence[int])
     """What a new Python would do with `-c SOURCE`, the last of its arguments. Returns the process's number."""
     if pid := os.fork():
         return pid
+    logging.getLogger().handlers.clear()  # pytest's
     try:
         for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *descriptors}:
             with contextlib.suppress(OSError):  # that of the list itself
@@ -447,7 +448,6 @@ def serve(pipe: Connection, output: Path, stacks: Path, variables: dict[str, str
             os.dup2(stream.fileno(), descriptor)
     for said_text in (sys.stdout, sys.stderr):
         said_text.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
-    logging.getLogger().handlers.clear()  # pytest's
     os.environ.clear()
     os.environ.update(variables)
     faulthandler.enable()

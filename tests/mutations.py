@@ -26,7 +26,11 @@ TABLE = ROOT / "tests" / "mutations.txt"
 # What is asked about a folder after its quick laws, in this order.
 ASKED = {
     "zero": [["tests/zero"], ["tests/engine"]],
-    "comm": [["tests/comm"], ["tests/zero"]],
+    "comm": [
+        ["tests/comm"],
+        ["tests/engine/test_lost_ranks.py", "tests/engine/test_errors_in_training.py"],
+        ["tests/zero"],
+    ],
     "pipe": [["tests/pipe"]],
     "parallel": [["tests/parallel"]],
     "engine": [

@@ -36,9 +36,11 @@ def accumulators_of(params: Iterable[nn.Parameter]) -> dict[int, Node]:
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         for param in params:
             is_frozen = not param.requires_grad
-            found[id(param)] = get_gradient_edge(param.requires_grad_()).node
-            if is_frozen:
-                param.requires_grad_(False)
+            try:
+                found[id(param)] = get_gradient_edge(param.requires_grad_()).node
+            finally:
+                if is_frozen:
+                    param.requires_grad_(False)
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.checkpoint.crashing import KEPT, killed
 from tests.ranks import in_a_new_process
 
-KILLS = 12  # each pair of stage and way to save twice
+KILLS = 18  # each pair of stage and way to save three times
 
 
 @pytest.mark.slow

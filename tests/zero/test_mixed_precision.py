@@ -55,6 +55,16 @@ def test_gradients_are_sent_in_the_communication_data_type(ranks: RankPool) -> N
         assert first.differences(outcome) == []
 
 
+def test_a_backend_sums_in_the_communication_data_type(ranks: RankPool) -> None:
+    """Its sum is rounded once more, and added to what has another dtype."""
+    config = {"communication_data_type": "bf16", "communication": {"route": "native"}}
+    case = Case(models.mlp, models.vector_batch, accumulation=2, config=config)
+    expected = train_mixed(case, 2, Dtypes(torch.float32, reduce=torch.bfloat16))
+    for outcome in ranks(2, train_all, [case.at(stage) for stage in STAGES])[0]:
+        torch.testing.assert_close(outcome.norms, expected.norms, rtol=2**-8, atol=0)
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=2**-8, atol=0)
+
+
 def test_gradients_accumulate_in_grad_accum_dtype(ranks: RankPool) -> None:
     # By an update of the same bits on every processor: its last bit flips a rounding to bfloat16 in a later step.
     config = {"data_types": {"grad_accum_dtype": "bf16"}, "optimizer": {"type": "sgd", "params": {"lr": 2**-4}}}

@@ -48,7 +48,11 @@ ASKED = {
         ],
     ],
     "kernels": [["tests/kernels"], ["tests/zero"]],
-    "offload": [["tests/offload"], ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"]],
+    "offload": [
+        ["tests/offload"],
+        ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"],
+        ["tests/parallel/test_expert_plan.py"],
+    ],
     "integrations": [["tests/integrations/huggingface/test_parity.py"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],
 }

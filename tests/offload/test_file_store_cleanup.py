@@ -110,14 +110,14 @@ def test_a_store_that_nobody_has_any_more_lets_go_too(tmp_path: Path) -> None:
     assert open_files(tmp_path) == [] and not any(thread.is_alive() for thread in mine)
 
 
-def test_room_of_dropped_keys_is_used_again(tmp_path: Path) -> None:
+def test_room_of_keys_that_are_dropped_or_change_their_size_is_used_again(tmp_path: Path) -> None:
     store = FileStore(tmp_path, 0)
     sizes = [SIZE, 5, 4096, 70_000]
     needed = 1_003_520 + 4096 + 4096 + 73_728
     store.reserve(sizes)
     for turn in range(5):
         for index, nbytes in enumerate(sizes):
-            store.save(f"{turn} {index}", torch.zeros(nbytes, dtype=torch.uint8)).wait()
+            store.save(f"{turn} {index}", torch.zeros(nbytes - 1, dtype=torch.uint8)).wait()
             store.save(f"{turn} {index}", torch.ones(nbytes, dtype=torch.uint8)).wait()
         descriptor = os.open(f"/proc/self/fd/{descriptor_of(store)}", os.O_RDONLY)
         assert os.fstat(descriptor).st_size == needed

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.offload import AioOptions, FileStore, OffloadError, SequentialFile
+from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, SequentialFile, StagedStore, Store
 
 BLOCK = 8192
 MIB = 1 << 20
@@ -231,8 +231,10 @@ def test_more_than_the_disk_has_is_refused_with_the_numbers(store: FileStore) ->
     message = (
         r"rank 3 needs 1,152,921,504,606,846,976 bytes for lowtide-.*: 0 taken already \+ [0-9,]+ free = [0-9,]+ < 1,"
     )
-    with pytest.raises(OffloadError, match=message):
-        store.reserve([1 << 60])
+    stores: list[Store] = [store, StagedStore(store, HostPool())]
+    for asked in stores:
+        with pytest.raises(OffloadError, match=message):
+            asked.reserve([1 << 60])
 
 
 def test_room_is_only_checked_where_it_cannot_be_taken(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,17 @@ def test_a_part_that_was_vacated_alone_stays_with_the_whole_that_is_populated() 
     assert pool.vacated_bytes == 0
 
 
+def test_the_smallest_range_that_suffices_is_taken() -> None:
+    pool = PagePool()
+    buffers = {pages: PagedBuffer(pool, pages * PAGE_BYTES, torch.uint8) for pages in (4, 2, 1)}
+    for pages, buffer in buffers.items():
+        buffer.tensor.fill_(pages)
+        buffer.vacate(0, pages * PAGE_BYTES)
+    taker = PagedBuffer(pool, 2 * PAGE_BYTES, torch.uint8)
+    taker.populate(0, 2 * PAGE_BYTES)
+    assert taker.tensor.tolist() == [2] * (2 * PAGE_BYTES)  # its pages came with what they held
+
+
 def test_a_dropped_buffer_reads_as_zero_and_can_be_written_again() -> None:
     buffer = TransientBuffer(4 * PAGE_BYTES, torch.uint8)
     buffer.tensor.fill_(7)

@@ -51,7 +51,7 @@ ASKED = {
     "offload": [
         ["tests/offload"],
         ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"],
-        ["tests/parallel/test_expert_plan.py"],
+        ["tests/parallel/test_expert_plan.py", "tests/pretend/test_parity.py"],
     ],
     "integrations": [["tests/integrations/huggingface/test_parity.py"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],

@@ -129,6 +129,11 @@ def issue(run: Callable[[], object], stream: torch.Stream | None = None) -> None
     _library().pretend_issue(stream.device_index, stream.stream_id, _RUN, token)
 
 
+def settle() -> None:
+    """What the current stream was given is done; the host has not waited for it, and knows nothing of it."""
+    _library().pretend_settle()
+
+
 _TASKS: dict[int, Callable[[], object]] = {}
 _TOKENS = itertools.count()
 _RUN = _TASK(lambda token: _TASKS.pop(token)() and None)

@@ -62,13 +62,13 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
     stream_waits({stream.device_index(), stream.id()}, first.clock);
     issue(stream.device_index(), stream.id(), [first] { force(first.device, first.stream, first.number); });
   }
-  // Asking helps nothing where another stream has the work, as late as is allowed; but whoever polls comes to an end.
+  // Asking helps nothing: the work is done as late as is allowed. But whoever polls comes to an end.
   bool queryEvent(void* event) const override {
     if (!event) return true;
     auto& e = *(Event*)event;
     const bool was_done = is_done(e.device, e.stream, e.number);
     if (was_done) host_has_waited(e.clock);
-    if (e.stream == current_streams[e.device] || ++e.num_queries > 3) force(e.device, e.stream, e.number);
+    if (++e.num_queries > 3) force(e.device, e.stream, e.number);
     return was_done;
   }
   bool queryStream(const Stream& stream) const override {

@@ -52,6 +52,9 @@ class StageMemory(Protocol):
     def collect(self, stage: int) -> None:
         """The gradients of a microbatch are in `param.grad`, and others will follow."""
 
+    def collect_half(self, stage: int) -> None:
+        """Those of an I are, and another microbatch's come before its W: what autograd would round is taken."""
+
     def reduce(self, stage: int) -> None:
         """Those of the last microbatch are."""
 
@@ -77,6 +80,7 @@ class _Run:
         self.outputs_to_send: dict[Key, Carried] = {}
         self.gradients_to_send: dict[Key, list[Tensor]] = {}
         self.num_left = Counter(dict.fromkeys(stages, len(microbatches)))  # backwards of each stage
+        self.halves: set[int] = set()  # stages of which an I has gradients in `param.grad`
 
     @property
     def is_over(self) -> bool:
@@ -178,8 +182,8 @@ class Executor:
                 _TABLE[action.op](self, action)
             elif action.op in _COMPUTED:
                 self._memory.use(action.stage)
-            if action.op in (Op.B, Op.W):
-                self._end_weights(action.stage)
+            self._begin_gradients(action)
+            self._end_gradients(action)
         return []
 
     @property
@@ -197,6 +201,7 @@ class Executor:
         if action.op in _COMPUTED:
             self._memory.use(action.stage)
         self.has_failed = self.has_failed or self.messages.lacks_any
+        self._begin_gradients(action)
         if action.op in _COMPUTED and not self.has_failed:
             try:
                 _TABLE[action.op](self, action)
@@ -211,8 +216,7 @@ class Executor:
             self.messages.send_zeros(action)
         else:
             _TABLE[action.op](self, action)
-        if action.op in (Op.B, Op.W):
-            self._end_weights(action.stage)
+        self._end_gradients(action)
 
     def _leave_out(self, action: Action) -> None:
         """Lets go of what has come for it."""
@@ -300,10 +304,19 @@ class Executor:
     def _do_send_backward(self, action: Action) -> None:
         self.messages.send(action, self._run.gradients_to_send.pop(_key_of(action)))
 
-    def _end_weights(self, stage: int) -> None:
-        self._run.num_left[stage] -= 1
-        if self._run.num_left[stage]:
-            self._memory.collect(stage)
+    def _begin_gradients(self, action: Action) -> None:
+        if action.op in (Op.B, Op.I) and action.stage in self._run.halves:
+            self._memory.collect_half(action.stage)
+
+    def _end_gradients(self, action: Action) -> None:
+        run, stage = self._run, action.stage
+        if action.op is Op.I:
+            run.halves.add(stage)
+        if action.op in (Op.B, Op.W):
+            run.halves.discard(stage)
+            run.num_left[stage] -= 1
+            if run.num_left[stage]:
+                self._memory.collect(stage)
 
 
 def _key_of(action: Action) -> Key:

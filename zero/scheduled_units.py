@@ -105,6 +105,13 @@ class ScheduledUnits:
         for unit in reversed(self._stages[stage]):
             self._start(unit, boundary=False)
 
+    def collect_half(self, stage: int) -> None:
+        """As `collect`, where autograd cannot add up what comes next: before the last of a microbatch's gradients."""
+        for unit in reversed(self._stages[stage]):
+            for gradient in unit.gradients:
+                if gradient.group.plan.is_added_up_flat:
+                    self._reductions.start(gradient, boundary=False)
+
     def reduce(self, stage: int) -> None:
         """The stage has its last gradients: reduces the units that no other stage here still adds to."""
         for unit in reversed(self._stages[stage]):

@@ -159,11 +159,14 @@ class Run:
         busiest = max(range(len(self.outcome.busy)), key=self.outcome.busy.__getitem__)
         return self.num_microbatches * sum(map(stages.exchanging, self.recurrence.stages[busiest]))
 
-    def collecting(self, collect: Sequence[float]) -> float:
-        """By how many seconds a step is longer where so many, by stage, follow each backward but the last."""
+    def collecting(self, collect: Sequence[float], half: Sequence[float]) -> float:
+        """By how many seconds a step is longer where so many, by stage, follow each backward but the last.
+
+        half: those in front of a backward whose stage has an I before it, and no W since.
+        """
         if not any(collect):
             return 0.0
-        outcome = self.recurrence.outcome(replace(self.costs, collect=tuple(collect)))
+        outcome = self.recurrence.outcome(replace(self.costs, collect=tuple(collect), collect_half=tuple(half)))
         simulated = self.recurrence.num_microbatches
         each = [busy / simulated for busy in self.outcome.busy]
         longer = [
@@ -214,7 +217,7 @@ class PipelineParts:
         kinds, peak = max(self.memory(stages, run), key=lambda found: found[1])
         slowest = max(self._kinds, key=lambda place: sum(place.seconds.values()))
         exchanging = run.exchanging(stages)
-        collecting = run.collecting(self.collecting(run))
+        collecting = run.collecting(*self.collecting(run))
         seconds = {
             "compute": run.work_seconds - exchanging,
             "exchange exposed": exchanging,
@@ -237,20 +240,22 @@ class PipelineParts:
             num_tokens=samples * profile.tokens // profile.rows,
         )
 
-    def collecting(self, run: Run) -> list[float]:
+    def collecting(self, run: Run) -> tuple[list[float], list[float]]:
         """By stage, seconds in which its rank waits after each backward but the last, for reductions of its gradients.
 
-        What is reduced beside what computes is waited for where the next reductions begin.
+        What is reduced beside what computes is waited for where the next reductions begin. Then those of what is
+        collected before a W: of gradients that autograd would round as it adds them up.
         """
-        found = [0.0] * len(run.costs.forward)
+        found, halves = [0.0] * len(run.costs.forward), [0.0] * len(run.costs.forward)
         for number, place in self._all:
             own, each = run.recurrence.stages[number], place.reducing
             if self._overlaps:
                 computing = run.outcome.busy[number] / run.recurrence.num_microbatches
                 each = [max(0.0, sum(each) - computing) / len(own)] * len(own)
-            for stage, seconds in zip(own, each, strict=True):
+            for stage, seconds, share in zip(own, each, place.shares_of_halves, strict=True):
                 found[stage] = max(found[stage], seconds)
-        return found
+                halves[stage] = max(halves[stage], share * seconds)
+        return found, halves
 
     def sent(self, stages: Stages, run: Run) -> list[dict[str, int]]:
         """By place that differs from the one before it: bytes that a rank sends in a step, by link."""
@@ -295,8 +300,16 @@ class _Place:
         }
         self._members = _members(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
         again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
-        taken = {group.name: message.seconds for group, message in zip(plan.trained, again, strict=False)}
-        self.reducing = [sum(taken.get(group.name, 0.0) for group in groups) for groups in self._members]  # by stage
+        taken = {group.name: message for group, message in zip(plan.trained, again, strict=False)}
+        by_stage = [[(group, taken[group.name]) for group in groups if taken] for groups in self._members]
+        self.reducing = [sum(one.seconds for _, one in some) for some in by_stage]
+        halves = [[one for group, one in some if group.is_added_up_flat] for some in by_stage]
+        self.shares_of_halves = [  # of `reducing`, what is collected of an I before its W
+            sum(one.seconds for one in some) / (whole or 1.0) for some, whole in zip(halves, self.reducing, strict=True)
+        ]
+        self._sent_of_halves = [
+            {link: sum(getattr(one, link) for one in some) for link in ("intra", "inter")} for some in halves
+        ]
         flat = any(group.is_added_up_flat for group in plan.trained)
         self._takes_each = blueprint.policy.reduces_every_backward or flat
         self._adds_in_place = all(footprint.adds_in_place(group) for group in plan.trained)
@@ -374,9 +387,11 @@ class _Place:
         messages = run.num_microbatches * sum(map(stages.output_bytes, _ends(run, place)))
         earlier = run.num_microbatches - 1
         sent = {link: nbytes + earlier * self._sent_again[link] for link, nbytes in self._sent.items()}
-        for stage in run.recurrence.stages[place]:
+        for stage, of_half in zip(run.recurrence.stages[place], self._sent_of_halves, strict=True):
             for link, nbytes in stages.exchanged[stage].items():
                 sent[link] += run.num_microbatches * nbytes
+            for link, nbytes in of_half.items():
+                sent[link] += int(run.recurrence.halves[place, stage]) * nbytes
         return {**sent, "pipe": messages + self._tied_bytes}
 
 

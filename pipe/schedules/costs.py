@@ -21,11 +21,12 @@ class Costs:
     parameter_bytes: tuple[float, ...]  # of the stage's full parameters
     send: float = 0.0  # time from the end of an action to when another rank has what it made
     collect: tuple[float, ...] = ()  # time after B or W of all microbatches but the last: gradients go to other ranks
+    collect_half: tuple[float, ...] = ()  # time before B or I where a W is still to come: those of the I before it go
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             values = getattr(self, field.name)
-            if field.name == "send" or (field.name == "collect" and not values):
+            if field.name == "send" or (field.name in ("collect", "collect_half") and not values):
                 continue
             if len(values) != self.num_stages:
                 raise ValueError(
@@ -73,7 +74,7 @@ class Costs:
         )
 
     def time(self, action: Action) -> float:
-        """How long `action` keeps its rank busy, without what is collected after it: 0 but for F, B, I and W."""
+        """How long `action` keeps its rank busy, without what is collected beside it: 0 but for F, B, I, W."""
         if action.op is Op.F:
             return self.forward[action.stage]
         if action.op is Op.B:

@@ -81,9 +81,17 @@ class Recurrence:
     @cached_property
     def _collections(self) -> _Numbers:
         """(num_ranks, num_stages) how often a rank collects gradients of each stage."""
+        return self._by_rank(self._table.is_collected)
+
+    @cached_property
+    def halves(self) -> _Numbers:
+        """(num_ranks, num_stages) how often those of an I are collected before its W: not more with more batches."""
+        return self._by_rank(self._table.is_behind_half)
+
+    def _by_rank(self, is_counted: NDArray[np.bool_]) -> _Numbers:
         table = self._table
         rows = [slice(low, high) for low, high in zip(table.first, table.first[1:], strict=False)]
-        own = [table.stage[row][table.is_collected[row]] for row in rows]
+        own = [table.stage[row][is_counted[row]] for row in rows]
         return np.array([np.bincount(stages, minlength=self._num_stages) for stages in own])
 
     @cached_property
@@ -98,7 +106,8 @@ class Recurrence:
         for stages, counts in zip(self.stages, self._held, strict=True):
             own = list(stages)
             most.append(float((counts @ np.concatenate([whole[own] - kept[own], kept[own]])).max()))
-        busy = self._counts @ _by_kind(costs) + self._collections @ _collecting(costs)
+        collect, half = (np.array(some or (0.0,) * self._num_stages) for some in (costs.collect, costs.collect_half))
+        busy = self._counts @ _by_kind(costs) + self._collections @ collect + self.halves @ half
         return Outcome(max(ends), tuple(busy.tolist()), tuple(most))
 
     def starts(self, costs: Costs) -> list[float]:
@@ -108,9 +117,12 @@ class Recurrence:
 
     def _times(self, costs: Costs) -> NDArray[np.float64]:
         """(actions,) in which each keeps its rank busy."""
-        found: NDArray[np.float64] = _by_kind(costs)[self._table.kinds]
-        if costs.collect:
-            found = found + self._table.is_collected * _collecting(costs)[self._table.stage]
+        table = self._table
+        beside = np.zeros(len(table.kinds))
+        for collect, is_collected in ((costs.collect_half, table.is_behind_half), (costs.collect, table.is_collected)):
+            if collect:
+                beside += is_collected * np.array(collect)[table.stage]
+        found: NDArray[np.float64] = _by_kind(costs)[table.kinds] + beside
         return found
 
     def _ends(self, costs: Costs) -> list[float]:
@@ -122,11 +134,6 @@ class Recurrence:
             start, arrival = ends[before], ends[need] + delay
             ends[place] = (arrival if arrival > start else start) + time
         return ends
-
-
-def _collecting(costs: Costs) -> NDArray[np.float64]:
-    """(num_stages,) seconds."""
-    return np.array(costs.collect or (0.0,) * costs.num_stages)
 
 
 def _by_kind(costs: Costs) -> NDArray[np.float64]:
@@ -148,8 +155,12 @@ class _Table:
         self.before = np.where(np.isin(places, self.first), _NOTHING, places - 1)
         whole = (codes == 1) | (codes == 3)
         self.is_collected = whole.copy()  # but the last of a stage
+        self.is_behind_half = np.zeros_like(whole)  # a B or I whose stage has an I before it, and no W since
         for stage in range(schedule.num_stages):
             self.is_collected[np.flatnonzero(whole & (self.stage == stage))[-1]] = False
+            backwards = np.flatnonzero((codes > 0) & (self.stage == stage))
+            kinds = codes[backwards]
+            self.is_behind_half[backwards[1:]] = (kinds[1:] != 3) & (kinds[:-1] == 2)
         made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), _NOTHING)  # a stage on either side
         for direction, some in ((0, codes == 0), (1, (codes == 1) | (codes == 2))):
             made[direction, self.stage[some] + 1, microbatch[some]] = places[some]

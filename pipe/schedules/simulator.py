@@ -118,6 +118,7 @@ class _Run:
         self._order = 0
         whole = (action for row in schedule.actions for action in row if action.op in (Op.B, Op.W))
         self._num_left = Counter(action.stage for action in whole)
+        self._halves: set[int] = set()  # stages of which an I has gradients that no W has completed
         self.timeline: list[list[Slot]] = [[] for _ in range(schedule.num_ranks)]
 
     def to_the_end(self) -> None:
@@ -151,10 +152,16 @@ class _Run:
 
     def _collecting(self, action: Action) -> float:
         """Before its rank sends on what it made: see `Executor`."""
-        if action.op not in (Op.B, Op.W):
-            return 0.0
-        self._num_left[action.stage] -= 1
-        return self._costs.collect[action.stage] if self._costs.collect and self._num_left[action.stage] else 0.0
+        costs, stage, seconds = self._costs, action.stage, 0.0
+        if action.op in (Op.B, Op.I) and costs.collect_half and stage in self._halves:
+            seconds += costs.collect_half[stage]
+        if action.op is Op.I:
+            self._halves.add(stage)
+        if action.op in (Op.B, Op.W):
+            self._halves.discard(stage)
+            self._num_left[stage] -= 1
+            seconds += costs.collect[stage] if costs.collect and self._num_left[stage] else 0.0
+        return seconds
 
     def _needed(self, action: Action) -> _Event | None:
         """The event that `action` cannot come before; what must stand before it in the same list is there."""

@@ -129,6 +129,7 @@ def test_between_stages(ranks: RankPool) -> None:
     pipeline: dict[str, Any] = {"parallel": {"pipeline": 2}}
     cases = {
         "stage 2": config_of(2, 4, **pipeline, **BF16),
+        "halves": config_of(2, 4, **pipeline, pipeline={"schedule": "zb-h1"}, **BF16),
         "stage 3": config_of(3, 5, **pipeline),
     }
     assert ranks(4, compare_stages, cases) == [[]] * 4

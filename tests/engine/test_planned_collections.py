@@ -1,4 +1,7 @@
-"""Under a pipeline, stages 2 and 3 reduce the gradients of each microbatch: what is planned of it is what is done."""
+"""Under a pipeline, stages 2 and 3 reduce the gradients of each microbatch: what is planned of it is what is done.
+
+Those of an I by themselves, where the next ones come before its W and autograd would add them up in bfloat16.
+"""
 
 from collections import Counter
 from typing import Any
@@ -19,7 +22,7 @@ from lowtide.pipe.schedules.action import Action, Op
 from lowtide.pipe.schedules.registry import make_schedule
 from lowtide.zero.scheduled_units import ScheduledUnits
 from tests import models
-from tests.engine.test_blueprint import config_of
+from tests.engine.test_blueprint import BF16, config_of
 from tests.ranks import RankPool
 
 MICROBATCHES = 4
@@ -28,11 +31,16 @@ MICROBATCHES = 4
 def done(schedule: str) -> list[str]:
     """What a rank does after its backwards, in a step of stage 2."""
     found: list[str] = []
-    collect, reduce, send = ScheduledUnits.collect, ScheduledUnits.reduce, Messages.send
+    collect, half = ScheduledUnits.collect, ScheduledUnits.collect_half
+    reduce, send = ScheduledUnits.reduce, Messages.send
 
     def collected(self: ScheduledUnits, stage: int) -> None:
         found.append(f"collect {stage}")
         collect(self, stage)
+
+    def collected_half(self: ScheduledUnits, stage: int) -> None:
+        found.append(f"half {stage}")
+        half(self, stage)
 
     def reduced(self: ScheduledUnits, stage: int) -> None:
         found.append(f"reduce {stage}")
@@ -42,10 +50,11 @@ def done(schedule: str) -> list[str]:
         found.extend([f"send {action.stage}"] * (action.op is Op.SEND_B))
         send(self, action, tensors)
 
-    config = config_of(2, MICROBATCHES, parallel={"pipeline": 2}, pipeline={"schedule": schedule})
+    config = config_of(2, MICROBATCHES, parallel={"pipeline": 2}, pipeline={"schedule": schedule}, **BF16)
     with (
         lowtide.initialize(models.tied_gpt(), config) as engine,
         patch.object(ScheduledUnits, "collect", collected),
+        patch.object(ScheduledUnits, "collect_half", collected_half),
         patch.object(ScheduledUnits, "reduce", reduced),
         patch.object(Messages, "send", sent),
     ):
@@ -58,19 +67,26 @@ def simulated(schedule: str, rank: int) -> list[str]:
     plan = make_schedule(schedule, 2, MICROBATCHES)
     actions = plan.actions[rank]
     left, found = Counter(action.stage for action in actions if action.op in (Op.B, Op.W)), []
+    before: dict[int, Op] = {}  # by stage
     for action in actions:
+        if action.op in (Op.B, Op.I) and before.get(action.stage) is Op.I:
+            found.append(f"half {action.stage}")
+        before |= {action.stage: action.op} if action.op in (Op.B, Op.I, Op.W) else {}
         if action.op in (Op.B, Op.W):
             left[action.stage] -= 1
             found += [f"collect {action.stage}"] if left[action.stage] else []
-        if action.op is Op.B and action.stage and plan.crosses(action.stage - 1):
+        if action.op in (Op.B, Op.I) and action.stage and plan.crosses(action.stage - 1):
             found.append(f"send {action.stage}")
         if action.op in (Op.B, Op.W) and not left[action.stage]:
             found.append(f"reduce {action.stage}")
     return found
 
 
-def test_gradients_are_collected_before_they_are_sent_and_reduced_behind(ranks: RankPool) -> None:
-    assert ranks(2, done, "1f1b") == [simulated("1f1b", rank) for rank in range(2)]
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_are_collected_before_they_are_sent_and_reduced_behind(ranks: RankPool, schedule: str) -> None:
+    found = [simulated(schedule, rank) for rank in range(2)]
+    assert ranks(2, done, schedule) == found
+    assert any("half" in did for of_rank in found for did in of_rank) == (schedule == "zb-h1")
 
 
 def estimated(stage: int, machine: Machine) -> tuple[Estimate, PipelineParts, Run]:
@@ -89,8 +105,8 @@ def estimated(stage: int, machine: Machine) -> tuple[Estimate, PipelineParts, Ru
 def test_what_sends_is_what_computes_on_processors() -> None:
     machine = Machine(devices_per_host=4, device="cpu")
     (once, parts, run), (each, parts_of_each, _) = (estimated(stage, machine) for stage in (1, 2))
-    assert parts.collecting(run) == [0.0, 0.0]
-    collecting = parts_of_each.collecting(run)
+    assert parts.collecting(run) == ([0.0, 0.0], [0.0, 0.0])
+    collecting, _ = parts_of_each.collecting(run)
     more = each.seconds["reduce exposed"] - once.seconds["reduce exposed"]
     least, most = min(collecting), max(collecting)
     # Three on the rank that ends last, and the first of the other one, for which it waits.
@@ -103,6 +119,6 @@ def test_reductions_beside_the_next_microbatch_are_waited_for_where_they_take_lo
 ) -> None:
     machine = Machine(devices_per_host=4, intra=speed, intra_latency=0.0)
     _, parts, run = estimated(2, machine)
-    collecting = parts.collecting(run)
+    collecting, halves = parts.collecting(run)
     assert [seconds > 0 for seconds in collecting] == [is_exposed] * 2
-    assert (run.collecting(collecting) > 0) == is_exposed
+    assert (run.collecting(collecting, halves) > 0) == is_exposed

@@ -20,7 +20,9 @@ def drawn_costs(draw: random.Random, num_stages: int) -> Costs:
     f, b, i, w = (tuple(draw.uniform(0.5, 2.0) for _ in range(num_stages)) for _ in range(4))
     whole = tuple(float(draw.randint(10, 20)) for _ in range(num_stages))
     kept = tuple(float(draw.randint(0, 10)) for _ in range(num_stages))
-    return Costs(f, b, i, w, whole, kept, (0.0,) * num_stages, draw.choice([0.0, 0.3]), draw.choice([(), w]))
+    send = draw.choice([0.0, 0.3])
+    collect, half = draw.choice([(), w]), draw.choice([(), i])
+    return Costs(f, b, i, w, whole, kept, (0.0,) * num_stages, send, collect, half)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -59,11 +59,6 @@ class Fragment:
     @property
     def end(self) -> int:
         return self.start + self.numel
-
-    def part(self, low: int, high: int) -> Fragment:
-        """Its elements [low, high), counted from its own start."""
-        memory = self.memory[low:high] if isinstance(self.memory, Tensor) else self.memory.part(low, high)
-        return replace(self, start=self.start + low, memory=memory)
 
     def boxes(self, max_numel: int | None = None) -> list[Box]:
         """Its elements as boxes of the whole tensor, in order; each lies in one piece in the memory."""

@@ -92,6 +92,11 @@ def before_archive(content: Any) -> None:
     rows_of(content, "w")[0][3] = 10
 
 
+def beyond_archive(content: Any) -> None:
+    row = rows_of(content, "w")[0]
+    row[3:6] = [0, 600, 590]
+
+
 INDEXES: dict[Callable[[Any], None], str] = {
     drop_row: "expected each element of 'model.w' once, found element 5 in none",
     repeat_row: "expected each element of 'model.w' once, found element 0 in two rows",
@@ -103,6 +108,7 @@ INDEXES: dict[Callable[[Any], None], str] = {
     foreign: r"an index has rows of 'model.x\x1b', which the description does not name",
     beyond_file: "the index of rank 0 says that 20 bytes of 'model.w' are at 1099511627876, in an archive from",
     before_archive: "the index of rank 0 says that 20 bytes of 'model.w' are at 0, in an archive from 10 to",
+    beyond_archive: "the index of rank 0 says that 20 bytes of 'model.w' are at 590, in an archive from 0 to 600, in a",
 }
 
 

@@ -71,8 +71,9 @@ def main(argv: Sequence[str]) -> int:
     if options.measure is not None:
         return _measure(options.measure, options.folder)
     report = report_host()
-    facts = {name: result.value for name, result in _checks(options.folder).items()}
-    speeds, disk_ability = ({}, None) if options.quick else _speeds(options.folder)
+    checks = _checks(options.folder)
+    facts = {name: result.value for name, result in checks.items()}
+    speeds, disk_ability = ({}, _writing(checks, options.folder)) if options.quick else _speeds(options.folder)
     abilities = _abilities(report, facts)
     if disk_ability is not None:
         abilities["offload to nvme"] = disk_ability
@@ -258,6 +259,16 @@ def _ssh() -> Ability:
     return Ability(False, f"{path} cannot be run")
 
 
+def _writing(checks: Mapping[str, CheckResult], folder: Path | None) -> Ability | None:
+    """Whether files can be in the folder, without a measurement."""
+    if folder is None:
+        return None
+    found = checks[f"write_folder {folder}"]
+    if found.value is None:
+        return Ability(False, f"{folder}: {found.error}")
+    return Ability(True, f"{folder}: can be written to, {size_text(int(found.value))} free")
+
+
 def _speeds(folder: Path | None) -> tuple[Section, Ability | None]:
     found: Section = {"memory copy": bandwidths.memory_copy(), "loopback": bandwidths.loopback()}
     found |= bandwidths.gpu_copies()
@@ -326,7 +337,7 @@ def _as_json(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) 
 
 def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:
     blocks: dict[str, dict[str, str]] = {
-        name: {key.removesuffix("_bytes").replace("_", " "): _shown(name, key, value) for key, value in section.items()}
+        name: {_label(name, key): _shown(name, key, value) for key, value in section.items()}
         for name, section in sections.items()
         if section
     }
@@ -336,6 +347,10 @@ def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) 
     for name, block in blocks.items():
         lines += [name, *(f"  {key:<{width}}  {value}" for key, value in block.items()), ""]
     return "\n".join(lines[:-1])
+
+
+def _label(section: str, key: str) -> str:
+    return key if section == "environment" else key.removesuffix("_bytes").replace("_", " ")
 
 
 def _shown(section: str, key: str, value: str | int | float) -> str:

@@ -15,6 +15,11 @@ from ..checkpoint.names import MANIFEST, folder_path
 from .arguments import Parser
 
 HELP = "write the weights of a checkpoint as safetensors, in the model's own names"
+_EXAMPLES = """examples:
+  lowtide export runs/gpt weights
+  lowtide export runs/gpt weights --tag global_step100 --dtype bf16 --shard-bytes 500MB
+  lowtide export runs/gpt/global_step100 weights --ema
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,7 +101,12 @@ def _bytes(text: str) -> int:
 
 def parser() -> Parser:
     """The command line of `lowtide export`."""
-    result = Parser(prog="lowtide export", description=HELP[0].upper() + HELP[1:] + ".")
+    result = Parser(
+        prog="lowtide export",
+        description=HELP[0].upper() + HELP[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one checkpoint in it")
     result.add_argument("folder", metavar="FOLDER", help="where the files go; what was exported there is replaced")
     result.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")

@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(asdict(report), indent=2))
         return 0
-    _show(report, len(reports), Console() if Console().is_terminal else Console(width=132))
+    is_fullest = options.rank is None
+    _show(report, len(reports), is_fullest, Console() if Console().is_terminal else Console(width=132))
     if options.png:
         if not report.samples:
             print("lowtide report: --png: expected a recorded step, found a report without one", file=sys.stderr)
@@ -74,9 +75,9 @@ def _write_page(run: Path, path: Path) -> int:
     return 0
 
 
-def _show(report: MemoryReport, num_ranks: int, console: Console) -> None:
-    """num_ranks: of which there is a report."""
-    of = f", the fullest of {num_ranks}" if num_ranks > 1 else ""
+def _show(report: MemoryReport, num_ranks: int, is_fullest: bool, console: Console) -> None:
+    """num_ranks: of which there is a report. is_fullest: it is the fullest of them; else the one that was asked for."""
+    of = f", the fullest of {num_ranks}" if num_ranks > 1 and is_fullest else ""
     of += f" of {report.world_size} ranks (the others have no file here)" if num_ranks < report.world_size else ""
     console.print(f"rank {report.rank}{of}, after step {report.step}", highlight=False)
     console.print(_kinds(report))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm import Mesh
 from ..watch.log import logger
@@ -116,15 +117,17 @@ class MemoryReports:
         self._remove: Callable[[], None] | None = None
         self._num_steps = 0  # of this engine; those of a checkpoint are not among them
 
-    def after_step(self, global_step: int) -> None:
-        """Records the step that the section `memory_report` names, and writes what it was."""
+    def begin_if_due(self) -> None:
+        """Records the step that the section `memory_report` names, if it is the next."""
         wanted = self._blueprint.config.memory_report
-        if wanted.folder is None:
-            return
-        self._num_steps += 1
-        if self._num_steps == wanted.step - 1:
+        if wanted.folder is not None and self._num_steps == wanted.step - 1:
             self.begin()
-        elif self._num_steps == wanted.step:
+
+    def after_step(self, global_step: int) -> None:
+        """Writes what that step was, if it was the last."""
+        self._num_steps += 1
+        wanted = self._blueprint.config.memory_report
+        if wanted.folder is not None and self._num_steps == wanted.step:
             self.end()
             path = self.report(global_step).save(wanted.folder)
             if not self._mesh.world.rank:
@@ -210,7 +213,8 @@ class MemoryReports:
             owners=recorded.owners[:_MAX_OWNERS],
             samples=[(one.moment, one.bytes) for one in recorded.samples if id(one) in kept],
         )
-        return self._with_prediction(report)
+        with _disable_current_modes():  # it computes nothing of the training, so a profile does not count it
+            return self._with_prediction(report)
 
     def _predicted_states(self) -> dict[str, int]:
         footprint = self._footprint

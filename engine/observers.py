@@ -59,10 +59,13 @@ class Observers:
             tokens = tokens_of(self._parts.steps.so_far.tokens, self._data_size, config.parallel.sequence)
             self._monitors.after_step(step, result, config.train_batch_size or 0, tokens, self.memory)
             self._parts.steps.so_far.tokens = {}
+        # Both stand on torch's stack of modes, where what is entered last is left first, whoever leaves: a step whose
+        # memory is recorded lies in a profile, or beside it.
+        self.reports.after_step(step)
         if self._profiler is not None and self._profiler.after_step(step):
             self._end_profile()
         self._profile_if_due(step)
-        self.reports.after_step(step)
+        self.reports.begin_if_due()
         if self._parts.trial is not None:
             self._parts.trial.after_step(close)
 
@@ -80,8 +83,8 @@ class Observers:
 
     def close(self) -> None:
         with ExitStack() as closing:  # the last one first, each whatever becomes of the others
-            closing.callback(self.reports.abort)
             closing.callback(self._end_profile)
+            closing.callback(self.reports.abort)
             if self._monitors is not None:
                 closing.callback(self._monitors.close)
 

@@ -150,6 +150,8 @@ def test_ranks_of_a_larger_run_before_are_not_shown(tmp_path: Path, capsys: pyte
     assert main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "rank 1, the fullest of 2, after step 3" in said and "[/no] markup" in said
+    assert main([str(tmp_path), "--rank", "0"]) == 0  # which is not
+    assert "rank 0, after step 3" in capsys.readouterr().out
     (tmp_path / "memory-rank1.json").unlink()
     assert main([str(tmp_path)]) == 0
     assert "rank 0 of 2 ranks (the others have no file here), after step 3" in capsys.readouterr().out

@@ -289,6 +289,22 @@ def test_the_next_steps_are_profiled_where_they_are_asked_for(tmp_path: Path) ->
             engine.profile(0)
 
 
+@pytest.mark.parametrize("recorded_step", [None, 2, 3, 4, 5])
+def test_a_profile_counts_the_same_where_a_step_s_memory_is_recorded(tmp_path: Path, recorded_step: int | None) -> None:
+    """Steps 3 and 4. The two are entered and left in each order that there is."""
+    config: dict[str, Any] = {"optimizer": SGD, "steps_per_print": 0}
+    config["profile"] = {"enabled": True, "folder": str(tmp_path), "step": 3, "steps": 2}
+    if recorded_step is not None:
+        config["memory_report"] = {"folder": str(tmp_path), "step": recorded_step}
+    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        for step in range(5):
+            engine.train_step(models.token_batch(step, 2))
+    flops = json.loads((tmp_path / "profile-rank0.json").read_text())["flops_by_module"]
+    rows, length = models.token_batch(0, 2)[0].shape
+    head = models.tiny_gpt().get_submodule("head").get_parameter("weight").numel()
+    assert flops["head"] == 2 * 3 * 2 * head * rows * length  # of two steps
+
+
 @pytest.mark.parametrize(
     ("raw", "meaning"),
     [

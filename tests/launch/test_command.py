@@ -45,6 +45,13 @@ def test_launch_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lowtide launch --nproc 2 examples/train_gpt.py --steps 100" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0 and f"\nexamples:\n  lowtide {name}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

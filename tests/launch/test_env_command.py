@@ -58,6 +58,14 @@ def test_a_folder_that_cannot_be_written_fails_and_says_why(capsys: pytest.Captu
     assert not found["works"] and "No such file or directory: name a folder that exists" in found["why"]
 
 
+def test_a_folder_is_looked_at_without_measuring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = report(capsys, "--quick", "--folder", str(tmp_path))
+    works = found["works"]["offload to nvme"]
+    assert works["works"] and works["why"].startswith(f"{tmp_path}: can be written to, ") and not found["bandwidths"]
+    works = report(capsys, "--quick", "--folder", str(tmp_path / "no" / "folder"), status=1)["works"]["offload to nvme"]
+    assert not works["works"] and "No such file or directory" in works["why"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_each_thing_says_why_it_does_not_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -138,11 +146,15 @@ def test_a_home_that_is_the_root_hides_no_paths(
         assert "/home/somebody-else/bin/c++" in text and "/dev/shm" in text
 
 
-def test_the_text_has_the_same_with_units(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_text_has_the_same_with_units(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert main(["env", "--folder", str(tmp_path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     heads = {line[0] for line in lines if len(line) == 1}
     assert {"versions", "devices", "machine", "bandwidths", "works"} <= heads
+    assert ["OMP_NUM_THREADS", "3"] in lines
     assert any(line[:2] == ["memory", "copy"] and line[-1] == "GB/s" for line in lines)
     assert any(line[:2] == ["free", "memory"] and line[-1] in ("GiB", "TiB") for line in lines)
     assert any(line[:2] == ["shared-memory", "route"] and line[2] in ("yes", "no") for line in lines)

@@ -61,7 +61,7 @@ class DeepSpeedConfig:
             section = self.raw.get("parallel")
             self.raw["parallel"] = {**(section if isinstance(section, Mapping) else {}), "pipeline": num_stages}
         self.world_size = world_size or (comm.get_world_size() if comm.is_initialized() else 1)
-        self.checked = Config.load(self.raw)
+        self.checked = Config.load(_left_to_lowtide(self.raw))
         self.tag_validation = self._tag_validation()
         self.stage = self.checked.zero_optimization.stage
         self._resolve()
@@ -140,6 +140,17 @@ def _read(config: Source) -> dict[str, Any]:
         except hjson.HjsonDecodeError:
             raise error from None
         return read(values)[0]
+
+
+def _left_to_lowtide(raw: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that act here, of which lowtide's own config says that they have no effect."""
+    left = dict(raw)
+    if isinstance(converted("dataloader_drop_last", left.get("dataloader_drop_last")), bool):
+        del left["dataloader_drop_last"]
+    section = left.get("checkpoint")
+    if isinstance(section, Mapping) and isinstance(section.get("tag_validation"), str):
+        left["checkpoint"] = {key: value for key, value in section.items() if key != "tag_validation"}
+    return left
 
 
 def _option(section: str, key: str) -> Callable[[DeepSpeedConfig], Any]:

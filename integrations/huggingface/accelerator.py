@@ -54,9 +54,9 @@ class Accelerator(DataCalls, SavedStates, accelerate.Accelerator):  # type: igno
             found = "a parallelism_config" if self.parallelism_config is not None else self.distributed_type.value
             raise ValueError(f"Accelerator: expected lowtide alone to divide the model, found {found} beside it")
         config.on_device(self.device.type)
-        config.compute_in(precision, "mixed_precision")
         config.refuse_pipeline()
         if not isinstance(lowtide, EngineConfig):  # a Trainer has its own arguments for these
+            config.compute_in(precision, "mixed_precision")
             steps = self.gradient_accumulation_steps
             config.say(Said("gradient_accumulation_steps", steps, "Accelerator(gradient_accumulation_steps)"))
             config.say(Said("pipeline.microbatches", steps, "Accelerator(gradient_accumulation_steps)"))

@@ -115,7 +115,8 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self._lowtide is None or not self._lowtide.has("optimizer") or self.optimizer is not None:
             return super().create_optimizer(*(() if model is None else (model,)))
-        self.optimizer = DummyOptim(params=None)  # the config's stands in its place when the model is prepared
+        said = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay}
+        self.optimizer = DummyOptim(params=None, **said)  # the config's stands in its place when the model is prepared
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -83,14 +83,16 @@ class Launcher:
 
     def run(self) -> Outcome:
         """The whole attempt. Raises LaunchError where it cannot begin."""
+        status = 1  # of an attempt that cannot begin
         try:
             for stage in (self._connect, self._prepare, self._start):
                 stage()
                 if self._is_cut_short:
                     break
             self._watch()
+            status = self._outcome().status
         finally:
-            self._leave()
+            self._leave(status)
         return self._outcome()
 
     def only_plan(self) -> Plan:
@@ -101,7 +103,7 @@ class Launcher:
                 raise LaunchError(f"stopped by {self._stop.name}")
             return plan_of(self._peers, self._request, self._allocation)
         finally:
-            self._leave()
+            self._leave(self._outcome().status)
 
     # -- before the ranks -------------------------------------------------------------------------------------------
 
@@ -254,12 +256,12 @@ class Launcher:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """Ends all agents, and waits until what the ranks have printed is shown; a signal ends that wait."""
+    def _leave(self, status: int) -> None:
+        """Ends all agents with `status`, and waits until what the ranks have printed is shown; a signal ends that."""
         self._is_leaving = True
         if self._stall is not None:
             self._stall.close()
-        self._peers.leave(Leave(self._outcome().status), 2 * _KILLED_SECONDS)
+        self._peers.leave(Leave(status), 2 * _KILLED_SECONDS)
         self._sweeps.finish()
         kill_descendants()  # orphans that came here, should an agent and its guard have been killed together
         reap_all(_KILLED_SECONDS)

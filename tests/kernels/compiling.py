@@ -133,15 +133,16 @@ def targets_of(case: int, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], n
     """For which GPUs a case is compiled in a dtype: NVIDIA's take turns, and the two types of 16 bits.
 
     A launch has the same loads, and nearly the same registers, in both of these. The compiler for AMD takes ten times
-    as long: every second case has one dtype there. A module with few cases is compiled for all.
+    as long: every fourth case has one dtype there, in turn. A module with few cases is compiled for all.
     """
     cuda = [target for target, (backend, *_) in TARGETS.items() if backend == "cuda"]
     place = dtypes.index(dtype)
     if num_cases < len(cuda):
         return list(TARGETS)
+    amd = ["gfx942"] if case % 4 == 0 and place == case // 4 % len(dtypes) else []
     if dtype in NARROW and dtype != NARROW[case % 2]:
-        return []
-    return [cuda[(case + place) % len(cuda)], *(["gfx942"] if (case + place) % 4 == 0 else [])]
+        return amd
+    return [cuda[(case + place) % len(cuda)], *amd]
 
 
 def compile_all(names: list[str]) -> None:

@@ -128,18 +128,21 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path, transport: str, pr
     assert f"expected the program '{program}' on the PATH of this host, found none; install it, load its module" in err
 
 
-def by_hand(folder: Path, source: str, index: int, port: int, *options: str, token: str = "") -> Job:
+def by_hand(
+    folder: Path, source: str, index: int, port: int, *options: str, token: str = "", checks: bool = False
+) -> Job:
     """The launcher of one of two hosts that somebody has started."""
     where = ("--num-hosts", "2", "--host-index", str(index), "--meet", f"127.0.0.1:{port}", "--nproc", "1")
     (folder / str(index)).mkdir()
-    return Job(folder / str(index), source, *where, *options, "--no-preflight", variables={TOKEN_VARIABLE: token})
+    options = options if checks else (*options, "--no-preflight")
+    return Job(folder / str(index), source, *where, *options, variables={TOKEN_VARIABLE: token})
 
 
-def joined(folder: Path, source: str, *options: str, token: str = "") -> tuple[Job, Job]:
+def joined(folder: Path, source: str, *options: str, token: str = "", checks: bool = False) -> tuple[Job, Job]:
     """The first host's and the other's."""
     port = free_port()
-    other = by_hand(folder, source, 1, port, *options, token=token)
-    return by_hand(folder, source, 0, port, *options, token=token), other
+    other = by_hand(folder, source, 1, port, *options, token=token, checks=checks)
+    return by_hand(folder, source, 0, port, *options, token=token, checks=checks), other
 
 
 def test_launchers_that_were_started_on_every_host_join(tmp_path: Path) -> None:
@@ -163,6 +166,13 @@ raise SystemExit(3 * int(rank))
     assert answer == errno.ECONNREFUSED  # all hosts are there: nobody else may come
     assert "rank 0 of 2" in out and "rank 1 of 2" in out
     assert other.finish()[0] == 3  # every launcher ends with the status of the job
+
+
+def test_all_launchers_of_a_job_that_cannot_begin_have_its_exit_status(tmp_path: Path) -> None:
+    first, other = joined(tmp_path, "", checks=True)  # hosts that have one address
+    status, _, err = first.finish()
+    assert (status, other.finish()[0]) == (1, 1)
+    assert "nothing was started" in err
 
 
 @pytest.mark.parametrize("token", ["", "secret"])

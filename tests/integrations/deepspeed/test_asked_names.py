@@ -104,6 +104,16 @@ def test_the_words_of_tag_validation() -> None:
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "checkpoint": {"tag_validation": "foo"}}, world_size=1)
 
 
+def test_keys_that_act_here_are_not_said_to_have_no_effect() -> None:
+    acting = {"dataloader_drop_last": True, "checkpoint": {"tag_validation": "Fail", "load_universal": True}}
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, **acting}, world_size=1)
+    assert config.dataloader_drop_last and config.checkpoint_tag_validation_fail
+    idle = [note.partition(":")[0] for note in config.checked.notes if "has no effect" in note]
+    assert idle == ["checkpoint.load_universal"]
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="dataloader_drop_last"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "dataloader_drop_last": "each"}, world_size=1)
+
+
 def test_the_cpu_is_there_once_for_each_rank_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.accelerator.is_available():
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

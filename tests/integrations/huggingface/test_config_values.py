@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState
 from lowtide import Config, ConfigError
 from lowtide.huggingface import Accelerator, TrainingArguments
 from lowtide.huggingface.trainer_config import config_of, fill_steps
-from tests.integrations.huggingface.trainings import arguments
+from tests.integrations.huggingface.trainings import arguments, closed, trainer
+from tests.ranks import RankPool
 
 AUTO = {
     "train_batch_size": "auto",
@@ -66,6 +67,26 @@ def test_auto_is_what_the_arguments_say(tmp_path: Path) -> None:
     assert values["scheduler"]["params"] == steps
     assert config.of_training()["gradient_accumulation_steps"] == 1  # the Trainer weighs its losses itself
     assert values["device"] == "cpu"
+
+
+def trained_with_auto(folder: str) -> list[dict[str, Any]]:
+    """The engine's config, after training with and without a section for the schedule."""
+    found = []
+    for left_out in ((), ("scheduler",)):
+        config = {key: value for key, value in AUTO.items() if key not in left_out}
+        made = trainer(folder, config, {**OPTIONS, "max_steps": 1})
+        made.train()
+        found.append(made.engine.config.model_dump())
+        closed(made)
+    return found
+
+
+def test_a_training_has_what_auto_is(ranks: RankPool, tmp_path: Path) -> None:
+    for values in ranks(1, trained_with_auto, str(tmp_path))[0]:
+        params = values["optimizer"]["params"]
+        assert (params["lr"], params["eps"], params["weight_decay"]) == (2e-3, 1e-6, 0.02)
+        assert list(params["betas"]) == [0.9, 0.95]
+        assert (values["bf16"]["enabled"], values["fp16"]["enabled"]) == (True, False)
 
 
 def test_auto_is_filled_under_any_name_of_a_key_and_the_log_says_so(tmp_path: Path) -> None:

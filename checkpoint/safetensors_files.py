@@ -305,7 +305,7 @@ def read_header(file: Path) -> dict[str, Place]:
         if isinstance(error, _UnsoundError):
             raise
         raise ValueError(f"'{file}' is not a safetensors file: its header cannot be read; {error!r}") from error
-    _check_size(file, size, places.values(), 8 + length)
+    _check_size(file, size, places.values())
     return places
 
 
@@ -332,7 +332,7 @@ def _place(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> 
     return Place(str(file), info, data_start + start)
 
 
-def _check_size(file: Path, size: int, places: Iterable[Place], data_start: int) -> None:
-    expected = max((place.offset + place.info.nbytes for place in places), default=data_start)
+def _check_size(file: Path, size: int, places: Iterable[Place]) -> None:
+    expected = max((place.offset + place.info.nbytes for place in places), default=0)
     if size < expected:
         raise ValueError(f"'{file}' was cut off: expected {expected} bytes by its header, found {size}")

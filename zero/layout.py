@@ -127,13 +127,13 @@ class FlatLayout:
         return Pieces(pieces)
 
     def whole_parameters(self, start: int, end: int) -> tuple[int, int]:
-        """[start, end) without the parameters that reach across its ends."""
+        """[start, end) without the parameters that reach across its ends; start >= end where nothing is left."""
         for slot in self.slots:
             if slot.offset_in_flat < start < slot.end_in_flat:
                 start = slot.end_in_flat
             if slot.offset_in_flat < end < slot.end_in_flat:
                 end = slot.offset_in_flat
-        return start, max(start, end)
+        return start, end
 
     def slot_at(self, offset_in_flat: int) -> Slot:
         """The parameter that holds the element, or the one before the padding that does."""

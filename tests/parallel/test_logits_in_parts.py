@@ -47,6 +47,7 @@ USES: dict[str, Callable[..., Tensor]] = {
     "compared, of all": lambda x, t: ((x < 0.5) * (x != 1) * (1 - x) ** 2).sum(),
     "negative": lambda x, t: functional.cross_entropy((-x).reshape(shape=(-1, 7)), t.view(-1)),
     "a scale that is trained, of all": lambda x, t: (trained(2.0) * x * trained(3.0)).square().sum(),
+    "one behind them, of all": lambda x, t: (x * trained(2.0)).square().sum(),
     "another shape, of all": lambda x, t: x.flatten().logsumexp(0),
 }
 

@@ -144,6 +144,34 @@ def test_ranks_train_as_one(ranks: RankPool, route: str) -> None:
     check(ranks(2, train_all, [2], ["prescaled"], ["loss"], communication={"route": route})[0], 2)
 
 
+def with_layers_before(stages: list[int]) -> list[tuple[dict[str, Tensor], bool]]:
+    """And without it: a backward needs their weights. Whether they are released after a call without one."""
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        config = {"optimizer": SGD, "zero_optimization": {"stage": stage}, "communication": {"route": "sockets"}}
+        with lowtide.initialize(Net(), config) as engine:
+            first, head = map(engine.module.get_submodule, ("first", "head"))
+            with torch.no_grad():
+                head(first(samples(0, 0)))
+            try:
+                is_released = not head.get_parameter("weight").sum().isfinite()
+            except lowtide.ReleasedParameterError:
+                is_released = True
+            for step in range(2):
+                made = head(torch.tanh(first(samples(step, engine.rank))))
+                (engine(made) if step else made).square().mean().backward()
+                engine.step()
+            found.append((engine.state_dict(), is_released))
+    return found
+
+
+def test_layers_may_be_called_before_the_model(ranks: RankPool) -> None:
+    (expected, is_released), (found, is_released_at_3) = ranks(2, with_layers_before, [0, 3])[0]
+    assert not is_released and is_released_at_3
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 def predivided() -> lowtide.Engine:
     return lowtide.initialize(Net(), {"optimizer": SGD, "gradient_predivide_factor": 4.0})
 

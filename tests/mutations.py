@@ -27,7 +27,12 @@ TABLE = ROOT / "tests" / "mutations.txt"
 ASKED = {
     "zero": [
         ["tests/zero"],
-        ["tests/pipe/test_pipeline_ties.py", "tests/pipe/test_pipeline_axes.py", "tests/pretend/test_parity.py"],
+        [
+            "tests/pipe/test_pipeline_ties.py",
+            "tests/pipe/test_pipeline_axes.py",
+            "tests/pretend/test_parity.py",
+            "tests/pretend/test_delayed_update.py",
+        ],
         ["tests/engine"],
     ],
     "comm": [

@@ -25,6 +25,7 @@ class Observers:
         self._parts, self._data_size = parts, data_size
         units = parts.driver.passes.units
         self.reports = MemoryReports(parts.blueprint, parts.mesh, parts.module, units, parts.optimizer, parts.meta_run)
+        self._writes_report = config.memory_report.folder is not None
         self._log = StepLog(config.steps_per_print if world.is_first else 0)
         self._monitors = Monitors.of(config, world, parts.model_flops)
         if self._monitors is not None:
@@ -61,11 +62,13 @@ class Observers:
             self._parts.steps.so_far.tokens = {}
         # Both stand on torch's stack of modes, where what is entered last is left first, whoever leaves: a step whose
         # memory is recorded lies in a profile, or beside it.
-        self.reports.after_step(step)
+        if self._writes_report:
+            self.reports.after_step(step)
         if self._profiler is not None and self._profiler.after_step(step):
             self._end_profile()
         self._profile_if_due(step)
-        self.reports.begin_if_due()
+        if self._writes_report:
+            self.reports.begin_if_due()
         if self._parts.trial is not None:
             self._parts.trial.after_step(close)
 

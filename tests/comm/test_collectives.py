@@ -312,7 +312,12 @@ def test_a_single_rank_is_its_own_sum() -> None:
     world = World.join("cpu", 30.0)
     try:
         axis = Mesh.create(world, sharded(1), "auto", 0, "shard").axes["shard"]
+        for numel, dtype in ((5, torch.bfloat16), (8, torch.bfloat16), (8, torch.float32), (5, torch.float32)):
+            ahead = axis.route.next_slot(numel, dtype)  # of which another one than the last may be opened
+            assert ahead is not None and (ahead.numel(), ahead.dtype) == (numel, dtype)
+            assert axis.route.next_slot(numel, dtype) is ahead
         slot = axis.route.open_slot(5, torch.float32, "test")
+        assert slot is ahead
         slot.copy_(torch.arange(5.0))
         out = torch.ones(5)
         finish(axis, axis.route.reduce_scatter(slot, None, "test"), out, accumulate=True)

@@ -118,8 +118,10 @@ def _their_params(raw: dict[str, object], kind: str) -> Mapping[str, object]:
     return OPTIMIZERS[kind].deepspeed_defaults
 
 
-def _type(section: object) -> object:
-    return section.get("type") if isinstance(section, dict) else None
+def _type(section: object) -> str | None:
+    """None: it has none that can be one."""
+    found = section.get("type") if isinstance(section, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _paths(section: dict[str, object], path: str) -> Iterator[str]:

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ...configs.section import Section
+from ...optimizers.table import OPTIMIZERS
 from .deepspeed import RULES, judge
 from .errors import Fault, shown, unknown_key
 from .lax import converted
 from .optimizer import canonical_optimizer
 from .planned import PLANNED
 from .read import join
-from .scheduler import canonical_scheduler
+from .scheduler import SCHEDULER_PARAMS, canonical_scheduler
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ALIASES = {  # alias: field
@@ -106,6 +108,8 @@ def translate(raw: dict[str, object]) -> Translation:
         optimizer = section
         if faults:  # of an optimizer that is not here, the parameters cannot be judged
             out.faults = [f for f in out.faults if not f.path.startswith("optimizer.params.") or f in faults]
+        elif section is not None:
+            _give_back(section, "optimizer", OPTIMIZERS[str(section["type"])].params, out.auto_paths)
     if optimizer is not None:
         out.values["optimizer"] = optimizer
     scheduler = out.values.pop("scheduler", None)
@@ -114,9 +118,20 @@ def translate(raw: dict[str, object]) -> Translation:
         out.faults += faults
         if scheduler is not None:
             _auto_peak(scheduler, out.auto_paths)
+            _give_back(scheduler, "scheduler", SCHEDULER_PARAMS[str(scheduler["type"])], out.auto_paths)
     if scheduler is not None:
         out.values["scheduler"] = scheduler
     return out
+
+
+def _give_back(section: dict[str, object], name: str, params: type[Section], auto_paths: list[str]) -> None:
+    """Keys that are "auto", and that this optimizer or scheduler does not have: to be refused as with any value."""
+    given = section.get("params") or {}
+    start, known = f"{name}.params.", params.json_keys()
+    unknown = [path for path in auto_paths if path.startswith(start) and path.removeprefix(start) not in known]
+    if unknown and isinstance(given, dict):
+        section["params"] = {**given, **{path.removeprefix(start): "auto" for path in unknown}}
+        auto_paths[:] = [path for path in auto_paths if path not in unknown]
 
 
 def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, object]:

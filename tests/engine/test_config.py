@@ -223,6 +223,16 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
         ({"train_batch_size": 0}, "train_batch_size: expected at least 1, found 0"),
         ({"fp16": {"initial_scale_power": 200}}, "expected at most 126, found 200"),
         ({"fp16": {"opt": 1}}, 'unknown key "opt"; the keys here are auto_cast, consecutive_hysteresis, enabled'),
+        ({"train_batch_size": 1, "optimizer": {"type": []}}, "optimizer.type: expected one of adamw"),
+        ({"train_batch_size": 1, "scheduler": {"type": {}}}, "scheduler.type: expected one of "),
+        (
+            {"train_batch_size": 1, "optimizer": {"type": "Lion", "params": {"lr": "auto", "eps": "auto"}}},
+            'optimizer.params.eps: unknown key "eps"; the keys here are amsgrad, betas',
+        ),
+        (
+            {"train_batch_size": 1, "scheduler": {"type": "OneCycle", "params": {"warmup_num_steps": "auto"}}},
+            'scheduler.params.warmup_num_steps: unknown key "warmup_num_steps"',
+        ),
         ({"quux": 1}, 'unknown key "quux"; docs/config.md lists the keys'),
         ({"zero_optimization": {"units": []}}, 'expected "auto" or a list of patterns of module names, found []'),
         ({"zero_optimization": {"Stage": 1}}, 'unknown key "Stage"; did you mean "stage"?'),

@@ -52,7 +52,7 @@ class Group(dist.ProcessGroup):
         self._name = str(options.group_id)
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         # All groups' values are in one store, for the board to look at.
-        self.prefix = f"{options.group_id}/"
+        self.prefix = str(options.group_id)
         self.is_aborted = threading.Event()
         self._queues: dict[str, Queue] = {}
         self._counts: Counter[str] = Counter()

@@ -63,7 +63,7 @@ class Post:
 
     def take(self, key: str, looking: Looking | None = None) -> Any:
         """Waits for a value."""
-        self._group.board.awaits(self._who, self._group.prefix + key)
+        self._group.board.awaits(self._who, f"{self._group.prefix}/{key}")  # as PrefixStore joins them
         data = self._get(key, looking)
         self._group.board.awaits(self._who, None)
         self._num_chunks[key] = data[0]
@@ -134,7 +134,10 @@ class Work(dist.Work):
     def _wait_on_stream(self) -> None:
         try:
             self._wait(None)
-        except BaseException as error:  # it has no way through the stream
+        except (
+            BaseException
+        ) as error:  # it has no way through the stream: what comes next may fail before it is asked for
+            traceback.print_exc()
             self._group.board.found = error
 
     def _wait(self, timeout: timedelta | None) -> bool:

@@ -1,12 +1,16 @@
 """The pretend group has NCCL's manners."""
 
+import os
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.pretend import group
+from tests.pretend.queues import Post
 from tests.ranks import RankError, RankPool
 
 RECEIVES_FIRST = ["receive", "send"]
@@ -43,6 +47,22 @@ def test_two_ranks_that_receive_first_hang(pretend_ranks: RankPool) -> None:
         RankError, match=r"(?s)Hang: all ranks wait.*rank 0: .* receive from rank 1.*rank 1: .* from rank 0"
     ):
         pretend_ranks(2, talk, False, [RECEIVES_FIRST, RECEIVES_FIRST], process_group=False)
+
+
+def talk_slowly() -> bool:
+    """Rank 0's thread comes late to what is there for it, and the hosts wait meanwhile."""
+    get = Post._get
+
+    def come_late(post: Post, key: str, looking: Any) -> bytes:
+        time.sleep(2.0 if key.endswith("/ready") and os.environ["RANK"] == "0" else 0.0)
+        return get(post, key, looking)
+
+    with mock.patch.object(Post, "_get", come_late):
+        return talk(False, [["send", "receive"], RECEIVES_FIRST])
+
+
+def test_what_is_there_and_was_not_taken_yet_is_no_hang(pretend_ranks: RankPool) -> None:
+    assert pretend_ranks(2, talk_slowly, process_group=False) == [True, True]
 
 
 def collectives() -> list[float]:

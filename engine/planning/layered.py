@@ -25,8 +25,8 @@ from .estimate import Estimate, Resting, Work, kept_limit, speed_of_activations,
 from .exchange import Exchange, Message
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
-from .pipelined import Stages
 from .profile import Profile
+from .stages import Stages
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ from .islands import Meeting
 from .layered import LayeredParts
 from .machine import Machine
 from .memo import Memo
-from .pipelined import PipelineParts, Run, Stages, recurrence_of, send_seconds, simulated_microbatches
+from .pipeline_run import Run, recurrence_of, simulated_microbatches
+from .pipelined import PipelineParts
 from .profile import Profile, Stretch
 from .search import Bound, Found
+from .stages import Stages
 
 _FIRST, _SECOND = 1, 2  # rows of which a line of bounds is drawn
 _LEAST_TOKENS = 512  # of a sequence on a rank: a smaller part has small products, and as many exchanges
@@ -131,7 +133,7 @@ class Planner:
             (choice.pipeline, choice.schedule, choice.chunks, count),
             lambda: recurrence_of(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
         )
-        return Run.of(recurrence, stages.costs(send_seconds(stages, self.machine)), choice.accumulation)
+        return Run.of(recurrence, stages.costs(stages.send_seconds(self.machine)), choice.accumulation)
 
     def _of_states(self, choice: Choice) -> Blueprint:
         """With as few microbatches as have the same memory."""

@@ -15,7 +15,8 @@ from lowtide.engine.planning.llama import Shape, batch, build, runs_of
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
 from lowtide.engine.planning.pipeline_bounds import least_held
-from lowtide.engine.planning.pipelined import Run, memory_by_place, recurrence_of
+from lowtide.engine.planning.pipeline_run import Run, recurrence_of
+from lowtide.engine.planning.pipelined import memory_by_place
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.search import Bound, Found, Result, search, search_all
 from lowtide.engine.planning.splits import Splits

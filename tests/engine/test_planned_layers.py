@@ -17,8 +17,8 @@ from lowtide.engine.planning.layered import LayeredParts
 from lowtide.engine.planning.llama import Shape, batch, build, runs_of
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.pipelined import Stages
 from lowtide.engine.planning.planner import Planner
+from lowtide.engine.planning.stages import Stages
 from tests.engine.test_planned_peak import (
     BF16,
     ROWS,

@@ -12,7 +12,7 @@ from lowtide.engine.planning.estimate import Estimate, Work, estimate
 from lowtide.engine.planning.layered import LayeredParts
 from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.pipelined import Stages
+from lowtide.engine.planning.stages import Stages
 from lowtide.engine.planning.timeline import Timeline
 from tests import models
 from tests.zero.training import ADAMW

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from ...comm import Arrangement
-from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..axes import REPLICA, SECONDARY, SEQUENCE, SHARD, TENSOR
 from ..blueprint import Blueprint
-from ..footprint import Footprint, Moment
 from .choice import Choice, num_chunks
 from .estimate import Work, kept_limit
 from .machine import Machine
+from .model_bytes import ModelBytes
 from .pipeline_bounds import LeastBlock, least_held
 from .profile import Profile, Stretch
 from .search import Bound
 
 _Sizes = tuple[int, int, int, int, int]  # of the axes within a place of the pipeline
 _ROUNDED = 1 - 1e-9  # sums of the same numbers in another order
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Over how many ranks of a place of the pipeline something is divided."""
+
+    policy: ZeroPolicy
+    data: int  # the batch
+    num_alike: int  # those that have the same layers: data-parallel ones, and in line with them those of a sequence
+    states: int
+    parameters: int
+    sizes: _Sizes
+
+    @classmethod
+    def of(cls, choice: Choice, num_devices: int) -> _Division:
+        policy, data = ZeroPolicy.from_stage(choice.stage), num_devices // choice.ranks_of_sample
+        groups = policy.shard_size(data, choice.shard_size)
+        partition = choice.partition if choice.partition > 1 else groups
+        return cls(
+            policy,
+            data,
+            num_alike=data * choice.sequence,
+            states=groups * choice.sequence if policy.shards_states else 1,
+            parameters=partition * choice.sequence if policy.frees_parameters else 1,
+            sizes=(data // groups, groups // partition, partition, choice.sequence, choice.tensor),
+        )
+
+    @property
+    def frees(self) -> bool:
+        """Parameters that are not used."""
+        return self.policy.frees_parameters and self.parameters > 1
 
 
 class Bounds:
@@ -42,88 +73,74 @@ class Bounds:
         each moment of a microbatch without a pipeline.
         """
         self._machine, self._config, self._route = machine, first.config, first.route
+        self._is_layered = first.config.zero_optimization.layered_gradient_accumulation
         self._blocks, self._profile = blocks, profile
-        units = [groups for _, groups in first.places[0].units]
-        in_blocks = [groups for unit, groups in first.places[0].units if unit.name in set(blocks)]
-        groups, trained, updated = first.places[0].groups, first.places[0].trained, first.places[0].updated
-        self._parameters = _bytes(groups, lambda one: one.dtype.itemsize)
-        of_units = [_bytes(of_unit, lambda one: one.dtype.itemsize) for of_unit in units]
-        self._gathered_again = sum(of_units[1:-1])  # in the backward: all but the rest and the last unit
-        self._reduced = _bytes(trained, lambda one: one.reduce_dtype.itemsize)
-        self._summed = _bytes(trained, lambda one: one.accumulation_dtype.itemsize)
-        self._refreshed = _bytes(updated, lambda one: one.dtype.itemsize)
-        self._passing = self._refreshed + _bytes(updated, lambda one: one.accumulation_dtype.itemsize)
-        padded, numel = sum(one.layout.shard_numel for one in updated), _bytes(updated, lambda one: 1)
-        self._states = Footprint(first, 0).at(Moment.BETWEEN_STEPS, gathers=False).optimizer * numel / max(1, padded)
-        slots = [max(_bytes([one], lambda one: one.reduce_dtype.itemsize) for one in of_unit) for of_unit in in_blocks]
+        self._model = ModelBytes.of(first, frozenset(blocks))
         wire = first.config.communication
-        bits = wire.weight_bits, wire.frozen_weight_bits, wire.gradient_bits
-        self._is_quantized = any(bits)  # messages are smaller than this arithmetic knows
-        self._least_slot = min(slots, default=0)
-        least = min((_bytes(of_unit, lambda one: 1) for of_unit in in_blocks), default=0)
-        # Then a pipeline's backward keeps its gradients: see `_Place`.
-        self._adds_up_apart = all(any(one.is_added_up_flat for one in of_unit) for of_unit in in_blocks)
-        self._share_of_blocks = least * len(blocks) / _bytes(groups, lambda one: 1)
+        self._is_quantized = any((wire.weight_bits, wire.frozen_weight_bits, wire.gradient_bits))  # smaller messages
         self._microbatch, self._beside = cache(self._of_microbatch), cache(beside)
         self._block, self._seconds_per_byte = cache(self._least_block), cache(self._per_byte)
 
     def of(self, choice: Choice) -> Bound:
         """Of one choice."""
-        machine, policy = self._machine, ZeroPolicy.from_stage(choice.stage)
-        data = machine.num_devices // choice.ranks_of_sample
-        groups = policy.shard_size(data, choice.shard_size)
-        same = choice.sequence  # ranks that share a sequence are one line of shards with data-parallel ones
-        states = groups * same if policy.shards_states else 1
-        partition = choice.partition if choice.partition > 1 else groups
-        parameters = partition * same if policy.frees_parameters else 1
-        is_offloaded = choice.offload_activations != "none"
-        frees = policy.frees_parameters and parameters > 1
-        sizes = (data // groups, groups // partition, partition, choice.sequence, choice.tensor)
-        is_layered = self._config.zero_optimization.layered_gradient_accumulation
-        is_sharded_at_once = policy.reduces_every_backward or choice.accumulation == 1 or is_layered
-        held = states if is_sharded_at_once else 1  # full until the last one
-        leaves = choice.offload_optimizer != "none" and (is_sharded_at_once or machine.device == "cpu")
-        gradients = 0.0 if leaves else self._summed / held / choice.pipeline
-        if machine.device == "cpu":
-            gradients /= data * same
-        nbytes = self._resting(choice, states, parameters)
-        away = 0.0
+        machine, parts = self._machine, _Division.of(choice, self._machine.num_devices)
         if choice.pipeline == 1:
-            compute, exchanging, peak, away = self._microbatch(choice.rows, choice.every, frees, is_offloaded)
-            exposed = choice.accumulation * max(0.0, 2 * away / machine.link - (compute - exchanging))
-            wire = 0.0 if machine.device == "cpu" or is_layered else self._wire(choice, policy, sizes)
-            seconds = max(compute * choice.accumulation, wire) + exposed
-            if is_layered:  # while the last one comes to the last block, all are kept before it
-                kept = 0 if is_offloaded else self._kept_before_last(choice.rows, choice.every)
-                peak = choice.accumulation * kept
-            nbytes = max(nbytes + gradients, nbytes + peak)
+            seconds, nbytes, away = self._of_layers(choice, parts)
         else:
-            keeps = self._adds_up_apart or (policy.reduces_every_backward and data * same > 1)
-            block = self._block(choice.rows, choice.every)
-            seconds, peak = block.seconds(choice), block.nbytes(choice, keeps)
-            if machine.device == "cuda":
-                if policy.reduces_every_backward:
-                    seconds = max(seconds, (choice.accumulation - 1) * self._collected(choice, sizes))
-                seconds += self._exposed(choice, policy, sizes)
-                if frees:
-                    nbytes += self._parameters / choice.pipeline * (1 - (choice.offload_param == "none") / parameters)
-                peak += 2 * self._least_slot * (data * same > 1)
-            # The rank that holds the most activations has the least of anything else that a rank can have.
-            meanwhile = nbytes + gradients * least_held(choice)[1]
-            nbytes = max(nbytes + gradients, meanwhile * self._even_share(choice) + peak)
-        seconds += self._update(choice, states)
-        samples = choice.rows * choice.accumulation * data * machine.num_islands
+            (seconds, nbytes), away = self._of_stages(choice, parts), 0.0
+        seconds += self._update(choice, parts.states)
+        samples = choice.rows * choice.accumulation * parts.data * machine.num_islands
         fits = nbytes * _ROUNDED <= machine.usable_bytes
         if machine.device == "cuda":
             away = away if choice.offload_activations == "cpu" else 0.0
-            on_host = away + self._resting_on_host(choice, states, parameters)
+            on_host = away + self._resting_on_host(choice, parts)
             fits = fits and on_host * _ROUNDED <= machine.host_bytes / machine.devices_per_host
         return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, fits)
+
+    def _of_layers(self, choice: Choice, parts: _Division) -> tuple[float, float, float]:
+        """(seconds, bytes, bytes of activations elsewhere) without a pipeline and the update."""
+        machine, is_offloaded = self._machine, choice.offload_activations != "none"
+        compute, exchanging, peak, away = self._microbatch(choice.rows, choice.every, parts.frees, is_offloaded)
+        exposed = choice.accumulation * max(0.0, 2 * away / machine.link - (compute - exchanging))
+        wire = 0.0 if machine.device == "cpu" or self._is_layered else self._wire(choice, parts)
+        if self._is_layered:  # while the last one comes to the last block, all are kept before it
+            kept = 0 if is_offloaded else self._kept_before_last(choice.rows, choice.every)
+            peak = choice.accumulation * kept
+        resting = self._resting(choice, parts)
+        nbytes = max(resting + self._gradients(choice, parts), resting + peak)
+        return max(compute * choice.accumulation, wire) + exposed, nbytes, away
+
+    def _of_stages(self, choice: Choice, parts: _Division) -> tuple[float, float]:
+        """(seconds, bytes) of a pipeline without the update."""
+        nbytes, gradients = self._resting(choice, parts), self._gradients(choice, parts)
+        is_added = parts.policy.reduces_every_backward and parts.num_alike > 1
+        block = self._block(choice.rows, choice.every)
+        seconds, peak = block.seconds(choice), block.nbytes(choice, self._model.adds_up_apart or is_added)
+        if self._machine.device == "cuda":
+            if parts.policy.reduces_every_backward:
+                seconds = max(seconds, (choice.accumulation - 1) * self._collected(choice, parts))
+            seconds += self._exposed(choice, parts)
+            if parts.frees:
+                gathered = 1 - (choice.offload_param == "none") / parts.parameters
+                nbytes += self._model.parameters / choice.pipeline * gathered
+            peak += 2 * self._model.least_slot * (parts.num_alike > 1)
+        # The rank that holds the most activations has the least of anything else that a rank can have.
+        meanwhile = nbytes + gradients * least_held(choice)[1]
+        return seconds, max(nbytes + gradients, meanwhile * self._even_share(choice) + peak)
+
+    def _gradients(self, choice: Choice, parts: _Division) -> float:
+        """Bytes that are there at the end of a backward."""
+        is_sharded_at_once = parts.policy.reduces_every_backward or choice.accumulation == 1 or self._is_layered
+        if choice.offload_optimizer != "none" and (is_sharded_at_once or self._machine.device == "cpu"):
+            return 0.0
+        held = parts.states if is_sharded_at_once else 1  # full until the last one
+        nbytes = self._model.summed / held / choice.pipeline
+        return nbytes / parts.num_alike if self._machine.device == "cpu" else nbytes
 
     def _even_share(self, choice: Choice) -> float:
         """Of a rank's part of the model, what every rank has: as few blocks as any."""
         num_stages = choice.pipeline * num_chunks(choice)
-        return self._share_of_blocks * (len(self._blocks) // num_stages) * num_stages / len(self._blocks)
+        return self._model.share_of_blocks * (len(self._blocks) // num_stages) * num_stages / len(self._blocks)
 
     def _kept_before_last(self, rows: int, every: int) -> int:
         """By all blocks but the last, what goes into that left out."""
@@ -134,37 +151,39 @@ class Bounds:
         profile = self._profile(rows, every)
         return LeastBlock.of(profile, Work(profile, self._machine, self._route), self._blocks)
 
-    def _exposed(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
+    def _exposed(self, choice: Choice, parts: _Division) -> float:
         """Seconds that a pipeline waits for collectives, of a rank with as much as the mean of all."""
         if choice.expert > 1 or self._is_quantized:  # experts are gathered by fewer ranks
             return 0.0
         of_states = (SECONDARY, SHARD, SEQUENCE)
         total = 0.0
-        if policy.shards_states:
-            total += self._reduced * self._seconds_per_byte(sizes, of_states) / num_chunks(choice)
-            if not policy.frees_parameters:
-                total += self._refreshed * self._seconds_per_byte(sizes, of_states)
-        if policy.frees_parameters:
-            total += self._parameters * self._seconds_per_byte(sizes, (SHARD, SEQUENCE)) / num_chunks(choice)
+        if parts.policy.shards_states:
+            total += self._model.reduced * self._seconds_per_byte(parts.sizes, of_states) / num_chunks(choice)
+            if not parts.policy.frees_parameters:
+                total += self._model.refreshed * self._seconds_per_byte(parts.sizes, of_states)
+        if parts.policy.frees_parameters:
+            total += (
+                self._model.parameters * self._seconds_per_byte(parts.sizes, (SHARD, SEQUENCE)) / num_chunks(choice)
+            )
         return total / choice.pipeline
 
-    def _collected(self, choice: Choice, sizes: _Sizes) -> float:
+    def _collected(self, choice: Choice, parts: _Division) -> float:
         """Seconds in which a rank of a pipeline with the mean of all gradients reduces those of a microbatch."""
         if choice.expert > 1:
             return 0.0
-        return self._reduced * self._seconds_per_byte(sizes, (SECONDARY, SHARD, SEQUENCE)) / choice.pipeline
+        return self._model.reduced * self._seconds_per_byte(parts.sizes, (SECONDARY, SHARD, SEQUENCE)) / choice.pipeline
 
-    def _wire(self, choice: Choice, policy: ZeroPolicy, sizes: _Sizes) -> float:
+    def _wire(self, choice: Choice, parts: _Division) -> float:
         """Seconds of all collectives, one after the other, without a pipeline."""
         if choice.expert > 1 or self._is_quantized:  # experts are gathered by fewer ranks
             return 0.0
         total = 0.0
-        if policy.frees_parameters:
-            each = self._parameters + self._gathered_again
-            total += choice.accumulation * each * self._seconds_per_byte(sizes, (SHARD, SEQUENCE))
-        if policy.shards_states:
-            times = choice.accumulation if policy.reduces_every_backward else 1
-            total += times * self._reduced * self._seconds_per_byte(sizes, (SECONDARY, SHARD, SEQUENCE))
+        if parts.policy.frees_parameters:
+            each = self._model.parameters + self._model.gathered_again
+            total += choice.accumulation * each * self._seconds_per_byte(parts.sizes, (SHARD, SEQUENCE))
+        if parts.policy.shards_states:
+            times = choice.accumulation if parts.policy.reduces_every_backward else 1
+            total += times * self._model.reduced * self._seconds_per_byte(parts.sizes, (SECONDARY, SHARD, SEQUENCE))
         return total
 
     def _update(self, choice: Choice, states: int) -> float:
@@ -173,24 +192,26 @@ class Bounds:
         if self._config.zero_optimization.offload_optimizer.overlap != "none":
             return 0.0
         if choice.offload_optimizer == "none" or self._config.zero_optimization.offload_optimizer.ratio < 1:
-            return self._passing * own / machine.memory
-        seconds = 2 * self._states * own / (machine.host_memory / machine.devices_per_host)
+            return self._model.passing * own / machine.memory
+        seconds = 2 * self._model.states * own / (machine.host_memory / machine.devices_per_host)
         if choice.offload_optimizer == "nvme":
-            seconds += 2 * self._states * own / (machine.nvme / machine.devices_per_host)
-        return seconds + (self._passing * own / machine.link if machine.device == "cuda" else 0.0)
+            seconds += 2 * self._model.states * own / (machine.nvme / machine.devices_per_host)
+        return seconds + (self._model.passing * own / machine.link if machine.device == "cuda" else 0.0)
 
-    def _resting(self, choice: Choice, states: int, parameters: int) -> float:
+    def _resting(self, choice: Choice, parts: _Division) -> float:
         """Bytes of parameters and states in the model's memory."""
-        shared = states if self._machine.device == "cpu" else parameters
-        nbytes = self._parameters / shared if choice.offload_param == "none" else 0.0
+        shared = parts.states if self._machine.device == "cpu" else parts.parameters
+        nbytes = self._model.parameters / shared if choice.offload_param == "none" else 0.0
         ratio = self._config.zero_optimization.offload_optimizer.ratio if choice.offload_optimizer != "none" else 0.0
-        return (nbytes + self._states / states * (1 - ratio if ratio in (0.0, 1.0) else 0.0)) / choice.pipeline
+        return (
+            nbytes + self._model.states / parts.states * (1 - ratio if ratio in (0.0, 1.0) else 0.0)
+        ) / choice.pipeline
 
-    def _resting_on_host(self, choice: Choice, states: int, parameters: int) -> float:
+    def _resting_on_host(self, choice: Choice, parts: _Division) -> float:
         """Bytes of parameters and states in the host's memory, where that is another one."""
-        nbytes = self._parameters / parameters if choice.offload_param == "cpu" else 0.0
+        nbytes = self._model.parameters / parts.parameters if choice.offload_param == "cpu" else 0.0
         is_whole = choice.offload_optimizer == "cpu" and self._config.zero_optimization.offload_optimizer.ratio == 1
-        return (nbytes + self._states / states * is_whole) / choice.pipeline
+        return (nbytes + self._model.states / parts.states * is_whole) / choice.pipeline
 
     def _per_byte(self, sizes: _Sizes, names: Sequence[str]) -> float:
         """Seconds of a collective over these axes, for each byte, without latency."""
@@ -217,7 +238,3 @@ class Bounds:
             base = bases.get(name, 0)
             most = max(most, gathered + (min(base, limit) if is_offloaded else base) + part.peak_bytes(stretch))
         return seconds, exchanging, most, away
-
-
-def _bytes(groups: Iterable[GroupPlan], itemsize: Callable[[GroupPlan], int]) -> int:
-    return sum(one.layout.numel * itemsize(one) for one in groups)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .activation_limit import ActivationLimit
 from .errors import OffloadError
 from .heap import return_large_blocks
 from .residency import Residency
@@ -24,7 +25,6 @@ from .store import Store
 
 _LOGGER = logging.getLogger("lowtide")
 _PART_OF_STORAGE = 8  # a view of less than 1/8 of its storage is saved by itself: a few rows of a data set, say
-_BLOCKS_IN_MEMORY = 3  # without a budget: one that is computed, one that is kept for backward, one on its way
 _MIN_RETURNED_BYTES = 128 << 10  # smaller blocks of host memory stay with the C library when they are freed
 _BITS_OF_COUNT = 48  # of a position: more is never saved in a training
 _ALIGNMENT_BYTES = 64  # of what is saved: the last bit of a result may depend on where a tensor lies in a cache line
@@ -64,7 +64,7 @@ class ActivationOffload:
                 raise ValueError(f"{name}: expected a number of bytes above 0, found {value}")
         self._moves_from_host = not store.is_host_memory
         self._min_bytes = min_bytes
-        self._budget_bytes = budget_bytes
+        self._limit = ActivationLimit(budget_bytes)
         self._is_parameter_storage = is_parameter_storage
         self._residency = Residency(store)
         self._of_storage: dict[int, list[SavedMemory]] = {}  # by identity of the storage
@@ -74,9 +74,6 @@ class ActivationOffload:
         self._freed: deque[SavedMemory] = deque()  # of saved tensors that died, until the lock is free
         self._entered: list[saved_tensors_hooks | None] = []
         self._num_passes = 0
-        self._block_bytes: int | None = None  # saved since the last begin_block of this forward
-        self._largest_block_bytes = 0
-        self._has_blocks = False
         self._told: set[str] = set()
         self._is_closed = False
 
@@ -120,17 +117,12 @@ class ActivationOffload:
         if hooks is not None:
             hooks.__exit__()
         if not self._entered:
-            self._largest_block_bytes = self._largest_block_bytes or self._block_bytes or 0
-            self._block_bytes = None
+            self._limit.end_forward()
 
     def begin_block(self) -> None:
         """A block's forward begins. Only matters without a budget, and inside the `with`."""
-        if not self._entered:
-            return
-        if not self._has_blocks:  # until now each saved tensor was taken for one
-            self._has_blocks, self._largest_block_bytes = True, 0
-        self._largest_block_bytes = max(self._largest_block_bytes, self._block_bytes or 0)
-        self._block_bytes = 0
+        if self._entered:
+            self._limit.begin_block()
 
     def begin_part(self, order: int) -> None:
         """What is saved from now on is needed in backward after all parts of a higher order, however late they come.
@@ -190,8 +182,14 @@ class ActivationOffload:
         return None
 
     def _add(self, tensor: Tensor, start: int, end: int) -> SavedMemory:
-        self._note_size(end - start)
-        self._residency.prepare_for(end - start, self._limit)
+        nbytes, budget = end - start, self._limit.budget_bytes
+        if budget is not None and nbytes > budget:
+            self._tell(
+                f"budget_bytes is {budget:,}, but a single saved tensor has {nbytes:,}: "
+                "it stays in memory until the next one is saved"
+            )
+        self._limit.add(nbytes)
+        self._residency.prepare_for(nbytes, self._limit.nbytes)
         position = self._next_position()
         memory = SavedMemory(f"activation-{id(self):x}-{position}", tensor, start, end)
         memory.position, memory.pass_number = position, self._num_passes
@@ -201,26 +199,6 @@ class ActivationOffload:
 
     def _next_position(self) -> int:
         return self._first_position + next(self._positions)
-
-    @property
-    def _limit(self) -> int:
-        """The most bytes to hold. Without a budget: three blocks as large as the largest so far.
-
-        A block is what is saved from one `begin_block` to the next (after the last one of a forward comes the head,
-        which may be much larger, and counts only while it runs); without such calls, one saved tensor.
-        """
-        return self._budget_bytes or _BLOCKS_IN_MEMORY * max(self._largest_block_bytes, self._block_bytes or 0)
-
-    def _note_size(self, nbytes: int) -> None:
-        if self._budget_bytes is not None and nbytes > self._budget_bytes:
-            self._tell(
-                f"budget_bytes is {self._budget_bytes:,}, but a single saved tensor has {nbytes:,}: "
-                "it stays in memory until the next one is saved"
-            )
-        if self._block_bytes is not None:
-            self._block_bytes += nbytes
-        elif not self._has_blocks:
-            self._largest_block_bytes = max(self._largest_block_bytes, nbytes)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -235,7 +213,7 @@ class ActivationOffload:
                     "activation offload: expected backward before it is closed, found it closed; the activations of "
                     "this graph are gone"
                 )
-            return saved.view_of(self._residency.use(saved.memory, self._limit))
+            return saved.view_of(self._residency.use(saved.memory, self._limit.nbytes))
 
     # -- the end of a graph -----------------------------------------------------------------------------------------
 

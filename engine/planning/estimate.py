@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from ...offload.activation_limit import BLOCKS_IN_MEMORY
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..blueprint import Blueprint
@@ -22,7 +23,6 @@ from .profile import Part, Profile, Stretch
 from .step_order import StepOrder
 from .timeline import Timeline
 
-_BLOCKS_IN_MEMORY = 3  # of activations that are offloaded, without a budget: see `ActivationOffload`
 _CHUNKS_IN_MEMORY = 4  # of states that rest in a file: one comes, one is updated, two leave; buffers are kept then
 
 
@@ -159,7 +159,7 @@ class Activations:
 def kept_limit(profile: Profile, config: Config) -> int:
     """The most that activations take which are offloaded, beside those of the part that computes."""
     largest = max((part.kept_bytes for part in profile.parts.values()), default=0)
-    return config.activation_checkpointing.offload.budget_bytes or _BLOCKS_IN_MEMORY * largest
+    return config.activation_checkpointing.offload.budget_bytes or BLOCKS_IN_MEMORY * largest
 
 
 def writes_gradients(blueprint: Blueprint) -> bool:

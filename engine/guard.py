@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Mesh
-from ..zero.group import ShardedGroup
 from ..zero.plan import Role
 from ..zero.unit import Unit
+from .sampled_values import SampledValues
 
 
 class ModelGuard:
@@ -46,17 +46,11 @@ class ModelGuard:
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
-        dtypes = dict.fromkeys(group.plan.dtype for group in readable) if only_steps_change else ()
-        self._samples = [_Samples([group for group in readable if group.plan.dtype == dtype]) for dtype in dtypes]
-        self.shares_values = copies_are_shared and bool(self._samples)
+        self._values = SampledValues(readable if only_steps_change else ())
+        self.shares_values = copies_are_shared and len(self._values) > 0
         """Another rank may change what is remembered here: it must wait until that is done."""
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._values: list[Tensor] | None = None
-        self._memory: list[Tensor] = []  # of the values that were remembered last
-        self._seen: Tensor | None = None  # () bool on a device: a value was found changed there
-        self._looks: list[_Look] = []
-        self._told: list[_Look] = []  # those of which `take_seen` has told
         self._num_changes = 0
         self.remember()
 
@@ -75,7 +69,7 @@ class ModelGuard:
     def expect_update(self) -> None:
         """From now on values may change, until they are remembered."""
         self._num_changes += 1
-        self._values = None
+        self._values.forget()
 
     def mark_updated(self) -> None:
         """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
@@ -84,14 +78,7 @@ class ModelGuard:
 
     def remember_values(self) -> None:
         """The step has ended: nobody changes values now."""
-        self._told = []
-        if self._samples and (not self._memory or any(values is self._memory for values, _ in self._looks)):
-            with torch.inference_mode(False):  # it is written to later
-                self._memory = [sample.take() for sample in self._samples]
-        else:  # at the addresses of the last step, so that what is taken beside them has its own again as well
-            for sample, out in zip(self._samples, self._memory, strict=True):
-                sample.take(out)
-        self._values = self._memory
+        self._values.remember()
 
     def check(self) -> None:
         """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
@@ -113,24 +100,20 @@ class ModelGuard:
         if versions != self._versions:
             name = _first_other(self._watched, versions, self._versions)
             raise ValueError(_CHANGED.format(name=name, how="in place"))
-        self._check_values()
+        if name := self._values.changed():
+            raise ValueError(_CHANGED.format(name=name, how=_THROUGH_DATA))
 
     def take_seen(self) -> Tensor | None:
         """() bool on a device: `check` has found a changed value there since this was asked last.
 
         The host need not know before the step ends. None where nothing was looked at, and on the CPU, where it knows.
         """
-        seen, self._seen = self._seen, None
-        self._told, self._looks = self._looks, []
-        return seen
+        return self._values.take_seen()
 
     def raise_seen(self, mesh: Mesh) -> NoReturn:
         """Raises ValueError on all ranks, for what `take_seen` has told of on any. A collective."""
-        own = ""
-        for old, new in self._told:
-            if text := self._difference(old, new):
-                own, self._values = text, old  # the next step is not to take it for right
-                break
+        name = self._values.told()
+        own = _CHANGED.format(name=name, how=_THROUGH_DATA) if name else ""
         raise ValueError(next(text for text in mesh.world.gather_objects(own) if text))
 
     def _check_places(self) -> None:
@@ -157,35 +140,6 @@ class ModelGuard:
             )
         self._modules = _Modules(self._module)
 
-    def _check_values(self) -> None:
-        if not self._samples:
-            return
-        if self._values is None:
-            self.remember_values()
-            return
-        now = [sample.take() for sample in self._samples]
-        differs = [(old != new).any() for old, new in zip(self._values, now, strict=True)]
-        if not differs:
-            return
-        if differs[0].device.type == "cpu":
-            if any(map(bool, differs)):
-                raise ValueError(self._difference(self._values, now))
-            return
-        if self._looks and self._looks[-1][0] is self._values:  # one look, however many microbatches a step has
-            _, earlier = self._looks.pop()
-            changed = zip(self._values, earlier, now, strict=True)
-            now = [torch.where(then != old, then, last) for old, then, last in changed]
-        self._looks.append((self._values, now))
-        differs += [] if self._seen is None else [self._seen]
-        self._seen = torch.stack(differs).any()
-
-    def _difference(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> str:
-        """The text of an error; "" where there is none."""
-        for sample, before, now in zip(self._samples, old, new, strict=True):
-            if not torch.equal(before, now):
-                return _CHANGED.format(name=sample.first_difference(before, now), how="through .data")
-        return ""
-
 
 def _addresses(params: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
     return list(map(Tensor.data_ptr, map(_PARAM, params)))
@@ -203,10 +157,7 @@ _PARAM, _VERSION = itemgetter(1), attrgetter("_version")
 _OWNED = attrgetter("_parameters", "_modules")  # of a module
 _INSTEAD = "change it inside `with engine.gathered(parameter, modify=True):`"
 _CHANGED = "parameter '{name}' was changed {how}, which its master weights and other ranks do not see; " + _INSTEAD
-
-
-_Look = tuple[list[Tensor], list[Tensor]]
-"""Values as they were remembered, and as they were found: where several times, the first that were others."""
+_THROUGH_DATA = "through .data"
 
 
 class _Modules:
@@ -228,29 +179,3 @@ class _Modules:
 
     def _owned(self) -> Iterator[Any]:
         return chain.from_iterable(map(_OWNED, self._modules))
-
-
-class _Samples:
-    """The bits of some elements of each parameter of a dtype. A change of whole tensors or first rows shows there."""
-
-    def __init__(self, groups: Sequence[ShardedGroup]) -> None:
-        self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[groups[0].plan.dtype.itemsize]
-        slots = [(group.full, slot) for group in groups for slot in group.layout.slots if slot.numel]
-        self._views = [
-            full[slot.offset_in_flat : slot.end_in_flat][:: max(1, (slot.numel - 1) // (_NUM_SAMPLED - 1))]
-            for full, slot in slots
-        ]
-        self._names = [slot.name for (_, slot), view in zip(slots, self._views, strict=True) for _ in view]
-
-    def take(self, out: Tensor | None = None) -> Tensor:
-        """out: of an earlier time, that is written to."""
-        if out is None:
-            return torch.cat(self._views).view(self._bits)
-        torch.cat(self._views, out=out.view(self._views[0].dtype))
-        return out
-
-    def first_difference(self, old: Tensor, new: Tensor) -> str:
-        return self._names[int((old != new).nonzero()[0])]
-
-
-_NUM_SAMPLED = 4

@@ -1,5 +1,6 @@
 """Fixtures that every test can ask for."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 from tests.ranks import GARBAGE, RankPool, fork_ranks_from_here, seed_present_devices_alone
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
+_END_SECONDS = 300.0
 _MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -39,6 +41,11 @@ def pytest_runtestloop() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "torch" in sys.modules and not any(map(os.path.exists, _DEVICES)):
         fork_ranks_from_here()
+
+
+def pytest_unconfigure() -> None:
+    """A thread that a test has left behind holds up the end of the process: not for longer than a test may take."""
+    faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .later_model import LaterModel
+from .plain_tensors import plain_tensors
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.from_numpy)
 _FILLS = {
@@ -84,12 +86,20 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a value of the model goes: to a parameter, or by `put` to a buffer."""
+    """Where a value of the model goes: to a parameter, or by each of `puts` to a buffer, an attribute, a list."""
 
     name: str
     param: nn.Parameter | None
-    put: Callable[[Tensor], None]
     view: _View
+    is_hidden: bool = False  # a parameter that the model does not know
+    requires_grad: bool = False
+    puts: list[Callable[[Tensor], None]] = field(default_factory=list)
+
+    def put(self, value: Tensor) -> None:
+        """The same tensor everywhere. value: of its own memory."""
+        one = nn.Parameter(value, self.requires_grad) if self.is_hidden else value.requires_grad_(self.requires_grad)
+        for put in self.puts:
+            put(one)
 
 
 class Recording:
@@ -166,7 +176,7 @@ class DeferredModel(LaterModel):
         self._places = self._replace_by_shells()
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, its values on the CPU), each parameter once; buffers are filled on the way.
+        """(parameter, its values on the CPU), each parameter once; buffers and other tensors are filled on the way.
 
         Random numbers are those of construction. What has been drawn since is not drawn again: then torch's generator
         is afterwards where it was before; else it goes on behind those of construction.
@@ -265,7 +275,7 @@ class DeferredModel(LaterModel):
         """Parameters become real ones with a shape and no memory. Returns where each value goes."""
         shells: dict[int, nn.Parameter] = {}
         given = set(map(id, self.given))
-        places: list[_Place] = []
+        places: dict[int, _Place] = {}  # by identity of the tensor
         for owner, module in self.module.named_modules():
             prefix = f"{owner}." if owner else ""
             for name, param in module._parameters.items():
@@ -274,14 +284,27 @@ class DeferredModel(LaterModel):
                 if id(param) not in shells:
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
                     shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
-                    places.append(_Place(prefix + name, shell, lambda value: None, _describe(param)))
+                    places[id(param)] = _Place(prefix + name, shell, _describe(param))
                     self._alive.append(param.untyped_storage())
                 module._parameters[name] = shells[id(param)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    places.append(_Place(prefix + name, None, _setter(module, name), _describe(buffer)))
-                    self._alive.append(buffer.untyped_storage())
-        return places
+                    self._await(places, prefix + name, buffer, partial(module._buffers.__setitem__, name))
+        made = self._constants.keys() | {view.storage for one in self._operations for view in one.outputs}
+        for name, tensor, put in plain_tensors(self.module):
+            if id(tensor) in shells:
+                put(shells[id(tensor)])
+            elif tensor.is_meta and _describe(tensor).storage in made:  # else its maker wants it there
+                self._await(places, name, tensor, put)
+        return list(places.values())
+
+    def _await(self, places: dict[int, _Place], name: str, tensor: Tensor, put: Callable[[Tensor], None]) -> None:
+        """Its value goes there. A tensor that is in several places is one afterwards too."""
+        if id(tensor) not in places:
+            needs_grad = tensor.is_leaf and tensor.requires_grad
+            places[id(tensor)] = _Place(name, None, _describe(tensor), isinstance(tensor, nn.Parameter), needs_grad)
+            self._alive.append(tensor.untyped_storage())
+        places[id(tensor)].puts.append(put)
 
 
 @contextmanager
@@ -410,10 +433,3 @@ def _views_in(tree: Any) -> Iterator[_View]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, _View):
             yield leaf
-
-
-def _setter(module: nn.Module, name: str) -> Callable[[Tensor], None]:
-    def put(value: Tensor) -> None:
-        module._buffers[name] = value
-
-    return put

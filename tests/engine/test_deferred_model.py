@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.deferred import DeferredModel
+from lowtide.engine.plain_tensors import plain_tensors
 from tests import models
 from tests.engine.drawn_twice import DRAWS, DrawnTwice, FilledInPart, RowZeroed, UsedBeforeFilled
 from tests.ranks import RankPool
@@ -207,6 +209,50 @@ class FallsBack(nn.Module):
                     attempt()
                 except RuntimeError:
                     self.weight.fill_(2.0)
+
+
+class Pair(NamedTuple):
+    """What some models keep rotations in."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Beside(nn.Module):
+    """Tensors that are no parameters and no buffers, in all places in which models of others have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("angles", torch.rand(3))
+        self.original_angles = self.angles
+        self.table = torch.tensor([1.0, 2.0])
+        self.more: dict[str, Any] = {"tokens": torch.arange(3), "masks": [torch.ones(2, 2).tril(), None]}
+        self.more["self"] = self.more
+        self.pair = Pair(torch.rand(2), self.table)
+        self.hidden = [nn.Linear(2, 2).requires_grad_(False), self.linear]
+        self.own = (self.linear.weight, nn.Parameter(torch.rand(2)))
+        self.leaf = torch.zeros(2, requires_grad=True)
+        self.shape_alone = WITHOUT_MEMORY
+
+
+WITHOUT_MEMORY = torch.empty(3, device="meta")
+
+
+def test_tensors_beside_parameters_and_buffers_have_the_values_of_the_built_ones() -> None:
+    torch.manual_seed(7)
+    expected = Beside()
+    torch.manual_seed(7)
+    deferred = DeferredModel(Beside)
+    assert_same(deferred, expected)
+    model = deferred.module
+    theirs = list(plain_tensors(expected))
+    assert len(theirs) == 12
+    for (name, ours, _), (expected_name, value, _) in zip(plain_tensors(model), theirs, strict=True):
+        assert (name, type(ours), ours.requires_grad) == (expected_name, type(value), value.requires_grad)
+        assert ours.is_meta or name == "own[0]" or torch.equal(ours, value), name
+    assert model.original_angles is model.angles and model.pair.sin is model.table
+    assert model.own[0] is model.linear.weight and model.shape_alone is WITHOUT_MEMORY
 
 
 def test_a_builder_hears_of_its_errors() -> None:

@@ -1,5 +1,6 @@
 """Weights stream from a Hugging Face folder into the shards: the ordinary model, and no rank ever holds it."""
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -122,6 +123,26 @@ def values_of_adapted(folder: str) -> dict[str, Tensor]:
     config = SGD | {"zero_optimization": {"stage": 3}, "communication": {"route": "sockets"}}
     with lowtide.initialize(lambda: adapted(folder), config) as engine:
         return engine.state_dict()
+
+
+def test_prompts_train_on_a_model_that_streams(tmp_path: Path) -> None:
+    """PEFT keeps their numbers in a dict of the model, where they are neither parameters nor buffers."""
+    peft = pytest.importorskip("peft")
+    save(base, tmp_path)
+
+    def losses(is_streamed: bool) -> list[float]:
+        def build() -> Any:
+            with streaming() if is_streamed else contextlib.nullcontext():
+                model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+                return with_peft(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+        torch.manual_seed(7)
+        batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
+        with lowtide.initialize(build if is_streamed else build(), SGD | stage(3)) as engine:
+            return [engine.train_step(batch).loss.item() for _ in range(2)]
+
+    found = losses(is_streamed=True)
+    assert found == losses(is_streamed=False) and found[0] != found[1]
 
 
 def test_no_more_than_a_parameter_is_held(tmp_path: Path) -> None:

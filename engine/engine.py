@@ -295,7 +295,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
                 yield
             return
         self._turn.check("engine.gathered()")
-        with self._steps.apart(Activity.WEIGHTS, Access.LOOKS), values.gathered(params, self._steps.guard.num_changes):
+        with (
+            self._steps.apart(Activity.WEIGHTS, Access.LOOKS),
+            values.gathered(params, self._steps.guard.values.num_changes),
+        ):
             yield
 
     @in_turn
@@ -481,7 +484,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     def _take_up_groups(self, frozen: FrozenValues) -> None:
         """What knows the groups of parameters as they are now. frozen: what is known of the values."""
         units, whole = self._driver.passes.units, self._driver.whole
-        remember = self._steps.guard.remember_values
+        remember = self._steps.guard.values.remember
         self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, frozen, remember)
         self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
 

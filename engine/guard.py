@@ -46,39 +46,25 @@ class ModelGuard:
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
-        self._values = SampledValues(readable if only_steps_change else ())
-        self.shares_values = copies_are_shared and len(self._values) > 0
+        self.values = SampledValues(readable if only_steps_change else ())
+        self.shares_values = copies_are_shared and len(self.values) > 0
         """Another rank may change what is remembered here: it must wait until that is done."""
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._num_changes = 0
         self.remember()
-
-    def num_changes(self) -> int:
-        """A number that grows with each change that the engine itself makes."""
-        return self._num_changes
 
     def remember(self) -> None:
         """Takes the parameters as they are now for right."""
-        self._num_changes += 1
+        self.values.expect_update()
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = _versions(self._watched)
             self._addresses = _addresses(self._kept)
-        self.remember_values()
-
-    def expect_update(self) -> None:
-        """From now on values may change, until they are remembered."""
-        self._num_changes += 1
-        self._values.forget()
+        self.values.remember()
 
     def mark_updated(self) -> None:
         """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
         torch.autograd.graph.increment_version(self._updated)
         self._versions = [version + by for version, by in zip(self._versions, self._grows, strict=True)]
-
-    def remember_values(self) -> None:
-        """The step has ended: nobody changes values now."""
-        self._values.remember()
 
     def check(self) -> None:
         """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
@@ -100,19 +86,12 @@ class ModelGuard:
         if versions != self._versions:
             name = _first_other(self._watched, versions, self._versions)
             raise ValueError(_CHANGED.format(name=name, how="in place"))
-        if name := self._values.changed():
+        if name := self.values.changed():
             raise ValueError(_CHANGED.format(name=name, how=_THROUGH_DATA))
 
-    def take_seen(self) -> Tensor | None:
-        """() bool on a device: `check` has found a changed value there since this was asked last.
-
-        The host need not know before the step ends. None where nothing was looked at, and on the CPU, where it knows.
-        """
-        return self._values.take_seen()
-
     def raise_seen(self, mesh: Mesh) -> NoReturn:
-        """Raises ValueError on all ranks, for what `take_seen` has told of on any. A collective."""
-        name = self._values.told()
+        """Raises ValueError on all ranks, for what `values.take_seen` has told of on any. A collective."""
+        name = self.values.told()
         own = _CHANGED.format(name=name, how=_THROUGH_DATA) if name else ""
         raise ValueError(next(text for text in mesh.world.gather_objects(own) if text))
 
@@ -166,7 +145,7 @@ class _Modules:
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
         are_dicts = all(isinstance(one, dict) for one in self._owned())  # torch.jit has something else in their place
-        self._values = dict.values if are_dicts else methodcaller("values")  # which takes twice as long
+        self.values = dict.values if are_dicts else methodcaller("values")  # which takes twice as long
         self._held = list(self._members())  # so that their identities are not given to others
         self._ids = list(map(id, self._held))
 
@@ -175,7 +154,7 @@ class _Modules:
 
     def _members(self) -> Iterator[object]:
         """No line of Python for each module, of which a model has some hundreds."""
-        return chain.from_iterable(map(self._values, self._owned()))
+        return chain.from_iterable(map(self.values, self._owned()))
 
     def _owned(self) -> Iterator[Any]:
         return chain.from_iterable(map(_OWNED, self._modules))

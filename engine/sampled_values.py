@@ -20,6 +20,7 @@ class SampledValues:
     def __init__(self, groups: Sequence[ShardedGroup]) -> None:
         dtypes = dict.fromkeys(group.plan.dtype for group in groups)
         self._samples = [_Samples([group for group in groups if group.plan.dtype == dtype]) for dtype in dtypes]
+        self._num_changes = 0
         self._values: list[Tensor] | None = None
         self._memory: list[Tensor] = []  # of the values that were remembered last
         self._seen: Tensor | None = None  # () bool on a device: a value was found changed there
@@ -33,7 +34,8 @@ class SampledValues:
     def remember(self) -> None:
         """The step has ended: nobody changes values now."""
         self._told = []
-        if self._samples and (not self._memory or any(values is self._memory for values, _ in self._looks)):
+        is_looked_at = self._looks and any(values is self._memory for values, _ in self._looks)
+        if self._samples and (is_looked_at or not self._memory):
             with torch.inference_mode(False):  # it is written to later
                 self._memory = [sample.take() for sample in self._samples]
         else:  # at the addresses of the last step, so that what is taken beside them has its own again as well
@@ -41,9 +43,14 @@ class SampledValues:
                 sample.take(out)
         self._values = self._memory
 
-    def forget(self) -> None:
-        """They may change, until they are remembered."""
+    def expect_update(self) -> None:
+        """From now on they may change, until they are remembered."""
+        self._num_changes += 1
         self._values = None
+
+    def num_changes(self) -> int:
+        """A number that grows with each change that the engine itself makes."""
+        return self._num_changes
 
     def changed(self) -> str:
         """The name of a parameter that has changed; "" where there is none, and on a device: `take_seen` tells."""

@@ -226,7 +226,7 @@ class Steps:
         boundary = self.so_far.would_complete(num_microbatches)
         on_final = self.update.begin_backward(boundary)
         if boundary:
-            self.guard.expect_update()
+            self.guard.values.expect_update()
         self.so_far.begin(num_microbatches, boundary)
         self._passes.begin_backward(boundary, on_final)
 
@@ -286,10 +286,10 @@ class Steps:
         """
         self.check_at_hand("engine.step()")
         self._mesh.world.progress.enter(Activity.UPDATE)
-        self.guard.expect_update()
+        self.guard.values.expect_update()
         events = (self.update.has_failed(), *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
-        seen, doubt = self.guard.take_seen(), self.so_far.doubt
+        seen, doubt = self.guard.values.take_seen(), self.so_far.doubt
         if doubt is not None:
             seen = doubt[0].any() if seen is None else seen | doubt[0].any()
         cleared = self._shown.mark
@@ -327,7 +327,7 @@ class Steps:
             self.guard.mark_updated()
             for one in self.update.thin:
                 one.accept(rest)
-        self.guard.remember_values()
+        self.guard.values.remember()
         if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
             self._mesh.fence(f"the end of step {number}")
         self.forget()
@@ -413,7 +413,7 @@ class Steps:
                     self.update.take_back()
                 elif access is not Access.NOTHING:
                     if self.update.is_under_way:
-                        self.guard.expect_update()
+                        self.guard.values.expect_update()
                     self.update.settle()
                     self.update.meet()
             except OffloadError as error:
@@ -431,7 +431,7 @@ class Steps:
         """Around what all ranks change in the parameters at the end of a step. A collective."""
         with self._mesh.world.progress.during(Activity.EXCHANGE):
             if self.update.is_under_way:
-                self.guard.expect_update()
+                self.guard.values.expect_update()
             self.update.settle()
             self.update.meet()
             yield

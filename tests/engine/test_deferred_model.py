@@ -245,7 +245,7 @@ def test_tensors_beside_parameters_and_buffers_have_the_values_of_the_built_ones
     torch.manual_seed(7)
     deferred = DeferredModel(Beside)
     assert_same(deferred, expected)
-    model = deferred.module
+    model: Any = deferred.module
     theirs = list(plain_tensors(expected))
     assert len(theirs) == 12
     for (name, ours, _), (expected_name, value, _) in zip(plain_tensors(model), theirs, strict=True):

@@ -48,6 +48,7 @@ ASKED = {
             "tests/engine/test_speculative_update.py",
             "tests/engine/test_input_gradients.py",
             "tests/engine/test_any_loop.py",
+            "tests/engine/test_deferred_model.py",
         ],
         ["tests/engine/test_first_values.py", "tests/zero/test_delayed_update.py"],
         [

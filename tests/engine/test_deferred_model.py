@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -119,11 +120,12 @@ BUILDERS: list[Callable[[], nn.Module]] = [
 
 def assert_same(deferred: DeferredModel, expected: nn.Module) -> None:
     values = {id(param): value.clone() for param, value in deferred.values()}
+    values |= {id(param): param.detach() for param in deferred.given}
     ours = dict(deferred.module.named_parameters(remove_duplicate=False))
     theirs = dict(expected.named_parameters(remove_duplicate=False))
     assert list(ours) == list(theirs)
     for name, param in theirs.items():
-        assert torch.equal(values[id(ours[name])], param), name
+        assert torch.equal(values[id(ours[name])], param) and values[id(ours[name])].dtype == param.dtype, name
         assert ours[name].requires_grad == param.requires_grad and type(ours[name]) is type(param), name
     assert len({id(param) for param in ours.values()}) == len({id(param) for param in theirs.values()})
     buffers = dict(deferred.module.named_buffers())
@@ -163,8 +165,110 @@ def test_a_builder_that_reads_values_is_refused() -> None:
         DeferredModel(build)
 
 
+class Habit(nn.Module):
+    """A layer, and what some constructor does besides."""
+
+    def __init__(self, does: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.read = does(self)
+        self.last = nn.Parameter(torch.rand(2))
+
+
+def legacy_constructors(model: Any) -> None:
+    model.first = nn.Parameter(torch.Tensor(3, 4))
+    nn.init.xavier_uniform_(model.first)
+    model.second = nn.Parameter(torch.FloatTensor(2).normal_())
+    model.third = nn.Parameter(torch.Tensor([1.0, 2.0]))
+
+
+def seeds_of_its_own(model: Any) -> None:
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    model.first = nn.Parameter(torch.rand(3))
+    torch.set_rng_state(state)
+    model.second = nn.Parameter(torch.rand(3))
+    with torch.random.fork_rng():
+        model.third = nn.Parameter(torch.rand(3))
+
+
+def other_default_dtype(model: Any) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model.first = nn.Parameter(torch.rand(3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def moves(model: Any) -> None:
+    model.layer.to("cpu", torch.float64)
+    model.first = nn.Parameter(torch.rand(3).cpu().to(model.layer.weight))
+
+
+def numpy_arrays(model: Any) -> list[float]:
+    array = torch.arange(3.0).numpy() + 1
+    model.first = nn.Parameter(torch.from_numpy(array))
+    model.layer.bias.data = torch.from_numpy(array * 2)
+    model.second = nn.Parameter(torch.asarray([0.5]))
+    return list(map(float, array))
+
+
+def reads(model: Any) -> object:
+    """Numbers of ranges, as rates of dropped paths, and shapes that hang on values."""
+    mask = torch.tensor([0, 1, 1]) > 0
+    model.register_buffer("places", mask.nonzero())
+    model.register_buffer("counts", torch.bincount(torch.tensor([1, 2, 2]), minlength=4))
+    model.register_buffer("chosen", torch.arange(3)[mask])
+    return [rate.item() for rate in torch.linspace(0, 0.1, 3)], torch.arange(2).tolist(), int(mask.sum())
+
+
+def loads_values(model: Any) -> None:
+    values = {name: torch.ones_like(param, device="cpu") for name, param in model.layer.state_dict().items()}
+    model.layer.load_state_dict(values)
+    model.other = nn.Linear(3, 3)
+    model.other.load_state_dict(values, assign=True)
+
+
+HABITS: list[Callable[[Any], object]] = [
+    legacy_constructors,
+    seeds_of_its_own,
+    other_default_dtype,
+    moves,
+    numpy_arrays,
+    reads,
+    loads_values,
+]
+
+
+@pytest.mark.parametrize("does", HABITS, ids=lambda does: does.__name__)
+def test_habits_of_constructors_give_what_they_give_with_memory(does: Callable[[Any], object]) -> None:
+    torch.manual_seed(7)
+    expected = Habit(does)
+    after = torch.rand(3)
+    torch.manual_seed(7)
+    deferred = DeferredModel(partial(Habit, does))
+    assert_same(deferred, expected)
+    assert deferred.module.read == expected.read
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_numbers_that_are_drawn_on_a_named_device_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"draws random numbers \(aten.rand.default\) on a device that"):
+        DeferredModel(lambda: Habit(lambda model: torch.rand(3, device="cpu")))
+
+
+def test_parameters_that_have_their_values_keep_them(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with caplog.at_level("INFO", "lowtide"), lowtide.initialize(lambda: model, {"train_batch_size": 1}) as engine:
+        found = engine.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert "model: the builder made 4 parameters with memory (48 bytes)" in caplog.text
+
+
 def test_what_was_not_made_by_the_builder_is_named() -> None:
-    made_before = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.device("meta"):
+        made_before = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     text = (
         "the model builder made parameters or buffers in a way that cannot be replayed, for example before it was "
         "called: 0.weight, 0.bias, 1.weight and 1 more; make them within the call, or pass the constructed module to "
@@ -172,6 +276,11 @@ def test_what_was_not_made_by_the_builder_is_named() -> None:
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         list(DeferredModel(lambda: made_before).values())
+
+
+def test_a_builder_of_lazy_modules_is_told_what_they_need() -> None:
+    with pytest.raises(ValueError, match="of a lazy module that has not seen an input; call the model on a batch"):
+        lowtide.initialize(lambda: nn.Sequential(nn.LazyLinear(3)), {"train_batch_size": 1})
 
 
 def test_a_callable_that_builds_no_module_is_refused() -> None:

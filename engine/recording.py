@@ -1,0 +1,324 @@
+"""What constructors of modules do with tensors, written down while these are on the meta device.
+
+[Note: values that a constructor reads]
+Some read a value: `[rate.item() for rate in torch.linspace(0, 0.1, depth)]`, a mask's `nonzero()`. Where no random
+number is in it, the operations that have made it are done at once, with values. Else it is an error: what the random
+numbers are is only known when all that were drawn before have been drawn.
+
+[Note: seeds that a constructor sets]
+On the meta device nothing is drawn, so the generator stays where it is; and a constructor may set it (`manual_seed`),
+or keep its state and set that again (`fork_rng`). So the generator gets a state of its own after each operation that
+draws: a state that is found there later, and is one of these, is that of then; any other one was made from a seed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from .recorded_operations import Operation, View, draws, mapped, on_cpu, tensors_in
+
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+_FILLS = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.zero_.default,
+}
+"""Operations that write every element of their first argument, whatever it holds, and return it."""
+
+_CERTAIN: dict[Any, Callable[..., bool]] = {
+    torch.ops.aten.normal_.default: lambda mean=0.0, std=1.0, **options: std >= 0,
+    torch.ops.aten.fill_.Tensor: lambda value: value.dim() == 0,
+}
+"""Fills -> whether one with these arguments cannot fail, so that a builder never has to hear of an error."""
+
+# Not by its cache: transformers replaces torch.linspace while it constructs, and who first asks then has that kept.
+_CONSTRUCTORS = frozenset(_device_constructors.__wrapped__())
+
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_OUR_SEEDS = 0x10_77_1D_E0_00_00  # from here on
+
+
+class Recording:
+    """Operations in their order, and the values of tensors that were made from Python's data."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.constants: dict[int, Tensor] = {}
+        self.alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
+        self.random_state: Tensor | None = None
+        """Of torch's generator for the CPU, behind which operations that are recorded go on."""
+        self._has_generator = False  # what draws is recorded, and nothing draws
+        self._seed = 0  # of ours, the last
+        self._places: dict[int, int] = {}  # a seed of ours -> before which operation the generator had it
+
+    @contextmanager
+    def running(self, all_on_meta: bool = True) -> Iterator[None]:
+        """A context in which modules are made. Raises ValueError where values of tensors are read in it.
+
+        all_on_meta: else only what its maker puts there himself, by `with torch.device("meta")`.
+        """
+        on_meta = _OnMeta() if all_on_meta else nullcontext()
+        generator = self._generator() if all_on_meta else nullcontext()
+        data = _DataRecorder(self, all_on_meta)
+        try:
+            with generator, on_meta, data, _OperationRecorder(self, data), _trunc_normal_recorded(self):
+                yield
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(
+                "the model builder reads values of tensors while it constructs the model, which has no memory then "
+                f"({str(error).splitlines()[0]}). Pass the constructed module to initialize in its place."
+            ) from error
+
+    @contextmanager
+    def _generator(self) -> Iterator[None]:
+        """torch's is used for states of our own, and has its own afterwards. See [Note: seeds that ...]."""
+        outside = torch.get_rng_state()
+        if not self.operations:
+            self.random_state = outside
+            self._places.clear()
+        self._take_seed() if not self._places else torch.default_generator.manual_seed(self._seed)
+        self._has_generator = True
+        try:
+            yield
+            self._note_state()
+        finally:
+            self._has_generator = False
+            torch.set_rng_state(outside)
+
+    def record(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False
+    ) -> None:
+        """Writes an operation down, if it has to do with meta tensors.
+
+        fills: it writes every element of its first argument, whatever that holds.
+        """
+        outputs = tensors_in(result)
+        if not any(tensor.is_meta for tensor in (*outputs, *tensors_in((args, kwargs)))):
+            return
+        if self.random_state is None:
+            with _nothing_recorded():
+                self.random_state = torch.get_rng_state()
+        is_random = draws(function) and self._has_generator
+        if is_random:
+            self._note_state()
+        self.alive.extend(tensor.untyped_storage() for tensor in outputs)
+        self.operations.append(Operation.of(function, args, kwargs, outputs, fills))
+        if is_random:
+            self._take_seed()
+
+    def constant(self, value: Tensor) -> Tensor:
+        """A meta tensor for a tensor that was made from Python's data: its values are kept as they are."""
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        self.alive.append(meta.untyped_storage())
+        self.constants[View.of(meta).storage] = value
+        return meta.requires_grad_(value.requires_grad)
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """A meta tensor with its values now; None where they hang on random numbers."""
+        view = View.of(tensor)
+        needed, operations = {view.storage}, []
+        for operation in reversed(self.operations):
+            if any(output.storage in needed for output in operation.outputs):
+                if operation.is_random:
+                    return None
+                operations.append(operation)
+                needed.update(one.storage for one in operation.views)
+        with _nothing_recorded():
+            real = {storage: value.clone() for storage, value in self.constants.items() if storage in needed}
+            for operation in reversed(operations):
+                operation.run(real)
+            return view.of_values(real[view.storage]) if view.storage in real else None
+
+    def computed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """What an operation gives that needs values; None if it changes a meta tensor, or hangs on random numbers."""
+        values: dict[int, Tensor] = {}
+        for leaf in tensors_in((args, kwargs)):
+            if leaf.is_meta:
+                value = self.value_of(leaf)
+                if value is None:
+                    return None
+                values[id(leaf)] = value
+        named = zip(function._schema.arguments, args, strict=False)
+        if draws(function) or any(
+            one.alias_info is not None and one.alias_info.is_write and id(given) in values for one, given in named
+        ):
+            return None
+        with _nothing_recorded():
+            real = mapped(lambda leaf: values.get(id(leaf), on_cpu(leaf)), (args, kwargs))
+            result = function(*real[0], **real[1])
+        if function is torch.ops.aten._to_copy.default or function._schema.is_mutable:
+            return (result,)  # the caller wants it there
+        return (mapped(lambda leaf: self.constant(leaf) if isinstance(leaf, Tensor) else leaf, result),)
+
+    def _take_seed(self) -> None:
+        self._seed = _OUR_SEEDS + len(self.operations)
+        self._places[self._seed] = len(self.operations)
+        torch.default_generator.manual_seed(self._seed)
+
+    def _note_state(self) -> None:
+        """Writes down that the generator was set since the last operation that draws. See [Note: seeds ...]."""
+        seed = torch.default_generator.initial_seed()
+        if seed == self._seed:  # nothing draws here
+            return
+        place = self._places.get(seed)
+        state = torch.default_generator.get_state()
+        setting = Operation.of(torch.set_rng_state, (state,), {}, [])
+        self.operations.append(setting if place is None else Operation.of(restore, (place,), {}, []))
+        self._take_seed()
+
+
+def restore(place: int) -> None:
+    """Stands for: the generator has again the state that it had before the operation of this number."""
+
+
+@contextmanager
+def _nothing_recorded() -> Iterator[None]:
+    """Operations with values, in the midst of others."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def _trunc_normal_recorded(owner: Recording) -> Iterator[None]:
+    """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation."""
+    original = nn.init._no_grad_trunc_normal_
+
+    def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not tensor.is_meta:
+            return original(tensor, *args, **kwargs)
+        owner.record(original, (tensor, *args), kwargs, tensor, fills=True)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = record
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+class _OnMeta(TorchFunctionMode):
+    """As `with torch.device("meta")`, but not to be seen: transformers does not initialize where it sees that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CONSTRUCTORS and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
+class _DataRecorder(TorchFunctionMode):
+    """What is made of Python's data, and what becomes it."""
+
+    def __init__(self, owner: Recording, all_on_meta: bool) -> None:
+        super().__init__()
+        self.all_on_meta = all_on_meta
+        self.num_open = 0  # calls of torch's functions
+        self._owner = owner
+        self._from_data = _FROM_DATA if all_on_meta else ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.num_open += 1
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            self.num_open -= 1
+
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func == _IS_META and _is_asked_by_torch(sys._getframe(2)):
+            # orthogonal_, dirac_ and sparse_ do nothing on meta tensors: their operations must be recorded.
+            # load_state_dict warns that it does nothing, and does what is recorded.
+            return False
+        if func is Tensor.__getitem__ and args[0].is_meta and isinstance(args[1], list):
+            # torch makes a tensor of the list where nobody sees it.
+            return func(args[0], self._owner.constant(torch.tensor(args[1], device="cpu")))
+        if func is Tensor.numpy and args[0].is_meta and (value := self._owner.value_of(args[0])) is not None:
+            return func(value, *args[1:], **kwargs)
+        if func in (Tensor.to, Tensor.cpu, Tensor.cuda) and args[0].is_meta and self.all_on_meta:
+            return _moved_nowhere(func, args, kwargs)
+        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
+            return func(args[0], self._owner.constant(args[1].detach()))
+        if func not in self._from_data or kwargs.get("device") is not None or isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        value = func(*args, **{**kwargs, "device": "cpu"})
+        if not value.numel():
+            return value  # nothing to defer; and transformers asks in this way for the default device
+        return self._owner.constant(value)
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _moved_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`to`, `cpu` or `cuda` of a tensor whose values come later, and to where the engine has them: a dtype at most."""
+    if func is not Tensor.to:
+        return args[0]
+    if isinstance(args[1] if len(args) > 1 else None, Tensor):
+        return args[0].to(args[1].dtype)
+    copies = kwargs.pop("copy", False)
+    _, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+    options = {} if memory_format is None else {"memory_format": memory_format}
+    return args[0].to(dtype or args[0].dtype, copy=copies, **options)
+
+
+class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, owner: Recording, data: _DataRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner, self._data = owner, data
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler at the first operation, only to keep it away from here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, fills = kwargs or {}, func in _FILLS
+        if func is torch.ops.aten.empty.memory_format and self._data.all_on_meta and not self._data.num_open:
+            kwargs = {**kwargs, "device": torch.device("meta")}  # torch.Tensor(3, 4), which is no function of torch's
+        if self._data.all_on_meta and draws(func) and not _is_deferred(args, kwargs):
+            raise ValueError(
+                f"the model builder draws random numbers ({func}) on a device that it names, while it constructs the "
+                "model, where all that was drawn before is only drawn later: leave the device out, give it a "
+                "generator, or pass the constructed module to initialize in its place"
+            )
+        # The kernels of these two for meta tensors import torch's compiler, 105 MiB, and leave the tensor as it is.
+        is_certain = func in _CERTAIN and _CERTAIN[func](*args[1:], **kwargs)
+        try:
+            result = args[0] if is_certain and args[0].is_meta else func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            computed = self._owner.computed(func, args, kwargs)
+            if computed is None:
+                raise
+            return computed[0]
+        if not func.is_view:  # a view is described by its storage, and has no values of its own to wait for
+            self._owner.record(func, args, kwargs, result, fills)
+        return result
+
+
+def _is_deferred(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that draws does so on the meta device, or from a generator of its own."""
+    device = kwargs.get("device")
+    if (device is not None and device.type == "meta") or kwargs.get("generator") is not None:
+        return True
+    return any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
+
+
+def _is_asked_by_torch(frame: FrameType | None) -> bool:
+    """Whether torch.nn.init or a module asks, also through a `with torch.device(...)` around the modules."""
+    while frame is not None and frame.f_globals is vars(torch.utils._device):
+        frame = frame.f_back
+    return frame is not None and any(frame.f_globals is vars(one) for one in (nn.init, nn.modules.module))

@@ -31,7 +31,7 @@ from ..watch.log import logger
 from .later_model import LaterModel
 from .plain_tensors import plain_tensors
 from .recorded_operations import View
-from .recording import Recording, restore
+from .recording import Recording, identity_of, restore
 
 _NUM_NAMED = 3  # in an error; there may be hundreds
 
@@ -77,6 +77,7 @@ class DeferredModel(LaterModel):
         self.random_state = torch.get_rng_state() if recording.random_state is None else recording.random_state
         self.peak_bytes = 0  # of real values alive at a time, after `values` has run
         self._operations, self._constants, self._alive = recording.operations, recording.constants, recording.alive
+        self._generators = list(recording.generators.values())
         self._places = self._replace_by_shells()
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -107,12 +108,20 @@ class DeferredModel(LaterModel):
         real = dict(self._constants)
         for storage in [key for key in real if key not in last_use]:
             yield from self._hand_over(real, storage, waiting)
-        states = {operation.args[0]: torch.empty(0) for operation in self._operations if operation.function is restore}
-        for index, operation in enumerate(self._operations):
-            if index in states:
-                states[index] = torch.get_rng_state()
+        kept: dict[int, list[torch.Generator]] = {}  # before which operation -> whose state is needed again
+        for operation in self._operations:
             if operation.function is restore:
-                torch.set_rng_state(states[operation.args[0]])
+                generator, place = operation.args
+                kept.setdefault(place, []).append(generator)
+        states: dict[tuple[int, int], Tensor] = {}
+        for one in self._generators:
+            one.generator.set_state(one.first)
+        for index, operation in enumerate(self._operations):
+            for generator in kept.get(index, ()):
+                states[identity_of(generator), index] = generator.get_state()
+            if operation.function is restore:
+                generator, place = operation.args
+                generator.set_state(states[identity_of(generator), place])
             filled = operation.filled
             source = None if filled is None or last_use[filled] != index else operation.copied
             if filled is not None and source is not None:

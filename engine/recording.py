@@ -8,7 +8,8 @@ numbers are is only known when all that were drawn before have been drawn.
 [Note: seeds that a constructor sets]
 On the meta device nothing is drawn, so the generator stays where it is; and a constructor may set it (`manual_seed`),
 or keep its state and set that again (`fork_rng`). So the generator gets a state of its own after each operation that
-draws: a state that is found there later, and is one of these, is that of then; any other one was made from a seed.
+draws: a state that is found there later, and is one of these, is that of then; any other one was made from a seed. That
+holds for each generator that a constructor draws from.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ class Recording:
         self.alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
         self.random_state: Tensor | None = None
         """Of torch's generator for the CPU, behind which operations that are recorded go on."""
-        self._has_generator = False  # what draws is recorded, and nothing draws
-        self._seed = 0  # of ours, the last
-        self._places: dict[int, int] = {}  # a seed of ours -> before which operation the generator had it
+        self.generators: dict[int, RecordedGenerator] = {}
+        """By what they are in C++: those that operations draw from, but for torch's."""
+        self._earlier: RecordedGenerator | None = None  # torch's, of an earlier context
+        self._torch: RecordedGenerator | None = None  # while what draws is recorded, and nothing draws
 
     @contextmanager
     def running(self, all_on_meta: bool = True) -> Iterator[None]:
@@ -85,19 +87,23 @@ class Recording:
 
     @contextmanager
     def _generator(self) -> Iterator[None]:
-        """torch's is used for states of our own, and has its own afterwards. See [Note: seeds that ...]."""
+        """torch's, and others that are drawn from, have states of our own, and theirs afterwards."""
         outside = torch.get_rng_state()
+        if self._earlier is None or not self.operations:
+            self._earlier = RecordedGenerator(torch.default_generator, self.operations)
         if not self.operations:
             self.random_state = outside
-            self._places.clear()
-        self._take_seed() if not self._places else torch.default_generator.manual_seed(self._seed)
-        self._has_generator = True
+        self._torch = self._earlier
+        self._torch.go_on()
         try:
             yield
-            self._note_state()
+            for one in (self._torch, *self.generators.values()):
+                one.note_state()
         finally:
-            self._has_generator = False
+            self._torch = None
             torch.set_rng_state(outside)
+            for one in self.generators.values():
+                one.generator.set_state(one.first)
 
     def record(
         self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False
@@ -112,13 +118,29 @@ class Recording:
         if self.random_state is None:
             with _nothing_recorded():
                 self.random_state = torch.get_rng_state()
-        is_random = draws(function) and self._has_generator
-        if is_random:
-            self._note_state()
+        drawn_from = self._drawn_from(kwargs) if draws(function) else None
+        if drawn_from is not None:
+            drawn_from.note_state()
         self.alive.extend(tensor.untyped_storage() for tensor in outputs)
         self.operations.append(Operation.of(function, args, kwargs, outputs, fills))
-        if is_random:
-            self._take_seed()
+        if drawn_from is not None:
+            drawn_from.take_seed()
+
+    def may_draw(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether an operation that draws does so on the meta device, or from a generator that no other has used."""
+        device, generator = kwargs.get("device"), kwargs.get("generator")
+        if generator is not None and identity_of(generator) not in self.generators:
+            return True
+        on_meta = device is not None and device.type == "meta"
+        return on_meta or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
+
+    def _drawn_from(self, kwargs: dict[str, Any]) -> RecordedGenerator | None:
+        generator = kwargs.get("generator")
+        if self._torch is None or generator is None:
+            return self._torch
+        if identity_of(generator) not in self.generators:
+            self.generators[identity_of(generator)] = RecordedGenerator(generator, self.operations)
+        return self.generators[identity_of(generator)]
 
     def constant(self, value: Tensor) -> Tensor:
         """A meta tensor for a tensor that was made from Python's data: its values are kept as they are."""
@@ -164,24 +186,51 @@ class Recording:
             return (result,)  # the caller wants it there
         return (mapped(lambda leaf: self.constant(leaf) if isinstance(leaf, Tensor) else leaf, result),)
 
-    def _take_seed(self) -> None:
-        self._seed = _OUR_SEEDS + len(self.operations)
-        self._places[self._seed] = len(self.operations)
-        torch.default_generator.manual_seed(self._seed)
 
-    def _note_state(self) -> None:
-        """Writes down that the generator was set since the last operation that draws. See [Note: seeds ...]."""
-        seed = torch.default_generator.initial_seed()
+class RecordedGenerator:
+    """A generator from which nothing is drawn while operations are recorded. See [Note: seeds that ...]."""
+
+    def __init__(self, generator: torch.Generator, operations: list[Operation]) -> None:
+        self.generator, self.first = generator, generator.get_state()
+        self._operations = operations
+        self._places: dict[int, int] = {}  # a seed of ours -> before which operation the generator had it
+        self.take_seed()
+
+    def take_seed(self) -> None:
+        """What was recorded last would have drawn."""
+        self._seed = _OUR_SEEDS + len(self._operations)
+        self._places[self._seed] = len(self._operations)
+        self.generator.manual_seed(self._seed)
+
+    def go_on(self) -> None:
+        """With what is recorded later."""
+        self.generator.manual_seed(self._seed)
+
+    def note_state(self) -> None:
+        """Writes down that the generator was set since."""
+        seed = self.generator.initial_seed()
         if seed == self._seed:  # nothing draws here
             return
         place = self._places.get(seed)
-        state = torch.default_generator.get_state()
-        setting = Operation.of(torch.set_rng_state, (state,), {}, [])
-        self.operations.append(setting if place is None else Operation.of(restore, (place,), {}, []))
-        self._take_seed()
+        if place is None:
+            setting = Operation.of(set_state, (self.generator, self.generator.get_state()), {}, [])
+        else:
+            setting = Operation.of(restore, (self.generator, place), {}, [])
+        self._operations.append(setting)
+        self.take_seed()
 
 
-def restore(place: int) -> None:
+def identity_of(generator: Any) -> int:
+    """Of what draws: torch makes another object of Python for it in each call."""
+    return int(generator._cdata)
+
+
+def set_state(generator: torch.Generator, state: Tensor) -> None:
+    """An operation: the generator was set."""
+    generator.set_state(state)
+
+
+def restore(generator: torch.Generator, place: int) -> None:
     """Stands for: the generator has again the state that it had before the operation of this number."""
 
 
@@ -289,7 +338,7 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, fills = kwargs or {}, func in _FILLS
         if func is torch.ops.aten.empty.memory_format and self._data.all_on_meta and not self._data.num_open:
             kwargs = {**kwargs, "device": torch.device("meta")}  # torch.Tensor(3, 4), which is no function of torch's
-        if self._data.all_on_meta and draws(func) and not _is_deferred(args, kwargs):
+        if self._data.all_on_meta and draws(func) and not self._owner.may_draw(args, kwargs):
             raise ValueError(
                 f"the model builder draws random numbers ({func}) on a device that it names, while it constructs the "
                 "model, where all that was drawn before is only drawn later: leave the device out, give it a "
@@ -307,14 +356,6 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view:  # a view is described by its storage, and has no values of its own to wait for
             self._owner.record(func, args, kwargs, result, fills)
         return result
-
-
-def _is_deferred(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that draws does so on the meta device, or from a generator of its own."""
-    device = kwargs.get("device")
-    if (device is not None and device.type == "meta") or kwargs.get("generator") is not None:
-        return True
-    return any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
 
 
 def _is_asked_by_torch(frame: FrameType | None) -> bool:

@@ -192,6 +192,16 @@ def seeds_of_its_own(model: Any) -> None:
         model.third = nn.Parameter(torch.rand(3))
 
 
+def generators_of_its_own(model: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    model.first = nn.Parameter(torch.rand(3, generator=generator))
+    model.layer.weight.data.normal_(generator=generator)
+    generator.manual_seed(3)
+    model.second = nn.Parameter(torch.empty(3))
+    nn.init.trunc_normal_(model.second, generator=generator)
+    model.third = nn.Parameter(torch.rand(3, device="cpu", generator=torch.Generator().manual_seed(4)))
+
+
 def other_default_dtype(model: Any) -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -232,6 +242,7 @@ def loads_values(model: Any) -> None:
 HABITS: list[Callable[[Any], object]] = [
     legacy_constructors,
     seeds_of_its_own,
+    generators_of_its_own,
     other_default_dtype,
     moves,
     numpy_arrays,

@@ -264,7 +264,8 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _CONSTRUCTORS and kwargs.get("device") is None:
+        is_constructor = func in _CONSTRUCTORS or (func is torch.normal and not tensors_in((args, kwargs)))
+        if is_constructor and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         return func(*args, **kwargs)
 

@@ -180,6 +180,8 @@ def legacy_constructors(model: Any) -> None:
     nn.init.xavier_uniform_(model.first)
     model.second = nn.Parameter(torch.FloatTensor(2).normal_())
     model.third = nn.Parameter(torch.Tensor([1.0, 2.0]))
+    model.fourth = nn.Parameter(torch.normal(0.0, 0.1, size=(3,)))
+    model.fifth = nn.Parameter(torch.normal(torch.zeros(3), 0.1))
 
 
 def seeds_of_its_own(model: Any) -> None:

@@ -15,10 +15,6 @@ part, and are none of the block's other inputs (masks, angles, what an encoder g
 
 [Note: the first run] No rule sees what a block does with its tokens. So the first time that a block runs, it is
 computed with all tokens and with parts, and an error says where that is not the same.
-
-[Note: random numbers that are the same] In a stack each rank draws numbers of its own. A module that all ranks compute
-alike must draw the same ones on all of them, and in its recomputation again. So it begins at a seed of its own, made of
-one that was drawn in front of the stack, where ranks draw the same, and that is kept beside the length.
 """
 
 from __future__ import annotations
@@ -38,6 +34,7 @@ from ..comm import CollectiveError, Exchange
 from ..model.ledger import Ledger
 from .call_states import copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
+from .common_draws import CommonDraws
 from .part_watch import PartWatch
 from .randomness import Randomness, draws
 from .stack_starts import StackStarts
@@ -92,8 +89,7 @@ class TokenParts:
         self._whole_inputs = set[tuple[int, Any]]()  # (module, which): given what its block was given beside tokens
         self._watch: PartWatch | None = None
         self._watched = set[tuple[bool, bool]]()
-        self._num_common = 0  # modules that all ranks compute alike, and that draw random numbers
-        self._own: list[Tensor] | None = None  # states of this rank's generators, while such a module runs
+        self._common = CommonDraws(randomness, lambda: self._is_plain)
         for stack in stacks:
             stream = _Stream()
             self._streams.append(stream)
@@ -109,9 +105,7 @@ class TokenParts:
                 for module in block.alike:
                     ledger.hook(module.register_forward_hook(partial(self._behind_alike, block)))
                 for module in filter(draws, block.common):
-                    self._num_common += 1
-                    ledger.hook(module.register_forward_pre_hook(partial(self._enter_common, stream, self._num_common)))
-                    ledger.hook(module.register_forward_hook(self._leave_common, always_call=True))
+                    self._common.put_on(module, partial(self._seed_of, stream), ledger)
         ledger.hook(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         ledger.hook(model.register_forward_hook(self._end))
         ledger.hook(model.register_forward_hook(self._stop_watch, always_call=True))
@@ -179,7 +173,7 @@ class TokenParts:
         is_again = torch._C._current_graph_task_id() != -1
         if is_first:
             length, seed = hidden.shape[-2], 0
-            if block.module.training and self._num_common:
+            if block.module.training and len(self._common):
                 seed = int(torch.empty((), dtype=torch.int64).random_())  # again too: what is drawn next is the same
             if not is_again:
                 stream.length, stream.seed = length, seed
@@ -339,17 +333,9 @@ class TokenParts:
         whole = lengthened(whole, -2, self._padded(whole.shape[-2]))
         return _with_first(output, parted(whole, self._exchange, whole.dim() - 2, block.name))
 
-    def _enter_common(self, stream: _Stream, number: int, module: nn.Module, args: Any) -> None:
-        """See [Note: random numbers that are the same]."""
-        if module.training and not self._is_plain:
-            self._own = self._randomness.states()
-            is_again = torch._C._current_graph_task_id() != -1
-            self._randomness.seed(self._starts.of_recomputed().seed if is_again else stream.seed, -number)
-
-    def _leave_common(self, *_: object) -> None:
-        if self._own is not None:
-            self._randomness.restore(self._own)
-            self._own = None
+    def _seed_of(self, stream: _Stream) -> int:
+        """Of what all ranks draw alike in the forward of a stack, also where it is computed again."""
+        return stream.seed if torch._C._current_graph_task_id() == -1 else self._starts.of_recomputed().seed
 
     def _is_part(self, value: Any, at: tuple[int, Any]) -> bool:
         """at: the module that is given it, and which of its inputs that is; a block that is recomputed has no more."""

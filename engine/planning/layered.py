@@ -51,7 +51,7 @@ class LayeredParts:
         rank, plan = blueprint.first_rank_of(self._place), blueprint.places[self._place]
         self._footprint, exchange = Footprint(blueprint, rank), Exchange(blueprint, machine)
         self.rests = Resting.of(blueprint, self._footprint, self._place)
-        self._trained = list(plan.trained)
+        self._plan = plan
         names = [set(names) for names in self.split.parameters]
         self._groups = [[group for group in plan.groups if _uses(of_stage, group)] for of_stage in names]
         self._gathers = {id(group): exchange.gather(group) for group in plan.groups}
@@ -64,7 +64,6 @@ class LayeredParts:
         self._update = update_seconds(blueprint, machine, self._place)
         ends = ((True, False), (False, False), (False, True))
         self._added = [gradient_seconds(blueprint, machine, self._place, *end, False) for end in ends]
-        self._num_units = len(plan.units)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +109,7 @@ class LayeredParts:
     @property
     def _holds_each(self) -> bool:
         """Whether each microbatch gives its gradients away: what they are added to is of another dtype."""
-        return any(group.is_added_up_flat for group in self._trained)
+        return any(group.is_added_up_flat for group in self._plan.trained)
 
     @cached_property
     def _moments(self) -> list[_Moment]:
@@ -149,7 +148,7 @@ class LayeredParts:
             for group in groups:
                 used.setdefault(id(group), []).append(number)
         found = []
-        for group in self._trained:
+        for group in self._plan.trained:
             numbers, sizes = used.get(id(group), [0]), self.rests.by_group[group.name]
             final = sizes[-1] + self.rests.copies[group.name]
             found.append(((numbers[0], numbers[-1]), (sizes[0], self._footprint.added_up(group), final)))
@@ -178,7 +177,7 @@ class LayeredParts:
             "activations exposed": max(0.0, moved - compute),
             "update": max(0.0, self._update - beside),
             "refresh exposed": sum(one.seconds for one in self._refreshes),
-            "host": host_seconds(self.blueprint, machine, self._num_units, count),
+            "host": host_seconds(self.blueprint, machine, len(self._plan.units), count),
         }
         host, file = self.rests.host_bytes, self.rests.file_bytes
         home = config.activation_checkpointing.offload.device
@@ -233,7 +232,7 @@ class LayeredParts:
     def _collectives(self) -> list[tuple[Action, list[Message]]]:
         """Of a step in their order, with each computing of a block once."""
         found, full = [], set[int]()
-        ends = {id(group): first for group, ((first, _), _) in zip(self._trained, self._spans, strict=True)}
+        ends = {id(group): first for group, ((first, _), _) in zip(self._plan.trained, self._spans, strict=True)}
         for action in self._actions:
             groups, messages = self._groups[action.stage], list[Message]()
             if action.op is Op.GATHER:

@@ -53,6 +53,14 @@ def on_all(work: Callable[[Ring, int, int], Any], store: Any = None) -> Told:
         return dict(zip(PLACES, pool.map(run, PLACES), strict=True))
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """For what others do meanwhile: where they have failed, this fails too, and no thread is left behind."""
+    deadline = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline, "what is waited for does not come"
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_all_islands_have_the_mean_of_their_ranks_bit_by_bit(wire: torch.dtype) -> None:
     found = on_all(lambda ring, island, rank: ring.start(values_of(island, rank), InDtype(wire)).result())
@@ -170,8 +178,7 @@ def test_who_leaves_waits_for_no_verdict() -> None:
     islands = [Islands(island, 2, 2, store, store, "127.0.0.1") for island in range(2)]
     rings = [Ring(one, 0, 3600.0) for one in islands]
     found = [ring.start(torch.ones(3), FP32) for ring in rings]
-    while store.add("0.0/done", 0) < len(rings):  # both have everything, and wait
-        time.sleep(0.01)
+    wait_until(lambda: store.add("0.0/done", 0) == len(rings))  # both have everything, and wait
     for ring in rings:
         ring.leave("it has ended")
     for future in found:
@@ -201,7 +208,7 @@ def test_an_island_that_does_not_come_is_left_out_after_the_time_that_is_given(m
 
     def work(ring: Ring, island: int, rank: int) -> Any:
         if (island, rank) == (2, 0):
-            while not store.check(["0.1.roll/members"]):
+            while not store.check(["0.1.roll/members"]) and not late.is_set():
                 now[0] += 0.0 if is_called() else 20.0  # and passes for all others, however late they begin
                 time.sleep(0.001)
             late.wait()
@@ -226,8 +233,7 @@ def test_an_island_that_makes_another_call_than_the_others_is_told() -> None:
     def work(ring: Ring, island: int, rank: int) -> Any:
         ring.start(torch.zeros(1), FP32).result()
         if island == 2:  # after the others
-            while not ring.islands.store.check([f"1/call/{rank}"]):
-                time.sleep(0.001)
+            wait_until(lambda: bool(ring.islands.store.check([f"1/call/{rank}"])))
         return ring.start(torch.zeros(5 + island // 2), FP32).result()
 
     found = on_all(work)

@@ -54,12 +54,19 @@ class Observer:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            first = readers[0].read()
-            if first is not None and first.wait is not None and first.wait.seconds > BLOCKED_SECONDS:
+            self.reports = {rank: reader.read() for rank, reader in readers.items()}
+            if self.is_held_up():
                 break
-        self.reports = {rank: reader.read() for rank, reader in readers.items()}
         self.text = who_waits_for_whom(self.reports)
         self.stacks = collect_stacks(self.paths)
+
+    def is_held_up(self) -> bool:
+        """Whether rank 0 has waited for a while, and not for what has been begun here: it may be slow to leave that."""
+        first, own = self.reports[0], self.reports[1]
+        if first is None or first.wait is None or first.wait.seconds <= BLOCKED_SECONDS:
+            return False
+        begun = dict(own.begun) if own is not None else {}
+        return not 0 < first.wait.sequence <= begun.get(first.wait.channel, 0)
 
     def when_watching(self) -> None:
         if self.is_watching:

@@ -50,6 +50,14 @@ if os.environ["RANK"] == "0":
 time.sleep(600)
 """
 
+HEARS_SIGTERM = """
+import os, pathlib, signal, time
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda number, frame: pathlib.Path("heard" + rank).touch())
+pathlib.Path("ready" + rank).touch()
+time.sleep(600)
+"""
+
 SAVES_ON_SIGNAL = """
 import os, pathlib, signal, sys, time
 def save(number, frame):
@@ -143,9 +151,10 @@ def test_ranks_that_end_well_on_a_signal_give_status_0(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
-    job = Job(tmp_path, IGNORES_SIGTERM.replace("sys.exit(9)", "pass"), "--nproc", "2", "--grace", "600")
+    job = Job(tmp_path, HEARS_SIGTERM, "--nproc", "2", "--grace", "600")
     job.wait_for_files("ready0", "ready1")
     job.process.terminate()
+    job.wait_for_files("heard0", "heard1")  # a launcher that is slow to take it would take both for the same one
     time.sleep(0.3)
     assert job.process.poll() is None
     job.process.terminate()

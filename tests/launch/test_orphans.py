@@ -55,6 +55,7 @@ def test_what_is_started_in_the_meantime_is_killed_too(start: Start, tmp_path: P
     job = str(uuid.uuid4())
     process = start(job, [sys.executable, "-c", code])
     while not begun.exists():
+        assert process.poll() is None
         time.sleep(0.001)
     assert process.pid in orphans.kill_orphans(job, seconds=10.0)
     time.sleep(0.1)

@@ -15,10 +15,10 @@ from lowtide.watch import stacks
 Start = Callable[[str], subprocess.Popen[str]]
 HANGS = """
 import {imports}
-def hang_here():
-    {hang}
 import lowtide
-print("ready", flush=True)
+def hang_here():
+    print("ready", flush=True)
+    {hang}
 hang_here()
 """
 
@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         )
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(0.1)  # from the line to what hangs
+        time.sleep(0.1)  # most often it hangs by then, and not only is in the function that will
         return process
 
     yield run
@@ -70,12 +70,15 @@ def test_the_function_that_hangs_is_in_the_stack_and_the_rank_goes_on(
 def test_all_threads_are_shown(start: Start, tmp_path: Path) -> None:
     code = """
 import threading, time, lowtide
+is_there = threading.Event()
 def in_a_thread():
+    is_there.set()
     time.sleep(60)
 def in_the_main_thread():
+    is_there.wait()
+    print("ready", flush=True)
     time.sleep(60)
 threading.Thread(target=in_a_thread, daemon=True).start()
-print("ready", flush=True)
 in_the_main_thread()
 """
     start(code)

@@ -27,7 +27,7 @@ from lowtide.launch.wire.messages import Job as MessageOfJob
 from lowtide.launch.wire.messages import Start, Welcome, encode
 from tests.launch import fakes
 from tests.launch.jobs import Job
-from tests.launch.test_local import IGNORES_SIGTERM, SAVES_ON_SIGNAL, SLEEPS, WRITES_ENVIRONMENT
+from tests.launch.test_local import HEARS_SIGTERM, SAVES_ON_SIGNAL, SLEEPS, WRITES_ENVIRONMENT
 from tests.ranks import free_port
 
 PROGRAMS = {"ssh": fakes.SSH, "srun": fakes.SRUN, "mpirun": fakes.MPIRUN}
@@ -77,10 +77,11 @@ def test_a_signal_reaches_ranks_on_other_hosts(tmp_path: Path, transport: str, n
 
 
 def test_a_second_interrupt_kills_at_once_on_other_hosts_too(tmp_path: Path) -> None:
-    deaf = IGNORES_SIGTERM.replace("SIGTERM", "SIGINT").replace("sys.exit(9)", "pass")
-    job = on_two_hosts(tmp_path, deaf, "ssh", "--no-preflight", "--grace", "600")
+    hears = HEARS_SIGTERM.replace("SIGTERM", "SIGINT")
+    job = on_two_hosts(tmp_path, hears, "ssh", "--no-preflight", "--grace", "600")
     job.wait_for_files("ready0", "ready1")
     job.process.send_signal(signal.SIGINT)
+    job.wait_for_files("heard0", "heard1")
     time.sleep(0.3)
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)

@@ -21,13 +21,17 @@ VARIABLE = "LOWTIDE_JOB_ID"
 MAGIC = "=== lowtide orphans ==="  # begins the one line of the answer; a remote shell may talk before
 _SECONDS = 2.0
 _POLL_SECONDS = 0.02
+_CLEAR_LOOKS = 2  # a process in the middle of its exec has no environment, for a moment
 
 
 def kill_orphans(identity: str, seconds: float = _SECONDS) -> dict[int, str]:
     """Sends SIGKILL to all processes of the job, until none is there or the time is over: id -> name of those met."""
     met: dict[int, str] = {}
     deadline = time.monotonic() + seconds
-    while found := _processes_of(identity):
+    num_clear = 0
+    while num_clear < _CLEAR_LOOKS:
+        found = _processes_of(identity)
+        num_clear = 0 if found else num_clear + 1
         for pid in found:
             with contextlib.suppress(OSError):  # it has ended by itself
                 met.setdefault(pid, Path(f"/proc/{pid}/comm").read_text().strip())

@@ -62,6 +62,15 @@ def test_what_is_started_in_the_meantime_is_killed_too(start: Start, tmp_path: P
     assert orphans.kill_orphans(job) == {}
 
 
+def test_a_process_that_has_no_environment_at_the_first_look_is_killed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the middle of its exec."""
+    process, search, looks = start(job := str(uuid.uuid4())), orphans._processes_of, iter([False])
+    monkeypatch.setattr(orphans, "_processes_of", lambda identity: search(identity) if next(looks, True) else [])
+    assert set(orphans.kill_orphans(job)) == {process.pid} and process.wait(60) == -9
+
+
 def test_the_answer_is_one_line_with_names(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     job = str(uuid.uuid4())
     process = start(job)

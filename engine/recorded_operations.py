@@ -21,6 +21,8 @@ class View:
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
@@ -30,12 +32,16 @@ class View:
             tuple(tensor.stride()),
             int(tensor.storage_offset()),
             tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def of_values(self, base: Tensor) -> Tensor:
         """The same view of memory that has values."""
         whole = torch.empty(0, dtype=self.dtype, device=base.device)
-        return whole.set_(base.untyped_storage(), self.offset, self.shape, self.strides)
+        view = whole.set_(base.untyped_storage(), self.offset, self.shape, self.strides)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
 
 @dataclass(frozen=True)

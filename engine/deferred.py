@@ -172,6 +172,7 @@ class DeferredModel(LaterModel):
     def _replace_by_shells(self) -> list[_Place]:
         """Parameters become real ones with a shape and no memory. Returns where each value goes."""
         shells: dict[int, nn.Parameter] = {}
+        recorded: list[nn.Parameter] = []  # so that none gets the identity of one that is replaced
         given = set(map(id, self.given))
         places: dict[int, _Place] = {}  # by identity of the tensor
         for owner, module in self.module.named_modules():
@@ -183,6 +184,7 @@ class DeferredModel(LaterModel):
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
                     shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
                     _take_over(shell, param)
+                    recorded.append(param)
                     places[id(param)] = _Place(prefix + name, shell, View.of(param))
                     self._alive.append(param.untyped_storage())
                 module._parameters[name] = shells[id(param)]

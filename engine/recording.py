@@ -156,6 +156,8 @@ class Recording:
         for tensor in with_values:
             for index in self._borrowers.pop(View.of(tensor).storage, ()):
                 self.operations[index] = self.operations[index].with_own_copies()
+        if with_values and any(leaf.is_meta for leaf in tensors_in((args, kwargs))):
+            raise NotImplementedError(f"{function} changes a tensor that has memory by one that has none")
         if with_values or function is torch.ops.aten.copy_.default:
             return args, kwargs
         kinds = {leaf.is_meta for leaf in tensors_in((args, kwargs)) if leaf.is_meta or leaf.dim()}
@@ -220,6 +222,8 @@ class Recording:
                     return None
                 operations.append(operation)
                 needed.update(one.storage for one in operation.views)
+                if operation.filled is not None:  # what it held before may be random
+                    needed.discard(operation.filled)
         with _nothing_recorded():
             real = {storage: value.clone() for storage, value in self.constants.items() if storage in needed}
             for operation in reversed(operations):
@@ -401,6 +405,11 @@ class _DataRecorder(TorchFunctionMode):
             if value is None:
                 raise RuntimeError(f"{func.__name__} of a tensor that has none")
             return func(value if func is Tensor.tolist else self._owner.shared(value), *args[1:], **kwargs)
+        if func is Tensor.__format__ and args[0].is_meta:
+            value = self._owner.value_of(args[0])
+            if value is None and args[1]:
+                raise RuntimeError(f"format '{args[1]}' of a tensor that has none")
+            return func(args[0] if value is None else value, args[1])
         if func is Tensor.data_ptr and args[0].is_meta:  # so that tensors of one memory are found
             view = View.of(args[0])
             return view.storage + view.offset * view.dtype.itemsize
@@ -483,11 +492,11 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "model, where all that was drawn before is only drawn later: leave the device out, give it a "
                 "generator, or pass the constructed module to initialize in its place"
             )
-        if self._data.all_on_meta:
-            args, kwargs = self._owner.beside_meta(func, args, kwargs)
         # The kernels of these two for meta tensors import torch's compiler, 105 MiB, and leave the tensor as it is.
         is_certain = func in _CERTAIN and _CERTAIN[func](*args[1:], **kwargs)
         try:
+            if self._data.all_on_meta:
+                args, kwargs = self._owner.beside_meta(func, args, kwargs)
             result = args[0] if is_certain and args[0].is_meta else func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             computed = self._owner.computed(func, args, kwargs)

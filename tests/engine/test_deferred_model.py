@@ -300,7 +300,16 @@ def seeds_of_torch(model: Any) -> int:
 
 def traced(model: Any) -> None:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        model.traced = torch.jit.trace(nn.Linear(3, 3), torch.rand(1, 3))  # type: ignore[no-untyped-call]
+        model.traced = torch.jit.trace(nn.Linear(3, 3), torch.rand(1, 3))
+
+
+def reads_what_was_filled(model: Any) -> tuple[float, str]:
+    nn.init.ones_(model.layer.weight)
+    table = torch.zeros(3, device="cpu")
+    table += torch.arange(3.0)
+    table[1] = torch.tensor(5.0)
+    model.register_buffer("table", table)
+    return model.layer.weight.sum().item(), f"{torch.tensor(3.0):.2f}"
 
 
 def one_memory(model: Any) -> bool:
@@ -323,6 +332,7 @@ HABITS: list[Callable[[Any], object]] = [
     changes_without_a_result,
     seeds_of_torch,
     traced,
+    reads_what_was_filled,
     one_memory,
 ]
 
@@ -356,6 +366,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda model: np.asarray(model.layer.weight.detach()), "reads values .*__array__ of a tensor that has none"),
     (lambda model: torch.ones(2).apply_(float), "reads values .*apply_ of a tensor that has none"),
     (lambda model: torch.FloatTensor(torch.rand(2)), "reads values .*expected TensorOptions"),
+    (lambda model: torch.zeros(2, device="cpu").add_(torch.rand(2)), "changes a tensor that has memory by one that"),
     (lambda model: torch.eye(2).to_sparse(), "reads values .*has no memory to be described by"),
 ]
 
@@ -369,7 +380,7 @@ def test_what_cannot_be_done_again_is_refused(does: Callable[[Any], object], tex
 def test_what_is_on_a_parameter_stays_on_it() -> None:
     def build() -> nn.Module:
         model = nn.Linear(3, 3)
-        model.weight._no_weight_decay = True
+        vars(model.weight)["_no_weight_decay"] = True
         model.weight.register_hook(torch.zeros_like)
         return model
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.utils._device
@@ -69,6 +70,7 @@ class Recording:
         """By what they are in C++: those that operations draw from, but for torch's."""
         self.of_arrays: set[int] = set()  # storages with values, which NumPy may change
         self._shared: list[tuple[Tensor, bytes]] = []  # with an array of NumPy's, and what it held then
+        self.lent: dict[int, ref[Any]] = {}  # by storage, the array of NumPy's that has its values
         self._borrowers: dict[int, list[int]] = {}  # a storage with values -> the operations that read it
         self._earlier: RecordedGenerator | None = None  # torch's, of an earlier context
         self._torch: RecordedGenerator | None = None  # while what draws is recorded, and nothing draws
@@ -140,6 +142,10 @@ class Recording:
             if not tensor.is_meta:
                 self._borrowers.setdefault(View.of(tensor).storage, []).append(len(self.operations))
         operation = Operation.of(function, args, kwargs, outputs, fills)
+        if self.lent and any(
+            (array := self.lent.get(one.storage)) and array() is not None for one in operation.written
+        ):
+            raise NotImplementedError(f"{function} changes a tensor of which a NumPy array has the memory")
         is_of_array = any(View.of(tensor).storage in self.of_arrays for tensor in tensors_in((args, kwargs)))
         self.operations.append(operation.with_own_copies() if is_of_array else operation)
         if drawn_from is not None:
@@ -404,8 +410,12 @@ class _DataRecorder(TorchFunctionMode):
             value = None if func in (Tensor.apply_, Tensor.map_) else self._owner.value_of(args[0])
             if value is None:
                 raise RuntimeError(f"{func.__name__} of a tensor that has none")
-            return func(value if func is Tensor.tolist else self._owner.shared(value), *args[1:], **kwargs)
-        if func is Tensor.__format__ and args[0].is_meta:
+            if func is Tensor.tolist:
+                return func(value)
+            array = func(self._owner.shared(value), *args[1:], **kwargs)
+            self._owner.lent[View.of(args[0]).storage] = ref(array)
+            return array
+        if func == Tensor.__format__ and args[0].is_meta:
             value = self._owner.value_of(args[0])
             if value is None and args[1]:
                 raise RuntimeError(f"format '{args[1]}' of a tensor that has none")

@@ -353,6 +353,13 @@ def writes_an_array(model: Any) -> None:
     torch.zeros(3).numpy()[0] = 1.0
 
 
+def changes_what_an_array_has(model: Any) -> object:
+    tensor = torch.zeros(3)
+    array = tensor.numpy()
+    tensor += 1
+    return array
+
+
 def state_of_another(model: Any) -> None:
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
@@ -362,6 +369,7 @@ def state_of_another(model: Any) -> None:
 REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (writes_an_array, "the model builder changes a NumPy array that shares memory with a tensor"),
     (state_of_another, "the model builder gives a generator the state of another"),
+    (changes_what_an_array_has, "changes a tensor of which a NumPy array has the memory"),
     (lambda model: pickle.dumps(model.layer), "reads values .*pickle or copy.copy of a tensor that has none"),
     (lambda model: np.asarray(model.layer.weight.detach()), "reads values .*__array__ of a tensor that has none"),
     (lambda model: torch.ones(2).apply_(float), "reads values .*apply_ of a tensor that has none"),

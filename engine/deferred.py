@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from ..watch.log import logger
 from .later_model import LaterModel
 from .plain_tensors import plain_tensors
+from .recorded_generators import identity_of, restore
 from .recorded_operations import View
-from .recording import Recording, identity_of, restore
+from .recording import Recording
 
 _NUM_NAMED = 3  # in an error; there may be hundreds
 

@@ -4,12 +4,6 @@
 Some read a value: `[rate.item() for rate in torch.linspace(0, 0.1, depth)]`, a mask's `nonzero()`. Where no random
 number is in it, the operations that have made it are done at once, with values. Else it is an error: what the random
 numbers are is only known when all that were drawn before have been drawn.
-
-[Note: seeds that a constructor sets]
-On the meta device nothing is drawn, so the generator stays where it is; and a constructor may set it (`manual_seed`),
-or keep its state and set that again (`fork_rng`). So the generator gets a state of its own after each operation that
-draws: a state that is found there later, and is one of these, is that of then; any other one was made from a seed. That
-holds for each generator that a constructor draws from.
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -29,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from .recorded_generators import TORCHS, RecordedGenerator, check_seed, identity_of
 from .recorded_operations import Operation, View, draws, mapped, on_cpu, tensors_in, written_by
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -52,9 +46,7 @@ _CERTAIN: dict[Any, Callable[..., bool]] = {
 _CONSTRUCTORS = frozenset(_device_constructors.__wrapped__())
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_OUR_SEEDS = range(0x10_77_1D_E0_00_00_00_00, 0x10_77_1D_E1_00_00_00_00)
 _NUM_LOOKED_AT = 64  # elements of a list
-_next_seed = partial(next, iter(_OUR_SEEDS))  # no two generators have one
 
 
 class Recording:
@@ -180,15 +172,15 @@ class Recording:
     def may_draw(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether an operation that draws does so on the meta device, or from a generator that no other has used."""
         device, generator = kwargs.get("device"), kwargs.get("generator")
-        if generator is not None and identity_of(generator) not in (*self.generators, _TORCHS):
-            _check_seed(generator.initial_seed())
+        if generator is not None and identity_of(generator) not in (*self.generators, TORCHS):
+            check_seed(generator.initial_seed())
             return True
         on_meta = device is not None and device.type == "meta"
         return on_meta or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
 
     def _drawn_from(self, kwargs: dict[str, Any]) -> RecordedGenerator | None:
         generator = kwargs.get("generator")
-        if self._torch is None or generator is None or identity_of(generator) == _TORCHS:
+        if self._torch is None or generator is None or identity_of(generator) == TORCHS:
             return self._torch
         if identity_of(generator) not in self.generators:
             self.generators[identity_of(generator)] = RecordedGenerator(generator, self.operations)
@@ -255,76 +247,9 @@ class Recording:
         return (mapped(lambda leaf: self.constant(leaf) if isinstance(leaf, Tensor) else leaf, result),)
 
 
-class RecordedGenerator:
-    """A generator from which nothing is drawn while operations are recorded. See [Note: seeds that ...]."""
-
-    def __init__(self, generator: torch.Generator, operations: list[Operation]) -> None:
-        self.generator, self.first = generator, generator.get_state()
-        self._operations = operations
-        self._told = generator.initial_seed()  # what it would be where it draws
-        self._places: dict[int, tuple[int, int]] = {}  # a seed of ours -> before which operation it was, and that
-        self.take_seed()
-
-    def take_seed(self) -> None:
-        """What was recorded last would have drawn."""
-        self._seed = _next_seed()
-        self._places[self._seed] = len(self._operations), self._told
-        self.generator.manual_seed(self._seed)
-
-    def go_on(self) -> None:
-        """With what is recorded later."""
-        self.generator.manual_seed(self._seed)
-
-    def note_state(self) -> None:
-        """Writes down that the generator was set since."""
-        seed = self.generator.initial_seed()
-        if seed == self._seed:  # nothing draws here
-            return
-        if seed in self._places:
-            place, self._told = self._places[seed]
-            setting = Operation.of(restore, (self.generator, place), {}, [])
-        else:
-            _check_seed(seed)
-            self._told = seed
-            setting = Operation.of(set_state, (self.generator, self.generator.get_state()), {}, [])
-        self._operations.append(setting)
-        self.take_seed()
-
-    def told_seed(self) -> int:
-        """In the place of torch.initial_seed."""
-        self.note_state()
-        return self._told
-
-
-def _check_seed(seed: int) -> None:
-    """Of a generator that was set. Raises ValueError where that is a state of ours."""
-    if seed in _OUR_SEEDS:
-        raise ValueError(
-            "the model builder gives a generator the state of another from which it has drawn (set_state, deepcopy), "
-            "where nothing is drawn yet: give it a seed, or pass the constructed module to initialize in its place"
-        )
-
-
 def _bytes_of(value: Tensor) -> bytes:
     array: bytes = value.detach().resolve_conj().resolve_neg().numpy().tobytes()
     return array
-
-
-def identity_of(generator: Any) -> int:
-    """Of what draws: torch makes another object of Python for it in each call."""
-    return int(generator._cdata)
-
-
-_TORCHS = identity_of(torch.default_generator)
-
-
-def set_state(generator: torch.Generator, state: Tensor) -> None:
-    """An operation: the generator was set."""
-    generator.set_state(state)
-
-
-def restore(generator: torch.Generator, place: int) -> None:
-    """Stands for: the generator has again the state that it had before the operation of this number."""
 
 
 @contextmanager

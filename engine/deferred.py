@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from ..watch.log import logger
 from .later_model import LaterModel
 from .plain_tensors import plain_tensors
+from .recorded_generators import identity_of, restore
 from .recorded_operations import View
-from .recording import Recording, identity_of, restore
+from .recording import Recording
 
 _NUM_NAMED = 3  # in an error; there may be hundreds
 
@@ -163,7 +164,7 @@ class DeferredModel(LaterModel):
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         base = real.pop(storage)
         for place in waiting.pop(storage, ()):
-            tensor = place.view.of_values(base)
+            tensor = place.view.of_values(base).resolve_conj().resolve_neg()
             if place.param is None:
                 place.put(tensor.clone())
             else:
@@ -172,6 +173,7 @@ class DeferredModel(LaterModel):
     def _replace_by_shells(self) -> list[_Place]:
         """Parameters become real ones with a shape and no memory. Returns where each value goes."""
         shells: dict[int, nn.Parameter] = {}
+        recorded: list[nn.Parameter] = []  # so that none gets the identity of one that is replaced
         given = set(map(id, self.given))
         places: dict[int, _Place] = {}  # by identity of the tensor
         for owner, module in self.module.named_modules():
@@ -182,6 +184,8 @@ class DeferredModel(LaterModel):
                 if id(param) not in shells:
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
                     shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
+                    _take_over(shell, param)
+                    recorded.append(param)
                     places[id(param)] = _Place(prefix + name, shell, View.of(param))
                     self._alive.append(param.untyped_storage())
                 module._parameters[name] = shells[id(param)]
@@ -203,3 +207,10 @@ class DeferredModel(LaterModel):
             places[id(tensor)] = _Place(name, None, View.of(tensor), isinstance(tensor, nn.Parameter), needs_grad)
             self._alive.append(tensor.untyped_storage())
         places[id(tensor)].puts.append(put)
+
+
+def _take_over(shell: nn.Parameter, param: nn.Parameter) -> None:
+    """What a constructor has put on a parameter: that it is not to decay, say, or hooks for its gradient."""
+    vars(shell).update(vars(param))
+    shell._backward_hooks = param._backward_hooks
+    shell._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks

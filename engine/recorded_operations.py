@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,8 @@ class View:
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
@@ -30,12 +32,16 @@ class View:
             tuple(tensor.stride()),
             int(tensor.storage_offset()),
             tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def of_values(self, base: Tensor) -> Tensor:
         """The same view of memory that has values."""
         whole = torch.empty(0, dtype=self.dtype, device=base.device)
-        return whole.set_(base.untyped_storage(), self.offset, self.shape, self.strides)
+        view = whole.set_(base.untyped_storage(), self.offset, self.shape, self.strides)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,16 @@ class Operation:
         return _found(View, (self.args, self.kwargs, self.outputs))
 
     @property
+    def written(self) -> Iterator[View]:
+        """What it makes and changes."""
+        return _found(View, (self.outputs, written_by(self.function, self.args, self.kwargs)))
+
+    def with_own_copies(self) -> Operation:
+        """The same, of tensors with values that nobody else changes."""
+        args, kwargs = mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
+    @property
     def is_random(self) -> bool:
         """Whether it draws."""
         return draws(self.function)
@@ -89,6 +105,12 @@ class Operation:
 
         def materialize(value: Any) -> Any:
             if isinstance(value, View):
+                if value.storage not in real:
+                    raise ValueError(
+                        f"the model builder uses a tensor of shape {value.shape} that has no memory and that was not "
+                        "made in the call, or in a way that cannot be replayed: expected tensors that the call makes; "
+                        "or pass the constructed module to initialize in its place"
+                    )
                 return value.of_values(real[value.storage])
             return on_cpu(value)
 
@@ -133,6 +155,16 @@ def draws(function: Callable[..., Any]) -> bool:
     """Whether a function, of torch's dispatcher or of nn.init, draws random numbers."""
     tags = getattr(function, "tags", None)  # nn.init's has none, and is recorded because it draws
     return tags is None or torch.Tag.nondeterministic_seeded in tags
+
+
+def written_by(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a function of torch's dispatcher changes. torch._foreach_add_ gives none of them back."""
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    named = {argument.name: given for argument, given in zip(schema.arguments, args, strict=False)} | kwargs
+    changed = (one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write)
+    return [named[name] for name in changed if name in named]
 
 
 def on_cpu(value: Any) -> Any:

@@ -4,12 +4,6 @@
 Some read a value: `[rate.item() for rate in torch.linspace(0, 0.1, depth)]`, a mask's `nonzero()`. Where no random
 number is in it, the operations that have made it are done at once, with values. Else it is an error: what the random
 numbers are is only known when all that were drawn before have been drawn.
-
-[Note: seeds that a constructor sets]
-On the meta device nothing is drawn, so the generator stays where it is; and a constructor may set it (`manual_seed`),
-or keep its state and set that again (`fork_rng`). So the generator gets a state of its own after each operation that
-draws: a state that is found there later, and is one of these, is that of then; any other one was made from a seed. That
-holds for each generator that a constructor draws from.
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.utils._device
@@ -27,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .recorded_operations import Operation, View, draws, mapped, on_cpu, tensors_in
+from .recorded_generators import TORCHS, RecordedGenerator, check_seed, identity_of
+from .recorded_operations import Operation, View, draws, mapped, on_cpu, tensors_in, written_by
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _FILLS = {
@@ -50,7 +46,7 @@ _CERTAIN: dict[Any, Callable[..., bool]] = {
 _CONSTRUCTORS = frozenset(_device_constructors.__wrapped__())
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_OUR_SEEDS = 0x10_77_1D_E0_00_00  # from here on
+_NUM_LOOKED_AT = 64  # elements of a list
 
 
 class Recording:
@@ -64,6 +60,10 @@ class Recording:
         """Of torch's generator for the CPU, behind which operations that are recorded go on."""
         self.generators: dict[int, RecordedGenerator] = {}
         """By what they are in C++: those that operations draw from, but for torch's."""
+        self.of_arrays: set[int] = set()  # storages with values, which NumPy may change
+        self._shared: list[tuple[Tensor, bytes]] = []  # with an array of NumPy's, and what it held then
+        self.lent: dict[int, ref[Any]] = {}  # by storage, the array of NumPy's that has its values
+        self._borrowers: dict[int, list[int]] = {}  # a storage with values -> the operations that read it
         self._earlier: RecordedGenerator | None = None  # torch's, of an earlier context
         self._torch: RecordedGenerator | None = None  # while what draws is recorded, and nothing draws
 
@@ -77,9 +77,12 @@ class Recording:
         generator = self._generator() if all_on_meta else nullcontext()
         data = _DataRecorder(self, all_on_meta)
         try:
-            with generator, on_meta, data, _OperationRecorder(self, data), _trunc_normal_recorded(self):
+            with generator, on_meta, data, _OperationRecorder(self, data), _torch_replaced(self):
                 yield
-        except (NotImplementedError, RuntimeError) as error:
+            self._check_shared()
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            if isinstance(error, TypeError) and "meta" not in str(error):  # such as of torch.Tensor(weight)
+                raise
             raise ValueError(
                 "the model builder reads values of tensors while it constructs the model, which has no memory then "
                 f"({str(error).splitlines()[0]}). Pass the constructed module to initialize in its place."
@@ -95,11 +98,14 @@ class Recording:
             self.random_state = outside
         self._torch = self._earlier
         self._torch.go_on()
+        told, torch.initial_seed = torch.initial_seed, self._torch.told_seed
+        torch.random.initial_seed = self._torch.told_seed
         try:
             yield
             for one in (self._torch, *self.generators.values()):
                 one.note_state()
         finally:
+            torch.initial_seed = torch.random.initial_seed = told
             self._torch = None
             torch.set_rng_state(outside)
             for one in self.generators.values():
@@ -115,6 +121,8 @@ class Recording:
         outputs = tensors_in(result)
         if not any(tensor.is_meta for tensor in (*outputs, *tensors_in((args, kwargs)))):
             return
+        if "sparse" in str(function):
+            raise NotImplementedError(f"{function} has no memory to be described by")
         if self.random_state is None:
             with _nothing_recorded():
                 self.random_state = torch.get_rng_state()
@@ -122,21 +130,57 @@ class Recording:
         if drawn_from is not None:
             drawn_from.note_state()
         self.alive.extend(tensor.untyped_storage() for tensor in outputs)
-        self.operations.append(Operation.of(function, args, kwargs, outputs, fills))
+        for tensor in tensors_in((args, kwargs)):
+            if not tensor.is_meta:
+                self._borrowers.setdefault(View.of(tensor).storage, []).append(len(self.operations))
+        operation = Operation.of(function, args, kwargs, outputs, fills)
+        if self.lent and any(
+            (array := self.lent.get(one.storage)) and array() is not None for one in operation.written
+        ):
+            raise NotImplementedError(f"{function} changes a tensor of which a NumPy array has the memory")
+        is_of_array = any(View.of(tensor).storage in self.of_arrays for tensor in tensors_in((args, kwargs)))
+        self.operations.append(operation.with_own_copies() if is_of_array else operation)
         if drawn_from is not None:
             drawn_from.take_seed()
+
+    def beside_meta(self, function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments, and where some have no memory, those that have values without it too.
+
+        Kernels of torch fail on both, or read what is not there. What is copied alone may be a mapped file: it is not
+        read. Before tensors with values are changed, operations that read them later get their own.
+        """
+        written = tensors_in(written_by(function, args, kwargs))
+        with_values = [tensor for tensor in written if not tensor.is_meta]
+        for tensor in with_values:
+            for index in self._borrowers.pop(View.of(tensor).storage, ()):
+                self.operations[index] = self.operations[index].with_own_copies()
+        if with_values and any(leaf.is_meta for leaf in tensors_in((args, kwargs))):
+            raise NotImplementedError(f"{function} changes a tensor that has memory by one that has none")
+        if with_values or function is torch.ops.aten.copy_.default:
+            return args, kwargs
+        kinds = {leaf.is_meta for leaf in tensors_in((args, kwargs)) if leaf.is_meta or leaf.dim()}
+        if len(kinds) < 2:
+            return args, kwargs
+
+        def without_memory(leaf: Any) -> Any:
+            has_values = isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim()
+            return self.constant(leaf.detach().clone()) if has_values else leaf
+
+        lifted: tuple[Any, Any] = mapped(without_memory, (args, kwargs))
+        return lifted
 
     def may_draw(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether an operation that draws does so on the meta device, or from a generator that no other has used."""
         device, generator = kwargs.get("device"), kwargs.get("generator")
-        if generator is not None and identity_of(generator) not in self.generators:
+        if generator is not None and identity_of(generator) not in (*self.generators, TORCHS):
+            check_seed(generator.initial_seed())
             return True
         on_meta = device is not None and device.type == "meta"
         return on_meta or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
 
     def _drawn_from(self, kwargs: dict[str, Any]) -> RecordedGenerator | None:
         generator = kwargs.get("generator")
-        if self._torch is None or generator is None:
+        if self._torch is None or generator is None or identity_of(generator) == TORCHS:
             return self._torch
         if identity_of(generator) not in self.generators:
             self.generators[identity_of(generator)] = RecordedGenerator(generator, self.operations)
@@ -144,21 +188,40 @@ class Recording:
 
     def constant(self, value: Tensor) -> Tensor:
         """A meta tensor for a tensor that was made from Python's data: its values are kept as they are."""
+        if value.layout != torch.strided:
+            raise NotImplementedError(f"a tensor of layout {value.layout} has no memory to be described by")
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         self.alive.append(meta.untyped_storage())
         self.constants[View.of(meta).storage] = value
         return meta.requires_grad_(value.requires_grad)
+
+    def shared(self, value: Tensor) -> Tensor:
+        """The tensor, of which an array of NumPy's has or gets the memory."""
+        with _nothing_recorded():
+            self._shared.append((value, _bytes_of(value)))
+        return value
+
+    def _check_shared(self) -> None:
+        """Raises ValueError where NumPy has changed what operations that come later have to find as it was."""
+        if any(_bytes_of(value) != held for value, held in self._shared):
+            raise ValueError(
+                "the model builder changes a NumPy array that shares memory with a tensor (tensor.numpy(), "
+                "torch.as_tensor(array)), whose values come later: expected a copy (tensor.numpy().copy(), "
+                "torch.tensor(array)), or pass the constructed module to initialize in its place"
+            )
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """A meta tensor with its values now; None where they hang on random numbers."""
         view = View.of(tensor)
         needed, operations = {view.storage}, []
         for operation in reversed(self.operations):
-            if any(output.storage in needed for output in operation.outputs):
+            if any(one.storage in needed for one in operation.written):
                 if operation.is_random:
                     return None
                 operations.append(operation)
                 needed.update(one.storage for one in operation.views)
+                if operation.filled is not None:  # what it held before may be random
+                    needed.discard(operation.filled)
         with _nothing_recorded():
             real = {storage: value.clone() for storage, value in self.constants.items() if storage in needed}
             for operation in reversed(operations):
@@ -174,10 +237,7 @@ class Recording:
                 if value is None:
                     return None
                 values[id(leaf)] = value
-        named = zip(function._schema.arguments, args, strict=False)
-        if draws(function) or any(
-            one.alias_info is not None and one.alias_info.is_write and id(given) in values for one, given in named
-        ):
+        if draws(function) or any(id(one) in values for one in tensors_in(written_by(function, args, kwargs))):
             return None
         with _nothing_recorded():
             real = mapped(lambda leaf: values.get(id(leaf), on_cpu(leaf)), (args, kwargs))
@@ -187,51 +247,9 @@ class Recording:
         return (mapped(lambda leaf: self.constant(leaf) if isinstance(leaf, Tensor) else leaf, result),)
 
 
-class RecordedGenerator:
-    """A generator from which nothing is drawn while operations are recorded. See [Note: seeds that ...]."""
-
-    def __init__(self, generator: torch.Generator, operations: list[Operation]) -> None:
-        self.generator, self.first = generator, generator.get_state()
-        self._operations = operations
-        self._places: dict[int, int] = {}  # a seed of ours -> before which operation the generator had it
-        self.take_seed()
-
-    def take_seed(self) -> None:
-        """What was recorded last would have drawn."""
-        self._seed = _OUR_SEEDS + len(self._operations)
-        self._places[self._seed] = len(self._operations)
-        self.generator.manual_seed(self._seed)
-
-    def go_on(self) -> None:
-        """With what is recorded later."""
-        self.generator.manual_seed(self._seed)
-
-    def note_state(self) -> None:
-        """Writes down that the generator was set since."""
-        seed = self.generator.initial_seed()
-        if seed == self._seed:  # nothing draws here
-            return
-        place = self._places.get(seed)
-        if place is None:
-            setting = Operation.of(set_state, (self.generator, self.generator.get_state()), {}, [])
-        else:
-            setting = Operation.of(restore, (self.generator, place), {}, [])
-        self._operations.append(setting)
-        self.take_seed()
-
-
-def identity_of(generator: Any) -> int:
-    """Of what draws: torch makes another object of Python for it in each call."""
-    return int(generator._cdata)
-
-
-def set_state(generator: torch.Generator, state: Tensor) -> None:
-    """An operation: the generator was set."""
-    generator.set_state(state)
-
-
-def restore(generator: torch.Generator, place: int) -> None:
-    """Stands for: the generator has again the state that it had before the operation of this number."""
+def _bytes_of(value: Tensor) -> bytes:
+    array: bytes = value.detach().resolve_conj().resolve_neg().numpy().tobytes()
+    return array
 
 
 @contextmanager
@@ -242,21 +260,39 @@ def _nothing_recorded() -> Iterator[None]:
 
 
 @contextmanager
-def _trunc_normal_recorded(owner: Recording) -> Iterator[None]:
-    """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation."""
-    original = nn.init._no_grad_trunc_normal_
+def _torch_replaced(owner: Recording) -> Iterator[None]:
+    """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation.
+
+    Of pickled meta tensors others are made, without values; and what `from_numpy` gives may be changed by NumPy.
+    """
+    draw, from_numpy = nn.init._no_grad_trunc_normal_, torch.from_numpy
+    reduce: Any = Tensor._reduce_ex_internal
 
     def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_meta:
-            return original(tensor, *args, **kwargs)
-        owner.record(original, (tensor, *args), kwargs, tensor, fills=True)
+            return draw(tensor, *args, **kwargs)
+        owner.record(draw, (tensor, *args), kwargs, tensor, fills=True)
+        return tensor
+
+    def pickled(tensor: Tensor, protocol: int) -> Any:
+        if tensor.is_meta:
+            raise RuntimeError("pickle or copy.copy of a tensor that has none")
+        return reduce(tensor, protocol)
+
+    def noted(array: Any) -> Tensor:
+        tensor = from_numpy(array)
+        owner.of_arrays.add(View.of(tensor).storage)
+        owner.alive.append(tensor.untyped_storage())
         return tensor
 
     nn.init._no_grad_trunc_normal_ = record
+    torch.from_numpy = noted  # type: ignore[assignment]
+    Tensor._reduce_ex_internal = pickled  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.init._no_grad_trunc_normal_ = original
+        nn.init._no_grad_trunc_normal_, torch.from_numpy = draw, from_numpy
+        Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
 
 
 class _OnMeta(TorchFunctionMode):
@@ -293,32 +329,78 @@ class _DataRecorder(TorchFunctionMode):
             # orthogonal_, dirac_ and sparse_ do nothing on meta tensors: their operations must be recorded.
             # load_state_dict warns that it does nothing, and does what is recorded.
             return False
-        if func is Tensor.__getitem__ and args[0].is_meta and isinstance(args[1], list):
-            # torch makes a tensor of the list where nobody sees it.
-            return func(args[0], self._owner.constant(torch.tensor(args[1], device="cpu")))
-        if func is Tensor.numpy and args[0].is_meta and (value := self._owner.value_of(args[0])) is not None:
-            return func(value, *args[1:], **kwargs)
-        if func in (Tensor.to, Tensor.cpu, Tensor.cuda) and args[0].is_meta and self.all_on_meta:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
+            return func(args[0], self._index(args[1]), *args[2:])
+        if func in _READ_IN_PYTHON and args[0].is_meta:
+            value = None if func in (Tensor.apply_, Tensor.map_) else self._owner.value_of(args[0])
+            if value is None:
+                raise RuntimeError(f"{func.__name__} of a tensor that has none")
+            if func is Tensor.tolist:
+                return func(value)
+            array = func(self._owner.shared(value), *args[1:], **kwargs)
+            self._owner.lent[View.of(args[0]).storage] = ref(array)
+            return array
+        if func == Tensor.__format__ and args[0].is_meta:
+            value = self._owner.value_of(args[0])
+            if value is None and args[1]:
+                raise RuntimeError(f"format '{args[1]}' of a tensor that has none")
+            return func(args[0] if value is None else value, args[1])
+        if func is Tensor.data_ptr and args[0].is_meta:  # so that tensors of one memory are found
+            view = View.of(args[0])
+            return view.storage + view.offset * view.dtype.itemsize
+        if func is Tensor.new_tensor and args[0].is_meta and self.all_on_meta:
+            func, kwargs = torch.tensor, {"dtype": args[0].dtype, **kwargs}
+            args = args[1:]
+        if func in _MOVES and args[0].is_meta and self.all_on_meta:
             return _moved_nowhere(func, args, kwargs)
         if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
             return func(args[0], self._owner.constant(args[1].detach()))
-        if func not in self._from_data or kwargs.get("device") is not None or isinstance(args[0], Tensor):
+        data = next(iter((*args, *kwargs.values())), None)  # by whatever name
+        device = kwargs.get("device") or "meta"  # as by device=weight.device
+        if func not in self._from_data or torch.device(device).type != "meta" or isinstance(data, Tensor):
             return func(*args, **kwargs)
+        args, kwargs = mapped(self._value, (args, kwargs)) if _has_tensors(data) else (args, kwargs)
         value = func(*args, **{**kwargs, "device": "cpu"})
         if not value.numel():
             return value  # nothing to defer; and transformers asks in this way for the default device
-        return self._owner.constant(value)
+        is_own = value.untyped_storage().resizable()  # not of an array of NumPy's
+        return self._owner.constant(value if is_own else self._owner.shared(value))
+
+    def _value(self, leaf: Any) -> Any:
+        """A number that is a tensor, in a list."""
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        return leaf.item() if (value := self._owner.value_of(leaf)) is None else value
+
+    def _index(self, index: Any) -> Any:
+        """torch makes tensors of lists of numbers where nobody sees it."""
+        if isinstance(index, tuple):
+            return tuple(map(self._index, index))
+        if isinstance(index, list) and index and all(isinstance(one, bool) for one in index):
+            index = [place for place, is_taken in enumerate(index) if is_taken]
+        is_list = isinstance(index, list) and not any(isinstance(one, Tensor | slice | None) for one in index)
+        kind = torch.long if is_list and not index else None
+        return self._owner.constant(torch.tensor(index, dtype=kind, device="cpu")) if is_list else index
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_READ_IN_PYTHON = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.apply_, Tensor.map_}
+"""What reads values and is no operation: on a meta tensor it does nothing, or fails in words of its own."""
+
+
+_MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.type_as}
 
 
 def _moved_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`to`, `cpu` or `cuda` of a tensor whose values come later, and to where the engine has them: a dtype at most."""
-    if func is not Tensor.to:
+    if func in (Tensor.cpu, Tensor.cuda):
         return args[0]
     if isinstance(args[1] if len(args) > 1 else None, Tensor):
         return args[0].to(args[1].dtype)
+    if func is Tensor.type:
+        kind = next(iter((*args[1:], *kwargs.values())), None)
+        kind = getattr(torch, kind.rpartition(".")[2]) if isinstance(kind, str) else kind  # "torch.FloatTensor"
+        return func(args[0]) if kind is None else args[0].to(getattr(kind, "dtype", kind))
     copies = kwargs.pop("copy", False)
     _, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
     options = {} if memory_format is None else {"memory_format": memory_format}
@@ -348,6 +430,8 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The kernels of these two for meta tensors import torch's compiler, 105 MiB, and leave the tensor as it is.
         is_certain = func in _CERTAIN and _CERTAIN[func](*args[1:], **kwargs)
         try:
+            if self._data.all_on_meta:
+                args, kwargs = self._owner.beside_meta(func, args, kwargs)
             result = args[0] if is_certain and args[0].is_meta else func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             computed = self._owner.computed(func, args, kwargs)
@@ -357,6 +441,15 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view:  # a view is described by its storage, and has no values of its own to wait for
             self._owner.record(func, args, kwargs, result, fills)
         return result
+
+
+def _has_tensors(data: Any) -> bool:
+    """Whether a list is one of tensors, by its first: others may be long."""
+    while isinstance(data, list | tuple) and data:
+        if any(isinstance(one, Tensor) for one in data[:_NUM_LOOKED_AT]):
+            return True
+        data = data[0]
+    return False
 
 
 def _is_asked_by_torch(frame: FrameType | None) -> bool:

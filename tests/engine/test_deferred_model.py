@@ -1,10 +1,14 @@
 """A model built on the meta device gets the bits that it gets when it is built at once."""
 
+import pickle
 import re
+import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -241,6 +245,77 @@ def loads_values(model: Any) -> None:
     model.other.load_state_dict(values, assign=True)
 
 
+def conjugates(model: Any) -> None:
+    z = torch.complex(torch.rand(3), torch.rand(3))
+    model.first = nn.Parameter(torch.view_as_real((z.conj() * 2).resolve_conj()))
+    model.second = nn.Parameter(z.conj().imag)
+    model.register_buffer("third", z.conj())
+
+
+def indexes_with_lists(model: Any) -> None:
+    table = torch.rand(4, 4)
+    model.first = nn.Parameter(table[:, [0, 2]])
+    table[[0, 1], 1:] = 3.0
+    table[..., [True, False, False, True]] *= 2.0 if table[[]].shape == (0, 4) else 1.0
+    model.second = nn.Parameter(table)
+
+
+def values_by_other_ways(model: Any) -> None:
+    model.first = nn.Parameter(torch.tensor(data=[1.0, 2.0]) * torch.rand(2))
+    model.second = nn.Parameter(model.layer.weight.new_tensor([1.0, 2.0]))
+    model.register_buffer("number", torch.tensor(3.0, device=model.layer.weight.device) + 1)
+    rates = torch.linspace(0, 1, 3)
+    model.register_buffer("third", torch.tensor([rates[1], 2.0]))
+    model.fourth = nn.Parameter(torch.rand(3).type("torch.DoubleTensor").type_as(torch.ones(1, device="cpu")))
+
+
+def memory_beside_none(model: Any) -> None:
+    ones = torch.from_numpy(np.ones(3, np.float32))
+    model.first = nn.Parameter(torch.rand(3) + ones)
+    model.layer.bias.data.mul_(ones * 2)
+    table, array = torch.zeros(3, 3, device="cpu"), np.zeros((3, 3), np.float32)
+    for number in range(3):
+        table.fill_(number)
+        array[:] = number
+        model.layer.weight.data[0] = table[0]
+        model.layer.weight.data[1:].copy_(torch.from_numpy(array)[1:])
+        model.register_buffer(f"table{number}", torch.empty(3, 3).copy_(table))
+    model.convolution = nn.Conv2d(3, 4, 3)
+    model.register_buffer("seen", model.convolution(torch.ones(1, 3, 5, 5, device="cpu")).detach())
+
+
+def changes_without_a_result(model: Any) -> float:
+    numbers = [torch.ones(2), torch.zeros(2)]
+    torch._foreach_add_(numbers, 3.0)
+    torch.add(numbers[0], 1, out=numbers[1])
+    return float(numbers[0].sum() + numbers[1][0])
+
+
+def seeds_of_torch(model: Any) -> int:
+    model.first = nn.Parameter(torch.rand(2, generator=torch.default_generator))
+    model.second = nn.Parameter(torch.rand(2, generator=torch.Generator().manual_seed(torch.initial_seed())))
+    torch.manual_seed(5)
+    return torch.initial_seed()
+
+
+def traced(model: Any) -> None:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        model.traced = torch.jit.trace(nn.Linear(3, 3), torch.rand(1, 3))
+
+
+def reads_what_was_filled(model: Any) -> tuple[float, str]:
+    nn.init.ones_(model.layer.weight)
+    table = torch.zeros(3, device="cpu")
+    table += torch.arange(3.0)
+    table[1] = torch.tensor(5.0)
+    model.register_buffer("table", table)
+    return model.layer.weight.sum().item(), f"{torch.tensor(3.0):.2f}"
+
+
+def one_memory(model: Any) -> bool:
+    return bool(model.layer.weight.data_ptr() == model.layer.weight[0].data_ptr() != model.layer.bias.data_ptr())
+
+
 HABITS: list[Callable[[Any], object]] = [
     legacy_constructors,
     seeds_of_its_own,
@@ -250,6 +325,15 @@ HABITS: list[Callable[[Any], object]] = [
     numpy_arrays,
     reads,
     loads_values,
+    conjugates,
+    indexes_with_lists,
+    values_by_other_ways,
+    memory_beside_none,
+    changes_without_a_result,
+    seeds_of_torch,
+    traced,
+    reads_what_was_filled,
+    one_memory,
 ]
 
 
@@ -263,6 +347,55 @@ def test_habits_of_constructors_give_what_they_give_with_memory(does: Callable[[
     assert_same(deferred, expected)
     assert deferred.module.read == expected.read
     assert torch.equal(torch.rand(3), after)
+
+
+def writes_an_array(model: Any) -> None:
+    torch.zeros(3).numpy()[0] = 1.0
+
+
+def changes_what_an_array_has(model: Any) -> object:
+    tensor = torch.zeros(3)
+    array = tensor.numpy()
+    tensor += 1
+    return array
+
+
+def state_of_another(model: Any) -> None:
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    torch.rand(3, generator=generator)
+
+
+REFUSED: list[tuple[Callable[[Any], object], str]] = [
+    (writes_an_array, "the model builder changes a NumPy array that shares memory with a tensor"),
+    (state_of_another, "the model builder gives a generator the state of another"),
+    (changes_what_an_array_has, "changes a tensor of which a NumPy array has the memory"),
+    (lambda model: pickle.dumps(model.layer), "reads values .*pickle or copy.copy of a tensor that has none"),
+    (lambda model: np.asarray(model.layer.weight.detach()), "reads values .*__array__ of a tensor that has none"),
+    (lambda model: torch.ones(2).apply_(float), "reads values .*apply_ of a tensor that has none"),
+    (lambda model: torch.FloatTensor(torch.rand(2)), "reads values .*expected TensorOptions"),
+    (lambda model: torch.zeros(2, device="cpu").add_(torch.rand(2)), "changes a tensor that has memory by one that"),
+    (lambda model: torch.eye(2).to_sparse(), "reads values .*has no memory to be described by"),
+]
+
+
+@pytest.mark.parametrize(("does", "text"), REFUSED)
+def test_what_cannot_be_done_again_is_refused(does: Callable[[Any], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DeferredModel(partial(Habit, does))
+
+
+def test_what_is_on_a_parameter_stays_on_it() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(3, 3)
+        vars(model.weight)["_no_weight_decay"] = True
+        model.weight.register_hook(torch.zeros_like)
+        return model
+
+    weight = DeferredModel(build).module.weight
+    assert isinstance(weight, Tensor) and vars(weight) == {"_no_weight_decay": True}
+    weight.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
 
 
 def test_numbers_that_are_drawn_on_a_named_device_are_refused() -> None:
@@ -356,6 +489,8 @@ class Beside(nn.Module):
         self.own = (self.linear.weight, nn.Parameter(torch.rand(2)))
         self.leaf = torch.zeros(2, requires_grad=True)
         self.shape_alone = WITHOUT_MEMORY
+        self.prior = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), 1.0), 1)
+        self.queue = deque([torch.rand(2)])
 
 
 WITHOUT_MEMORY = torch.empty(3, device="meta")
@@ -369,7 +504,7 @@ def test_tensors_beside_parameters_and_buffers_have_the_values_of_the_built_ones
     assert_same(deferred, expected)
     model: Any = deferred.module
     theirs = list(plain_tensors(expected))
-    assert len(theirs) == 12
+    assert len(theirs) == 15
     for (name, ours, _), (expected_name, value, _) in zip(plain_tensors(model), theirs, strict=True):
         assert (name, type(ours), ours.requires_grad) == (expected_name, type(value), value.requires_grad)
         assert ours.is_meta or name == "own[0]" or torch.equal(ours, value), name

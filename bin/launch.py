@@ -1,8 +1,10 @@
 """`lowtide launch`: runs a script as the ranks of a job, on this machine or on many."""
 
 import argparse
+import ast
 import importlib.machinery
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import get_args
@@ -11,7 +13,7 @@ from ..launch.agent.agent import SILENCE_SECONDS, TOKEN_VARIABLE
 from ..launch.allocation.allocation import AllocationRequest, find_allocation
 from ..launch.hosts.environment import job_environment
 from ..launch.hosts.host import Allocation, LaunchError
-from ..launch.hosts.plan import Bind, printed_plan, printed_rank
+from ..launch.hosts.plan import LOCAL_RANK_WORD, Bind, command_of, printed_plan, printed_rank
 from ..launch.job.attempts import Attempts, Elastic, planned
 from ..launch.job.display import say
 from ..launch.job.request import Request
@@ -129,7 +131,8 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
         say(note)
     if allocation.part == "rank":
         environment = {**os.environ, **request.environment, **allocation.rank_environment}
-        os.execve(request.command[0], request.command, environment)
+        command = command_of(request.command, environment.get("LOCAL_RANK", "0"))
+        os.execve(command[0], command, environment)
     elastic = Elastic(options.max_restarts, options.min_hosts, options.max_hosts)
     return Attempts(request, allocation, elastic, make_transport).run()
 
@@ -142,6 +145,11 @@ def _notes(options: argparse.Namespace, allocation: Allocation) -> list[str]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         return [f"no effect on a rank that somebody else has started: {names}"]
     notes = []
+    if options.pass_local_rank is None and _local_rank_words(options):
+        notes.append(
+            f"each rank gets --local_rank=N, as from DeepSpeed's launcher, because {options.script} declares it and "
+            "calls add_config_arguments; --no-pass-local-rank leaves it out"
+        )
     if options.min_hosts is not None and not options.max_restarts:
         notes.append("--min-hosts has no effect without --max-restarts")
     if allocation.part != "rank" and allocation.meeting is not None and not os.environ.get(TOKEN_VARIABLE):
@@ -169,6 +177,7 @@ def _allocation_request(options: argparse.Namespace) -> AllocationRequest:
 
 def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
     target = ["-m", options.script] if options.module else [options.script]
+    target += _local_rank_words(options)
     return Request(
         command=(sys.executable, *target, *options.arguments),
         folder=str(Path.cwd()),
@@ -184,8 +193,48 @@ def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
         step_limit_seconds=options.step_limit,
         on_stall=options.on_stall,
         islands=options.islands,
+        notes_of_one_rank=_notes_of_one_rank(options),
         connect_seconds=JOIN_SECONDS if allocation.transport == "join" else CONNECT_SECONDS,
     )
+
+
+def _words(options: argparse.Namespace) -> set[str]:
+    """Names of variables and whole strings in the source of the script; none where it is a module, or no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse("" if options.module else Path(options.script).read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return set()  # Python says more when the script runs
+    names = (getattr(node, key, None) for node in nodes for key in ("id", "attr", "arg", "value"))
+    return {name for name in names if isinstance(name, str)}
+
+
+def _notes_of_one_rank(options: argparse.Namespace) -> tuple[str, ...]:
+    """Of options of the launcher behind the script, where nothing shows that the script has options of these names."""
+    known = {name: action for action in parser()._actions for name in action.option_strings if name.startswith("--")}
+    words = _words(options)
+    for index, word in enumerate(options.arguments):
+        name = word.partition("=")[0]
+        action = known.get(name)
+        if action is None or action.dest == "help" or words & {name, action.dest}:
+            continue
+        if getattr(options, action.dest) == action.default:
+            takes_next = "=" not in word and action.nargs != 0
+            before = shlex.join(options.arguments[index : index + 1 + takes_next])
+            return (
+                f"{name} stands behind the script and went to the script, which runs as one rank; if it is meant for "
+                f"the launcher, write it before the script: lowtide launch {before} {options.script}",
+            )
+    return ()
+
+
+def _local_rank_words(options: argparse.Namespace) -> list[str]:
+    """The argument that DeepSpeed's launcher puts before all others, where the script is to have it."""
+    if any(word.partition("=")[0] == "--local_rank" for word in options.arguments):
+        return []
+    is_passed = options.pass_local_rank
+    if is_passed is None:
+        is_passed = {"add_config_arguments", "--local_rank"} <= _words(options)
+    return [LOCAL_RANK_WORD] if is_passed else []
 
 
 def _seconds(text: str) -> float:
@@ -237,6 +286,12 @@ def _add_hosts(group: "argparse._ArgumentGroup") -> None:
 def _add_ranks(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    add(
+        "--pass-local-rank",
+        action=argparse.BooleanOptionalAction,
+        help="give the script --local_rank=N, as DeepSpeed's launcher does (default: if the script declares "
+        "--local_rank and calls add_config_arguments)",
+    )
     add("--env", action="append", default=[], metavar="K=V", help="set for every rank; K alone: with its value here")
     add("--env-file", action="append", type=Path, default=[], metavar="FILE", help="lines of K=V, set for every rank")
     add("--bind", choices=get_args(Bind), default="auto", help="ranks to cores (default: auto)")

@@ -15,7 +15,7 @@ from ...watch import stacks
 from ...watch.progress import ProgressReader, RankProgress
 from ...watch.record_folder import RecordFolder, memory_folder
 from ..hosts.host import LaunchError
-from ..hosts.plan import RankPlan
+from ..hosts.plan import RankPlan, command_of
 from ..wire.loop import Loop
 from ..wire.messages import Ended, Start
 from .process_tree import die_with_parent, kill_descendants
@@ -154,7 +154,7 @@ class HostRanks:
         output = None if read_fd is None else RankOutput(read_fd, is_plain, log, note, job.appends_logs)
         try:
             process = subprocess.Popen(
-                job.command,
+                command_of(job.command, str(plan.local_rank)),
                 cwd=job.folder,
                 env={
                     **start.defaults,

@@ -20,6 +20,7 @@ from .numa import own_cores, rank_nodes
 Bind = Literal["auto", "none", "numa", "cores"]
 
 MAX_SHOWN_RANKS = 64
+LOCAL_RANK_WORD = "--local_rank=$LOCAL_RANK"  # in a command: each rank gets its number in this place
 _NUMBERS = (
     "RANK",
     "LOCAL_RANK",
@@ -122,6 +123,11 @@ def make_plan(
         tuple(notes),
     )
     return replace(plan, hosts=_numbered(plan))
+
+
+def command_of(command: Sequence[str], local_rank: str) -> list[str]:
+    """The command of one rank of its host: with its number where LOCAL_RANK_WORD stands."""
+    return [f"--local_rank={local_rank}" if word == LOCAL_RANK_WORD else word for word in command]
 
 
 def printed_plan(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checks.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
@@ -120,7 +120,7 @@ def _interface(found: Reached, address: str) -> str:
 def plan_of(peers: Peers, request: Request, allocation: Allocation, master_address: str | None = None) -> Plan:
     """The plan for hosts that have all said Hello. Raises LaunchError where they have less than is asked."""
     reports = [peer.hello.report for peer in peers.all if peer.hello is not None]
-    return make_plan(
+    plan = make_plan(
         allocation,
         reports,
         request.command,
@@ -129,3 +129,4 @@ def plan_of(peers: Peers, request: Request, allocation: Allocation, master_addre
         request.bind,
         master_address,
     )
+    return replace(plan, notes=(*plan.notes, *request.notes_of_one_rank)) if plan.world_size == 1 else plan

@@ -126,3 +126,73 @@ def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
     assert "no effect on a rank that somebody else has started: --bind, --log-dir" in err
     status, _, err = Job(tmp_path, "", "--nproc", "1", "--min-hosts", "1").finish()
     assert status == 0 and "--min-hosts has no effect without --max-restarts" in err
+
+
+FOR_DEEPSPEED = """
+import argparse, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+def add_config_arguments(parser): ...
+add_config_arguments(parser)
+print(os.environ["LOCAL_RANK"], parser.parse_args().local_rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "text"),
+    [
+        ([], ["--nproc", "2"], "write it before the script: lowtide launch --nproc 2 "),
+        (
+            [],
+            ["--steps", "1", "--env=A=b"],
+            "note: --env stands behind the script and went to the script, which runs as one ",
+        ),
+        (["--nproc", "2"], ["--nproc", "2"], None),
+        (["--transport", "local"], ["--transport", "ssh"], None),
+        ([], ["--grace", "1"], None),  # the script has an option of this name itself
+        ([], ["--help", "--steps", "1"], None),
+    ],
+)
+def test_an_option_of_the_launcher_behind_the_script_is_named(
+    options: list[str], arguments: list[str], text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('"""lowtide launch --nproc 2 train.py"""\nprint(options.grace)')
+    assert launch(["--print-plan", *options, str(script), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert ("note:" not in out) if text is None else (text in out)
+
+
+def test_a_script_for_deepspeeds_launcher_gets_its_local_rank(tmp_path: Path) -> None:
+    status, out, err = Job(tmp_path, FOR_DEEPSPEED, "--nproc", "2").finish()
+    assert status == 0 and sorted(out.split("\n")) == ["", "0 0", "[rank 1] 1 1"], err
+    assert "script.py declares it and calls add_config_arguments; --no-pass-local-rank leaves it out\n" in err
+    _, out, err = Job(tmp_path, FOR_DEEPSPEED, "--no-pass-local-rank", variables=OF_A_RANK).finish()
+    assert out == "1 -1\n" and "local_rank" not in err
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "arguments", "expected"),
+    [
+        (FOR_DEEPSPEED, [], [], "--local_rank=1"),
+        (FOR_DEEPSPEED, [], ["--local_rank", "7"], "--local_rank 7"),
+        ("", ["--pass-local-rank"], ["--steps", "1"], "--local_rank=1 --steps 1"),
+        ('parser.add_argument("--local_rank")', [], [], ""),
+        ("no Python (", [], [], ""),
+    ],
+)
+def test_which_scripts_get_a_local_rank(
+    source: str,
+    options: list[str],
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in OF_A_RANK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.execve", lambda path, command, environment: sys.exit(" ".join(command[2:])))
+    (tmp_path / "train.py").write_text(source)
+    with pytest.raises(SystemExit) as replaced:
+        launch([*options, str(tmp_path / "train.py"), *arguments])
+    assert replaced.value.code == expected

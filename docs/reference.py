@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -29,16 +30,26 @@ def reference() -> str:
     parts += [f"## lowtide.{name}\n\n{_described(name, objects[name])}" for name in functions]
     for name in classes:
         is_record = is_dataclass(objects[name])
-        text = f"```python\n{inspect.getsource(objects[name])}```" if is_record else _docstring(objects[name])
+        text = f"```python\n{_fields_of(objects[name])}\n```" if is_record else _docstring(objects[name])
         parts.append(f"## lowtide.{name}\n\n{text}")
-        parts += [f"### {name}.{member}\n\n{text}" for member, text in _members(objects[name])]
+        members = _members(objects[name], with_methods=not is_record)
+        parts += [f"### {name}.{member}\n\n{text}" for member, text in members]
     parts.append("## Errors")
     parts += [f"- **lowtide.{name}** ({_bases(objects[name])}): {_one_line(objects[name])}" for name in errors]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _members(cls: type) -> Iterator[tuple[str, str]]:
-    """Public methods and properties of the class and of its bases in the same folder, in the order of the source."""
+def _fields_of(record: type) -> str:
+    """The source of a dataclass without its methods, which the library itself calls."""
+    source = inspect.getsource(record)
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.ClassDef)
+    last = max(one.end_lineno or 0 for one in node.body if not isinstance(one, ast.FunctionDef))
+    return "\n".join(source.splitlines()[:last])
+
+
+def _members(cls: type, with_methods: bool) -> Iterator[tuple[str, str]]:
+    """Properties, and public methods, of the class and of its bases in the same folder, in the order of the source."""
     folder = cls.__module__.rpartition(".")[0]
     owners = [one for one in cls.__mro__ if one.__module__.rpartition(".")[0] == folder]
     for owner, name, value in ((one, *item) for one in owners for item in vars(one).items()):
@@ -48,7 +59,7 @@ def _members(cls: type) -> Iterator[tuple[str, str]]:
         if isinstance(value, property):
             kind = _annotation(inspect.signature(function).return_annotation)
             yield name, f"```python\n{name}: {kind}\n```\n\n{_docstring(value)}"
-        else:
+        elif with_methods:
             yield name, _described(name, inspect.unwrap(function))
 
 

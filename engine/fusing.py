@@ -42,7 +42,8 @@ def fuse_modules(module: nn.Module, config: Config, world: World, ledger: Ledger
     if wanted == "auto":
         reason, found = where_triton_runs(world.device, backends)
         names = _beside_splits(wanted, found) if config.parallel.tensor > 1 else found
-        lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
+        if "fuse_modules" in config.kernels.model_fields_set:
+            lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
     if config.tiles.loss and "linear_cross_entropy" in names:
         names.remove("linear_cross_entropy")
         lines.append("config: kernels.linear_cross_entropy: its head and loss are computed by tiles.loss here")

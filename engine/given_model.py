@@ -16,6 +16,8 @@ from ..pipe.split.absent import Absent
 from ..watch.log import logger
 from ..zero.released import ReleasedParameter
 from .config.config import Config
+from .config.errors import shown
+from .config.explain import leaves
 from .deferred import DeferredModel
 from .later_model import LaterModel
 from .optimizer_plan import OptimizerPlan
@@ -155,7 +157,7 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in module.named_parameters()
     }
-    settings = {key: repr(value) for key, value in config.model_dump(mode="json").items()}
+    settings = {path: shown(value) for path, value in leaves(config.model_dump(mode="json"))}
     digest = hashlib.sha256(repr((params, settings)).encode()).hexdigest()
     if len(set(world.gather_objects(digest))) == 1:
         return
@@ -163,14 +165,16 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
     for what, index in (("config", 0), ("model", 1)):
         for rank, described in enumerate(everyone):
             ours, theirs = everyone[0][index], described[index]
-            keys = [key for key in (*ours, *theirs) if ours.get(key) != theirs.get(key)]
+            keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
             if keys:
-                shown = "; ".join(
+                sides = [
                     f"{key}: rank 0 has {ours.get(key, 'nothing')}, rank {rank} has {theirs.get(key, 'nothing')}"
-                    for key in dict.fromkeys(keys[:3])
-                )
+                    for key in keys[:3]
+                ]
+                sides += [f"and {len(keys) - 3} more"] if len(keys) > 3 else []
                 raise RuntimeError(
-                    f"the ranks have different {what}s: {shown}. All ranks must pass the same {what} to initialize."
+                    f"the ranks have different {what}s: {'; '.join(sides)}. "
+                    f"All ranks must pass the same {what} to initialize."
                 )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .engine.config.errors import ConfigError
     from .engine.engine import Engine
     from .engine.errors import NonFiniteGradientError
+    from .engine.planning.machine import Machine
     from .engine.planning.plan import Plan, plan
     from .engine.step_result import StepResult
     from .offload.errors import OffloadError
@@ -29,6 +30,7 @@ __all__ = [
     "Engine",
     "LeftOutError",
     "LossScaleError",
+    "Machine",
     "NoCheckpointError",
     "NonFiniteGradientError",
     "OffloadError",
@@ -47,6 +49,7 @@ _HOME = {
     "Engine": ".engine.engine",
     "LeftOutError": ".comm.errors",
     "LossScaleError": ".zero.loss_scale",
+    "Machine": ".engine.planning.machine",
     "NoCheckpointError": ".checkpoint.errors",
     "NonFiniteGradientError": ".engine.errors",
     "OffloadError": ".offload.errors",

@@ -29,6 +29,7 @@ def test_the_public_names_are_these_and_exist() -> None:
         "Engine",
         "LeftOutError",
         "LossScaleError",
+        "Machine",
         "NoCheckpointError",
         "NonFiniteGradientError",
         "OffloadError",

@@ -22,7 +22,7 @@ from .compiling import CompileConfig, compile_notes
 from .compressed import compression_faults
 from .elastic import KeptBatch, nothing_kept
 from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
-from .errors import ConfigError, Fault, FaultKind, shown, unknown_key
+from .errors import MAX_FAULTS, ConfigError, Fault, FaultKind, shown, unknown_key
 from .fill import Fill, filled
 from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, wire_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
@@ -61,8 +61,6 @@ from .sections import (
 )
 from .tiles import TilesConfig, idle_tiles
 from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
-
-MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
 
 _DEVICE_NAME = "^[a-z][a-z0-9_]{0,30}$"
 

@@ -19,6 +19,7 @@ FaultKind = Literal[
 ]
 
 
+MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
 _NEAR = 0.6  # of difflib's ratio
 
 

@@ -118,7 +118,7 @@ def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str =
 
 def _translated(raw: dict[str, object]) -> dict[str, object]:
     """path -> value, of our keys."""
-    return {path: value for path, value in _leaves(translate(raw).values) if value != {}}
+    return {path: value for path, value in leaves(translate(raw).values) if value != {}}
 
 
 def _named(section: str, key: str) -> str:
@@ -280,13 +280,14 @@ def _whole(source: Source, world_size: int | None) -> tuple[dict[str, object], d
         raise ConfigError(found.faults, found.source)
     config, _ = _loaded(read(source)[0], world_size)
     assert config is not None
-    values = dict(_leaves(config.as_dict())) | dict.fromkeys(config.planned_keys, "auto")
+    values = dict(leaves(config.as_dict())) | dict.fromkeys(config.planned_keys, "auto")
     return values, {one.path: one.origin for one in found.keys}
 
 
-def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
+    """(path, value) of each key that is no section, at any depth."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, join(path, key))
+            yield from leaves(value, join(path, key))
         else:
             yield join(path, key), value

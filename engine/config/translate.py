@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ...configs.section import Section
 from ...optimizers.table import OPTIMIZERS
 from .deepspeed import RULES, judge
-from .errors import Fault, shown, unknown_key
+from .errors import MAX_FAULTS, Fault, shown, unknown_key
 from .lax import converted
 from .optimizer import canonical_optimizer
 from .planned import PLANNED
@@ -102,26 +102,36 @@ def translate(raw: dict[str, object]) -> Translation:
     _take_quantized(out)
     optimizer = out.values.pop("optimizer", None)
     if isinstance(optimizer, dict):
-        section, notes, faults = canonical_optimizer(optimizer)
+        given = optimizer
+        section, notes, faults = canonical_optimizer(given)
         out.notes += notes
         out.faults += faults
         optimizer = section
         if faults:  # of an optimizer that is not here, the parameters cannot be judged
             out.faults = [f for f in out.faults if not f.path.startswith("optimizer.params.") or f in faults]
+            out.faults += _slips(given, "optimizer")
         elif section is not None:
             _give_back(section, "optimizer", OPTIMIZERS[str(section["type"])].params, out.auto_paths)
     if optimizer is not None:
         out.values["optimizer"] = optimizer
     scheduler = out.values.pop("scheduler", None)
     if isinstance(scheduler, dict):
-        scheduler, faults = canonical_scheduler(scheduler)
-        out.faults += faults
+        given = scheduler
+        scheduler, faults = canonical_scheduler(given)
+        out.faults += faults + (_slips(given, "scheduler") if faults else [])
         if scheduler is not None:
             _auto_peak(scheduler, out.auto_paths)
             _give_back(scheduler, "scheduler", SCHEDULER_PARAMS[str(scheduler["type"])], out.auto_paths)
     if scheduler is not None:
         out.values["scheduler"] = scheduler
     return out
+
+
+def _slips(section: dict[str, object], path: str) -> list[Fault]:
+    """Unknown keys of an optimizer or scheduler of no known type, which Config does not see: "type" may be meant."""
+    known = ["type", "params", *known_rule_keys(path)]
+    slips = [key for key in section if key not in known][:MAX_FAULTS]
+    return [unknown_key(join(path, key), key, known) for key in slips]
 
 
 def _give_back(section: dict[str, object], name: str, params: type[Section], auto_paths: list[str]) -> None:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.engine.config.config import MAX_FAULTS, Config, ConfigError
+from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.deepspeed import RULES
 from lowtide.engine.config.deepspeed_sections import SECTION_WORDS
+from lowtide.engine.config.errors import MAX_FAULTS
 from lowtide.engine.config.read import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 NUM_MUTATIONS = 250  # 10,000 take 20 s of CPU time
@@ -121,6 +122,10 @@ SLOW: dict[str, tuple[Callable[[], str], str]] = {  # what took long, or crashed
     "near known keys": (
         lambda: '{"zero_optimization": ' + keys('"stage3_param_persistence_threshol{}": 1', 1900) + "}",
         f"{MAX_FAULTS} of 1,900 faults are listed here",
+    ),
+    "keys of an optimizer without a type": (
+        lambda: '{"optimizer": ' + keys('"tipe{}": 1', 1900) + "}",
+        "optimizer.type: expected one of adamw",
     ),
     "5,000 unknown keys": (lambda: keys('"no{}": 1', 5000), TOO_MANY),
     "unknown keys": (lambda: keys('"no{}": 1', MEGABYTE // 12), FAR_TOO_MANY),

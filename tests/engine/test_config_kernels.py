@@ -108,7 +108,9 @@ def test_triton_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_fused_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    assert lines_of(caplog, Model()) == ['config: kernels.fuse_modules: "auto" is false: the device is cpu']
+    assert lines_of(caplog, Model()) == lines_of(caplog, Model(), layer_norm="auto") == []
+    said = 'config: kernels.fuse_modules: "auto" is false: the device is cpu'
+    assert lines_of(caplog, Model(), fuse_modules="auto") == [said]
     assert lines_of(caplog, Model(), fuse_modules=True) == ["fused 1 x LayerNorm (layer_norm)"]
     assert lines_of(caplog, Model(), fuse_modules=False) == lines_of(caplog, Model(), fuse_modules=[]) == []
     assert lines_of(caplog, Model(), fuse_modules=["layer_norm", "rms_norm"]) == [

@@ -109,6 +109,8 @@ def test_an_optimizer_that_is_not_done_lists_what_there_is(kind: str, why: str) 
             "optimizer.type: expected one of adamw, adam, sgd, lion, adagrad, rmsprop, adamax, nadam, ",
         ),
         ({"params": {}}, "optimizer.type: expected one of adamw, adam, sgd, lion, adagrad"),
+        ({"tyzpe": "AdamW"}, 'optimizer.tyzpe: unknown key "tyzpe"; did you mean "type"?'),
+        ({"type": "AdamV", "parms": {}}, 'optimizer.parms: unknown key "parms"; did you mean "params"?'),
         ("AdamW", 'optimizer: expected an object, found "AdamW"'),
         ({"type": "SGD", "params": 3}, "optimizer.params: expected an object, found 3"),
         ({"type": "SGD", "parms": {}}, 'optimizer.parms: unknown key "parms"; did you mean "params"?'),

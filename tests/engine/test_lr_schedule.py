@@ -204,6 +204,7 @@ def test_type_names_are_found_without_regard_to_case() -> None:
         ({"type": "OneCycle", "params": {"cycle_min_lr": 1}}, "scheduler.params.cycle_max_lr: must be given"),
         ({"type": "cosin"}, 'unknown scheduler "cosin"; did you mean "cosine"?; there is'),
         ({"params": {}}, "scheduler.type: expected one of WarmupLR, "),
+        ({"tipe": "cosine"}, 'scheduler.tipe: unknown key "tipe"; did you mean "type"?'),
         ({"type": 1}, "PolynomialLR, found 1"),
         ({"type": "cosine"}, "scheduler.params.total_num_steps: must be given: nothing else says what it is"),
         (

@@ -19,6 +19,13 @@ def with_other_config() -> None:
     lowtide.initialize(nn.Linear(3, 2), {**CONFIG, **clipping})
 
 
+def with_another_stage_and_optimizer() -> None:
+    rank = dist.get_rank()
+    params = {"lr": 0.1, "momentum": 0.5} if rank == 1 else {"lr": 0.1}
+    optimizer = {"type": "sgd", "params": params} if rank < 2 else {"type": "lion"}
+    lowtide.initialize(nn.Linear(3, 2), {"optimizer": optimizer, "zero_optimization": {"stage": 1 + rank}})
+
+
 def with_other_shape() -> None:
     lowtide.initialize(nn.Linear(3, 2 + dist.get_rank()), CONFIG)
 
@@ -42,6 +49,11 @@ def with_frozen_weight() -> None:
     ("function", "text"),
     [
         (with_other_config, "different configs: gradient_clipping: rank 0 has 1.0, rank 1 has 2.0."),
+        (
+            with_another_stage_and_optimizer,
+            "different configs: zero_optimization.stage: rank 0 has 1, rank 1 has 2; optimizer.params.momentum: "
+            "rank 0 has 0.0, rank 1 has 0.5. All",
+        ),
         (
             with_other_shape,
             "different models: weight: rank 0 has (2, 3) torch.float32, rank 1 has (3, 3) torch.float32",

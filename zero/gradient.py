@@ -206,6 +206,8 @@ class GroupGradient:
 
         Stages it right away, unless that would wait for other ranks or change a rounding; else `collect` does later.
         """
+        if self.group.params[index].grad is None:  # frozen since its forward: autograd tells of it, and adds nothing
+            return
         if self._staging is None and not self._may_stage_early(boundary):
             return
         self._early.add(index)  # once, however often it comes: autograd adds it up

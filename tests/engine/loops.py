@@ -219,6 +219,19 @@ def frozen_critic(make: Make, data: Data) -> list[Trained]:
     return [generator, critic]
 
 
+def critic_frozen_after_its_forward(make: Make, data: Data) -> list[Trained]:
+    """Autograd comes to its parameters, and adds nothing to them."""
+    generator, critic = make(net(outputs=WIDTH)), make(net())
+    for step in range(STEPS):
+        loss = mean([-critic(generator(x)).mean() for x in data(step)])
+        with critic.frozen():
+            loss.backward()
+        generator.step()
+        mean([(critic(x) - critic(generator(x).detach())).square().mean() for x in data(step)]).backward()
+        critic.step()
+    return [generator, critic]
+
+
 def wgan_gp(make: Make, data: Data) -> list[Trained]:
     generator, critic = make(net(outputs=WIDTH)), make(net())
     for step in range(STEPS):
@@ -520,6 +533,7 @@ LOOPS: tuple[Loop, ...] = (
     blocks_after_an_error,
     loss_and_logits,
     weighted_by_own_gradients,
+    critic_frozen_after_its_forward,
 )
 OPTIMIZER = {"type": "adamw", "params": {"lr": 0.01, "weight_decay": 0.1}}
 

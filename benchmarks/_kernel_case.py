@@ -66,6 +66,7 @@ class Case:
     results_with_gradient: tuple[str, ...] = ()  # float results that a gradient comes from; others have none
     read: Callable[[Tensors], Tensors] = field(default=_as_they_are)  # results -> what the formula gives
     allowed: Callable[[Tensors], Tensors] = field(default=_nothing)  # inputs in float64 -> what results may be off by
+    summed_dims: Mapping[str, int] = field(default_factory=dict)  # product -> index of a size: so long are its sums
     inner_roundings: float = 0.0  # of intermediate values to the dtype: they act on an element whatever its own size
     is_memory_bound: bool = True
 

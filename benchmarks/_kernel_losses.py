@@ -106,6 +106,7 @@ LOSS_CASES = (
         passes=("forward", "both"),
         inputs_with_gradient=("hidden", "weight"),
         results_with_gradient=("loss",),
+        summed_dims={"dhidden": 2},
         inner_roundings=8.0,  # of logits and of their gradient, which matrix products read
         is_memory_bound=False,
     ),

@@ -5,10 +5,23 @@ What is measured is the time between two events on the stream. Before the first 
 larger than the second-level cache is read (so that the cache holds none of the inputs, and nothing that must still be
 written), and the GPU is kept waiting, so that the host is ahead with its launches and its own time does not show. That
 time, of the Python code up to the last launch, is measured too: a step whose kernels are shorter is bound by the host.
+
+[Note: long sums]
+A product adds the K terms of an element one after the other in float32. Each sum is rounded, by ulp / sqrt(12) on
+average. If the sum is large from a random term on, as that of dhidden is from the term of the label, K / 2 roundings
+count: ulp sqrt(K / 24). Five times that, which one element in 2 million exceeds, is sqrt(K) ulp. Measured, in ulps of
+the largest element: a loop on a CPU is off by 83 at K = 32,000 (sqrt: 179) and 133 at 128,256 (358), of 2e4 elements;
+an H100 by about 100 and 220, of 8e6 and 3e7. Torch's form has the same product, as long. tf32 is off by 1,000 and more.
+
+[Note: loss scale]
+float16 has no number below 6e-8. The gradient of a mean loss by a logit is about 1 / (rows x classes), 1e-9 for 8,192 x
+128,256: with a gradient of one from above all but the labels' are zero, in torch's form too, and dhidden is off by 1.2
+times what is allowed. Nobody trains so: a loss of float16 gets a loss scale, with which it is 0.06 times.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -24,6 +37,7 @@ WARMUP_ROUNDS = 3
 FLUSHED_CACHES = 4  # caches' worth of bytes are read to empty one
 WAIT_MICROSECONDS = 1000.0  # at least; else twice what the host took
 CYCLES_PER_MICROSECOND = 2000  # of a fast clock: a slower one waits longer
+LOSS_SCALE = 2.0**12  # of float16, see [Note: loss scale]
 FLOAT32_STEPS = 32  # roundings in float32 that a result may have seen, of the size of the largest element
 
 
@@ -38,8 +52,10 @@ class Problem:
         self.moved = case.moved(self.pristine, results)
         self.upstream = {name: torch.ones_like(results[name]) for name in case.results_with_gradient}
         for tensor in self.upstream.values():
-            if tensor.dim():  # a loss keeps its gradient of one
+            if tensor.dim():
                 tensor.copy_(draw.normal(*tensor.shape))
+            elif dtype == torch.float16:  # any other loss keeps its gradient of one
+                tensor.fill_(LOSS_SCALE)
         self.pristine_upstream = {name: tensor.clone() for name, tensor in self.upstream.items()}
 
     def restored(self, with_gradient: bool) -> Tensors:
@@ -97,7 +113,8 @@ class Checker:
         """Of each result and gradient the largest error, over what it may be: at most 1 where it is right.
 
         An element may be off by one rounding to its dtype, by FLOAT32_STEPS roundings in float32 of the size of the
-        largest element, and by what the case allows. poisoned: results are written to memory full of NaN.
+        largest element (by more for `Case.summed_dims`, see [Note: long sums]), and by what the case allows.
+        poisoned: results are written to memory full of NaN.
         """
         problem, case = self.problem, self.problem.case
         with poisoned_memory() if poisoned else nullcontext():
@@ -114,7 +131,10 @@ class Checker:
         if not found.is_floating_point():
             return 0.0 if torch.equal(found, exact) else float("inf")
         info, rounding = torch.finfo(found.dtype), torch.finfo(self.problem.dtype).eps
-        relative = self.problem.case.inner_roundings * rounding + FLOAT32_STEPS * FLOAT32_ROUNDING
+        case = self.problem.case
+        terms = self.problem.size[case.summed_dims[name]] if name in case.summed_dims else 0
+        steps = FLOAT32_STEPS + math.sqrt(terms)
+        relative = case.inner_roundings * rounding + steps * FLOAT32_ROUNDING
         bound = exact.abs().mul_(info.eps).add_(relative * exact.abs().max() + info.smallest_normal * info.eps)
         if name in self.allowed:
             bound += self.allowed[name]

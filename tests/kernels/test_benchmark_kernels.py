@@ -101,6 +101,49 @@ def test_a_wrong_kernel_is_found(
     assert "0 comparisons with float64 are right, 1 are not" in out
 
 
+class _OneByOne(torch.autograd.Function):
+    """A linear layer whose gradient adds up term by term in float32, as a GPU's product does; or of rounded inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, is_tf32: bool) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.is_tf32 = is_tf32
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        dhidden = torch.zeros_like(hidden)
+        if ctx.is_tf32:
+            dhidden = torch.mm(*((x.contiguous().view(torch.int32) & ~0x1FFF).view(x.dtype) for x in (dlogits, weight)))
+        else:
+            for column, row in zip(dlogits.t().contiguous().unsqueeze(2), weight.unsqueeze(1), strict=True):
+                dhidden.addcmul_(column, row)
+        return dhidden, dlogits.t() @ hidden, None
+
+
+@pytest.mark.parametrize("is_tf32", [False, True])
+def test_a_long_sum_in_float32_is_right_and_one_in_tf32_is_not(
+    script: ModuleType, is_tf32: bool, generator: torch.Generator
+) -> None:
+    problem = problem_of(script, script.CASES["linear_cross_entropy"], (32, 16, 32000), generator)
+
+    def form(t: Any) -> Any:
+        logits = _OneByOne.apply(t["hidden"], t["weight"], is_tf32)
+        return {"loss": torch.nn.functional.cross_entropy(logits, t["labels"])}
+
+    assert (script.Checker(problem).errors(form)["dhidden"] > 1.0) == is_tf32
+
+
+def test_a_loss_of_float16_is_scaled_as_it_is_in_training(script: ModuleType, generator: torch.Generator) -> None:
+    """At the largest size an average gradient of a logit is a number of float16."""
+    for name in ("cross_entropy", "linear_cross_entropy"):
+        case = script.CASES[name]
+        problem = script.Problem(case, case.tiny, torch.float16, script.Draw("cpu", generator))
+        rows, *_, classes = case.sizes[-1]
+        assert problem.upstream["loss"] / (rows * classes) > torch.finfo(torch.float16).smallest_normal * 2**-10
+
+
 @pytest.mark.parametrize("peer", PEERS)
 def test_peers_compute_the_same(script: ModuleType, peer: str, generator: torch.Generator) -> None:
     for case in script.CASES.values():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
 _QUERIES = re.compile(r"(w|attn_|self_)?(q|qkv|query|query_key_value|c_attn|in)(_b)?(_proj|_lin)?", re.IGNORECASE)
@@ -31,6 +35,31 @@ class ModelFlops:
     def of_tokens(self, tokens: int, length: int) -> int:
         """tokens: of sequences so long."""
         return tokens * (6 * self.num_params + 12 * length * self.attention_width)
+
+
+def attention_formulas() -> dict[Any, Callable[..., int]]:
+    """Operation -> floating-point operations of its tensors, or of their shapes: every attention, as torch counts it.
+
+    Torch itself has no formula of its kernel for the CPU, and before 2.12 refuses keys with fewer heads than queries.
+    """
+    from torch.utils.flop_counter import flop_registry  # imports triton: [Note: what few trainings use] in `build.py`
+
+    formulas: dict[Any, Callable[..., int]] = {}
+    for suffix, of_queries in (("", 0), ("_backward", 1)):  # which argument, before keys and values
+        for kernel in ("flash", "efficient", "cudnn"):
+            operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{suffix}")
+            formulas[operation] = partial(_with_heads_of_queries, flop_registry[operation], of_queries)
+        flash, for_cpu = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"
+        formulas[getattr(torch.ops.aten, for_cpu + suffix)] = formulas[getattr(torch.ops.aten, flash + suffix)]
+    return formulas
+
+
+def _with_heads_of_queries(formula: Callable[..., int], of_queries: int, *args: Any, **_: Any) -> int:
+    """Each head of the queries is multiplied with keys and values, however many of those there are."""
+    shapes = [tuple(getattr(one, "shape", one)) for one in args[: of_queries + 3]]  # batch, heads, tokens, width
+    heads = shapes[of_queries][1]
+    keys, values = ((batch, heads, *rest) for batch, _, *rest in shapes[-2:])
+    return formula(*shapes[:-2], keys, values)
 
 
 def _width_of(module: nn.Module) -> int:

@@ -15,6 +15,7 @@ from ..offload.waits import listen
 from ..watch.progress import Progress
 from ..watch.timeline import COMPUTE, LANES, OFFLOAD, Timeline
 from ..zero.unit import Unit
+from .model_flops import attention_formulas
 
 _NAME = "profile-rank{}.json"
 
@@ -72,7 +73,7 @@ class StepProfile:
         self._root = type(module).__name__
         self._timeline = Timeline(progress)
         self._stop_transfers = listen(self._timeline.begin_wait, self._timeline.end_wait)
-        self._counter = FlopCounterMode(display=False)
+        self._counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
         self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._is_running = True
 

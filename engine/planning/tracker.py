@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..model_flops import attention_formulas
 from .profile import Exchanged, Operation
 
 _aten = torch.ops.aten
@@ -22,10 +23,6 @@ _IS_CAUSAL = {  # attention -> which argument says that half of it is not comput
     _aten._scaled_dot_product_flash_attention_backward: 11,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
     _aten._scaled_dot_product_efficient_attention_backward: 11,
-}
-_COUNTED_AS = {  # of which torch has no formula
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
 _ONLY_ALLOCATE = (*(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),)
 
@@ -106,7 +103,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry  # takes half a second
 
         self._results = results
-        self._formulas: Mapping[Any, Callable[..., int]] = flop_registry
+        self._formulas: Mapping[Any, Callable[..., int]] = {**flop_registry, **attention_formulas()}
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.live = self.peak = 0
         self.held = self.holding_peak = 0  # bytes that somebody would hold, and the most with them
@@ -140,7 +137,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [result] if isinstance(result, Tensor) else tensors_of(result)
         made = [self._see(one.untyped_storage()) for one in outputs]
         packet = func._overloadpacket
-        formula = self._formulas.get(_COUNTED_AS.get(packet, packet))
+        formula = self._formulas.get(packet)
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=result)
             place = _IS_CAUSAL.get(packet)

@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Axes to draw on, of which a file is written at the end. width, height: inches.
+    """Axes to draw on, of which a file is written at the end. width, height: inches, without what is beside the axes.
 
     Raises ValueError without matplotlib, which is not always there, and for a kind of file that it does not know;
     OSError where the file cannot be written.
@@ -23,7 +23,6 @@ def picture(path: Path, width: float, height: float) -> Iterator[Any]:
     figure, axes = pyplot.subplots(figsize=(width, height))
     try:
         yield axes
-        figure.tight_layout()
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, bbox_inches="tight")  # as wide as a legend beside the axes needs
     finally:
         pyplot.close(figure)

@@ -291,12 +291,12 @@ def parser() -> Parser:
     _add_model(result)
     _add_machine(result)
     training = result.add_argument_group("the training")
-    training.add_argument("--global-batch", metavar="N", type=_count, help="samples of a step over all GPUs")
+    training.add_argument("--global-batch", metavar="N", type=_count, help="samples in a step, over all GPUs")
     training.add_argument(
-        "--tokens", metavar="N", type=_tokens, help="of the whole training, such as 15T: days, GPU hours"
+        "--tokens", metavar="N", type=_tokens, help="tokens of the whole training, such as 15T: shows its days"
     )
-    training.add_argument("--write", metavar="FILE", help="the config, as it can be trained with")
-    training.add_argument("--png", metavar="FILE", help="picture of the front of time and memory")
+    training.add_argument("--write", metavar="FILE", help="write the config to FILE, for lowtide.initialize")
+    training.add_argument("--png", metavar="FILE", help="draw the time and memory of the best configs")
     table = result.add_argument_group("model states by the formula of ZeRO, without CONFIG")
     table.add_argument(
         "--params",
@@ -317,18 +317,22 @@ def parser() -> Parser:
 
 def _add_model(result: Parser) -> None:
     model = result.add_argument_group("the model")
-    model.add_argument("--model", metavar="MODULE:FACTORY", help="a callable that builds it")
-    model.add_argument("--hf", metavar="FOLDER", help="of a Hugging Face model, or its config.json")
-    for name, what in (("layers", "blocks of a Llama"), ("hidden", "its width"), ("heads", "of attention"),
-                       ("vocab", "tokens that there are"), ("sequence", "tokens of a sample (2048)"),
-                       ("kv-heads", "of keys and values"), ("mlp", "width of its gated layer")):  # fmt: skip
+    model.add_argument("--model", metavar="MODULE:FACTORY", help="a callable that builds the model")
+    model.add_argument("--hf", metavar="FOLDER", help="the folder of a Hugging Face model, or its config.json")
+    for name, what in (("layers", "number of blocks; a Llama is built of this and the next six numbers"),
+                       ("hidden", "hidden size: features of a token between the blocks"),
+                       ("heads", "number of attention heads"),
+                       ("vocab", "number of tokens in the vocabulary"),
+                       ("sequence", "tokens in a sample (default: 2048)"),
+                       ("kv-heads", "number of key and value heads (default: as many as --heads)"),
+                       ("mlp", "features inside of an MLP (default: 8/3 of --hidden)")):  # fmt: skip
         model.add_argument(f"--{name}", metavar="N", type=_count, help=what)
 
 
 def _add_machine(result: Parser) -> None:
     machine = result.add_argument_group("the machine (defaults: hosts of 8 H100)")
-    machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="in all (8)")
-    machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(8)")
+    machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="number of GPUs in all (default: 8)")
+    machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="GPUs in a node (default: 8)")
     machine.add_argument(
         "--machine",
         metavar="FILE",
@@ -337,11 +341,12 @@ def _add_machine(result: Parser) -> None:
         const=default_path(),
         help="ranks on processors, as fast as `lowtide env --measure` has written (default: where that writes)",
     )
-    for name, what in (("gpu-memory", "bytes of a GPU (80GB)"), ("host-memory", "bytes of a node (2TB)"),
-                       ("nvme", "bytes of a node's drives: something may lie there"),
-                       ("intra", "bytes/s between GPUs of a node (330GB)"),
-                       ("inter", "bytes/s of a GPU to other nodes (45GB)"),
-                       ("flops", "that matrices reach in 16 bits (450e12)")):  # fmt: skip
+    for name, what in (("gpu-memory", "memory of a GPU (default: 80GB)"),
+                       ("host-memory", "memory of a node (default: 2TB)"),
+                       ("nvme", "size of a node's drives, which may hold states (default: no drives)"),
+                       ("intra", "bytes/s between the GPUs of a node (default: 330GB)"),
+                       ("inter", "bytes/s from a GPU to other nodes (default: 45GB)"),
+                       ("flops", "operations/s of matrix products in 16 bits (default: 450e12)")):  # fmt: skip
         machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)
     machine.add_argument(
         "--device", metavar="NAME", help="a GPU that `lowtide tune` has tried, as it is called in the file of --machine"

@@ -1,8 +1,8 @@
 """What `lowtide plan CONFIG` prints and draws."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,28 +22,27 @@ _LINKS = {
 
 
 def show(plan: Plan, console: Console, tokens: float | None) -> None:
-    """The plan itself, what would be faster or smaller, and what is missing."""
-    lacks = ", ".join(f"{_gb(nbytes)} of {where}" for where, nbytes in plan.missing.items())
-    console.print(
-        f"bytes of the fullest rank: {'fits' if plan.fits else f'does not fit, {lacks} missing'}", highlight=False
-    )
+    """The plan itself, what would be faster or smaller, and why each value was chosen."""
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    for line in (plan.summary, *_totals(plan, tokens)):
+        say(line)
+    say("memory of the fullest rank; its kinds peak at different times:")
     console.print(_bytes_table(plan))
-    console.print(f"a step takes {plan.step_seconds:.4g} s, on the machine as it was described", highlight=False)
+    say(f"time of a step, {plan.step_seconds:.4g} s:")
     console.print(_time_table(plan))
-    for line in _totals(plan, tokens):
-        console.print(line, highlight=False, soft_wrap=True)
-    chosen = Config.load(plan.config).as_dict()
-    for key, reason in plan.reasons.items():
-        console.print(f"{key} = {shown(value_at(chosen, key))}: {reason}", highlight=False, soft_wrap=True)
     if plan.alternatives:
-        title = f"the fastest of {plan.num_choices:,}; {plan.num_evaluated:,} were computed, the others cannot be here"
-        console.print(_alternatives(title, plan.alternatives))
+        say(f"the {len(plan.alternatives)} fastest of {plan.num_choices:,} ({plan.num_evaluated:,} were computed):")
+        _show_alternatives(plan.alternatives, console)
     if plan.beyond:
-        console.print(_alternatives("would be faster, and do not fit", plan.beyond))
+        say("faster, but they do not fit:")
+        _show_alternatives(plan.beyond, console)
+    if plan.reasons:
+        say('what "auto" is, and why:')
+        console.print(_decisions(plan))
 
 
 def _bytes_table(plan: Plan) -> Table:
-    table = Table(caption="each kind at its most; they need not come together")
+    table = Table()
     table.add_column("kind")
     table.add_column("GB", justify="right")
     for kind, nbytes in plan.bytes.items():
@@ -58,9 +57,9 @@ def _bytes_table(plan: Plan) -> Table:
 
 def _time_table(plan: Plan) -> Table:
     table = Table()
-    table.add_column("")
+    table.add_column("part")
     table.add_column("s", justify="right")
-    table.add_column("of it", justify="right")
+    table.add_column("share", justify="right")
     for name, seconds in plan.seconds.items():
         if seconds:
             table.add_row(name, f"{seconds:.4g}", f"{seconds / plan.step_seconds:.1%}")
@@ -83,41 +82,104 @@ def _totals(plan: Plan, tokens: float | None) -> list[str]:
     return lines
 
 
-def _alternatives(title: str, rows: Sequence[Alternative]) -> Table:
-    """A column for each key in which they differ."""
-    names = [name for name in KEYS if len({getattr(row.choice, name) for row in rows}) > 1]
-    table = Table(title=title, caption="the same in all: " + _same(rows[0].choice, names))
-    for name in (*names, "s a step", "samples/s", "peak, GB"):
-        table.add_column(name.replace("_", " "), justify="right")
+def _decisions(plan: Plan) -> Table:
+    table = Table("key", "value", "why")
+    chosen = Config.load(plan.config).as_dict()
+    for key, reason in plan.reasons.items():
+        table.add_row(key, shown(value_at(chosen, key)), reason)
+    return table
+
+
+def _show_alternatives(rows: Sequence[Alternative], console: Console) -> None:
+    """A column for each key in which they differ, and a line of the others."""
+    names = _different(rows)
+    table = Table()
+    for name in (*map(_label, names), "s a step", "samples/s", "peak, GB"):
+        table.add_column(name, justify="right")
     has_missing = any(row.missing for row in rows)
     if has_missing:
         table.add_column("missing")
     for row in rows:
-        cells = [str(getattr(row.choice, name)) for name in names]
+        cells = [_cell(getattr(row.choice, name)) for name in names]
         cells += [f"{row.step_seconds:.4g}", f"{row.samples_per_second:.4g}", _gb(row.peak_bytes, "")]
         missing = ", ".join(f"{_gb(nbytes)} of {where}" for where, nbytes in row.missing.items())
         table.add_row(*cells, *([missing] if has_missing else []))
-    return table
+    console.print(table)
+    same = _named(rows[0].choice, [name for name in KEYS if name not in names])
+    console.print(f"the same in all: {same}", highlight=False, soft_wrap=True)
 
 
-def _same(choice: Choice, names: Sequence[str]) -> str:
-    values: Mapping[str, Any] = vars(choice)
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items() if name not in names)
+def _different(rows: Sequence[Alternative]) -> list[str]:
+    """The keys of which they have several values."""
+    return [name for name in KEYS if len({getattr(row.choice, name) for row in rows}) > 1]
+
+
+def _named(choice: Choice, names: Sequence[str]) -> str:
+    return ", ".join(f"{_label(name)} {_cell(getattr(choice, name))}" for name in names)
+
+
+def _label(name: str) -> str:
+    return "recompute every" if name == "every" else name.replace("_", " ")
+
+
+def _cell(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+_BEYOND_DEVICE = 1.5  # times the device's memory: where the axis of the picture ends
+_APART = 0.03  # of an axis: points that are closer to one with a number have none
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """The front of time and memory."""
+    """The front of time and memory. Points have numbers, and the legend has their configs."""
+    device = plan.machine.device_bytes / 1e9
+    end = _BEYOND_DEVICE * device
+    rows = [*plan.front, *plan.beyond]
+    points = [(row.peak_bytes / 1e9, 1 / row.samples_per_second) for row in rows]
+    own = (plan.peak_bytes / 1e9, plan.step_seconds / plan.samples_per_step)
+    num_hosts = plan.machine.num_hosts
     with picture(path, 8, 5) as axes:
-        for label, rows, marker in (("front", plan.front, "o-"), ("do not fit", plan.beyond, "x")):
-            axes.plot([r.peak_bytes / 1e9 for r in rows], [1 / r.samples_per_second for r in rows], marker, label=label)
-        axes.axvline(plan.machine.device_bytes / 1e9, color="gray", linestyle="--", label="device memory")
-        axes.plot(
-            [plan.peak_bytes / 1e9], [plan.step_seconds / plan.samples_per_step], "*", markersize=14, label="the plan"
-        )
+        front, beyond = points[: len(plan.front)], points[len(plan.front) :]
+        axes.plot(*_columns(front, end), "o-", label="fits, and none is faster and smaller")
+        if beyond:
+            axes.plot(*_columns(beyond, end), "x", label="faster, does not fit")
+        label = "the plan" if own[0] <= end else f"the plan: {own[0]:,.0f} GB"
+        axes.plot(*_columns([own], end), "*" if own[0] <= end else ">", markersize=14, label=label, clip_on=False)
+        axes.axvline(device, color="gray", linestyle="--", label=f"device memory, {device:,.3g} GB")
+        for number, index in enumerate(_apart(points, end), start=1):
+            x, y = points[index]
+            place = (min(x, end), y)
+            axes.annotate(str(number), place, xytext=(3, 6), textcoords="offset points", fontsize=8)
+            size = f", {x:,.0f} GB" if x > end else ""
+            axes.plot([], [], " ", label=f"{number}  {_short(rows[index].choice)}{size}")
+        axes.set_xlim(0, 1.02 * end)
         axes.set_xlabel("peak of the fullest rank, GB")
         axes.set_ylabel("seconds a sample")
-        axes.set_title(f"{plan.machine.num_devices} devices on {plan.machine.num_hosts} hosts", loc="left")
-        axes.legend()
+        hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''}"
+        axes.set_title(f"{plan.machine.num_devices} devices on {hosts}", loc="left")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), fontsize=8, frameon=False)
+
+
+def _short(choice: Choice) -> str:
+    """Its rows, and what is not as by default."""
+    others = [name for name in KEYS if name == "rows" or getattr(choice, name) != getattr(Choice(), name)]
+    return _named(choice, others)
+
+
+def _columns(points: Sequence[tuple[float, float]], end: float) -> tuple[list[float], list[float]]:
+    """x and y; what lies behind the end of the axis stands at the end."""
+    return [min(x, end) for x, _ in points], [y for _, y in points]
+
+
+def _apart(points: Sequence[tuple[float, float]], end: float) -> list[int]:
+    """Indices of points that are far enough from each other for numbers between them."""
+    found: list[int] = []
+    height = max((y for _, y in points), default=0.0) - min((y for _, y in points), default=0.0)
+    for index, (x, y) in enumerate(points):
+        near = (abs(x - points[one][0]) < _APART * end and abs(y - points[one][1]) <= _APART * height for one in found)
+        if not any(near):
+            found.append(index)
+    return found
 
 
 def _gb(nbytes: float, unit: str = " GB") -> str:

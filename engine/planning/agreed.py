@@ -66,6 +66,7 @@ def _planned(
             f'"auto": nothing fits on {world.size} ranks; the smallest lacks {missing}. Take more devices, a smaller '
             "train_batch_size, or name a folder on a drive: nvme_path of zero_optimization.offload_optimizer"
         )
+    logger.info(f'config: "auto": {made.summary}')
     return dict(made.config), dict(made.reasons)
 
 

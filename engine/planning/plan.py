@@ -84,6 +84,15 @@ class Plan:
         return not self.missing
 
     @property
+    def summary(self) -> str:
+        """One line: the time of a step, and what of a device is free or missing."""
+        of = f"the fastest of {self.num_choices:,}: " if self.reasons and self.fits else ""
+        free = (self.machine.device_bytes - self.peak_bytes) / 1e9
+        lacks = " and ".join(f"{nbytes / 1e9:.3g} GB of {where}" for where, nbytes in self.missing.items())
+        memory = f"{free:.3g} GB of a device to spare" if self.fits else f"does not fit, {lacks} missing"
+        return f"{of}{self.step_seconds:.3g} s a step, {memory}"
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.step_seconds
 
@@ -185,7 +194,7 @@ def plan_with(
             raise ValueError(_nothing(planner, every, config))
         given = result.best[0].item if result.best else _smallest(planner, choices)
     value = planner.estimate(given)
-    reasons = _reasons(given, value, config, machine, result, choices)
+    reasons = _reasons(given, value, config, result, choices)
     return _plan(planner, given, value, machine, result, reasons)
 
 
@@ -198,6 +207,7 @@ def _plan(
     reasons: Mapping[str, str],
 ) -> Plan:
     reserved = round(machine.reserved_bytes)
+    beyond = [one for one in result.beyond if not result.best or one.seconds < result.best[0].seconds]
 
     def alternative(found: Found[Choice, Estimate]) -> Alternative:
         one = found.value
@@ -229,7 +239,7 @@ def _plan(
         missing=value.missing(machine),
         alternatives=tuple(map(alternative, result.best)),
         front=tuple(map(alternative, result.front)),
-        beyond=tuple(map(alternative, result.beyond)),
+        beyond=tuple(map(alternative, beyond)),
         num_choices=result.num_items,
         num_evaluated=result.num_evaluated,
         machine=machine,
@@ -264,30 +274,26 @@ def _reasons(
     choice: Choice,
     value: Estimate,
     config: Config,
-    machine: Machine,
     result: Result[Choice, Estimate],
     choices: Sequence[Choice],
 ) -> dict[str, str]:
     """One for each value that was chosen: what the best with another value of this key would take."""
     found = {}
-    free = (machine.usable_bytes - value.peak_bytes) / 1e9
-    whole = f"in the fastest of {result.num_items:,}" if result.best else "nothing fits; this lacks the least"
-    whole += f", {value.step_seconds:.3g} s a step with {free:.1f} GB of a device to spare" if result.best else ""
     for name, key in KEYS.items():
         if key not in config.planned_keys:
             continue
         own = getattr(choice, name)
         other = next((one for one in result.best if getattr(one.item, name) != own), None)
         if all(getattr(one, name) == own for one in choices):
-            found[key] = "there is no other here"
+            found[key] = "no other value is possible here"
         elif other is not None:
             slower = f"{other.seconds / value.seconds_per_sample - 1:.1%}"
             than = "is as fast" if slower == "0.0%" else f"is {slower} slower"
-            found[key] = f"{whole}; the best with {shown(getattr(other.item, name))} {than}"
+            found[key] = f"the best with {shown(getattr(other.item, name))} {than}"
         elif result.best:
-            found[key] = f"{whole}; none of the {len(result.best)} fastest has another"
+            found[key] = f"all of the {len(result.best)} fastest have it"
         else:
-            found[key] = whole
+            found[key] = "nothing fits; this lacks the least"
     return found
 
 

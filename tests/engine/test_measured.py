@@ -140,7 +140,7 @@ def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest
     arguments = ["zero1", "--model", "tests.models:short_gpt", "--sequence", str(models.LENGTH), "--global-batch", "4"]
     arguments += ["--gpus", "2", "--machine", str(tmp_path / "machine.json")]
     assert main(arguments) == 0
-    assert "bytes of the fullest rank: fits" in capsys.readouterr().out
+    assert "a device to spare" in capsys.readouterr().out
     assert main([*arguments, "--intra", "1GB"]) == 1
     assert "says how fast it is; leave out what else describes one" in capsys.readouterr().err
 

@@ -8,14 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..model.buffers import BufferValues
+
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Without gradients, in eval mode; each part is as it was behind it."""
+    """Without gradients, in eval mode; each part, and its buffers, are as they were behind it."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
-        with torch.no_grad():
+        with BufferValues(module), torch.no_grad():
             yield
     finally:
         for part, was_training in modes:

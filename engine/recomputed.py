@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ..model.buffers import BufferValues
 from ..model.ledger import Ledger
 from ..model.recomputing import Recomputing
 from ..parallel.call_states import copy_states
@@ -25,19 +28,25 @@ def checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: Ledger
         return
     said = set[str]()
     for unit in [unit for unit in units if not (unit.is_rest or unit.is_end)][::every]:
-        ledger.override(unit.module, "forward", Recomputing(partial(_recomputed, said), unit.module.forward))
+        around = partial(_recomputed, said, unit.module)
+        ledger.override(unit.module, "forward", Recomputing(around, unit.module.forward))
 
 
-def _recomputed(said: set[str], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """said: what the log has been told."""
+def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """said: what the log has been told. module: whose forward it is."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
     caches = [type(one).__name__ for one in (*args, *kwargs.values()) if _adds(one)]
-    if caches and torch.is_grad_enabled():
+    if caches:
         # What it adds it would add twice, and what it has added would keep what is not to be kept.
         forward = partial(_with_copies, forward)
         if not said:
             logger.info("activation_checkpointing: recomputed blocks add nothing to a %s while they train", caches[0])
         said.update(caches)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    buffers = BufferValues(module)
+    # The recomputation finds them as the forward did, and leaves them as the forward has left them.
+    contexts = (lambda: (nullcontext(), buffers)) if buffers.are_there else noop_context_fn
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _adds(value: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..model.buffers import BufferValues
 from .split_trial import MOST_NARROW, distance_of, random_states
 
 
@@ -44,10 +45,10 @@ class TriedExperts:
             )
         return made.to(rows.dtype)
 
-    @torch.no_grad()
     def _try(self, rows: Tensor, experts: Tensor, made: Tensor) -> None:
         num = (len(rows) + 1) // 2
-        found = distance_of(self._made(rows[:num], experts[:num], 0.5), made[:num] * 0.5)
+        with BufferValues(self._module), torch.no_grad():
+            found = distance_of(self._made(rows[:num], experts[:num], 0.5), made[:num] * 0.5)
         if found > MOST_NARROW:
             raise ValueError(
                 f"'{self._name}': expected an output for each row of that row and its expert alone, in proportion to "

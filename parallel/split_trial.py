@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..comm import CollectiveError, Exchange
+from ..model.buffers import BufferValues
 from .plan import TensorPlan
 from .splits import LayerSplit, Style, is_linear
 
@@ -150,7 +151,7 @@ class SplitTrial:
         kept = [one for one in self._experts if _is_inside(one, name)]
         own = {key: param for key, param in module.named_parameters() if not _is_in_any(prefix + key, kept)}
         params = {key: self._whole(param, key) for key, param in own.items()}
-        with around_copy():
+        with around_copy(), BufferValues(self._wholes[name]):
             whole = functional_call(self._wholes[name], params, args, kwargs)
         pairs = zip(_tensors(output), _tensors(whole), strict=True)
         # Weights of heads, biases of positions: of this rank's heads alone, and nothing behind rows.

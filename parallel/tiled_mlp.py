@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..model.buffers import BufferValues
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
 
@@ -137,6 +138,7 @@ class _Work:
             if kind != "meta"
         ]
         self._random: Any = None
+        self._buffers = BufferValues(module)
 
     def forward(self, x: Tensor) -> Tensor:
         self._random = _random_state(x)
@@ -157,7 +159,7 @@ class _Work:
         sums: list[Tensor | None] = [None] * len(params)
         rows, dys = _as_tokens(x), _as_tokens(dy)
         dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_x else None
-        with _replaced(self.module, params, aliases), self._as_before(), torch.enable_grad():
+        with _replaced(self.module, params, aliases), self._as_before(), self._buffers, torch.enable_grad():
             for part in self.parts(rows):
                 piece = rows.narrow(-2, *part).detach().requires_grad_(needs_x)
                 made = self._made(piece)
@@ -265,9 +267,12 @@ def _check_each_token(name: str, module: nn.Module, inner: Callable[[Tensor], An
     before = _random_state(x)
     try:
         module.eval()
+        made, buffers = [], BufferValues(module)
         with torch.no_grad():
-            together = inner(two)
-            alone = [inner(two[..., index : index + 1, :]) for index in range(2)]
+            for tokens in (two, two[..., :1, :], two[..., 1:, :]):
+                with buffers:  # each as the first
+                    made.append(inner(tokens))
+        together, *alone = made
     finally:
         for part, was_training in modes:
             part.training = was_training

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..comm import CollectiveError, Exchange
+from ..model.buffers import BufferValues
 from ..model.ledger import Ledger
 from .call_states import copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
@@ -255,7 +256,7 @@ class TokenParts:
         ]
         block.module.eval()
         try:
-            with torch.no_grad():
+            with BufferValues(block.module), torch.no_grad():
                 apart, failed = None, None
                 try:
                     with self._within(call):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...model.buffers import BufferValues
 from .blocks import Block, check_order
 
 _ROUNDS = 5
@@ -19,7 +20,7 @@ _ROUNDS = 5
 def seconds_of_blocks(model: nn.Module, blocks: Sequence[Block], call: Callable[[nn.Module], Any]) -> list[float]:
     """Seconds before the first block, then from the entry of each block to that of the next, or to the end.
 
-    The median of several forwards without gradients, after one that warms up; random state is as it was before.
+    The median of several forwards without gradients, after one that warms up; random state and buffers are as before.
     Raises ValueError for a model on the meta device, and where a forward does not call every block once, in order.
     """
     if any(param.is_meta for param in model.parameters()):
@@ -43,7 +44,8 @@ def seconds_of_blocks(model: nn.Module, blocks: Sequence[Block], call: Callable[
     ]
     rounds = []
     try:
-        with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type), torch.no_grad():
+        fork = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
+        with fork, BufferValues(model), torch.no_grad():
             for _ in range(1 + _ROUNDS):
                 entries.clear()
                 begin = now()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ...model.buffers import BufferValues
 from .blocks import Block, check_order
 from .forward_code import Mention, mentions
 
@@ -43,7 +44,7 @@ def places_by_run(model: nn.Module, blocks: Sequence[Block], call: Callable[[nn.
     ]
     handles += [block.module.register_forward_hook(watch.leave_block) for block in blocks]
     try:
-        with torch.no_grad(), watch:
+        with BufferValues(model), torch.no_grad(), watch:
             call(model)
     finally:
         for handle in handles:

@@ -107,6 +107,46 @@ def test_checkpointing_by_the_model_is_bitwise_the_same(ranks: RankPool, route: 
         assert outcome.differences(expected) == [], f"{case.build}, stage {case.stage}"
 
 
+class Counting(nn.Module):
+    """Changes its buffers in each forward: in place, by another one, through `.data`, and as only BatchNorm does."""
+
+    count: Tensor
+    mean: Tensor
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(7, 7))
+        self.norm = nn.BatchNorm1d(7)
+        for name in ("count", "mean", "codes"):
+            self.register_buffer(name, torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        self.codes.data.mul_(0.9).add_(x.detach()[0])
+        return torch.tanh(self.norm(self.linear(x)) * self.mean + self.codes * self.count)
+
+
+def test_recomputed_blocks_change_their_buffers_once() -> None:
+    """Also where a graph is kept, and its blocks are recomputed twice."""
+    states = []
+    for every in (0, 1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Counting() for _ in range(3)))
+        config = {"optimizer": {"type": "sgd"}, "activation_checkpointing": {"every": every}}
+        with lowtide.initialize(model, config) as engine:
+            for _ in range(2):
+                loss = engine(torch.randn(5, 7)).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+                engine.step()
+            states.append(engine.state_dict())
+    assert states[0]["2.count"].tolist() == [3.0] * 7
+    for state in states[1:]:
+        assert [name for name, value in states[0].items() if not torch.equal(value, state[name])] == []
+
+
 def saved_numel(every: int) -> int:
     """Elements of activations that one forward saves for its backward."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.eval_mode import in_eval_mode
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, share_of, train
@@ -70,6 +71,24 @@ def test_eval_step_is_in_eval_mode_and_keeps_the_mode() -> None:
     assert not engine.module.training
     assert engine.train() is engine and engine.module.training
     assert engine.train(False) is engine and not engine.module.training
+
+
+def test_what_is_tried_leaves_modes_and_buffers_as_they_were() -> None:
+    class Counter(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self) -> Tensor:
+            self.count += 1
+            return self.count
+
+    model = Counter()
+    with in_eval_mode(model):
+        assert not model.training and [model().item(), model().item()] == [1, 2]
+    assert model.training and model.count == 0
 
 
 def forward_under_no_grad(stage: int) -> list[Any]:

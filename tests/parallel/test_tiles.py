@@ -190,6 +190,37 @@ def test_dropout_is_the_same_when_a_tile_is_computed_again() -> None:
     assert torch.equal(layers[1].bias.grad, 2.0 * (y != 0).sum((0, 1)))
 
 
+class CountedMlp(PlainMlp):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return super().forward(x) * self.count
+
+
+def test_buffers_are_changed_by_the_tiles_of_the_forward_alone() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"mlp": CountedMlp()})
+    ledger, _ = tiled(model, Tiles(mlp=5, modules=("mlp",)))
+    x = torch.randn(1, LENGTH, WIDTH)
+    y = model["mlp"](x)
+    y.sum().backward()
+    tiles = torch.split(x, 5, dim=1)
+    ledger.close()
+    plain: Any = nn.ModuleDict({"mlp": CountedMlp()})
+    plain.load_state_dict({**model.state_dict(), "mlp.count": torch.zeros(())})
+    expected = torch.cat([plain["mlp"](tile) for tile in tiles], dim=1)
+    expected.sum().backward()
+    assert model["mlp"].count == plain["mlp"].count == 7
+    torch.testing.assert_close(y, expected)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, param.grad)
+
+
 def test_what_reads_logits_gets_them_and_is_named() -> None:
     model = Plain()
     ids = batch_of(0)["input_ids"]

@@ -146,13 +146,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Slow(nn.Module):
     """Takes as long as its number says."""
 
+    count: Tensor
+
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()
         self.linear = nn.Linear(7, 7)
+        self.register_buffer("count", torch.zeros(()))
         self.clock, self.seconds = clock, seconds
 
     def forward(self, x: Tensor) -> Tensor:
         self.clock.seconds += self.seconds
+        self.count += 1
         y: Tensor = self.linear(x)
         return y
 
@@ -169,7 +173,7 @@ def test_measured_time_decides_where_it_is_asked_for(clock: Clock) -> None:
     torch.manual_seed(0)
     plan = plan_split(model, 2, "time", sample)
     assert plan.counts == (1, 4) and plan.costs == (4.0, 4.0)
-    assert not any(calls)
+    assert not any(calls) and not any(model.buffers())
 
 
 def test_time_before_and_behind_the_blocks_counts(clock: Clock) -> None:

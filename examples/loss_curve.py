@@ -3,18 +3,28 @@
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # draws to files, needs no screen
 import matplotlib.pyplot as plt
 
 
-def smoothed(losses: list[float], keep: float = 0.9) -> list[float]:
-    """The exponential mean of the losses, corrected for its short start, so that a trend shows through the noise."""
-    smooth, total, weight = [], 0.0, 0.0
-    for loss in losses:
-        total = keep * total + (1 - keep) * loss
-        weight = keep * weight + (1 - keep)
-        smooth.append(total / weight)
+def smoothed(losses: list[float], keep: float = 0.8, reach: int = 50) -> list[float]:
+    """The trend at each step: of the straight line through the losses within `reach`, weighted by keep ** distance.
+
+    A mean of the losses so far is above a loss that falls, for as long as it falls.
+    """
+    values = np.asarray(losses, dtype=float)
+    smooth = []
+    for step in range(len(values)):
+        near = slice(max(0, step - reach), step + reach + 1)
+        distance = np.arange(len(values))[near] - step
+        weight = keep ** np.abs(distance)
+        weight /= weight.sum()
+        centre, level = weight @ distance, weight @ values[near]
+        spread = weight @ (distance - centre) ** 2
+        slope = weight @ ((distance - centre) * values[near]) / spread if spread else 0.0
+        smooth.append(float(level - slope * centre))
     return smooth
 
 

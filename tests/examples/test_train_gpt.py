@@ -126,4 +126,11 @@ def test_wrong_arguments_end_with_one_line(
 
 def test_smoothed_starts_at_the_first_loss_and_keeps_a_constant() -> None:
     assert smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-    assert smoothed([4.0, 2.0])[0] == pytest.approx(4.0)
+    assert smoothed([4.0, 2.0])[0] == pytest.approx(4.0) and smoothed([4.0]) == [4.0]
+
+
+def test_smoothed_keeps_a_straight_line_and_takes_noise_away() -> None:
+    line = [9.0 - 0.05 * step for step in range(120)]
+    assert smoothed(line) == pytest.approx(line)  # a mean of the losses so far would be 0.45 too high
+    rough = [value + 0.3 * (-1) ** step for step, value in enumerate(line)]
+    assert max(abs(one - other) for one, other in zip(smoothed(rough), line, strict=True)) < 0.1

@@ -1,12 +1,15 @@
 """The page of a run: its numbers drawn by step, its profile and its memory in tables. One file, nothing is loaded."""
 
 import csv
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..engine.memory_report import MemoryReport, reports_in
+from ..engine.monitor_writers import RUN
 from ..engine.step_profile import profiles_in
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 520, 180, 64, 22
@@ -39,7 +42,8 @@ th { text-align: left; } td.n { text-align: right; font-variant-numeric: tabular
 
 def page_of(run: Path) -> str:
     """HTML of all that lies below the folder. Raises ValueError where there is nothing of a run."""
-    rows = _metrics(run)
+    tables = sorted(run.rglob("metrics.csv")) if run.is_dir() else []
+    rows = _metrics(tables[0]) if tables else []
     profiles = profiles_in(run) if run.is_dir() else []
     try:
         reports = reports_in(run)
@@ -49,26 +53,41 @@ def page_of(run: Path) -> str:
         raise ValueError(
             f"{run}: expected a folder with metrics.csv (csv_monitor), a profile or a memory report in it, found none"
         )
-    parts = [f"<h1>{escape(run.name or str(run))}</h1>"]
+    about = _about(tables[0].with_name(RUN)) if tables else {}
+    title = ": ".join(str(about[key]) for key in ("job", "script") if about.get(key)) or run.resolve().name
+    parts = [f"<h1>{escape(title)}</h1><p>{escape(_facts(about, rows, run))}</p>"]
+    if len(tables) > 1:
+        others = ", ".join(str(one.parent.relative_to(run)) for one in tables[1:])
+        parts.append(f"<p>{escape(f'Other runs are below this folder, each with a page of its own: {others}')}</p>")
     if rows:
-        parts.append(f"<p>{len(rows):,} steps, {_span(rows)}</p><div class=charts>{''.join(_charts(rows))}</div>")
+        parts.append(f"<div class=charts>{''.join(_charts(rows))}</div>")
+    if about:
+        parts.append(f"<h2>Config, without defaults</h2><pre>{escape(json.dumps(about.get('config'), indent=2))}</pre>")
     parts += [_profile(profile) for profile in profiles]
     parts += [_memory(report) for report in reports]
-    title = escape(f"lowtide: {run.name or run}")
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{escape(f"lowtide: {title}")}</title><style>{_STYLE}</style>'
     return f"<!doctype html>\n<html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def _metrics(run: Path) -> list[dict[str, str]]:
-    paths = sorted(run.rglob("metrics.csv")) if run.is_dir() else []
-    if not paths:
-        return []
-    with paths[0].open(newline="", encoding="utf-8") as file:
+def _metrics(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def _span(rows: Sequence[Mapping[str, str]]) -> str:
-    return f"{rows[0]['step']} to {rows[-1]['step']}"
+def _about(path: Path) -> dict[str, Any]:
+    """What the run says of itself; nothing where it was written before there was such a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _facts(about: Mapping[str, Any], rows: Sequence[Mapping[str, str]], run: Path) -> str:
+    facts = [f"started {about['started']}"] if about.get("started") else []
+    facts += [f"{about['ranks']} rank{'s' if about['ranks'] != 1 else ''}"] if about.get("ranks") else []
+    facts += [f"{len(rows):,} steps, {rows[0]['step']} to {rows[-1]['step']}"] if rows else []
+    return "; ".join([*facts, f"folder {run.resolve()}", f"page of {datetime.now(UTC).isoformat(timespec='seconds')}"])
 
 
 def _charts(rows: Sequence[Mapping[str, str]]) -> Iterable[str]:

@@ -146,7 +146,7 @@ def _prepare_process(config: Config, world: World) -> Config:
     world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
-    _log_notes(world, [*alone_note(world), *(f"config: {note}" for note in resolved.notes)])
+    _log_notes(world, [*alone_note(world), *(f"config: {note}" for note in resolved.short_notes)])
     return resolved
 
 

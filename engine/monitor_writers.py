@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import errno
+import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +17,8 @@ from .config.config import Config
 from .config.monitors import CsvMonitorConfig, TensorboardConfig, WandbConfig
 
 Row = Mapping[str, float]
+RUN = "run.json"
+"""What a run is: its job, script, last start, ranks, and what its config says other than the defaults."""
 
 
 class Writer(Protocol):
@@ -30,7 +35,7 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def writers_for(config: Config, columns: Sequence[str]) -> list[Writer]:
+def writers_for(config: Config, columns: Sequence[str], num_ranks: int) -> list[Writer]:
     """Those that are on. Raises ValueError where the package of one is missing."""
     found: list[Writer] = []
     if config.tensorboard.enabled:
@@ -38,7 +43,7 @@ def writers_for(config: Config, columns: Sequence[str]) -> list[Writer]:
     if config.wandb.enabled:
         found.append(WandbWriter(config.wandb, config.as_dict()))
     if config.csv_monitor.enabled:
-        found.append(CsvWriter(config.csv_monitor, columns))
+        found.append(CsvWriter(config, columns, num_ranks))
     return found
 
 
@@ -101,12 +106,20 @@ class WandbWriter:
 
 
 class CsvWriter:
-    """`metrics.csv`: a row for each step, behind those of an earlier run of the same job."""
+    """`metrics.csv`: a row for each step, behind those of an earlier run of the same job; and `run.json` beside it."""
 
     name = "csv_monitor"
 
-    def __init__(self, config: CsvMonitorConfig, columns: Sequence[str]) -> None:
-        self._path = _made("csv_monitor", config) / "metrics.csv"
+    def __init__(self, config: Config, columns: Sequence[str], num_ranks: int) -> None:
+        folder = _made("csv_monitor", config.csv_monitor)
+        self._about = {
+            "job": config.csv_monitor.job_name,
+            "script": Path(sys.argv[0]).name,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "ranks": num_ranks,
+            "config": config.model_dump(mode="json", exclude_defaults=True),
+        }
+        self._path = folder / "metrics.csv"
         self._columns = ["step", *columns]
         self._file: Any = None
         self._last = 0
@@ -115,6 +128,7 @@ class CsvWriter:
         if self._file is None or step <= self._last:
             self.close()
             self._keep_before(step)
+            self._path.with_name(RUN).write_text(json.dumps(self._about, indent=2) + "\n", encoding="utf-8")
             self._file = self._path.open("a", newline="", encoding="utf-8")
         self._last = step
         csv.DictWriter(self._file, self._columns, restval="").writerow({"step": step, **row})

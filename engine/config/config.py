@@ -20,6 +20,7 @@ from ...optimizers.table import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
 from .compiling import CompileConfig, compile_notes
 from .compressed import compression_faults
+from .deepspeed import RULES
 from .elastic import KeptBatch, nothing_kept
 from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
 from .errors import MAX_FAULTS, ConfigError, Fault, FaultKind, shown, unknown_key
@@ -216,6 +217,17 @@ class Config(Section):
     def notes(self) -> tuple[str, ...]:
         """One sentence for each key that is understood and has no effect here, and for each "auto"."""
         return self._notes
+
+    @property
+    def short_notes(self) -> tuple[str, ...]:
+        """`notes`, with one line for all keys of DeepSpeed that have no effect, where there are several."""
+        idle = [note for note in self._notes if note.partition(": ")[0] in RULES and " has no effect here: " in note]
+        if len(idle) < 2:
+            return self._notes
+        keys = ", ".join(note.partition(": ")[0] for note in idle)
+        command = f"`lowtide config explain {self._source or 'FILE'} --given` says why"
+        line = f"{len(idle)} keys of DeepSpeed have no effect here: {keys}; {command}"
+        return (line, *(note for note in self._notes if note not in idle))
 
     def resolve(self, world_size: int, first_world_size: int | None = None, num_islands: int = 1) -> "Config":
         """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.

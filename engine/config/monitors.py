@@ -24,8 +24,8 @@ class TensorboardConfig(Section):
     """Turns it on."""
     output_path: _Place = ""
     """The folder in which `job_name` is a folder. "": the working directory."""
-    job_name: str = "DeepSpeedJobName"
-    """Name of the job."""
+    job_name: str = "run"
+    """Name of the job, and of its folder."""
 
 
 class WandbConfig(Section):
@@ -37,7 +37,7 @@ class WandbConfig(Section):
     """Runs that are shown together."""
     team: str | None = None
     """Whose project it is."""
-    project: str = "deepspeed"
+    project: str = "lowtide"
     """The project."""
 
 
@@ -48,8 +48,8 @@ class CsvMonitorConfig(Section):
     """Turns it on."""
     output_path: _Place = ""
     """The folder in which `job_name` is a folder. "": the working directory."""
-    job_name: str = "DeepSpeedJobName"
-    """Name of the job."""
+    job_name: str = "run"
+    """Name of the job, and of its folder."""
 
 
 class ProfileConfig(Section):

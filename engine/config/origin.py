@@ -61,6 +61,10 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
     What is no valid file stays as it is, for `Config.load` to refuse.
     """
     filled: dict[str, object] = {"gradient_clipping": 1.0, **raw}
+    for name, defaults in _MONITORS.items():
+        section = raw.get(name)
+        if isinstance(section, dict):
+            filled[name] = {**defaults, **section}
     section = raw.get("optimizer")
     if isinstance(section, dict) and isinstance(section.get("type"), str):
         written = section["type"].lower()
@@ -72,6 +76,12 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
             filled["optimizer"] = {**section, "params": {**_their_params({"optimizer": section}, found), **params}}
     return filled
 
+
+_MONITORS = {
+    "tensorboard": {"job_name": "DeepSpeedJobName"},
+    "csv_monitor": {"job_name": "DeepSpeedJobName"},
+    "wandb": {"project": "deepspeed"},
+}
 
 _UNREAD = {
     "max_grad_norm": "gradient_clipping is the key",

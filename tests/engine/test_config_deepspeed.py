@@ -1,10 +1,13 @@
 """DeepSpeed's keys have one of four outcomes: works, a note, not supported yet, unknown."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+import lowtide
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.deepspeed import RULES, is_on
 from lowtide.engine.config.deepspeed_sections import SECTION_WORDS
@@ -77,6 +80,22 @@ def test_auto_has_a_value_and_a_note(path: str) -> None:
 def test_auto_batch_sizes_wait_for_the_world_size() -> None:
     config = Config.load({**dict.fromkeys(BATCH_KEYS, "auto"), "gradient_clipping": 1.0})
     assert config.notes == () and len(config.resolve(2).notes) == 3
+
+
+def test_the_log_has_one_line_for_all_keys_without_an_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 1, "overlap_comm": True, "allgather_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto"}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": {"type": "sgd"}, "zero_optimization": zero, "gradient_clipping": 1.0}))
+    with caplog.at_level("INFO", logger="lowtide"):
+        lowtide.initialize(nn.Linear(2, 2), str(file)).close()
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("config: ")]
+    assert said == [
+        "config: 2 keys of DeepSpeed have no effect here: zero_optimization.overlap_comm, "
+        f"zero_optimization.allgather_bucket_size; `lowtide config explain {file} --given` says why",
+        'config: zero_optimization.stage3_prefetch_bucket_size: "auto" is null: two units are gathered ahead',
+    ]
+    one = Config.load({"zero_optimization": {"stage": 1, "overlap_comm": True}})
+    assert len(one.short_notes) == 2 and one.short_notes == one.notes
 
 
 @pytest.mark.parametrize("path", ["train_batch_size", "bf16.enabled", "zero_optimization.overlap_comm"])

@@ -125,7 +125,7 @@ def test_calls_by_hand_count_their_tokens(tmp_path: Path) -> None:
             engine.backward(engine(ids, targets=targets))
             engine.step()
         engine.eval_step((ids, targets))
-    (row,) = rows_of(tmp_path / "DeepSpeedJobName" / "metrics.csv")
+    (row,) = rows_of(tmp_path / "run" / "metrics.csv")
     rate = float(row["speed/tokens_per_second"]) * float(row["speed/step_seconds"])
     assert rate == pytest.approx(2 * ids.numel()) and math.isfinite(float(row["train/loss"]))
 

@@ -1,5 +1,6 @@
 """`lowtide report RUN --html FILE`: one file with all that a run has written, as a browser shows it."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -61,7 +62,18 @@ def test_the_page_has_charts_and_tables_and_loads_nothing(run: Path) -> None:
     text = " ".join(reader.text)
     assert reader.open == [] and reader.tags.count("svg") >= 7 and "script" not in reader.tags
     assert "5 steps, 1 to 5" in text and "Profile of rank 0: 1 step from step 2 on" in text and "a<b>run" in text
+    started = json.loads((run / "run" / "run.json").read_text())["started"]
+    assert f"started {started}; 1 rank; 5 steps, 1 to 5; folder " in text and "lowtide: run: " in text
+    assert '"type": "sgd"' in text and "fp16" not in text  # of the config, no defaults
     assert not re.search(r"(src|href)=|url\(|https?://", page)
+
+
+def test_a_folder_of_several_runs_names_the_others(run: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(run / "run", tmp_path / name)
+    (tmp_path / "first" / "run.json").unlink()  # of a version that wrote none
+    page = page_of(tmp_path)
+    assert f"<h1>{tmp_path.name}</h1>" in page and "each with a page of its own: second</p>" in page
 
 
 def test_the_command_writes_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,8 @@ def test_the_config_has_deepspeeds_defaults() -> None:
     assert lion.checked.optimizer is not None
     assert lion.checked.optimizer.options == {"lr": 0.5, "betas": (0.9, 0.999), "weight_decay": 0.0}
     assert lion.optimizer_params == {"lr": 0.5} and found.optimizer_params is None  # as they are written
+    monitors = DeepSpeedConfig({"train_batch_size": 8, "csv_monitor": {}, "wandb": {"project": "own"}}, world_size=1)
+    assert monitors.checked.csv_monitor.job_name == "DeepSpeedJobName" and monitors.checked.wandb.project == "own"
     assert (found.dynamic_loss_scale, found.zero_overlap_comm, found.zero_offload_param) == (True, False, None)
     assert found.get_data_types == (torch.float32, torch.float32)
     with pytest.raises(AttributeError, match="DeepSpeedConfig: no 'nothing'"):

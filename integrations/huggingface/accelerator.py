@@ -79,8 +79,8 @@ class Accelerator(DataCalls, SavedStates, accelerate.Accelerator):  # type: igno
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's. A model and its optimizer must be in the same call; a model without one computes alone.
 
-        With an optimizer in the config give `accelerate.utils.DummyOptim(model.parameters())` in its place, and for a
-        schedule in the config a DummyScheduler.
+        If the config has an optimizer, give `accelerate.utils.deepspeed.DummyOptim(model.parameters())` in its place.
+        If the config has a schedule, give `accelerate.utils.deepspeed.DummyScheduler(optimizer)`.
         """
         found = dict(enumerate(args))
         taken = self._engines_of(found)
@@ -121,6 +121,7 @@ class Accelerator(DataCalls, SavedStates, accelerate.Accelerator):  # type: igno
         """Closes engines, all by default: their models are as `lowtide.Engine.close` leaves them."""
         for engine in list(self.engines if engines is None else engines):
             self.engines.remove(engine)
+            _generate_in_step(engine.module, False)
             engine.close()
 
     def free_memory(self, *objects: Any) -> Any:
@@ -292,6 +293,8 @@ class Accelerator(DataCalls, SavedStates, accelerate.Accelerator):  # type: igno
             deferred.module = wanted
             wanted = deferred
         engine = initialize(wanted, config, optimizer=optimizer, fill=self.lowtide.fill)
+        if engine.config.zero_optimization.stage == 3 or engine.config.parallel.expert > 1:
+            _generate_in_step(engine.module, True)
         self.engines.append(engine)
         self._models.append(engine)
         return engine
@@ -355,6 +358,16 @@ class Accelerator(DataCalls, SavedStates, accelerate.Accelerator):  # type: igno
 
     def _map_loaders(self) -> list[Any]:
         return [one for one in self._dataloaders if hasattr(getattr(one, "batch_sampler", None), "even_batches")]
+
+
+def _generate_in_step(model: nn.Module, in_step: bool) -> None:
+    """in_step: `generate` runs forwards until all ranks have ended, since each forward is a collective call.
+
+    transformers asks a model that has a `generate` for torch's mark of FSDP2, torch.compile for the second name.
+    """
+    for module in model.modules():
+        if hasattr(module, "generate"):
+            module._is_fsdp_managed_module = module._fsdp_use_orig_params = in_step  # type: ignore[assignment]
 
 
 def _ids(params: Iterable[Any]) -> set[int]:

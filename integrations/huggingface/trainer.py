@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -70,12 +70,14 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     def create_accelerator_and_postprocess(self) -> None:
         before = getattr(self, "accelerator", None)
         if isinstance(before, _TrainersAccelerator):  # another trial of a search, with other arguments
-            before.release()
+            self._release_engine()
         super().create_accelerator_and_postprocess()  # which says with what to make it
         if self._lowtide is None:
             logger.warning_once("no config of lowtide was given (lowtide=...): this Trainer is transformers' own")
             return
         self.accelerator = _TrainersAccelerator(**self._made_with)
+        if isinstance(before, _TrainersAccelerator):
+            self.accelerator.engines.extend(before.engines)  # of other models, which stay open
         gathered = self.accelerator.gather_for_metrics
         self.gather_function = partial(gathered, use_gather_object=self.args.eval_use_gather_object)
 
@@ -94,6 +96,8 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         build = super().call_model_init
         if self._lowtide is None:
             return cast(nn.Module, build(trial))
+        if hasattr(self, "model"):
+            self._release_engine()  # of the model of an earlier call
         before = torch.get_rng_state()
         try:
             return cast(nn.Module, build(trial))
@@ -107,6 +111,23 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         """That of the model, once it was made by `train`, `evaluate` or `predict`."""
         accelerator = self.accelerator
         return accelerator.engine_of(self.model) if isinstance(accelerator, Accelerator) else None
+
+    def add_callback(self, callback: Any) -> None:
+        """As the Trainer's. trl's callback that moves a reference model is given whole parameters."""
+        synchronize = getattr(callback, "sync_target_model", None)
+        if self._lowtide is not None and synchronize is not None:
+            callback.sync_target_model = partial(self._synchronize, synchronize)
+        super().add_callback(callback)
+
+    def _synchronize(self, synchronize: Callable[..., None], model: nn.Module, reference: Engine, alpha: float) -> None:
+        trained = self.accelerator.engine_of(model)
+        with trained.gathered(), reference.gathered(modify=True):
+            synchronize(model, reference.module, alpha)
+
+    def _release_engine(self) -> None:
+        """Closes the engine of the model. Other engines stay open, for example that of a reference model."""
+        if (engine := self.engine) is not None:
+            self.accelerator.release([engine])
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self._lowtide is None:  # else the engine takes what this rank needs of it
@@ -130,8 +151,8 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         if self._lowtide is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         fill_steps(self._lowtide, self.args, max_steps)
-        others = [one for one in self.accelerator.engines if one is not self._trained_engine]
-        self.accelerator.release(others)  # of an evaluation before, or of the model of an earlier call
+        if self._trained_engine is None:
+            self._release_engine()  # of an evaluation before
         if self._trained_engine is None and isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self._count_params()
@@ -234,6 +255,8 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             return super().evaluation_loop(*args, **kwargs)
         if self.engine is None and self.train_dataset is not None:
             self._prepare_early(self._lowtide)
+        elif self.engine is None:  # transformers would not, where a reference model was prepared before
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         with self._computing_as_it_is():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -251,9 +274,6 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
                 setattr(self.args, name, value)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._lowtide is not None and getattr(self.args, "predict_with_generate", False):
-            kwargs = {**getattr(self, "_gen_kwargs", {}), **kwargs}
-            kwargs.setdefault("synced_gpus", self.args.world_size > 1)  # gathers are of all ranks
         loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         loss, logits = self._whole((loss, others[0]), inputs)
         return loss, logits, *others[1:]

@@ -1,5 +1,7 @@
 """Loops of Accelerate's users, over engines and over DistributedDataParallel."""
 
+import importlib
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,3 +267,10 @@ def refusal(case: str) -> None:
 def test_what_cannot_hold_is_an_error(ranks: RankPool, case: str, text: str) -> None:
     (failed,) = ranks.fails(1, refusal, case)
     assert text in failed.text
+
+
+def test_names_in_docstrings_can_be_imported() -> None:
+    names = set(re.findall(r"accelerate(?:\.\w+)+", Accelerator.prepare.__doc__ or ""))
+    assert names == {"accelerate.utils.deepspeed.DummyOptim", "accelerate.utils.deepspeed.DummyScheduler"}
+    for module, _, name in (name.rpartition(".") for name in names):
+        assert hasattr(importlib.import_module(module), name)

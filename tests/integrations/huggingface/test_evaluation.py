@@ -59,6 +59,7 @@ def test_it_evaluates_predicts_and_generates_as_over_ddp(ranks: RankPool, tmp_pa
 
 def predict_only(folder: str, config: Any) -> Any:
     made = trainer(folder, config, {"bf16": True, "bf16_full_eval": True}, train_dataset=None)
+    made.accelerator.prepare_model(llama())  # as a reference model; it changes nothing
     result = made.evaluate()["eval_loss"], made.predict(Sentences(6, 4)).predictions
     held = {type(param).__name__ for param in made.model.parameters()}
     closed(made)
@@ -143,19 +144,37 @@ def test_predictions_are_generated_on_all_ranks_in_step(ranks: RankPool, tmp_pat
     assert first[1] == other[1]
 
 
+def generate_apart() -> Any:
+    accelerator = lowtide.huggingface.Accelerator(lowtide={**stage(3), **SOCKETS})
+    plain, engine = llama(), accelerator.prepare(llama())
+    prompt, length = torch.tensor([[3, 7]]), 3 + 4 * accelerator.process_index
+    wanted, found = (one.generate(prompt, max_new_tokens=length, eos_token_id=None) for one in (plain, engine.module))
+    total = accelerator.reduce(torch.ones(1))  # where rank 1 still generates, rank 0 is here
+    accelerator.release()
+    return wanted.tolist() == found.tolist(), total.item()
+
+
+def test_ranks_that_generate_more_and_fewer_tokens_stay_in_step(ranks: RankPool) -> None:
+    assert ranks(2, generate_apart) == [(True, 2.0)] * 2
+
+
 def train_twice(folder: str) -> Any:
     made = trainer(folder, stage(3), {"max_steps": 1}, model_init=llama)
     losses = []
+    teacher = made.accelerator.prepare_model(llama())
+    made.create_accelerator_and_postprocess()  # as another trial of a search does
     for _ in range(2):
         made.train()
         losses.append(made.state.log_history[0]["loss"])
     count = len(made.accelerator.engines)
+    output = teacher(torch.tensor([[3, 7]])).logits
     made.end()
-    return losses, count, made.engine
+    return losses, count, made.engine, output.shape
 
 
-def test_each_training_may_have_a_model_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
-    (first, second), count, engine = ranks(1, train_twice, str(tmp_path))[0]
+def test_each_training_may_have_a_model_of_its_own_beside_a_teacher(ranks: RankPool, tmp_path: Path) -> None:
+    (first, second), count, engine, shape = ranks(1, train_twice, str(tmp_path))[0]
     assert first == second
-    assert count == 1
+    assert count == 2
+    assert shape == (1, 2, NUM_TOKENS)
     assert engine is None

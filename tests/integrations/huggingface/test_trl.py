@@ -1,10 +1,13 @@
-"""The mixin before a trainer of trl, which the extra of the tests installs."""
+"""The mixin before the trainers of trl, which the extra of the tests installs."""
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowtide.huggingface import LowtideMixin
 from tests.integrations.huggingface.trainings import NUM_TOKENS, Outcome, Sentences, closed, llama, outcome_of, stage
@@ -13,23 +16,84 @@ from tests.ranks import RankPool
 trl: Any = pytest.importorskip("trl", reason="trl is not installed: pip install trl datasets")
 
 
-def tune(folder: str, config: dict[str, Any] | None) -> Outcome:
+def text(index: int, length: int = 3) -> str:
+    return " ".join(f"w{token}" for token in Sentences(40)[index]["input_ids"][:length])
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(sum(tokens) % 7) for tokens in completion_ids]
+
+
+def sentence(index: int) -> dict[str, Any]:
+    return {"input_ids": Sentences()[index]["input_ids"]}
+
+
+def preference(index: int) -> dict[str, Any]:
+    return {"prompt": text(index), "chosen": " " + text(index + 1, 2 + index % 2), "rejected": " " + text(index + 2)}
+
+
+def judged(index: int) -> dict[str, Any]:
+    return {"prompt": text(index), "completion": " " + text(index + 1, 2 + index % 2), "label": index % 3 > 0}
+
+
+def prompt(index: int) -> dict[str, Any]:
+    return {"prompt": text(index)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer of trl, by its name, and what it is given beside the model."""
+
+    name: str
+    row: Callable[[int], dict[str, Any]]
+    options: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    model: str = "LlamaForCausalLM"
+
+    def write(self, folder: Path) -> None:
+        """The model and the rows: trl reads its reference from the model's folder, ranks share what they compute."""
+        import datasets
+
+        llama().save_pretrained(folder / "model")
+        datasets.Dataset.from_list([self.row(index) for index in range(24)]).save_to_disk(folder / "rows")
+
+
+SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_accumulation_steps": 2}
+ROLLOUTS = {"num_generations": 4, "max_completion_length": 6, "generation_kwargs": {"eos_token_id": [*range(45), 60]}}
+CASES = {
+    "SFT": Case("SFT", sentence, SKIP),
+    "DPO": Case("DPO", preference),
+    "DPO, precomputed": Case("DPO", preference, {"precompute_ref_log_probs": True}),
+    "DPO, LoRA": Case("DPO", preference, lora=True),
+    "DPO, synchronized": Case("DPO", preference, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "KTO": Case("KTO", judged),
+    "Reward": Case("Reward", preference, model="LlamaForSequenceClassification"),
+    "RLOO": Case("RLOO", prompt, {**ROLLOUTS, "beta": 0.1}),
+    "RLOO, no reference": Case("RLOO", prompt, {**ROLLOUTS, "beta": 0.0}),
+    "GRPO": Case("GRPO", prompt, {**ROLLOUTS, "beta": 0.1}),
+    "GRPO, no reference": Case("GRPO", prompt, {**ROLLOUTS, "beta": 0.0}),
+}
+
+
+def tune(folder: str, config: dict[str, Any] | None, case: str) -> Outcome:
     import datasets
+    import peft
     import tokenizers
     import transformers
 
-    text = "`gradient_checkpointing` is deprecated"  # trl sets it, by the older name
-    warnings.filterwarnings("ignore", text, FutureWarning)
+    given = CASES[case]
+    deprecated = r"`(is_)?gradient_checkpointing\w*` is deprecated"  # trl uses the older names
+    warnings.filterwarnings("ignore", deprecated, FutureWarning)
     words = {f"w{index}": index for index in range(NUM_TOKENS - 2)} | {"<pad>": NUM_TOKENS - 2, "<eos>": NUM_TOKENS - 1}
     own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    rows = datasets.Dataset.from_list([{"input_ids": Sentences()[index]["input_ids"]} for index in range(24)])
-    args = trl.SFTConfig(
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos_token="<eos>")
+    args = getattr(trl, f"{given.name}Config")(
         output_dir=folder,
         use_cpu=True,
         bf16=False,
         max_steps=2,
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
         learning_rate=0.5,
         optim="sgd",
         logging_steps=1,
@@ -37,27 +101,49 @@ def tune(folder: str, config: dict[str, Any] | None) -> Outcome:
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
+        **given.options,
     )
-    kind = trl.SFTTrainer if config is None else type("Tuner", (LowtideMixin, trl.SFTTrainer), {})
-    given: dict[str, Any] = {} if config is None else {"lowtide": config}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos_token="<eos>")
-    made = kind(model=llama(), args=args, train_dataset=rows, processing_class=tokenizer, **given)
+    base = getattr(trl, f"{given.name}Trainer")
+    kind = base if config is None else type("Tuner", (LowtideMixin, base), {})
+    more: dict[str, Any] = {} if config is None else {"lowtide": config}
+    if given.row is prompt:
+        more["reward_funcs"] = reward
+    if given.lora:
+        more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(3)  # of a head that the folder does not have
+    model = getattr(transformers, given.model).from_pretrained(f"{folder}/model", num_labels=1)
+    rows = datasets.load_from_disk(f"{folder}/rows")
+    made = kind(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **more)
     made.train()
     outcome = outcome_of(made)
     closed(made)
     return outcome
 
 
-# trl multiplies by the head's weight itself, of which a rank would have a part.
-TENSOR = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": {"lm_head": "whole"}}}
+def tune_each(folder: str, configs: list[dict[str, Any] | None], case: str) -> list[Outcome]:
+    return [tune(folder, config, case) for config in configs]
 
 
-@pytest.mark.parametrize("config", [stage(3), TENSOR], ids=["stage 3", "tensor"])
-def test_fine_tuning_is_as_over_ddp(ranks: RankPool, tmp_path: Path, config: dict[str, Any]) -> None:
-    plain = ranks(1 if "parallel" in config else 2, tune, str(tmp_path), None)[0]
-    ours = ranks(2, tune, str(tmp_path), config)[0]
-    assert ours.logged("num_tokens") == plain.logged("num_tokens")
-    assert ours.logged("loss") == pytest.approx(plain.logged("loss"), abs=1e-6)
-    assert ours.logged("mean_token_accuracy") == plain.logged("mean_token_accuracy")
-    assert max(float((ours.state[key] - value).abs().max()) for key, value in plain.state.items()) < 1e-6
+def assert_as_over_ddp(ours: Outcome, plain: Outcome) -> None:
+    for key in ("loss", "grad_norm", "num_tokens", "mean_token_accuracy", "kl", "reward", "rewards/margins"):
+        assert ours.logged(key) == pytest.approx(plain.logged(key), abs=1e-5), key
+    assert max(float((ours.state[key] - value).abs().max()) for key, value in plain.state.items()) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_trainers_are_as_over_ddp(ranks: RankPool, tmp_path: Path, num_ranks: int, case: str) -> None:
+    CASES[case].write(tmp_path)
+    plain, *ours = ranks(num_ranks, tune_each, str(tmp_path), [None, stage(0), stage(3)], case)[0]
+    for outcome in ours:
+        assert_as_over_ddp(outcome, plain)
+
+
+def test_ranks_that_share_layers_fine_tune_as_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    whole = {
+        "plan": {"lm_head": "whole"}
+    }  # trl multiplies by the head's weight itself, of which a rank would have a part
+    CASES["SFT"].write(tmp_path)
+    plain = ranks(1, tune, str(tmp_path), None, "SFT")[0]
+    ours = ranks(2, tune, str(tmp_path), {"parallel": {"tensor": 2}, "tensor_parallel": whole}, "SFT")[0]
+    assert_as_over_ddp(ours, plain)

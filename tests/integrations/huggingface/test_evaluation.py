@@ -146,7 +146,8 @@ def test_predictions_are_generated_on_all_ranks_in_step(ranks: RankPool, tmp_pat
 
 def generate_apart() -> Any:
     accelerator = lowtide.huggingface.Accelerator(lowtide={**stage(3), **SOCKETS})
-    plain, engine = llama(), accelerator.prepare(llama())
+    plain: Any = llama()
+    engine = accelerator.prepare(llama())
     prompt, length = torch.tensor([[3, 7]]), 3 + 4 * accelerator.process_index
     wanted, found = (one.generate(prompt, max_new_tokens=length, eos_token_id=None) for one in (plain, engine.module))
     total = accelerator.reduce(torch.ones(1))  # where rank 1 still generates, rank 0 is here

@@ -54,7 +54,8 @@ class Case:
         """The model and the rows: trl reads its reference from the model's folder, ranks share what they compute."""
         import datasets
 
-        llama().save_pretrained(folder / "model")
+        model: Any = llama()
+        model.save_pretrained(folder / "model")
         datasets.Dataset.from_list([self.row(index) for index in range(24)]).save_to_disk(folder / "rows")
 
 

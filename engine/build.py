@@ -102,10 +102,9 @@ def _planned(
 ) -> Config:
     """The config with what "auto" is; a trial that only asks for a plan ends here. A collective."""
     described = model.module if isinstance(model, LaterModel) else model
-    if trial is not None:
-        _log_notes(world, [trial.note])
-        if trial.request.task == "plan":
-            trial.plan(config, described, world, loss_fn, sample_batch)
+    _log_notes(world, [trial.note] if trial is not None else [])  # in any case, so that what the planner says is seen
+    if trial is not None and trial.request.task == "plan":
+        trial.plan(config, described, world, loss_fn, sample_batch)
     if not config.planned_keys:
         return config
     from .planning.agreed import planned_config  # [Note: what few trainings use]

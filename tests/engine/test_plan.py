@@ -183,6 +183,15 @@ def test_the_preset_chooses_everything_and_says_why(caplog: pytest.LogCaptureFix
     )
 
 
+def test_the_log_is_there_before_the_planner_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lowtide.engine.build.configure", lambda: said.append("log"))
+    monkeypatch.setattr("lowtide.engine.planning.agreed.plan_on", lambda *_: said.append("plan"))
+    with pytest.raises(AttributeError):
+        lowtide.initialize(models.tiny_gpt(), {"zero_optimization": {"stage": "auto"}, "optimizer": ADAMW})
+    assert said == ["log", "plan"]
+
+
 def test_ranks_train_with_what_the_command_has_written(ranks: RankPool, tmp_path: Path) -> None:
     best = tmp_path / "best.json"
     assert main(["auto", *SHAPE, "--gpus", "2", "--global-batch", "8", "--write", str(best)]) == 0

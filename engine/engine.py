@@ -421,8 +421,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         """Goes on where a checkpoint was saved, whatever its number of ranks and ZeRO stage; returns its client state.
 
         tag: None for the latest. What stands in `engine.client_state` is restored in place. Options of the optimizer
-        are the saved ones, except those that the config now says otherwise. With another number of ranks the random
-        generators go on as they are, and the client state is that of rank 0.
+        are those of the group that a parameter was in, except those that the config now says otherwise. With another
+        number of ranks the random generators go on as they are, and the client state is that of rank 0.
 
         Raises NoCheckpointError where there is none; CheckpointError where a file is missing, truncated or altered, or
         the checkpoint is of another model.

@@ -132,7 +132,8 @@ class Checkpointer:
         with all_or_none(self._world, what, _INTACT):
             target = CheckpointFolder(folder)
             own_state = self._own_state(client_state)
-            encoded = encode(dict(training), "training")
+            rates = {**training["learning_rates"], "members": list(map(list, self._named.option_groups))}
+            encoded = encode({**training, "learning_rates": rates}, "training")
         states = self._state_dtypes()
         left_out = self._frozen.to_leave_out() if self._config.checkpoint.exclude_frozen_parameters else {}
         names = self._optimizer_names(bool(states))
@@ -233,7 +234,8 @@ class Checkpointer:
                 for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
                     scalars.update(read_scalars(checkpoint.own_state(rank)))
                 own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)), self._world.device)
-                check_fits(checkpoint, training, self._named, self._optimizer)
+                fitted = check_fits(checkpoint, training, scalars, self._named, self._optimizer, scheduler)
+                training, scalars = fitted
                 load_states(registered, own.client_state, undo)
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
             faults = self._frozen.faults(checkpoint.left_out)

@@ -18,14 +18,22 @@ from ...zero.optimizer import ShardedOptimizer
 from ...zero.outer_state import SYNCED
 from ...zero.sign_update import is_rank_state
 from .named_state import NamedState
-from .run_state import check_options
+from .run_state import check_options, in_own_groups
 from .weights import kind_of
 
 
 def check_fits(
-    checkpoint: Checkpoint, training: Mapping[str, Any], named: NamedState, optimizer: ShardedOptimizer
-) -> None:
-    """Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer."""
+    checkpoint: Checkpoint,
+    training: dict[str, Any],
+    scalars: dict[int | str, Any],
+    named: NamedState,
+    optimizer: ShardedOptimizer,
+    scheduler: Any,
+) -> tuple[dict[str, Any], dict[int | str, Any]]:
+    """What the checkpoint says beside tensors, by this run's parameter groups: see `in_own_groups`.
+
+    Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer.
+    """
     catalog = named.catalog
     left_out = {name: one.info for name, one in checkpoint.left_out.items()}
     faults = _differences({**checkpoint.weights.tensors, **left_out}, {**catalog.parameters, **catalog.buffers})
@@ -53,6 +61,7 @@ def check_fits(
         if (own := catalog.parameters.get(name.rpartition(".")[0])) is not None and own.shape != info.shape
     ]
     try:
+        training, scalars = in_own_groups(training, scalars, named.option_groups, scheduler)
         check_options(optimizer.param_groups, training, checkpoint.manifest.config)
     except ValueError as error:
         faults.append(str(error))
@@ -68,6 +77,7 @@ def check_fits(
         faults += _parameters_without_states(by_name, named, each_has_all)
     if faults:
         raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(faults))
+    return training, scalars
 
 
 def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:

@@ -127,6 +127,7 @@ def _training(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> dict[s
         "optimizer": kind,
         "learning_rates": {
             "options": [_plain(group, notes) for group in found.groups],
+            "members": [list(names) for names in found.group_names],
             "base": [float(group.get("initial_lr", found.base_lr or group["lr"])) for group in found.groups],
             "scheduler": scheduler,
         },

@@ -65,6 +65,7 @@ class _TrainingContent(FileContent):
         options: list[dict[str, Any]]
         base: list[Number]
         scheduler: dict[str, Any] | None
+        members: list[list[Text]] | None = None  # of each group, by name; earlier versions had none
 
     class LossScaler(FileContent):
         is_dynamic: Flag
@@ -141,6 +142,60 @@ def read_client_state(own_state: Any) -> dict[str, Any]:
 
 
 _SCALARS = TypeAdapter(dict[int | str, dict[str, Any] | None])
+
+
+def in_own_groups(
+    training: dict[str, Any], scalars: Mapping[int | str, Any], members: Sequence[Sequence[str]], scheduler: Any
+) -> tuple[dict[str, Any], dict[int | str, Any]]:
+    """What a checkpoint says by the number of a parameter group, by that of this run's groups; both are changed copies.
+
+    An option belongs to the parameters of its group, whatever its number is. members: their names, of each of this
+    run's groups. scheduler: of the caller, None: there is none. Raises ValueError where parameters of one group had
+    other options than each other, where a group has none that was in one, and where the state of the scheduler, which
+    has values by number, would be that of other groups.
+    """
+    saved = training["learning_rates"]
+    if saved.get("members") is None or not len(saved["members"]) == len(saved["options"]) == len(saved["base"]):
+        return training, dict(scalars)
+    group_of = {name: number for number, names in enumerate(saved["members"]) for name in names}
+    said = [
+        {**options, "the first learning rate": base}
+        for options, base in zip(saved["options"], saved["base"], strict=True)
+    ]
+    origins = []
+    for number, names in enumerate(members):
+        known: dict[int, str] = {}  # the first parameter here that was in each
+        for name in names:
+            if name in group_of:
+                known.setdefault(group_of[name], name)
+        if not known and (names or number >= len(said) or saved["members"][number]):
+            raise ValueError(
+                f"no parameter group of it has a parameter of group {number} here ({', '.join(names[:3]) or 'empty'})"
+            )
+        first, *others = known or [number]
+        for other in others:
+            key = next((key for key in said[first] if said[first][key] != said[other].get(key)), None)
+            if key is not None:
+                raise ValueError(
+                    f"'{known[first]}' and '{known[other]}', of group {number} here, were in two groups, with {key} "
+                    f"{shortened(said[first][key])} and {shortened(said[other].get(key))}; give them groups of their "
+                    "own"
+                )
+        origins.append(first)
+    if origins == list(range(len(said))):
+        return training, dict(scalars)
+    state = saved["scheduler"] if hasattr(scheduler, "load_state_dict") else None
+    key = next((key for key, value in (state or {}).items() if isinstance(value, (list, tuple))), None)
+    if key is not None:
+        raise ValueError(
+            f"the state of its {type(scheduler).__name__} has {key} for parameter groups of other numbers than here; "
+            f"give the optimizer groups in the order of {[list(names[:3]) for names in saved['members']]}, or leave "
+            "lr_scheduler out of initialize"
+        )
+    own = {name: [saved[name][origin] for origin in origins] for name in ("options", "base", "members")}
+    by_number = {number: scalars[origin] for number, origin in enumerate(origins) if origin in scalars}
+    by_name = {name: states for name, states in scalars.items() if isinstance(name, str)}
+    return {**training, "learning_rates": {**saved, **own}}, {**by_name, **by_number}
 
 
 def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, Any], config: Mapping[str, Any]) -> None:

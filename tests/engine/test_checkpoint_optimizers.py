@@ -4,13 +4,23 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from lowtide.checkpoint.errors import CheckpointError
-from tests.engine.saving import Continuation, Trip, engine_for, load_and_go_on, load_trips, save_and_go_on, save_trips
+from tests.engine.saving import (
+    Continuation,
+    Trip,
+    engine_for,
+    load_and_go_on,
+    load_trips,
+    run_steps,
+    save_and_go_on,
+    save_trips,
+)
 from tests.models import mlp, short_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import Case
@@ -143,13 +153,86 @@ def test_the_states_of_another_optimizer_are_refused(
         )
 
 
-def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
-    case = Case(mlp, vector_batch, config={"optimizer": None})
-    save_and_go_on(case, tmp_path, 1, "a", optimizer=two_groups)
-    text = "does not fit: it has 2 parameter groups, the optimizer 1"
-    engine = engine_for(case, 1, optimizer=partial(torch.optim.AdamW, lr=1e-2))
-    with engine, pytest.raises(CheckpointError, match=text):
+MLP = Case(mlp, vector_batch, config={"optimizer": None})
+RATES = {"weight": (2e-2, 0.2), "bias": (1e-2, 0.1)}  # of what each name ends with
+
+
+def grouped(*groups: list[str], kind: Any = torch.optim.AdamW) -> Any:
+    """An optimizer with these groups, by the ends of names, each with the RATES of its first."""
+
+    def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        names = [name for name, _ in mlp().named_parameters()]
+        by_name = dict(zip(names, params, strict=True))
+        found = []
+        for group in groups:
+            members = [name for end in group for name in names if name.endswith(end)]
+            lr, decay = RATES[members[0].rpartition(".")[2]]
+            found.append({"params": [by_name[name] for name in members], "lr": lr, "weight_decay": decay})
+        return kind(found)  # type: ignore[no-any-return]
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        (torch.optim.AdamW, ([".bias"], [".weight"])),
+        (torch.optim.NAdam, ([".bias"], ["t.weight"], ["0.weight", "1.weight", "2.weight"])),
+        (
+            torch.optim.NAdam,
+            (["t.bias", "1.bias"], ["0.weight", "t.weight"], ["0.bias", "2.bias"], ["1.weight", "2.weight"]),
+        ),
+    ],
+)
+def test_options_follow_the_names_of_the_members(tmp_path: Path, groups: Any, kind: Any) -> None:
+    """Loaded by groups of another order or number whose options differ from what was saved: those come back."""
+    saved = grouped([".weight"], [".bias"], kind=kind)
+    expected = save_and_go_on(MLP, tmp_path, 1, "a", optimizer=saved)
+    with mock.patch.dict(RATES, {"weight": (0.5, 0.0), "bias": (0.7, 0.0)}):
+        engine = engine_for(MLP, 1, optimizer=grouped(*groups, kind=kind))
+    engine.load_checkpoint(tmp_path)
+    found = {len(group["params"][0].shape): group["lr"] for group in engine.optimizer.param_groups}
+    assert found == {2: 2e-2, 1: 1e-2}
+    assert run_steps(engine, MLP, 2, 2).losses == expected.losses
+    engine.close()
+
+
+def schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+W, B = [".weight"], [".bias"]
+BIASES = "first.bias, layers.0.bias, layers.1.bias"
+REFUSED_GROUPS: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (
+        (W, B),
+        (W + B,),
+        {},
+        "'first.weight' and 'first.bias', of group 0 here, were in two groups, with lr 0.02 and 0.01; give them groups",
+    ),
+    ((W,), (W, B), {}, f"no parameter group of it has a parameter of group 1 here ({BIASES})"),
+    (
+        (W, B),
+        (B, W),
+        {"lr_scheduler": schedule},
+        "the state of its LambdaLR has base_lrs for parameter groups of other numbers than here; give the optimizer "
+        "groups in the order of [['first.weight', 'layers.0.weight', 'layers.1.weight'], "
+        "['first.bias', 'layers.0.bias', 'layers.1.bias']], or leave lr_scheduler out of initialize",
+    ),
+]
+
+
+@pytest.mark.parametrize(("saved", "here", "options", "words"), REFUSED_GROUPS)
+def test_groups_whose_options_cannot_follow_are_refused(
+    tmp_path: Path, saved: Any, here: Any, options: dict[str, Any], words: str
+) -> None:
+    save_and_go_on(MLP, tmp_path, 1, "a", optimizer=grouped(*saved), **options)
+    engine = engine_for(MLP, 1, optimizer=grouped(*here), **options)
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    with engine, pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(tmp_path)
+    assert f"/a does not fit: {words}" in str(caught.value) and "Nothing was changed" in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
 
 
 def test_an_optimizer_that_has_not_stepped_yet_takes_any(tmp_path: Path) -> None:

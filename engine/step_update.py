@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
@@ -12,6 +13,7 @@ from ..comm import Mesh, Pending
 from ..offload import OffloadError
 from ..zero.gradient import GroupGradient
 from ..zero.group import Residence
+from ..zero.host_update import MAX_LEAVING
 from ..zero.layout import Piece
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reductions import OnFinal
@@ -72,6 +74,7 @@ class StepUpdate:
             one.step, one.unit = lambda: optimizer.counts.num_steps, unclipped_factor
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
         self._postponed: list[tuple[ShardState, list[tuple[Piece, Tensor]]]] = []
+        self._arriving: deque[GroupGradient] = deque()
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [self._shards[id(gradient)] for gradient in gradients if id(gradient) in self._shards]
@@ -86,6 +89,10 @@ class StepUpdate:
         self._postponed = []
         self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
         return self._update_one
+
+    def end_backward(self) -> None:
+        """Updates with what was still on its way, where the update does not wait for all."""
+        self._update_arrived(0)
 
     def refuse_more(self, what: str) -> None:
         """Raises StateError where shards of this step are updated already, for good. what: the user has asked for."""
@@ -103,6 +110,7 @@ class StepUpdate:
 
     def take_back(self) -> bool:
         """What was updated in this step has not been: says whether there was any; only speculative updates are."""
+        self._arriving.clear()
         return self._optimizer.roll_back()
 
     @property
@@ -232,6 +240,11 @@ class StepUpdate:
                 group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:
+        if self.timing is Timing.SPECULATIVE and _is_waited_for(self._mesh.world.device):
+            self._arriving.append(gradient)
+            self._update_arrived(MAX_LEAVING)
+            return
+        gradient.settle()
         shard = self._shards.get(id(gradient))
         skip = None
         if self._asks_device:
@@ -247,6 +260,18 @@ class StepUpdate:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
             gradient.drop_shard()
+
+    def _update_arrived(self, num_left: int) -> None:
+        """Updates with the gradients of a device, but for the newest, which are still on their way to the host.
+
+        Meanwhile the device has the backward of these to do. Whether all are finite says the norm: what was updated can
+        be taken back.
+        """
+        while len(self._arriving) > num_left:
+            gradient = self._arriving.popleft()
+            gradient.settle()
+            if id(gradient) in self._shards:
+                self._optimizer.update(self._shards[id(gradient)], self._unclipped_factor())
 
     # -- what is not yet known to be used, in the backward ----------------------------------------------------------
 

@@ -181,9 +181,12 @@ class Window:
             for resident in [resident for resident, stay in self._here.items() if stay.is_waiting]:
                 self.release(resident)
 
-    def wait(self) -> None:
-        """Returns when everything released has been saved; raises OffloadError for the first that could not be."""
-        while self._leaving:
+    def wait(self, num_left: int = 0) -> None:
+        """Returns when everything released has been saved, but for the newest, of which so many may still be leaving.
+
+        Raises OffloadError for the first that could not be.
+        """
+        while len(self._leaving) > num_left:
             self._retire_oldest()
 
     def close(self) -> None:

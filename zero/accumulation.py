@@ -123,10 +123,12 @@ class HostSum:
     def __init__(self, host: HostUpdate) -> None:
         self._host = host
         self._total: Tensor | None = None
+        self._last = 0  # of the gradients that have left, which one
 
     def add(self, shard: Tensor, on_arrived: Callable[[], None] | None) -> Tensor:
         """Takes a shard whose memory on the device goes with it; on_arrived: called then. Returns the sum so far."""
         self._total = self._host.take(shard, self._total, on_arrived)
+        self._last = self._host.num_taken
         return self._total
 
     def has(self, shard: Tensor) -> bool:
@@ -134,8 +136,8 @@ class HostSum:
         return shard is self._total
 
     def arrive(self) -> None:
-        """Returns when all that was taken is in the sum."""
-        self._host.arrive()
+        """Returns when all that was taken is in the sum, whatever has left after it."""
+        self._host.arrive(self._last)
 
     def hand_over(self) -> None:
         """The sum is the caller's, until `give_back`."""

@@ -35,6 +35,7 @@ class HostUpdate:
         self._copies = copies
         self._pool = pool
         self._gradients = Window(max_leaving=MAX_LEAVING)
+        self.num_taken = 0
 
     def resident(self, group: ShardedGroup, rest: ShardRest | None, needs_values: bool) -> Resident:
         """The group's shard, (shard_numel,), which comes to a buffer of the host.
@@ -74,6 +75,7 @@ class HostUpdate:
                 on_arrived()
 
         leaving = Resident("gradient", lambda: values, arrive, save=lambda shard: self._copies.to_host(shard, arriving))
+        self.num_taken += 1
         self._gradients.create(leaving)
         self._gradients.release(leaving)
         return arriving if total is None else total
@@ -82,9 +84,9 @@ class HostUpdate:
         """(numel,) zeros of the host, for copies to and from the device."""
         return self._pool.take(numel * dtype.itemsize).view(dtype).zero_()
 
-    def arrive(self) -> None:
-        """Returns when all gradients that were taken are complete."""
-        self._gradients.wait()
+    def arrive(self, number: int | None = None) -> None:
+        """Returns when the gradients are complete that were taken until `num_taken` was that; None: all."""
+        self._gradients.wait(0 if number is None else self.num_taken - number)
 
     def give(self, total: Tensor) -> None:
         """The memory of a gradient that was used up."""

@@ -17,7 +17,9 @@ from ..comm import Pending
 from .gradient import GroupGradient
 
 OnFinal = Callable[[GroupGradient], None]
-"""Called when the sum of a gradient over microbatches and ranks is complete; may use it up."""
+"""Called when the sum of a gradient over microbatches and ranks is complete; may use it up.
+
+Of one that goes to the host `settle` has to be called first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,5 +87,4 @@ class Reductions:
 def _with_end(gradient: GroupGradient, boundary: bool, on_final: OnFinal) -> Iterator[Pending]:
     yield from gradient.collect(boundary)
     if boundary:
-        gradient.settle()
         on_final(gradient)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
+from lowtide.zero.host_update import MAX_LEAVING
 from tests.pretend import device, group, queues, values
 from tests.ranks import RankPool
 
@@ -170,6 +171,27 @@ def test_other_ways_to_step_wait_once_too(pretend_ranks: RankPool, way: str) -> 
 
 def test_an_optimizer_of_torch_waits_once_too(pretend_ranks: RankPool) -> None:
     pretend_ranks(1, collected, check_own_optimizer, process_group=False)
+
+
+def check_speculation(precision: str, ratio: float) -> None:
+    counts = []
+    for overlap in ("none", "speculative"):
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio, "overlap": overlap}}
+        with make_engine(Net(6), {"zero_optimization": zero, **PRECISIONS[precision]}) as engine:
+            for _ in range(2):
+                waits = waits_of(lambda: train_step(engine, torch.randn(2, WIDTH)))
+        assert not any(wait.startswith("a value is read") for wait in waits), "\n".join(waits)
+        counts.append(len(waits))
+    of_newest = [wait for wait in waits if "in arrive" in wait]
+    assert counts[1] <= counts[0] and len(of_newest) <= MAX_LEAVING + (ratio < 1), "\n".join(waits)
+
+
+@pytest.mark.parametrize(("precision", "ratio"), [("fp32", 1.0), ("bf16", 0.5)])
+def test_a_speculative_update_waits_for_no_more_than_a_plain_one(
+    pretend_ranks: RankPool, precision: str, ratio: float
+) -> None:
+    """The host updates with a gradient when two more have left: the device has their backward to do meanwhile."""
+    pretend_ranks(1, collected, check_speculation, precision, ratio, process_group=False)
 
 
 # -- what the device knows before the host does -----------------------------------------------------------------------

@@ -175,7 +175,9 @@ def test_at_most_two_gradients_are_on_their_way() -> None:
     totals = [host.take(shard, None, partial(arrived.append, index)) for index, shard in enumerate(shards)]
     assert arrived == [0, 1, 2]
     again = host.take(torch.ones(1024), totals[0], None)
-    assert again is totals[0]
+    assert again is totals[0] and arrived == [0, 1, 2, 3]
+    host.arrive(4)  # there already: what left later is not waited for
+    assert arrived == [0, 1, 2, 3]
     host.arrive()
     assert arrived == [0, 1, 2, 3, 4] and [float(total[-1]) for total in totals] == [1, 1, 2, 3, 4]
     for total in totals:

@@ -154,13 +154,11 @@ print(os.environ["LOCAL_RANK"], parser.parse_args().local_rank)
     ],
 )
 def test_an_option_of_the_launcher_behind_the_script_is_named(
-    options: list[str], arguments: list[str], text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], arguments: list[str], text: str | None, tmp_path: Path
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text('"""lowtide launch --nproc 2 train.py"""\nprint(options.grace)')
-    assert launch(["--print-plan", *options, str(script), *arguments]) == 0
-    out = capsys.readouterr().out
-    assert ("note:" not in out) if text is None else (text in out)
+    source = '"""lowtide launch --nproc 2 train.py"""\nprint(options.grace)'
+    status, out, err = Job(tmp_path, source, "--print-plan", *options, arguments=tuple(arguments)).finish()
+    assert status == 0 and ("note:" not in out if text is None else text in out), out + err
 
 
 def test_a_script_for_deepspeeds_launcher_gets_its_local_rank(tmp_path: Path) -> None:

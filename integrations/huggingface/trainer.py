@@ -55,12 +55,17 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     optimizer: Any
     _created_lr_scheduler: bool
 
-    def __init__(self, *args: Any, lowtide: Source | None = None, **kwargs: Any) -> None:
-        """lowtide: a preset's name, a path of a JSON file, or a dictionary; else it is asked of the arguments.
+    def __init__(
+        self, *args: Any, lowtide: Source | None = None, eval_token_mean: bool | None = None, **kwargs: Any
+    ) -> None:
+        """lowtide: a preset's name, a path of a JSON file, or a dictionary. eval_token_mean: see `TrainingArguments`.
 
-        Raises ConfigError and ValueError where it and the arguments cannot hold together.
+        Either is asked of the arguments where it is None. Raises ConfigError and ValueError where the config and the
+        arguments cannot hold together.
         """
         self._given_lowtide = lowtide
+        self._eval_token_mean = eval_token_mean
+        self._token_sums: torch.Tensor | None = None  # of an evaluation: the loss of all tokens, and how many they are
         self._lowtide: EngineConfig | None = None
         self._num_params = 0  # of the whole model, without embeddings
         super().__init__(*args, **kwargs)
@@ -250,33 +255,84 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self._lowtide is None:
-            return super().evaluation_loop(*args, **kwargs)
-        if self.engine is None and self.train_dataset is not None:
-            self._prepare_early(self._lowtide)
-        elif self.engine is None:  # transformers would not, where a reference model was prepared before
-            self.accelerator.prepare_model(self.model, evaluation_mode=True)
-        with self._computing_as_it_is():
-            return super().evaluation_loop(*args, **kwargs)
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        values: dict[str, Any] = {}
+        if self._lowtide is not None:
+            if self.engine is None and self.train_dataset is not None:
+                self._prepare_early(self._lowtide)
+            elif self.engine is None:  # transformers would not, where a reference model was prepared before
+                self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            # The engine computes in 16 bits already, or the arguments were refused.
+            values = {"bf16_full_eval": False, "fp16_full_eval": False}
+        wanted = self._eval_token_mean
+        if not (getattr(self.args, "eval_token_mean", False) if wanted is None else wanted):
+            with self._with_arguments(**values):
+                return super().evaluation_loop(*given)
+        self._token_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        try:
+            with self._with_arguments(**values, average_tokens_across_devices=False):  # a loss is its batch's mean
+                output = super().evaluation_loop(*given)
+            loss, count = self.accelerator.reduce(self._token_sums).tolist()
+        finally:
+            self._token_sums = None
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / count if count else float("nan")
+        return output
 
     @contextmanager
-    def _computing_as_it_is(self) -> Iterator[None]:
-        """Without a cast to 16 bits: the engine computes in them already, or the arguments were refused."""
-        names = ("bf16_full_eval", "fp16_full_eval")
-        before = {name: getattr(self.args, name) for name in names}
-        for name in names:
-            setattr(self.args, name, False)
+    def _with_arguments(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self.args, name) for name in values}
         try:
+            for name, value in values.items():
+                setattr(self.args, name, value)
             yield
         finally:
             for name, value in before.items():
                 setattr(self.args, name, value)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._token_sums is not None:
+            inputs = self._without_repeated_rows(inputs)
         loss, *others = super().prediction_step(model, inputs, *args, **kwargs)
         loss, logits = self._whole((loss, others[0]), inputs)
+        if self._token_sums is not None:
+            labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
+            count = inputs.get("shift_labels", labels).ne(-100).sum()
+            total = torch.where(count > 0, loss.double() * count, 0.0)  # a mean over no token is no number
+            self._token_sums += torch.stack((total, count)).to(self._token_sums)
         return loss, logits, *others[1:]
+
+    def _without_repeated_rows(self, inputs: Any) -> Any:
+        """The inputs, with labels of -100 in the rows that fill the last batches of an evaluation: they count once."""
+        labels = inputs.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            found = "none" if labels is None else f"{type(labels).__name__} of numbers"
+            raise ValueError(
+                "eval_token_mean: expected batches with a tensor of token numbers as `labels`, -100 where a token does "
+                f"not count, found {found}; leave eval_token_mean out for this model"
+            )
+        accelerator, rows = self.accelerator, labels.shape[0]
+        state, rank = accelerator.gradient_state, accelerator.process_index // self._num_sharers
+        if not state.end_of_dataloader or state.remainder <= 0 or accelerator.num_processes == self._num_sharers:
+            return inputs
+        if rows == 1 < self.args.eval_batch_size:
+            raise ValueError(
+                f"eval_token_mean: expected a row of labels for each of {self.args.eval_batch_size} samples, found "
+                f"{tuple(labels.shape)}: which of its tokens repeat others is not known; use a collator that pads, or "
+                "per_device_eval_batch_size=1"
+            )
+        repeated = torch.arange(rows, device=labels.device) + rank * rows >= state.remainder
+        without = {key: inputs[key].clone() for key in ("labels", "shift_labels") if key in inputs}
+        for values in without.values():
+            values[repeated] = -100
+        return {**inputs, **without}
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -21,6 +22,7 @@ from tests.integrations.huggingface.trainings import (
 )
 from tests.ranks import RankPool
 
+TENSOR = {"parallel": {"tensor": 2}}
 SOCKETS = {"communication": {"route": "sockets"}}
 
 
@@ -55,6 +57,59 @@ def test_it_evaluates_predicts_and_generates_as_over_ddp(ranks: RankPool, tmp_pa
             assert result[3] == expected[3]
         for name, value in plain[0][1].items():
             torch.testing.assert_close(ours[0][1][name], value, atol=2e-6, rtol=0)
+
+
+def token_mean(folder: str, config: Any, count: int) -> Any:
+    data = Sentences(count, 8)
+    kind = lowtide.huggingface.LowtideMixin if config is None else object  # without a config it is transformers' own
+    made = trainer(folder, config, {"per_device_eval_batch_size": 3}, kind, eval_dataset=data, eval_token_mean=True)
+    losses = made.evaluate()["eval_loss"], made.predict(data).metrics["test_loss"]
+    closed(made)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config", "count"),
+    [(1, stage(0), 10), (2, stage(3), 10), (4, None, 10), (4, stage(0), 10), (4, stage(3), 1), (4, TENSOR, 10)],
+    ids=["1 rank", "2 ranks", "DDP", "4 ranks", "one sample", "tensor"],
+)
+def test_the_mean_over_tokens_is_that_of_one_batch(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, config: Any, count: int
+) -> None:
+    model: Any = llama()
+    with torch.no_grad():
+        whole = model(**padded([Sentences(count, 8)[index] for index in range(count)])).loss.item()
+    for losses in ranks(num_ranks, token_mean, str(tmp_path), config, count):
+        assert losses == pytest.approx((whole, whole), abs=1e-6)
+
+
+def flattened(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {key: torch.tensor([[value for row in rows for value in row[key]]]) for key in rows[0]}
+
+
+def unlabelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": padded(rows)["input_ids"]}
+
+
+def refuse_the_mean(folder: str, collator: Any) -> str:
+    args = lowtide.huggingface.TrainingArguments(**arguments(folder), lowtide=stage(0), eval_token_mean=True)
+    made = lowtide.huggingface.Trainer(llama(), args, eval_dataset=Sentences(10, 8), data_collator=collator)
+    with pytest.raises(ValueError, match="eval_token_mean") as raised:
+        made.evaluate()
+    closed(made)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("collator", "text"),
+    [
+        (unlabelled, "expected batches with a tensor of token numbers as `labels`"),
+        (flattened, "expected a row of labels for each of 8 samples, found (1, 48)"),
+    ],
+    ids=["no labels", "rows in one"],
+)
+def test_no_mean_over_tokens_that_cannot_be_counted(ranks: RankPool, tmp_path: Path, collator: Any, text: str) -> None:
+    assert all(text in found for found in ranks(2, refuse_the_mean, str(tmp_path), collator))
 
 
 def predict_only(folder: str, config: Any) -> Any:

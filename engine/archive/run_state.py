@@ -193,9 +193,9 @@ def in_own_groups(
             "lr_scheduler out of initialize"
         )
     own = {name: [saved[name][origin] for origin in origins] for name in ("options", "base", "members")}
-    by_number = {number: scalars[origin] for number, origin in enumerate(origins) if origin in scalars}
-    by_name = {name: states for name, states in scalars.items() if isinstance(name, str)}
-    return {**training, "learning_rates": {**saved, **own}}, {**by_name, **by_number}
+    found: dict[int | str, Any] = {name: states for name, states in scalars.items() if isinstance(name, str)}
+    found |= {number: scalars[origin] for number, origin in enumerate(origins) if origin in scalars}
+    return {**training, "learning_rates": {**saved, **own}}, found
 
 
 def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, Any], config: Mapping[str, Any]) -> None:

@@ -168,7 +168,8 @@ def grouped(*groups: list[str], kind: Any = torch.optim.AdamW) -> Any:
             members = [name for end in group for name in names if name.endswith(end)]
             lr, decay = RATES[members[0].rpartition(".")[2]]
             found.append({"params": [by_name[name] for name in members], "lr": lr, "weight_decay": decay})
-        return kind(found)  # type: ignore[no-any-return]
+        made: torch.optim.Optimizer = kind(found)
+        return made
 
     return build
 

@@ -183,7 +183,9 @@ class Config(Section):
             if path not in BATCH_KEYS and path not in chosen
         ]
         config._notes = tuple(
-            notes + _idle_settings(config) + other_defaults(raw, config.gradient_clipping, config.optimizer)
+            notes
+            + _idle_settings(config)
+            + other_defaults(raw, config.gradient_clipping, config.optimizer, config.scheduler)
         )
         config._source = name
         config._auto_batch_keys = tuple(

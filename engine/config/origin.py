@@ -5,7 +5,8 @@ another one that changes the numbers of a training, a file that was written for 
 in it says so. Such a file gets a note for each of these keys: one with a key that only DeepSpeed has, and one that
 says no word of ours where DeepSpeed could run it (it needs a batch size). Any other was written with docs/config.md at
 hand.
-Source: DeepSpeed 0.19.8, runtime/constants.py, runtime/engine.py (_configure_basic_optimizer), ops/adam, ops/lion.
+Source: DeepSpeed 0.19.8, runtime/constants.py, runtime/engine.py (_configure_basic_optimizer), ops/adam, ops/lion,
+runtime/lr_schedules.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from .deepspeed import RULES
 from .errors import shown
 from .optimizer import OptimizerConfig
 from .read import join
-from .scheduler import SCHEDULERS
+from .scheduler import SCHEDULERS, SchedulerConfig, WarmupDecayLR
 from .translate import BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH, QUANTIZED
 
 _OWN = """
@@ -31,12 +32,19 @@ _OWN = """
     checkpoint.folder checkpoint.every_steps checkpoint.keep_last checkpoint.async checkpoint.on_sigterm
     checkpoint.exclude_frozen_parameters
 """
+PEAK = "warmup_max_lr"
+_THEIR_PEAK = 1e-3  # of WarmupDecayLR alone: of WarmupLR it is the optimizer's lr there too
 OWN_KEYS = frozenset(_OWN.split())
 _THEIR_KEYS = frozenset([*RULES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES, *QUANTIZED])
 _SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
 
 
-def other_defaults(raw: dict[str, object], gradient_clipping: float, optimizer: OptimizerConfig | None) -> list[str]:
+def other_defaults(
+    raw: dict[str, object],
+    gradient_clipping: float,
+    optimizer: OptimizerConfig | None,
+    scheduler: SchedulerConfig | None,
+) -> list[str]:
     """One sentence for each key that a file of DeepSpeed's leaves out and that would have another value there.
 
     raw: the values as they were written, without comments. The rest: what they are here.
@@ -48,6 +56,8 @@ def other_defaults(raw: dict[str, object], gradient_clipping: float, optimizer: 
     if optimizer is not None:
         for key, value in _their_params(raw, optimizer.type).items():
             theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
+    if isinstance(scheduler, WarmupDecayLR):
+        theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
     return [
         f"{path}: left out, so it is {shown(here)} here; DeepSpeed 0.19 has {shown(there)} then. Write the one you mean"
         for path, (here, there) in theirs.items()
@@ -74,6 +84,11 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
         found = next((one.name for one in OPTIMIZERS.values() if kind in (one.name, *one.deepspeed_names)), None)
         if found is not None and isinstance(params, dict):
             filled["optimizer"] = {**section, "params": {**_their_params({"optimizer": section}, found), **params}}
+    section = raw.get("scheduler")
+    if isinstance(section, dict) and str(section.get("type")).lower() == "warmupdecaylr":
+        params = section.get("params") or {}
+        if isinstance(params, dict):
+            filled["scheduler"] = {**section, "params": {PEAK: _THEIR_PEAK, **params}}
     return filled
 
 

@@ -28,8 +28,6 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     total_num_steps: Int = Field(ge=1)
     """Steps of the whole training. Must be given."""
-    warmup_max_lr: NonNegative | None = 1e-3
-    """Learning rate at the end of the warm-up. null or "auto": the optimizer's."""
 
 
 class WarmupCosineLRParams(Section):

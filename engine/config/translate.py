@@ -120,7 +120,6 @@ def translate(raw: dict[str, object]) -> Translation:
         scheduler, faults = canonical_scheduler(given)
         out.faults += faults + (_slips(given, "scheduler") if faults else [])
         if scheduler is not None:
-            _auto_peak(scheduler, out.auto_paths)
             _give_back(scheduler, "scheduler", SCHEDULER_PARAMS[str(scheduler["type"])], out.auto_paths)
     if scheduler is not None:
         out.values["scheduler"] = scheduler
@@ -297,10 +296,3 @@ def _take_profilers(out: Translation) -> None:
     found["step"] = max(1, step) if isinstance(step, int) else 1  # DeepSpeed's -1 is every step
     out.values["profile"] = {**found, **own} if isinstance(own, dict) else found
     out.notes.append("profile: flops_profiler and comms_logger are this section here, which writes all of both")
-
-
-def _auto_peak(scheduler: dict[str, object], auto_paths: list[str]) -> None:
-    """ "auto" for the peak of a warm-up means the optimizer's learning rate, also where the default is a number."""
-    params = scheduler.get("params")
-    if "scheduler.params.warmup_max_lr" in auto_paths and isinstance(params, dict):
-        scheduler["params"] = {**params, "warmup_max_lr": None}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from ..engine.config.config import Config
 from ..engine.config.errors import ConfigError, Fault
 from ..engine.config.lax import converted
-from ..engine.config.origin import with_their_defaults
+from ..engine.config.origin import PEAK, with_their_defaults
 from ..engine.config.read import read
 from . import comm
 from .errors import UsageError
+from .messages import log_dist_once
 
 ADAM_OPTIMIZER = "adam"
 ADAMW_OPTIMIZER = "adamw"
@@ -57,6 +59,14 @@ class DeepSpeedConfig:
         section = given.get("optimizer")
         self.optimizer_params = section.get("params") if isinstance(section, Mapping) else None  # as they are written
         self.raw = with_their_defaults(given)
+        peak, said = self.section("scheduler", "params", PEAK), given.get("scheduler")
+        if peak is not None and isinstance(said, Mapping) and PEAK not in (said.get("params") or {}):
+            log_dist_once(
+                f"scheduler.params.{PEAK}: left out, so it is DeepSpeed's default, {peak}, whatever the optimizer's lr "
+                'is; write the one you mean, or "auto" for that lr',
+                [0],
+                WARNING,
+            )
         if num_stages > 1:
             section = self.raw.get("parallel")
             self.raw["parallel"] = {**(section if isinstance(section, Mapping) else {}), "pipeline": num_stages}

@@ -30,6 +30,16 @@ def test_each_such_key_has_one_note_when_the_file_is_loaded(tmp_path: Path) -> N
     assert config.optimizer.options["weight_decay"] == 0.01
 
 
+def test_a_decaying_schedule_that_leaves_its_peak_out_has_a_note() -> None:
+    """It would go to 50 times a configured 2e-5 in DeepSpeed, and goes to that here."""
+    params: dict[str, Any] = {"total_num_steps": 9}
+    values = {"train_batch_size": 8, "gradient_clipping": 1.0, "scheduler": {"type": "warmupdecaylr", "params": params}}
+    text = "scheduler.params.warmup_max_lr: left out, so it is null here; DeepSpeed 0.19 has 0.001 then. Write the one "
+    assert Config.load(values).notes == (text + "you mean",)
+    params["warmup_max_lr"] = "auto"
+    assert not others(values)
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -64,9 +64,10 @@ def test_a_warmup_of_one_step_is_taken_as_two() -> None:
 
 def test_warmup_decay_lr_falls_to_zero_and_stays() -> None:
     found = rates("WarmupDecayLR", 12, warmup_num_steps=4, total_num_steps=8, warmup_type="linear")
-    peak = 1e-3
     expected = [0, 0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0, 0, 0]
-    assert found == pytest.approx([peak * factor for factor in expected])
+    assert found == pytest.approx([BASE * factor for factor in expected])
+    stated = rates("WarmupDecayLR", 12, warmup_num_steps=4, total_num_steps=8, warmup_type="linear", warmup_max_lr=0.5)
+    assert stated == pytest.approx([0.5 * factor for factor in expected])
 
 
 def test_warmup_decay_lr_with_auto_peaks_at_the_optimizers_rate() -> None:

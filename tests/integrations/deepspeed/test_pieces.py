@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import lowtide.deepspeed as deepspeed
+from lowtide.deepspeed import messages
 from lowtide.deepspeed.accelerator import get_accelerator
 from lowtide.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from lowtide.deepspeed.config import DeepSpeedConfig
@@ -27,6 +28,7 @@ from lowtide.deepspeed.utils import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
+from lowtide.engine.config import scheduler as schedules
 from tests.ranks import RankPool
 
 SGD = torch.optim.SGD
@@ -170,6 +172,25 @@ def test_the_config_has_deepspeeds_defaults() -> None:
     assert found.get_data_types == (torch.float32, torch.float32)
     with pytest.raises(AttributeError, match="DeepSpeedConfig: no 'nothing'"):
         _ = found.nothing
+
+
+PEAK_NOTE = (
+    "scheduler.params.warmup_max_lr: left out, so it is DeepSpeed's default, 0.001, whatever the optimizer's lr is; "
+    'write the one you mean, or "auto" for that lr'
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "peak"), [({}, 0.001), ({"warmup_max_lr": "auto"}, None), ({"warmup_max_lr": 0.5}, 0.5)]
+)
+def test_a_decaying_schedule_has_deepspeeds_peak_with_a_note(
+    said: dict[str, Any], peak: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages._log_once.cache_clear()
+    section = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **said}}
+    found = DeepSpeedConfig({"train_batch_size": 8, "scheduler": section}).resolved.scheduler
+    assert isinstance(found, schedules.WarmupDecayLR) and found.params.warmup_max_lr == peak
+    assert [one.getMessage().partition("] ")[2] for one in caplog.records] == [PEAK_NOTE] * (not said)
 
 
 def test_leaf_modules_are_remembered() -> None:

@@ -33,7 +33,6 @@ _MODULE_CALLS = {
     "stream",
     "Stream",
     "Event",
-    "random",
 }
 """Calls that torch's own module of the device has under the same name."""
 _OLD_NAMES = {
@@ -154,6 +153,10 @@ class Accelerator:
         found: torch.Generator = torch.get_device_module(self._name).default_generators[device_index]
         return found
 
+    def random(self) -> Any:
+        """The module of torch's random states."""
+        return torch.random
+
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return callback()
 
@@ -175,8 +178,6 @@ class Accelerator:
                 f"get_accelerator(): no '{name}' here; torch.accelerator and torch.get_device_module have what torch "
                 "knows of the device"
             )
-        if name == "random":
-            return torch.random
         return _ON_CPU.get(name) if self._name == "cpu" else getattr(torch.get_device_module(self._name), name)
 
 

@@ -27,7 +27,7 @@ _NOT_HERE = (
     "utils",
 )
 __compatible_ops__ = {name: name in _HERE for name in (*_HERE, *_NOT_HERE)}
-__installed_ops__ = __compatible_ops__
+__installed_ops__ = installed_ops = compatible_ops = __compatible_ops__
 
 
 class OpBuilder:

@@ -21,17 +21,6 @@ from . import comm
 from .errors import UsageError
 from .messages import log_dist_once
 
-ADAM_OPTIMIZER = "adam"
-ADAMW_OPTIMIZER = "adamw"
-LAMB_OPTIMIZER = "lamb"
-LION_OPTIMIZER = "lion"
-SGD_OPTIMIZER = "sgd"
-ADAGRAD_OPTIMIZER = "adagrad"
-MUON_OPTIMIZER = "muon"
-ONEBIT_ADAM_OPTIMIZER = "onebitadam"
-ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
-ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
-
 TAG_VALIDATION = ("IGNORE", "WARN", "FAIL")
 
 Source = str | os.PathLike[str] | Mapping[str, Any]

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 from ..engine.config.scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from ..engine.lr_schedule import betas_at, learning_rate_at
 
-LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"
 ONE_CYCLE = "OneCycle"
 WARMUP_LR = "WarmupLR"

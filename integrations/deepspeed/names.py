@@ -1,8 +1,9 @@
 """Modules and names of DeepSpeed: which are here, and why the others are not.
 
 `lowtide.deepspeed.X.Y` is found for every module of DeepSpeed that `names.txt` lists. A name has one meaning in all
-modules that have it. One that is not here is a stand-in, so that a script which imports it and never uses it runs:
-nothing is an instance of it, and calling it or deriving from it raises NotImplementedError with the reason.
+modules, so each module has the names that another one defines too. A name that is not here is a stand-in, so that a
+script which imports it and never uses it runs: nothing is an instance of it, and calling it or deriving from it raises
+NotImplementedError with the reason. Names that end in Error or Exception are exceptions: a script may catch them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from typing import Any, NoReturn
 _ROOT = __name__.rpartition(".")[0]
 
 _IN_FILES = {
+    "": "version git_hash git_branch dist TORCH_DISTRIBUTED_DEFAULT_PORT",
     "accelerator": "get_accelerator",
     "arguments": "add_config_arguments",
-    "builders": "__compatible_ops__ __installed_ops__ OpBuilder FusedAdamBuilder CPUAdamBuilder FusedLionBuilder "
+    "builders": "__compatible_ops__ __installed_ops__ compatible_ops installed_ops OpBuilder FusedAdamBuilder "
+    "CPUAdamBuilder FusedLionBuilder "
     "CPULionBuilder CPUAdagradBuilder FusedLambBuilder AsyncIOBuilder GDSBuilder QuantizerBuilder FPQuantizerBuilder "
     "TransformerBuilder InferenceBuilder RandomLTDBuilder UtilsBuilder",
     "checkpointing": "checkpoint configure is_configured reset model_parallel_cuda_manual_seed "
     "model_parallel_reconfigure_tp_seed get_cuda_rng_tracker non_reentrant_checkpoint CudaRNGStatesTracker "
     "set_num_layers partition_activations_in_checkpoint",
-    "config": "DeepSpeedConfig ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER SGD_OPTIMIZER "
-    "ADAGRAD_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER",
+    "config": "DeepSpeedConfig",
     "dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "errors": "DeepSpeedConfigError",
@@ -39,13 +41,7 @@ _IN_FILES = {
     "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size",
     "layers": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
     "lent": "OffloadStateTypeEnum",
-    "lr_keys": "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE "
-    "EDGE_VALUE MID_VALUE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE "
-    "CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM "
-    "CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
-    "WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS",
-    "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest get_lr_from_config LR_SCHEDULE "
-    "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR VALID_LR_SCHEDULES",
+    "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest get_lr_from_config VALID_LR_SCHEDULES",
     "marks": "ZeroParamStatus",
     "messages": "logger log_dist log_dist_once print_dist print_json_dist print_rank_0 warning_once "
     "set_log_level_from_string see_memory_usage set_random_seed instrument_w_nvtx",
@@ -68,19 +64,23 @@ _IN_FILES = {
     "convert_zero_checkpoint_to_fp32_state_dict",
 }
 HOMES = {name: file for file, names in _IN_FILES.items() for name in names.split()}
-"""Name -> the file here that has it."""
-_UNLISTED = (".", "runtime.zero", "zero", "utils", "ops", "ops.op_builder", "moe.utils")
-"""Modules that have such names beside those that `names.txt` lists of them."""
+"""Name -> the file here that has it; "" for the package."""
 _ALIASES = {"zero": "runtime.zero"}
 
 REASONS = {
     "": "it is a part of DeepSpeed's own machinery, which is another one here",
     "accelerator": "torch.accelerator and torch.get_device_module know the device; get_accelerator() is here",
+    "add_tuning_arguments": "set the scheduler in the config; it adds no arguments to a parser",
+    "MiCS_Init": "use zero.Init",
+    "nebula": "checkpoint.async of the config writes in the background",
     "autotuning": "use `lowtide tune CONFIG SCRIPT`",
     "checkpoint": "every checkpoint of lowtide loads at every number of ranks and every stage; "
     "`lowtide checkpoint import` reads DeepSpeed's",
     "comm": "the collectives are those of torch.distributed",
     "compile": "use torch.compile",
+    "comm.comm.configure": "use engine.lowtide.profile() or torch.profiler to see the collectives",
+    "comm.configure": "use engine.lowtide.profile() or torch.profiler to see the collectives",
+    "comm.log_summary": "use engine.lowtide.profile() or torch.profiler to see the collectives",
     "compression": "quantize or prune the model in your script",
     "constants": "it is a constant of DeepSpeed's own files",
     "datastates": "checkpoint.async of the config writes in the background",
@@ -89,6 +89,7 @@ REASONS = {
     "DeepSpeedHybridEngine": "lowtide trains; generate by engine.module.generate inside of zero.GatheredParameters",
     "io": "files are read and written by the engine itself (aio in the config)",
     "launcher": "use `lowtide launch`, torchrun or srun",
+    "linear.context_manager.Init": "use peft for LoRA; frozen weights take no optimizer states",
     "linear": "use peft for LoRA; frozen weights take no optimizer states",
     "model_implementations": "lowtide runs the model as it is",
     "module_inject": "set parallel.tensor in the config; tensor_parallel.plan for models of other names",
@@ -111,13 +112,21 @@ REASONS = {
     "runtime.swap_tensor": "offloading is set in the config",
     "runtime.zenflow": 'set offload_optimizer.overlap "delayed" in the config',
     "runtime.zero": "it is a part of DeepSpeed's own ZeRO, which is another one here",
+    "runtime.zero.mics": "set zero_hpz_partition_size in the config, or parallel",
+    "runtime.zero.muon": 'Muon is named in the config: type "Muon"',
     "runtime.zero.tiling": "set tiles in the config",
     "sequence": "set parallel.sequence in the config",
+    "utils.groups.initialize": "set parallel in the config",
     "utils.timer": "use torch.profiler",
 }
 """By the longest beginning of a module's name, or by a name itself: why what is not here is not."""
 _REFUSED_TREES = (
     "autotuning",
+    "checkpoint.affine",
+    "checkpoint.affine_transfer",
+    "checkpoint.autoep_affine",
+    "checkpoint.autoep_universal",
+    "checkpoint.autoep_zero3_metadata",
     "compile",
     "compression",
     "datastates",
@@ -132,17 +141,25 @@ _REFUSED_TREES = (
     "moe",
     "monitor",
     "nvme",
+    "ops.compile",
+    "ops.deepspeed4science",
     "ops.op_builder",
+    "ops.quantizer",
     "ops.sparse_attention",
+    "ops.transformer.inference",
+    "ops.triton_ops",
     "profiling",
+    "pydantic_v1",
     "runtime.checkpoint_engine",
     "runtime.comm",
     "runtime.compiler",
+    "runtime.compression",
     "runtime.data_pipeline",
     "runtime.domino",
     "runtime.eigenvalue",
     "runtime.fp16.onebit",
     "runtime.hybrid_engine",
+    "runtime.hybrid_engine_graph",
     "runtime.model_checkpointing",
     "runtime.progressive_layer_drop",
     "runtime.quantize",
@@ -152,24 +169,48 @@ _REFUSED_TREES = (
     "runtime.swap_tensor",
     "runtime.tensor_parallel",
     "runtime.zenflow",
+    "runtime.zero.muon",
+    "runtime.zero.test",
     "sequence",
 )
 """Of which neither modules nor names are listed one by one."""
 
 
 @cache
+def _table() -> dict[str, dict[str, str]]:
+    """Module of DeepSpeed, "." for the package, -> its public names -> the text that a name stands for, or ""."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (Path(__file__).parent / "names.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            module, names = line.rsplit(": ", 1)
+            written = [one.partition("=") for one in names.split()]
+            found[module] = {name: text or (name.lower() if sign else "") for name, sign, text in written}
+    return found
+
+
+@cache
 def listed() -> dict[str, frozenset[str]]:
     """Module of DeepSpeed, "." for the package, -> its public names."""
-    lines = (Path(__file__).parent / "names.txt").read_text(encoding="utf-8").splitlines()
-    pairs = (line.rsplit(": ", 1) for line in lines if not line.startswith("#"))
-    return {module: frozenset(names.split()) for module, names in pairs}
+    return {module: frozenset(names) for module, names in _table().items()}
+
+
+@cache
+def _anywhere() -> frozenset[str]:
+    """The names of all modules."""
+    return frozenset[str]().union(*(names for module, names in listed().items() if ":" not in module))
+
+
+@cache
+def _texts() -> dict[str, str]:
+    """Name of a constant -> its text, in every module."""
+    return {name: text for names in _table().values() for name, text in names.items() if text}
 
 
 def reason_for(module: str, name: str) -> str:
     """Why `name` of that module is not here."""
     if name in REASONS:
         return REASONS[name]
-    parts = [] if module == "." else module.split(".")
+    parts = name.split(".") if module == "." else [*module.split("."), name]
     beginnings = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
     return next(REASONS[one] for one in beginnings if one in REASONS)
 
@@ -195,7 +236,7 @@ def stand_in(module: str, name: str) -> Refused:
     place = "deepspeed" if module == "." else f"deepspeed.{module}"
     text = f"{place}.{name} is not in lowtide.deepspeed: {reason_for(module, name)}"
     contents = {"reason": text, "__doc__": text, "__init_subclass__": classmethod(_derived)}
-    return Refused(name, (), contents)
+    return Refused(name, (Exception,) if name.endswith(("Error", "Exception")) else (), contents)
 
 
 def find(module: str, name: str) -> Any:
@@ -203,16 +244,18 @@ def find(module: str, name: str) -> Any:
     below = name if module == "." else f"{module}.{name}"
     if name.startswith("__") and name not in HOMES:
         raise AttributeError(f"module {_ROOT}.{module!r} has no attribute {name!r}")
-    known = listed().get(module, frozenset())
-    in_comm = module.split(".")[0] == "comm"
-    if in_comm and name in import_module(f"{_ROOT}.comm").__all__:
+    if module.split(".")[0] == "comm" and name in import_module(f"{_ROOT}.comm").__all__:
         return getattr(import_module(f"{_ROOT}.comm"), name)
-    is_other = is_module(below) and not _is_refused(module)
-    if name in HOMES and (name in known or (module in _UNLISTED and not is_other)):
-        return getattr(import_module(f"{_ROOT}.{HOMES[name]}"), name)
-    if is_other:
+    known, is_refused = listed().get(module, frozenset()), _is_refused(module)
+    if is_module(below) and not is_refused and not (name in HOMES and name in known):
         return import_module(f"{_ROOT}.{below}")
-    if name in known or _is_refused(module):
+    may_have = name in known or (module != "." and name in _anywhere())
+    if below not in REASONS:
+        if name in HOMES:
+            return getattr(import_module(f"{_ROOT}.{HOMES[name]}".rstrip(".")), name)
+        if name in _texts() and may_have:
+            return _texts()[name]
+    if may_have or is_refused:
         return stand_in(module, name)
     raise AttributeError(f"module 'deepspeed{'' if module == '.' else '.' + module}' has no attribute {name!r}")
 

@@ -114,6 +114,10 @@ def test_keys_that_act_here_are_not_said_to_have_no_effect() -> None:
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "dataloader_drop_last": "each"}, world_size=1)
 
 
+def test_random_states_are_asked_by_a_call() -> None:
+    assert get_accelerator().random() is torch.random
+
+
 def test_the_cpu_is_there_once_for_each_rank_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.accelerator.is_available():
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -91,6 +91,45 @@ def test_stand_ins_are_imported_and_cannot_be_used() -> None:
         deepspeed.init_inference(None)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (".", "add_tuning_arguments"),  # gone since 0.18
+        ("zero", "MiCS_Init"),
+        ("runtime.zero.config", "OffloadDeviceEnum"),  # which another module defines
+        ("runtime.engine", "dist"),
+        ("ops.transformer.inference.config", "DeepSpeedInferenceConfig"),
+    ],
+)
+def test_names_of_older_versions_and_of_other_modules_are_here(module: str, name: str) -> None:
+    found = importlib.import_module("lowtide.deepspeed" if module == "." else f"lowtide.deepspeed.{module}")
+    assert getattr(found, name) is not None
+
+
+def test_constants_are_texts() -> None:
+    constants, info = deepspeed.runtime.constants, deepspeed.git_version_info
+    assert deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_INFO == "universal_checkpoint_info"
+    assert (constants.TRAIN_BATCH_SIZE, constants.FP16_ENABLED) == ("train_batch_size", "enabled")
+    assert (info.version, info.git_hash) == (deepspeed.__version__, None)
+    assert info.installed_ops["fused_adam"]
+
+
+def test_a_name_has_a_reason_where_the_same_name_means_another_thing_elsewhere() -> None:
+    with pytest.raises(NotImplementedError, match=r"utils.groups.initialize .*: set parallel in the config"):
+        deepspeed.utils.groups.initialize(ep_size=2)
+    with pytest.raises(NotImplementedError, match=r"comm.configure .*: use engine.lowtide.profile\(\)"):
+        deepspeed.comm.configure(enabled=True)
+
+
+def test_errors_are_exceptions() -> None:
+    for error in (deepspeed.elasticity.ElasticityError, deepspeed.runtime.zero.utils.ZeRORuntimeException):
+        with pytest.raises(OSError, match="not one of DeepSpeed's"):
+            try:
+                raise OSError("not one of DeepSpeed's")
+            except error:
+                pass
+
+
 def test_what_deepspeed_does_not_have_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'deepspeed' has no attribute 'initialise'"):
         _ = deepspeed.initialise

@@ -6,47 +6,62 @@ which the update at that time takes for iteration 0: [Note: DeepSpeed's first st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import TypeAdapter
+from torch import Tensor
 
-from ..engine.config.scheduler import SCHEDULER_PARAMS, SchedulerConfig
+from ..engine.config.config import Config
+from ..engine.config.scheduler import SCHEDULER_PARAMS
 from ..engine.lr_schedule import betas_at, learning_rate_at
-
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-
-_SECTION: TypeAdapter[Any] = TypeAdapter(SchedulerConfig)
 
 
 class Scheduler:
-    """Sets the learning rates of an optimizer's groups, iteration by iteration."""
+    """Sets the learning rates of an optimizer's groups, iteration by iteration.
+
+    Its parameters are those of the config's section, in DeepSpeed's order. A rate or a momentum may be a list with a
+    number for each group. The parameters of the first group are attributes too.
+    """
 
     kind: ClassVar[str]
+    defaults: ClassVar[dict[str, Any]] = {}
+    """Of DeepSpeed's, where the config's are others."""
     optimizer: Any
 
+    def __init__(self, optimizer: Any, *args: Any, last_batch_iteration: int = -1, **params: Any) -> None:
+        """Raises ConfigError for a value that is not allowed, ValueError for a list of another length."""
+        fields = sorted(SCHEDULER_PARAMS[self.kind].model_fields, key=lambda name: name != "total_num_steps")
+        order = [*fields, "last_batch_iteration"]
+        if len(args) > len(order) or (given := set(order[: len(args)]) & params.keys()):
+            found = f"{len(args)} by position" if len(args) > len(order) else f"{min(given)} twice"
+            raise TypeError(f"{self.kind}: expected each of {', '.join(order)} once, found {found}")
+        params = {**self.defaults, **dict(zip(order, args, strict=False)), **params}
+        self.last_batch_iteration = params.pop("last_batch_iteration", last_batch_iteration)
+        sections = [
+            Config.load({"scheduler": {"type": self.kind, "params": one}}).scheduler
+            for one in _by_group(params, len(optimizer.param_groups))
+        ]
+        self._begin(optimizer, sections)
+
     @classmethod
-    def over(cls, optimizer: Any, params: Mapping[str, Any]) -> Scheduler:
-        """With all parameters of the config's section."""
+    def over(cls, optimizer: Any, section: Any) -> Scheduler:
+        """As the config's section says, which is checked."""
         made = cls.__new__(cls)
-        made._begin(optimizer, params, -1)
+        made.last_batch_iteration = -1
+        made._begin(optimizer, [section] * len(optimizer.param_groups))
         return made
 
-    def _begin(self, optimizer: Any, params: Mapping[str, Any], last_batch_iteration: int) -> None:
+    def _begin(self, optimizer: Any, sections: list[Any]) -> None:
         self.optimizer = optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._sections = [
-            _SECTION.validate_python({"type": self.kind, "params": _of_group(params, index, len(self._base_lrs))})
-            for index in range(len(self._base_lrs))
-        ]
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
+        self._sections = sections
+        if self.last_batch_iteration == -1:
             self._apply()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in type(self._sections[0].params).model_fields:
+            raise AttributeError(f"{self.kind} has no attribute '{name}'")
+        return getattr(self._sections[0].params, name)
 
     def get_lr(self) -> list[float]:
         """Of each group, at the last iteration."""
@@ -76,7 +91,10 @@ class Scheduler:
     def _apply(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr, section in zip(self.optimizer.param_groups, self._last_lr, self._sections, strict=True):
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
             betas = betas_at(section, self.last_batch_iteration + 1)
             if betas is not None and "betas" in group:
                 group["betas"] = betas
@@ -85,133 +103,75 @@ class Scheduler:
 class WarmupLR(Scheduler):
     """From the minimum to the maximum (None: the optimizer's), then constant."""
 
-    kind = WARMUP_LR
-
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        params = {
-            "warmup_min_lr": warmup_min_lr,
-            "warmup_max_lr": warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
-        }
-        self._begin(optimizer, params, last_batch_iteration)
+    kind = "WarmupLR"
 
 
 class WarmupDecayLR(Scheduler):
     """Warm-up, then a straight line to 0."""
 
-    kind = WARMUP_DECAY_LR
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        params = {
-            "total_num_steps": total_num_steps,
-            "warmup_min_lr": warmup_min_lr,
-            "warmup_max_lr": warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
-        }
-        self._begin(optimizer, params, last_batch_iteration)
+    kind = "WarmupDecayLR"
+    defaults: ClassVar[dict[str, Any]] = {"warmup_max_lr": 0.001}
 
 
 class WarmupCosineLR(Scheduler):
     """Warm-up, then half a cosine, as ratios of the optimizer's learning rates."""
 
-    kind = WARMUP_COSINE_LR
+    kind = "WarmupCosineLR"
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        params = {
-            "total_num_steps": total_num_steps,
-            "warmup_min_ratio": warmup_min_ratio,
-            "warmup_num_steps": warmup_num_steps,
-            "cos_min_ratio": cos_min_ratio,
-            "warmup_type": warmup_type,
-        }
-        self._begin(optimizer, params, last_batch_iteration)
+    def get_lr_ratio(self) -> float:
+        """Of the last iteration."""
+        return learning_rate_at(self._sections[0], 1.0, self.last_batch_iteration + 1)
 
 
-class _ByParams(Scheduler):
-    """Of which the config knows the parameters."""
-
-    def __init__(self, optimizer: Any, last_batch_iteration: int = -1, **params: Any) -> None:
-        if self.kind not in SCHEDULER_PARAMS:
-            raise NotImplementedError(
-                f"{self.kind}: expected one of {', '.join(SCHEDULER_PARAMS)}, or a scheduler of torch's"
-            )
-        self._begin(optimizer, params, last_batch_iteration)
-
-
-class OneCycle(_ByParams):
+class OneCycle(Scheduler):
     """See `scheduler` in the config. It sets the `betas` of the optimizer's groups too."""
 
-    kind = ONE_CYCLE
+    kind = "OneCycle"
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, as they were set last; None without cycle_momentum."""
-        if not self._sections[0].params.cycle_momentum:
-            return None
-        return [group["betas"] for group in self.optimizer.param_groups]
+        """The betas of each group, at the last iteration; None without cycle_momentum.
+
+        Before the first step these are the maxima, though the groups have the minima: so are DeepSpeed's.
+        """
+        step = self.last_batch_iteration + 1
+        found = [(betas_at(section, step), section.params.cycle_max_mom) for section in self._sections]
+        return [(betas[0] if step else most, betas[1]) for betas, most in found if betas is not None] or None
 
 
-class LRRangeTest(_ByParams):
+class LRRangeTest(Scheduler):
     """See `scheduler` in the config."""
 
-    kind = LR_RANGE_TEST
+    kind = "LRRangeTest"
 
 
 CLASSES: dict[str, type[Scheduler]] = {
-    one.kind: one for one in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    one.kind: one for one in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+VALID_LR_SCHEDULES = list(CLASSES)
 
 
 def scheduler_of(section: Any, optimizer: Any) -> Scheduler:
     """What the config's `scheduler` is over this optimizer. section: checked."""
     kind: str = section.type
     made: type[Scheduler] = CLASSES.get(kind) or type(kind, (Scheduler,), {"kind": kind})
-    return made.over(optimizer, section.params.model_dump())
+    return made.over(optimizer, section)
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
     """The learning rate that such a section ends its warm-up with, or None and why not."""
     if "type" not in config or "params" not in config:
         return None, "a scheduler needs a type and params"
-    params = config["params"]
-    keys = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}
-    return params[keys.get(config["type"], "warmup_max_lr")], ""
+    keys = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
+    key, params = keys.get(config["type"], "warmup_max_lr"), config["params"]
+    if key not in params:
+        return None, f"the params of {config['type']} have no {key}; the optimizer has the learning rate"
+    return params[key], ""
 
 
-def _of_group(params: Mapping[str, Any], index: int, num_groups: int) -> dict[str, Any]:
-    """The parameters with one number for each that is given as a list, by group."""
-    found = {}
-    for key, value in params.items():
-        if isinstance(value, (list, tuple)) and key.endswith("_lr"):
-            if len(value) != num_groups:
-                raise ValueError(f"{key}: expected a number for each of {num_groups} groups, found {len(value)}")
-            value = value[index]
-        found[key] = value
-    return found
+def _by_group(params: Mapping[str, Any], num_groups: int) -> list[dict[str, Any]]:
+    """The parameters of each group: those that are given as a list have a number for each."""
+    lists = {key: value for key, value in params.items() if isinstance(value, (list, tuple))}
+    for key, value in lists.items():
+        if len(value) != num_groups:
+            raise ValueError(f"{key}: expected a number for each of {num_groups} groups, found {len(value)}")
+    return [{**params, **{key: value[index] for key, value in lists.items()}} for index in range(num_groups)]

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..engine.engine import Engine
 from .lent import LendsStates
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """`loss_scaler` and `loss_scale_config` of an optimizer, as they are when they are asked for: "fp16" of the config
+    says how losses are scaled.
+    """
+
+    use_grad_scaling: bool
+    dynamic_loss_scale: bool
+    cur_scale: float
+    cur_iter: int
+    """Steps so far, skipped ones too."""
+    scale_window: int
+    min_loss_scale: float
+    scale_factor: float = 2.0
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return self.dynamic_loss_scale
 
 
 class DeepSpeedOptimizer(LendsStates, torch.optim.Optimizer):
@@ -31,21 +56,26 @@ class DeepSpeedOptimizer(LendsStates, torch.optim.Optimizer):
         return float(self._engine.loss_scale)
 
     @property
-    def cur_scale(self) -> float:
-        return self.loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
+    def loss_scaler(self) -> LossScale:
+        """How losses are scaled now. Its names are here too, as DeepSpeed has them: `cur_scale`, `scale_window`, ..."""
         fp16 = self._engine.config.fp16
-        return fp16.enabled and not fp16.loss_scale
+        return LossScale(
+            use_grad_scaling=fp16.enabled,
+            dynamic_loss_scale=fp16.enabled and not fp16.loss_scale,
+            cur_scale=self.loss_scale,
+            cur_iter=self._engine.global_step,
+            scale_window=fp16.loss_scale_window,
+            min_loss_scale=fp16.min_loss_scale,
+        )
 
     @property
-    def scale_window(self) -> int:
-        return self._engine.config.fp16.loss_scale_window
+    def loss_scale_config(self) -> LossScale:
+        return self.loss_scaler
 
-    @property
-    def min_loss_scale(self) -> float:
-        return self._engine.config.fp16.min_loss_scale
+    def __getattr__(self, name: str) -> Any:
+        if name in LossScale.__dataclass_fields__:
+            return getattr(self.loss_scaler, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raises StateError: see `engine.step()`."""

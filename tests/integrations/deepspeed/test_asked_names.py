@@ -35,11 +35,12 @@ def test_one_cycle_moves_the_betas_too() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=1.0)
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2}
     scheduler = lr_schedules.OneCycle(optimizer, cycle_min_mom=0.5, cycle_max_mom=0.75, **params)
-    found = []
-    for _ in range(5):
+    assert scheduler.get_mom() == [(0.75, 0.99)]  # DeepSpeed's, before the first step
+    found = [optimizer.param_groups[0]["betas"]]
+    for _ in range(4):
+        scheduler.step()
         found.append(scheduler.get_mom()[0])
         assert optimizer.param_groups[0]["betas"] == found[-1]
-        scheduler.step()
     assert [beta for beta, _ in found] == pytest.approx([0.5, 0.625, 0.5, 0.625, 0.75])
     assert {beta for _, beta in found} == {0.99}
 

@@ -143,6 +143,32 @@ def test_checkpoints_have_deepspeeds_return_values(ranks: RankPool, tmp_path: Pa
     ranks(2, saved_and_loaded, str(tmp_path))
 
 
+def scaled(fp16: dict[str, Any]) -> list[tuple[float, int, bool]]:
+    model = nn.Linear(4, 4)
+    options = {"fp16": {"enabled": True, **fp16}, "optimizer": {"type": "Adam"}, "train_batch_size": 1}
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=options)
+    found = []
+    for factor in (1.0, float("inf"), 1.0):
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.half)).float().sum() * factor)
+        engine.step()
+        scaler = optimizer.loss_scaler
+        assert scaler == optimizer.loss_scale_config and scaler.loss_scale == optimizer.cur_scale == scaler.cur_scale
+        assert scaler.dynamic == optimizer.dynamic_loss_scale == ("loss_scale" not in fp16)
+        found.append((scaler.cur_scale, scaler.cur_iter, optimizer.overflow))
+    with pytest.raises(AttributeError, match="cannot assign to field 'cur_scale'"):
+        optimizer.loss_scaler.cur_scale = 2.0
+    with pytest.raises(AttributeError, match="'DeepSpeedOptimizer' object has no attribute 'scaler'"):
+        _ = optimizer.scaler
+    engine.destroy()
+    return found
+
+
+def test_the_loss_scaler_tells_the_scale(ranks: RankPool) -> None:
+    dynamic = {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 100}
+    assert ranks(1, scaled, dynamic)[0] == [(256.0, 1, False), (128.0, 2, True), (128.0, 3, False)]
+    assert ranks(1, scaled, {"loss_scale": 64.0})[0] == [(64.0, 1, False), (64.0, 2, True), (64.0, 3, False)]
+
+
 def started() -> None:
     """What `initialize` takes and gives."""
     deepspeed.init_distributed()

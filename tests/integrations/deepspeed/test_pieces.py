@@ -17,7 +17,7 @@ from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from lowtide.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from lowtide.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from lowtide.deepspeed.random_states import CudaRNGStatesTracker
-from lowtide.deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from lowtide.deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from lowtide.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from lowtide.deepspeed.utils import (
     RepeatingLoader,
@@ -67,6 +67,64 @@ def test_a_scheduler_has_a_rate_for_each_group() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"warmup_max_lr: expected a number for each of 2 groups, found 3"):
         WarmupLR(optimizer, warmup_max_lr=[1.0, 2.0, 3.0])
+
+
+def test_a_scheduler_has_momenta_for_each_group() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)]
+    optimizer = torch.optim.Adam(groups)
+    scheduler = OneCycle(optimizer, [0.1, 0.2], [1.0, 2.0], 0.0, 5, cycle_min_mom=[0.7, 0.8], cycle_max_mom=0.9)
+    scheduler.step(4)  # the middle of the cycle
+    assert [(group["lr"], group["betas"][0]) for group in optimizer.param_groups] == [(1.0, 0.7), (2.0, 0.8)]
+    with pytest.raises(ValueError, match=r"cycle_min_mom: expected a number for each of 2 groups, found 1"):
+        OneCycle(optimizer, 0.1, 0.2, cycle_min_mom=[0.8])
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(
+    "make", [WarmupLR, LRRangeTest, lambda of: WarmupCosineLR(of, 8), lambda of: OneCycle(of, 0, 1)]
+)
+def test_learning_rates_that_are_tensors_are_changed_in_place(
+    make: Callable[[Any], Any], shape: tuple[int, ...]
+) -> None:
+    rate = torch.full(shape, 0.5, dtype=torch.float64)
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=rate)
+    scheduler = make(optimizer)
+    for step in range(3):
+        scheduler.step(step)
+        assert optimizer.param_groups[0]["lr"] is rate and rate.item() == scheduler.get_last_lr()[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda of: WarmupLR(of, warmup_num_steps=-5), r"params.warmup_num_steps: expected at least 1, found -5$"),
+        (
+            lambda of: WarmupDecayLR(of, 10, warmup_type="sine"),
+            r'warmup_type: expected "log" or "linear", found "sine"$',
+        ),
+        (lambda of: OneCycle(of, 0.1, 0.2, cycle_first_step_size=0), r"cycle_first_step_size: expected .*, found 0$"),
+        (lambda of: LRRangeTest(of, lr_range_test_steps=3), r"params.lr_range_test_steps: unknown key"),
+    ],
+)
+def test_a_scheduler_names_the_value_that_is_wrong(make: Callable[[Any], Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as error:
+        make(SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_scheduler_takes_each_parameter_once() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(
+        TypeError, match=r"WarmupLR: expected each of warmup_min_lr, .* once, found warmup_min_lr twice"
+    ):
+        WarmupLR(optimizer, 0.1, warmup_min_lr=0.1)
+    with pytest.raises(TypeError, match=r"WarmupLR: .* once, found 6 by position"):
+        WarmupLR(optimizer, 0, 1, 4, "log", -1, 7)
+    scheduler = WarmupCosineLR(optimizer, 8, warmup_num_steps=4, warmup_type="linear")
+    scheduler.step(2)
+    assert (scheduler.warmup_num_steps, scheduler.get_lr_ratio()) == (4, 0.5)
+    with pytest.raises(AttributeError, match="WarmupCosineLR has no attribute 'warmup_steps'"):
+        _ = scheduler.warmup_steps
 
 
 def stepped(make: Callable[[Any], Any]) -> torch.Tensor:

@@ -74,7 +74,8 @@ class StepUpdate:
             one.step, one.unit = lambda: optimizer.counts.num_steps, unclipped_factor
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
         self._postponed: list[tuple[ShardState, list[tuple[Piece, Tensor]]]] = []
-        self._arriving: deque[GroupGradient] = deque()
+        self.arriving: deque[GroupGradient] = deque()
+        """Final gradients that a speculative update has still to be made with; none when a backward has ended."""
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [self._shards[id(gradient)] for gradient in gradients if id(gradient) in self._shards]
@@ -110,7 +111,7 @@ class StepUpdate:
 
     def take_back(self) -> bool:
         """What was updated in this step has not been: says whether there was any; only speculative updates are."""
-        self._arriving.clear()
+        self.arriving.clear()
         return self._optimizer.roll_back()
 
     @property
@@ -241,7 +242,7 @@ class StepUpdate:
 
     def _update_one(self, gradient: GroupGradient) -> None:
         if self.timing is Timing.SPECULATIVE and _is_waited_for(self._mesh.world.device):
-            self._arriving.append(gradient)
+            self.arriving.append(gradient)
             self._update_arrived(MAX_LEAVING)
             return
         gradient.settle()
@@ -267,8 +268,8 @@ class StepUpdate:
         Meanwhile the device has the backward of these to do. Whether all are finite says the norm: what was updated can
         be taken back.
         """
-        while len(self._arriving) > num_left:
-            gradient = self._arriving.popleft()
+        while len(self.arriving) > num_left:
+            gradient = self.arriving.popleft()
             gradient.settle()
             if id(gradient) in self._shards:
                 self._optimizer.update(self._shards[id(gradient)], self._unclipped_factor())

@@ -233,7 +233,8 @@ class Steps:
     def end_backward(self, num_microbatches: int = 1) -> None:
         try:
             self._passes.end_backward()
-            self.update.end_backward()
+            if self.update.arriving:
+                self.update.end_backward()
         except BaseException as error:
             self.abort_backward(error)
             raise

@@ -10,7 +10,7 @@ from .memory import ModelStateBytes, measure
 from .memory_report import MemoryReports
 from .monitors import Monitors, tokens_of
 from .parts import Parts
-from .step_log import StepLog
+from .step_log import StepLog, UnusedParts
 from .step_profile import StepProfile, Workload
 from .step_result import StepResult
 from .trial import Trial
@@ -27,6 +27,8 @@ class Observers:
         self.reports = MemoryReports(parts.blueprint, parts.mesh, parts.module, units, parts.optimizer, parts.meta_run)
         self._writes_report = config.memory_report.folder is not None
         self._log = StepLog(config.steps_per_print if world.is_first else 0)
+        params = (named for unit in parts.blueprint.units for named in unit.params)
+        self._unused = UnusedParts(params, parts.optimizer) if world.is_first else None
         self._monitors = Monitors.of(config, world, parts.model_flops)
         if self._monitors is not None:
             parts.steps.so_far.tokens = {}
@@ -56,6 +58,8 @@ class Observers:
         """step: how many are done. close: the engine, where a trial ends with it, by SystemExit."""
         config = self._parts.config
         self._log.after_step(step, result, config.train_batch_size or 0)
+        if self._unused is not None:
+            self._unused.after_step()
         if self._monitors is not None:
             tokens = tokens_of(self._parts.steps.so_far.tokens, self._data_size, config.parallel.sequence)
             self._monitors.after_step(step, result, config.train_batch_size or 0, tokens, self.memory)

@@ -1,6 +1,7 @@
 """What no rank has used in a step stays as it was, and its optimizer counts no step: as in torch, for a gradient that
 is None."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
 from lowtide.engine.step_sums import Uses
+from lowtide.watch.log import logger
 from lowtide.zero.plan import Role
 from tests.ranks import RankPool
 from tests.zero.apart import apart
@@ -24,6 +26,7 @@ WIDTH = 20
 STEPS = 5
 ADAMW: dict[str, Any] = {"type": "adamw", "params": {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}}
 CPU = {"device": "cpu"}
+FP16 = {"enabled": True, "initial_scale_power": 4}
 SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}}
 
 
@@ -368,3 +371,44 @@ def test_counts_of_many_ranks_share_a_word(num_ranks: int) -> None:
     total = [word + own for word, own in zip(total, uses.words(), strict=True)]
     assert uses.unused(total) == (set() if num_ranks > 1 else {id(params[3]), id(params[99])})
     assert uses.unused([word * num_ranks for word in uses.words()]) == {id(params[3]), id(params[99])}
+
+
+# -- what the log says of it ------------------------------------------------------------------------------------------
+
+
+def unused_lines(zero: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Of a rank that runs branch 0, while the last rank runs branch 1 in one step of 19."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model = Branches(torch.float32)
+        model.branches[3].requires_grad_(False)
+        config = {"optimizer": ADAMW, "steps_per_print": 0, "zero_optimization": zero, **config}
+        with lowtide.initialize(model, config) as engine:
+            is_last = engine.rank == engine.world_size - 1
+            for step in range(45):
+                plan = (0, 1) if is_last and step % 19 == 5 else (0,)
+                engine.train_step({"x": torch.ones(2, WIDTH), "plan": plan})
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [line for line in lines if "got no gradient" in line]
+
+
+@pytest.mark.parametrize(
+    ("zero", "config"),
+    [({"stage": 0}, {}), ({"stage": 3}, {"communication": {"route": "sockets"}}), ({"stage": 2}, {"fp16": FP16})],
+)
+def test_what_nobody_used_is_named_once(ranks: RankPool, zero: dict[str, Any], config: dict[str, Any]) -> None:
+    (line,), *others = ranks(2, unused_lines, zero, config)
+    branch = WIDTH * 51 + 51 + 51 * WIDTH + WIDTH
+    share = (63 + 60 * WIDTH + branch) / (63 + 60 * WIDTH + 3 * branch + WIDTH * (WIDTH + 1))
+    assert line == (
+        "model: beside, lonely, branches.2 got no gradient in 20 steps: if that is meant, requires_grad_(False) before "
+        f"lowtide.initialize saves {100 * share:.0f} % of all gradients and optimizer states"
+    )
+    assert others == [[]]

@@ -121,6 +121,9 @@ def train_step(engine: Engine, batch: Tensor) -> None:
 
 
 IN_BACKWARD: dict[str, Any] = {"zero_optimization": {"stage": 3, "update_in_backward": True}}
+SPECULATIVE: dict[str, Any] = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5, "overlap": "speculative"}}
+}
 WAYS: dict[str, tuple[dict[str, Any], Callable[[Engine, Tensor], None]]] = {
     "clipping by hand": ({}, by_hand),
     "loss.backward()": ({"gradient_clipping": 0.1}, in_a_loop_of_torch),
@@ -221,7 +224,10 @@ def step_with_infinity(config: dict[str, Any], in_backward: bool) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"gradient_clipping": 0.1}, PRECISIONS["bf16"], PRECISIONS["fp16"], WAYS["8-bit states"][0], IN_BACKWARD],
+    [
+        *({}, {"gradient_clipping": 0.1}, PRECISIONS["bf16"], PRECISIONS["fp16"], WAYS["8-bit states"][0], IN_BACKWARD),
+        *(SPECULATIVE, {**SPECULATIVE, **PRECISIONS["fp16"]}),
+    ],
 )
 def test_an_update_that_was_started_changes_nothing(pretend_ranks: RankPool, config: dict[str, Any]) -> None:
     pretend_ranks(1, collected, step_with_infinity, config, config is IN_BACKWARD, process_group=False)

@@ -157,10 +157,12 @@ def _option(section: str, key: str) -> Callable[[DeepSpeedConfig], Any]:
 
 
 def _written(default: Any, *path: str) -> Callable[[DeepSpeedConfig], Any]:
-    """What the file says of a key that has no meaning of its own here."""
+    """What the file says of a key that has no meaning of its own here; it may leave out "stage3_"."""
+    plain = (*path[:-1], path[-1].removeprefix("stage3_"))
 
     def get(config: DeepSpeedConfig) -> Any:
-        found = converted(".".join(path), config.section(*path))
+        written = config.section(*path)
+        found = converted(".".join(path), config.section(*plain) if written is None else written)
         return default if found is None else found
 
     return get
@@ -212,7 +214,10 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "zero_cpu_offload": lambda config: config.checked.zero_optimization.offload_optimizer.device == "cpu",
     "zero_use_cpu_optimizer": lambda config: config.checked.zero_optimization.offload_optimizer.device != "none",
     "zero_nvme_offload_optimizer": lambda config: config.checked.zero_optimization.offload_optimizer.device == "nvme",
-    "zero_gather_16bit_weights_on_model_save": _written(False, _ZERO, "stage3_gather_16bit_weights_on_model_save"),
+    "zero_gather_16bit_weights_on_model_save": lambda config: any(
+        _written(False, _ZERO, f"stage3_gather_{kind}_weights_on_model_save")(config) for kind in ("16bit", "fp16")
+    ),
+    "zero_pipeline_loading_checkpoint": _written(False, _ZERO, "pipeline_loading_checkpoint"),
     "zero_reduce_scatter": _written(True, _ZERO, "reduce_scatter"),
     "zero_overlap_comm": lambda config: _written(config.stage == 3, _ZERO, "overlap_comm")(config),
     "zero_reduce_bucket_size": _written(int(5e8), _ZERO, "reduce_bucket_size"),

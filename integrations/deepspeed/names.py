@@ -32,6 +32,8 @@ _IN_FILES = {
     "model_parallel_reconfigure_tp_seed get_cuda_rng_tracker non_reentrant_checkpoint CudaRNGStatesTracker "
     "set_num_layers partition_activations_in_checkpoint",
     "config": "DeepSpeedConfig",
+    "config_objects": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig "
+    "DeepSpeedFP16Config DeepSpeedBF16Config ZeroStageEnum",
     "dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "errors": "DeepSpeedConfigError",

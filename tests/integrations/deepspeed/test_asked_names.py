@@ -115,6 +115,33 @@ def test_keys_that_act_here_are_not_said_to_have_no_effect() -> None:
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "dataloader_drop_last": "each"}, world_size=1)
 
 
+def test_sections_are_objects() -> None:
+    config = deepspeed.runtime.zero.config
+    plain, full = (
+        config.DeepSpeedZeroConfig(),
+        config.DeepSpeedZeroConfig(
+            stage=3,
+            offload_optimizer={"device": "cpu", "pipeline_read": True},
+            cpu_offload_param=True,
+            prefetch_bucket_size=7,
+            stage3_gather_fp16_weights_on_model_save=True,
+        ),
+    )
+    assert (plain.stage, plain.overlap_comm, plain.offload_param, plain.offload_optimizer) == (0, False, None, None)
+    assert (full.stage, full.overlap_comm, full.prefetch_bucket_size) == (config.ZeroStageEnum.weights, True, 7)
+    assert full.gather_16bit_weights_on_model_save and not plain.gather_16bit_weights_on_model_save
+    assert isinstance(full.offload_param, config.DeepSpeedZeroOffloadParamConfig)
+    assert (full.offload_param.device, full.offload_param.buffer_count) == ("cpu", 5)
+    assert (full.offload_optimizer.pipeline, full.offload_optimizer.ratio) == (True, 1.0)
+    assert deepspeed.runtime.precision_config.DeepSpeedFP16Config(enabled=True).loss_scale_window == 1000
+    with pytest.raises(AttributeError, match="DeepSpeedZeroConfig has no attribute 'stages'"):
+        _ = plain.stages
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"zero_optimization.stage: .* found 4"):
+        config.DeepSpeedZeroConfig(stage=4)
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"offload_param.devise: unknown key"):
+        config.DeepSpeedZeroOffloadParamConfig(devise="cpu")
+
+
 def test_random_states_are_asked_by_a_call() -> None:
     assert get_accelerator().random() is torch.random
 

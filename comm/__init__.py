@@ -23,6 +23,7 @@ from .islands import Islands, ranks_of_an_island
 from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Numels, Pending, Terms, regions_of
+from .raised import Raised
 from .ring import Agreed, Combine, Ring
 from .world import World
 
@@ -45,6 +46,7 @@ __all__ = [
     "Peers",
     "Pending",
     "Progress",
+    "Raised",
     "Ring",
     "Terms",
     "World",

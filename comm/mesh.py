@@ -70,7 +70,8 @@ class Mesh:
         lines = arrangement.lines(folds)
         inside = arrangement.wide(inner)
         route, first, pids = _agree(world, route, shared_bytes, len(lines) + 2 + len(inside))
-        trail, raised = Trail(world, first), Raised(world, first)
+        trail, raised = Trail(world, first), world.raised
+        raised.start(world.rank, world.store, first)
         works = Works(world, trail.compare)
         axes, groups = {}, {}
 
@@ -177,7 +178,6 @@ class Mesh:
         for axis in (*self._lines.values(), *self.inner.values()):
             axis.route.close()
         self.peers.close()
-        self.raised.close()
         self.world.leave()
 
 

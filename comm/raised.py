@@ -6,6 +6,11 @@ each channel it had begun. All ranks of a channel begin the same ones in the sam
 raised less often, and has begun more than the other had, it has come past the place of the error without one: nobody
 will come to what it waits for. Where all raise the same error, none of them has come past, and the next step goes on.
 
+A call that is not a pass, and a context such as `engine.gathered()`, begin and end together on all ranks. An error in
+one is told with its name and number, even before a collective: a rank that waits inside of the same call, past the
+collectives that the other had begun, waits in vain. An error before the first collective of a call is withdrawn when
+the rank makes the call again.
+
 A collective that has failed leaves a channel whose ranks are not at the same one. So a rank that gives up says that
 too, and whoever waits for it gives up as well.
 """
@@ -16,12 +21,13 @@ import json
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import CollectiveError
-from .world import World
 
 _POLL_SECONDS = 0.5
 _MOST_LETTERS = 300
@@ -38,19 +44,31 @@ class Begun:
 
 
 class Raised:
-    """Tells the other ranks of this one's errors, and reads theirs. One of each mesh."""
+    """Tells the other ranks of this one's errors, and reads theirs. One of each world."""
 
-    def __init__(self, world: World, engine_number: int) -> None:
-        self._world = world
-        self._prefix = f"lowtide/raised/{engine_number}"
+    def __init__(self) -> None:
+        self._rank = 0
+        self._store: Any = None  # until `start`
+        self._prefix = ""
         self._channels: list[Begun] = []
         self._mark: list[int] = []
         self._num_told = 0
+        self._text, self._begun, self._gave_up = "", dict[int, int](), False
+        self._entered = Counter[str]()  # how often each call was entered, ...
+        self._left = Counter[str]()  # ... and left with an error
+        self._inside: list[str] = []
+        self._calls: dict[str, tuple[int, int, dict[int, int], str]] = {}  # the last error of each
+        self._may_repeat: set[str] = set()
+        self._is_told = False  # the error that ends the innermost call
         self._waits: tuple[Begun, float, Callable[[], None]] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.found = ""
-        """Why a wait was ended: see `watch`."""
+        """Why a wait was ended: see `wait`."""
+
+    def start(self, rank: int, store: Any, engine_number: int) -> None:
+        """From now on errors are told. store: that all ranks share."""
+        self._rank, self._store, self._prefix = rank, store, f"lowtide/raised/{engine_number}"
 
     def channel(self, number: int, ranks: Sequence[int]) -> Begun:
         """To be counted from now on."""
@@ -59,9 +77,9 @@ class Raised:
         return made
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def passes(self) -> Iterator[None]:
         """Around a forward, or all that there are in a step: an error that ends it is told."""
-        self._mark = [channel.count for channel in self._channels]
+        self._mark = self._counts()
         try:
             yield
         except BaseException as error:
@@ -69,25 +87,78 @@ class Raised:
             raise
 
     def tell(self, error: BaseException) -> None:
-        """`error` ends the call, or a backward of it. One without a collective is not told of: it may be repeated."""
-        begun = [channel.count for channel in self._channels]
-        if begun == self._mark:
+        """`error` ends a pass. One without a collective is not told of: it may be repeated with another batch."""
+        self._is_told = True
+        begun = self._counts()
+        if begun == self._mark and not isinstance(error, CollectiveError):
             return
         self._mark = begun
         self._num_told += 1
-        text = f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MOST_LETTERS]
-        by_number = {channel.number: channel.count for channel in self._channels}
-        told = json.dumps([self._num_told, by_number, text, isinstance(error, CollectiveError)])
-        with suppress(RuntimeError):  # the rank that keeps the store is gone
-            self._world.store.set(self._key(self._world.rank), told)
+        self._text, self._begun = _text_of(error), self._by_number()
+        self._gave_up = isinstance(error, CollectiveError)
+        self._say()
+
+    @contextmanager
+    def call(self, what: str, is_context: bool = False) -> Iterator[None]:
+        """Around a call that all ranks make, or a context that all of them enter. what: "engine.state_dict()"."""
+        before = self.enter(what)
+        try:
+            yield
+        except BaseException as error:
+            self.fail(what, error, before, is_context)
+            raise
+        finally:
+            self._inside.pop()
+
+    def enter(self, what: str) -> list[int]:
+        """As `call`, until `leave`; gives what `fail` asks for."""
+        if what in self._may_repeat:
+            self._may_repeat.remove(what)
+            del self._calls[what]
+            self._left[what] -= 1
+            self._say()
+        self._entered[what] += 1
+        self._inside.append(what)
+        self._is_told = False
+        return self._counts()
+
+    def leave(self) -> None:
+        self._inside.pop()
+
+    def fail(self, what: str, error: BaseException, before: list[int], is_context: bool = False) -> None:
+        """`error` ends the call."""
+        if isinstance(error, CollectiveError) and not self._gave_up:
+            self.tell(error)
+        if self._is_told and not is_context:  # as one of a pass
+            return
+        self._left[what] += 1
+        self._calls[what] = self._entered[what], self._left[what], self._by_number(), _text_of(error)
+        if self._counts() == before and not is_context:
+            self._may_repeat.add(what)
+            self._entered[what] -= 1
+        self._say()
+
+    def _counts(self) -> list[int]:
+        return [channel.count for channel in self._channels]
+
+    def _by_number(self) -> dict[int, int]:
+        return {channel.number: channel.count for channel in self._channels}
+
+    def _say(self) -> None:
+        if self._store is not None:
+            told = json.dumps([self._num_told, self._begun, self._text, self._gave_up, self._calls])
+            with suppress(RuntimeError):  # the rank that keeps the store is gone
+                self._store.set(self._key(self._rank), told)
 
     def alone(self, channel: Begun, ranks: Sequence[int]) -> str:
         """Why this rank waits in vain in a collective of the channel for one of these; "" where that is not known."""
+        if self._store is None:
+            return ""
         try:
             for rank in ranks:
-                if rank == self._world.rank or not self._world.store.check([self._key(rank)]):
+                if rank == self._rank or not self._store.check([self._key(rank)]):
                     continue
-                count, begun, text, gave_up = json.loads(self._world.store.get(self._key(rank)))
+                count, begun, text, gave_up, calls = json.loads(self._store.get(self._key(rank)))
                 if gave_up:
                     return f"rank {rank}{_GAVE_UP}{text}"
                 if count > self._num_told and begun.get(str(channel.number), 0) < channel.count:
@@ -95,28 +166,34 @@ class Raised:
                         f"rank {rank} raised {text}, and goes no further in this call of the engine, whose collectives "
                         "are of all ranks; let the error end the job, or raise it on all of them"
                     )
+                for what in self._inside:
+                    number, times, begun, text = calls.get(what, (0, 0, {}, ""))
+                    is_past = begun.get(str(channel.number), 0) < channel.count
+                    if is_past and number >= self._entered[what] and times > self._left[what]:
+                        return (
+                            f"rank {rank} raised {text}, in {what}, which all ranks must go through together; let the "
+                            "error end the job, or raise it on all of them"
+                        )
         except RuntimeError:
             pass  # as above
         return ""
 
     # -- waits that do not look for themselves --------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """From now on a thread looks while this rank waits."""
-        if self._thread is None:
+    def wait(self, channel: Begun, end: Callable[[], None]) -> None:
+        """This rank begins to wait, until `go_on`. end: called by a thread, lets the wait raise RuntimeError."""
+        self._waits = channel, time.monotonic(), end
+        if self._thread is None and self._store is not None:
             arguments = weakref.ref(self), self._stop
             self._thread = threading.Thread(target=_look, args=arguments, name="lowtide raised", daemon=True)
             self._thread.start()
-
-    def wait(self, channel: Begun, end: Callable[[], None]) -> None:
-        """This rank begins to wait, until `go_on`. end: called by the thread, lets the wait raise RuntimeError."""
-        self._waits = channel, time.monotonic(), end
 
     def go_on(self) -> None:
         self._waits = None
 
     def close(self) -> None:
         """Ends the thread."""
+        self._store = None
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -135,6 +212,10 @@ class Raised:
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MOST_LETTERS]
 
 
 def _look(raised: weakref.ref[Raised], stop: threading.Event) -> None:

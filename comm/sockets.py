@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -21,6 +20,7 @@ from .axis import Piece
 from .errors import CollectiveError, no_answer
 from .pending import Numels, Pending, Terms, regions_of
 from .trail import Channel
+from .world import break_connections, note_broken
 
 _TAGS_PER_NAME = 1 << 11
 _NUM_NAMES = (1 << 10) - 1
@@ -58,7 +58,6 @@ class SocketRoute:
         self._timeout_seconds = timeout_seconds
         self._channel = channel
         self._scratch: dict[str, Tensor] = {}
-        channel.raised.watch()
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """One zero-filled buffer of this process for each (numel, dtype)."""
@@ -245,14 +244,10 @@ class SocketRoute:
             self._channel.go_on()
 
     def _break(self) -> None:
-        """Ends the connections of this axis, and with them what waits for them: gloo does after a wait in vain."""
-        for peer in self._peers:
-            with suppress(RuntimeError):
-                nothing = dist.irecv(torch.empty(1), self.ranks[peer], self._group, self._first_tag + _NO_TAG)
-                if nothing is not None:
-                    nothing.wait(timedelta(milliseconds=1))
+        break_connections(self._group, [self.ranks[peer] for peer in self._peers], self._first_tag + _NO_TAG)
 
     def _error(self, what: str, waited_seconds: float, error: RuntimeError) -> CollectiveError:
+        note_broken(self._group, str(error))
         peers = [self.ranks[peer] for peer in self._peers]
         if found := self._channel.raised.found or self._channel.alone(peers):
             return CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {found}")

@@ -20,10 +20,10 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from .islands import Islands, own_address
 from .loopback_store import loopback_store
 from .objects import gather_objects
 from .overdue import Overdue, leave_errors_to_us
+from .raised import Begun, Raised
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
 # decides; weak, because a last reference would keep the group's threads alive.
@@ -52,6 +53,10 @@ _STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
 # The islands of a process group that `join` made for one of them, and how many worlds were told of them.
 _ISLANDS: weakref.WeakKeyDictionary[Any, tuple[Islands, int]] = weakref.WeakKeyDictionary()
 
+# The process groups whose connections a failed collective has ended, and its error. As global as these groups.
+_BROKEN: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+_NO_TAG = (1 << 31) - 1  # that no message has
 _CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
 _HOST_BACKENDS = ("gloo", "mpi", "fake")  # whose `wait` returns when the result is there
 _WITHOUT_FLOAT64 = {"mps"}
@@ -78,6 +83,7 @@ class World:
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
     overdue: Overdue = field(default_factory=Overdue, compare=False)
+    raised: Raised = field(default_factory=Raised, compare=False)  # what ranks tell each other of errors in a call
 
     @classmethod
     def join(cls, device: str = "auto", timeout_seconds: float = 300.0, ranks_of_island: int | None = None) -> World:
@@ -91,11 +97,13 @@ class World:
         chosen = _choose_device(device)
         progress = Progress.of_this_process()
         began_alone = not dist.is_initialized() and not _is_launched()
-        if not dist.is_initialized():
-            num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if dist.is_initialized():
+            _refuse_broken(dist.group.WORLD)
+        else:
+            num_ranks = _launched_ranks()[1]
             if chosen.type != "cpu":
                 leave_errors_to_us()
-            progress.identify(int(os.environ.get("RANK", "0")), num_ranks)
+            progress.identify(_launched_ranks()[0], num_ranks)
             with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
                 _make_process_group(chosen, timeout_seconds, ranks_of_island)
             _USERS[dist.group.WORLD] = 0
@@ -122,6 +130,7 @@ class World:
 
         Raises CollectiveError where a rank was found lost and nobody was told.
         """
+        self.raised.close()
         self.watchdog.stop()
         self.progress.stop_clock(Activity.CLOSED)
         try:
@@ -224,17 +233,29 @@ class World:
     def _waiting(self, what: str) -> Iterator[None]:
         started = time.monotonic()
         others = [rank for rank in range(self.size) if rank != self.rank]
+        group = dist.group.WORLD
+        _refuse_broken(group)
         self.overdue.begin(what, others, lambda _: "", waits=True)
+        self._begun.count += 1
+        self.raised.wait(self._begun, partial(break_connections, group, others, _NO_TAG))
         with self.progress.waiting(what, _CHANNEL, self.size):
             try:
                 yield
             except RuntimeError as error:
                 self.overdue.check()
+                note_broken(group, str(error))
+                if found := self.raised.found or self.raised.alone(self._begun, others):
+                    raise CollectiveError(f"rank {self.rank} in {what}: {found}") from error
                 seconds = time.monotonic() - started
                 raise CollectiveError(no_answer(self.rank, what, others, seconds, error)) from error
             finally:
+                self.raised.go_on()
                 self.overdue.end()
         self.overdue.check()
+
+    @cached_property
+    def _begun(self) -> Begun:
+        return self.raised.channel(-1, range(self.size))
 
     @cached_property
     def num_hosts(self) -> int:
@@ -303,6 +324,42 @@ def _is_launched() -> bool:
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
+def _launched_ranks() -> tuple[int, int]:
+    """RANK and WORLD_SIZE of the environment. Raises ValueError where they do not fit."""
+    found = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+    rank, size = (int(value) if value.isdecimal() else -1 for value in found.values())
+    if not 0 <= rank < size and "WORLD_SIZE" in os.environ:
+        raise ValueError(
+            f"the launcher's environment: expected 0 <= RANK < WORLD_SIZE, found RANK={found['RANK']} and "
+            f"WORLD_SIZE={found['WORLD_SIZE']}; ranks are numbered from 0 to WORLD_SIZE - 1, over all hosts"
+        )
+    return rank, size
+
+
+def note_broken(group: dist.ProcessGroup | None, why: str) -> None:
+    """A collective of the group has failed: its connections are gone."""
+    if group is not None:
+        _BROKEN.setdefault(group, why.splitlines()[0])
+
+
+def _refuse_broken(group: dist.ProcessGroup | None) -> None:
+    if group in _BROKEN:
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: the process group is broken for good, since a collective of it has failed "
+            f"({_BROKEN[group]}); no engine can use it any more. Start the job again from a checkpoint; or, if all "
+            "ranks are alive, close every engine, destroy the process group, and make another one on all ranks"
+        )
+
+
+def break_connections(group: dist.ProcessGroup | None, others: Sequence[int], tag: int) -> None:
+    """Ends those of a gloo group, and what waits for them: gloo does so after a wait in vain. tag: of no message."""
+    for peer in others:
+        with suppress(RuntimeError):
+            nothing = dist.irecv(torch.empty(1), peer, group, tag)
+            if nothing is not None:
+                nothing.wait(timedelta(milliseconds=1))
+
+
 def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_island: int | None) -> None:
     backend = _backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
@@ -316,7 +373,7 @@ def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_i
             f"the launcher's environment is incomplete: found {', '.join(present)}; missing {', '.join(missing)}. "
             "Start the script with `lowtide launch` or torchrun, or set all four, or none for a world of one."
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = _launched_ranks()
     started = time.monotonic()
     of_island = min(size, ranks_of_island or size)
     num_islands, island = size // of_island, rank // of_island

@@ -53,7 +53,8 @@ class AveragedWeights:
             raise ValueError("engine.ema_weights(): expected averages, found none; call engine.ema(decay) first")
         self._swap(averages, shown=True)
         try:
-            yield
+            with self._turn.raised.call("the body of engine.ema_weights()", is_context=True):
+                yield
         finally:
             averages.are_shown = False
             if not self._turn.is_over:

@@ -56,7 +56,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self.optimizer = parts.optimizer
         self._mesh = parts.mesh
         self._driver = parts.driver
-        self._turn = Turn()
+        self._turn = Turn(self._mesh.raised)
         self._steps = parts.steps
         self._state = TrainingState(parts.config, parts.optimizer, parts.learning_rates, self._steps.scale.loss_scaler)
         parts.driver.listen(self._steps, self._turn)
@@ -191,7 +191,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         """
         self._steps.check_trains("engine.train_step")
         try:
-            with self._mesh.raised.call():
+            with self._mesh.raised.passes():
                 self._driver.train(self._steps, self._steps.inputs.microbatches_of(batch))
         except BaseException:
             self._steps.forget()
@@ -202,7 +202,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
         refuse_to_be_traced("an engine")
-        with self._mesh.raised.call():
+        with self._mesh.raised.passes():
             return self._driver.forward(self._steps, args, kwargs)
 
     @in_turn
@@ -260,7 +260,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             was_training = self.module.training
             self.module.eval()
             try:
-                with self._mesh.raised.call():
+                with self._mesh.raised.passes():
                     losses = self._driver.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
@@ -289,6 +289,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             # What is changed is in the engine when its turn has ended.
             with (
                 self._turn.of("engine.gathered(modify=True)"),
+                self._mesh.raised.call("a change inside engine.gathered(modify=True)", is_context=True),
                 self._steps.apart(Activity.WEIGHTS, Access.CHANGES),
                 values.modified(params),
             ):
@@ -296,6 +297,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             return
         self._turn.check("engine.gathered()")
         with (
+            self._mesh.raised.call("engine.gathered()", is_context=True),
             self._steps.apart(Activity.WEIGHTS, Access.LOOKS),
             values.gathered(params, self._steps.guard.values.num_changes),
         ):

@@ -53,7 +53,7 @@ class LoopCalls:
                 f"engine.run(): expected a config without parallel.{found}, whose ranks have parts of the inputs, "
                 "found it; call engine(...) with the inputs of the model"
             )
-        with self._mesh.raised.call():
+        with self._mesh.raised.passes():
             return self._driver.run(self._steps, function, args, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class LoopCalls:
             raise ValueError(NO_JOIN_OF_EXPERTS)
         if self.config.zero_optimization.layered_gradient_accumulation:
             raise ValueError(NO_JOIN_BY_LAYERS)
-        with self._steps.join.opened():
+        with self._mesh.raised.call("engine.join()", is_context=True), self._steps.join.opened():
             yield
             with self._turn.of("engine.join()"):
                 for call in self._steps.join.calls_without_data():

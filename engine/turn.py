@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from ..comm import Raised
 from ..zero.sequence import StateError
 
 
@@ -18,7 +19,9 @@ def _never() -> bool:
 class Turn:
     """The call that an engine makes now. `what` is how users read it: "engine.step()"."""
 
-    def __init__(self) -> None:
+    def __init__(self, raised: Raised) -> None:
+        """raised: tells the other ranks of an error that ends a call."""
+        self.raised = raised
         self.is_over = False
         self._lock = threading.Lock()
         self._what = ""
@@ -30,7 +33,8 @@ class Turn:
         """Raises StateError where another call is made, of this thread or of another one, or the engine is closed."""
         self.begin(what)
         try:
-            yield
+            with self.raised.call(what):
+                yield
         finally:
             self.end()
 
@@ -92,10 +96,18 @@ def in_turn(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
 
     @wraps(method)
     def wrapped(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._turn.begin(what)
+        turn = self._turn
+        turn.begin(what)
         try:
-            return method(self, *args, **kwargs)
+            before = turn.raised.enter(what)
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                turn.raised.fail(what, error, before)
+                raise
+            finally:
+                turn.raised.leave()
         finally:
-            self._turn.end()
+            turn.end()
 
     return wrapped

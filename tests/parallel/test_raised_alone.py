@@ -1,5 +1,9 @@
 """A rank that raises in a forward of which others wait for it ends their waits, with its error."""
 
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,3 +72,75 @@ def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool
 def test_what_all_ranks_raise_ends_the_step_alone(ranks: RankPool, route: str) -> None:
     failed, whole = ranks(2, three_steps, route, (0, 1), "tensor"), ranks(2, three_steps, route, (), "tensor")
     assert failed[0] == failed[1] == [whole[0][0], "mine, in block 1", whole[0][1]]
+
+
+def _raise_in(
+    context: Callable[[lowtide.Engine], AbstractContextManager[None]], evaluates: bool = False
+) -> Callable[[lowtide.Engine], None]:
+    """A call in whose context rank 1 raises. evaluates: there are collectives in the context, and not at its end."""
+
+    def call(engine: lowtide.Engine) -> None:
+        with context(engine):
+            if engine.rank:
+                raise ValueError("mine, in a context")
+            if evaluates:
+                engine.eval_step(torch.ones(2, 4, 8))
+
+    return call
+
+
+CALLS: dict[str, Callable[[lowtide.Engine], object]] = {
+    "engine.gathered()": _raise_in(lambda engine: engine.gathered()),
+    "engine.gathered(modify=True)": _raise_in(lambda engine: engine.gathered(modify=True)),
+    "engine.ema_weights()": _raise_in(lambda engine: engine.ema_weights(), evaluates=True),
+    "engine.join()": _raise_in(lambda engine: engine.join(), evaluates=True),
+    "engine.agree()": lambda engine: engine.agree(True, "each" if engine.rank else "any"),  # type: ignore[arg-type]
+}
+
+
+def raised_alone(call: str, route: str, stage: int) -> tuple[str, float]:
+    """What a call ends with in which rank 1 raises, and after how many seconds. Rank 1 catches it and is elsewhere."""
+    config = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    engine = lowtide.initialize(Model(), {**config, "communication": {"route": route, "timeout_seconds": 60}})
+    if "ema" in call:
+        engine.ema()
+    began = time.monotonic()
+    text = ""
+    try:
+        CALLS[call](engine)
+    except (ValueError, lowtide.CollectiveError) as error:
+        text = str(error)
+    seconds = time.monotonic() - began
+    key = f"test/{route}/done"
+    store = dist.distributed_c10d._get_default_store()
+    if engine.rank == 0:
+        store.set(key, "")
+    store.wait([key])
+    return text, seconds
+
+
+@pytest.mark.parametrize(
+    ("call", "route", "stage"),
+    [(call, "sockets", 3) for call in CALLS] + [(call, "shared_memory", 1) for call in list(CALLS)[:2]],
+)
+def test_the_others_hear_of_an_error_in_any_call(ranks: RankPool, call: str, route: str, stage: int) -> None:
+    (told, seconds), (own, _) = ranks(2, raised_alone, call, route, stage)
+    assert "CollectiveError" not in own and f"rank 1 raised ValueError: {own}, in " in told and call in told
+    assert seconds < 10  # 1 s where the machine is idle; the timeout is 60 s
+
+
+def two_engines(route: str) -> str:
+    """What rank 0 is told by `initialize` after an error in a collective of an engine that nobody has closed."""
+    config = {"optimizer": {"type": "sgd"}, "communication": {"route": route, "timeout_seconds": 60}}
+    engine = lowtide.initialize(Model(), config)
+    with pytest.raises((ValueError, lowtide.CollectiveError)):
+        CALLS["engine.gathered()"](engine)
+    with pytest.raises(lowtide.CollectiveError) as caught:
+        lowtide.initialize(Model(), config)
+    return str(caught.value)
+
+
+def test_the_next_engine_says_that_the_group_is_broken(ranks: RankPool) -> None:
+    told, _ = ranks(2, two_engines, "sockets")
+    assert told.startswith("rank 0: the process group is broken for good, since a collective of it has failed (")
+    assert "Start the job again from a checkpoint" in told

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def initialize(
         check_units(prepared.tiled, blueprint)
         _take_optimizer(optimizer, blueprint, world, prepared)
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
-        return assemble(
+        engine = assemble(
             blueprint,
             world,
             prepared,
@@ -91,6 +92,9 @@ def initialize(
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
             trial=trial,
         )
+        if isinstance(optimizer, torch.optim.Optimizer):
+            ledger.hook(optimizer.register_step_pre_hook(partial(_step_in_its_place, weakref.ref(engine))))
+        return engine
     except BaseException:
         ledger.close()
         world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
@@ -113,9 +117,7 @@ def _planned(
 
 
 def _take_optimizer(optimizer: OptimizerChoice, blueprint: Blueprint, world: World, prepared: PreparedModel) -> None:
-    """The caller's own does no steps by itself from now on; without any the model is frozen. A collective."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        prepared.ledger.hook(optimizer.register_step_pre_hook(_refuse_step))
+    """The caller's own gives its options alone from now on; without any the model is frozen. A collective."""
     if optimizer is not None:
         check_optimizers_agree(world, prepared.module, blueprint.optimizer)
     if not blueprint.optimizer.trains:
@@ -123,9 +125,23 @@ def _take_optimizer(optimizer: OptimizerChoice, blueprint: Blueprint, world: Wor
     _log_notes(world, blueprint.optimizer.notes(prepared.module))
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> NoReturn:
-    """A hook on the caller's own optimizer, whose options the engine uses."""
-    raise StateError(BY_HAND.format(what=f"{type(optimizer).__name__}.step()"))
+def _step_in_its_place(
+    reference: weakref.ref[Engine],
+    optimizer: torch.optim.Optimizer,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> None:
+    """A hook on the caller's own optimizer: the engine's step comes first, and leaves no gradient for its update."""
+    engine, name = reference(), f"{type(optimizer).__name__}.step()"
+    if engine is None or any(one is not None for one in (*args[1:], *kwargs.values())):  # the first is the optimizer
+        raise StateError(BY_HAND.format(what=name))
+    before = engine.global_step
+    engine.step()
+    if engine.global_step == before:
+        raise StateError(
+            f"{name}: expected the last microbatch of a step before it, found an earlier one: call it after the last "
+            "one, or engine.step() after each, which acts after the last one"
+        )
 
 
 def _freeze(module: nn.Module, ledger: Ledger) -> None:

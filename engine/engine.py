@@ -17,6 +17,7 @@ from ..comm import Activity, Progress
 from ..model.compiled import refuse_to_be_traced
 from ..watch.log import logger
 from ..zero.sequence import StateError
+from . import clip_calls
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
 from .averaged_weights import AveragedWeights
@@ -60,6 +61,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._steps = parts.steps
         self._state = TrainingState(parts.config, parts.optimizer, parts.learning_rates, self._steps.scale.loss_scaler)
         parts.driver.listen(self._steps, self._turn)
+        if parts.optimizer.param_groups:
+            parts.ledger.callback(clip_calls.listen(self._clip_as_torch))
         self._take_up_groups(FrozenValues())
         self._outer = parts.outer
         if self._outer is not None:

@@ -93,6 +93,16 @@ class LoopCalls:
         """
         return self._steps.so_far.accumulate(last)
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backwards may be the last of their step. As DDP's: it may be set before each forward, in the
+        place of `accumulate(last=...)`. False holds until it is set again, True until the step has ended."""
+        return self._steps.so_far.may_be_last
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._steps.so_far.say(last=bool(value))
+
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from ..comm import Activity
@@ -90,12 +92,21 @@ class ParameterAccess:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the coming step to `max_norm`, and returns their total norm over all ranks, ().
 
-        As torch.nn.utils.clip_grad_norm_: they are multiplied by max_norm / (norm + 1e-6), where that is below 1.
-        norm_type: 2 or inf. The norm is NaN where a gradient is not finite, RuntimeError with `error_if_nonfinite`. All
-        ranks must call it, between the backward of the last microbatch and `engine.step()`: StateError at any other
-        time, and with `update_in_backward`. ValueError where `gradient_clipping` of the config clips to another norm.
+        They are multiplied by max_norm / (norm + 1e-6), where that is below 1. torch's own clip_grad_norm_ over
+        `engine.parameters()` is this call. norm_type: 2 or inf. The norm is NaN where a gradient is not finite,
+        RuntimeError with `error_if_nonfinite`. All ranks must call it, between the backward of the last microbatch and
+        `engine.step()`: StateError at any other time, and with `update_in_backward`. ValueError where
+        `gradient_clipping` of the config clips to another norm.
         """
         return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def _clip_as_torch(
+        self, gradients: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor | None:
+        """See `clip_calls.Clip`."""
+        if not self._steps.shows_all(gradients):
+            return None
+        return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     @in_turn
     def clip_grad_value_(self, clip_value: float) -> None:

@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import NoReturn
 from zlib import crc32
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm import Mesh
 from ..zero.gradient import GroupGradient
@@ -37,6 +37,10 @@ class ShownGradients:
     def are_final(self) -> bool:
         """Whether stand-ins of a whole step are there."""
         return self._final.are_there
+
+    def are_all(self, gradients: Sequence[Tensor]) -> bool:
+        """Of a whole step; see `ReducedGradients.are_all`."""
+        return self._final.are_all(gradients)
 
     def set_aside(self, arrived: nn.Parameter | None) -> AbstractContextManager[None]:
         """See `ReducedGradients.set_aside`."""

@@ -91,7 +91,7 @@ class StepGradients:
             norm_there = self._norm_on_device()
             self._clip_by(clipping)
             return norm_there
-        norm, dtype = self._norm(norm_type)
+        norm = self._norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. "
@@ -99,7 +99,7 @@ class StepGradients:
                 "the step"
             )
         self._clip_by(clipping if norm_type == 2.0 else Clipping(fixed=clipping.factor(norm)))
-        return torch.tensor(norm, dtype=dtype, device=self._mesh.world.device)
+        return torch.tensor(norm, dtype=self._norm_dtype, device=self._mesh.world.device)
 
     def _clip_by(self, clipping: Clipping) -> None:
         if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
@@ -109,24 +109,29 @@ class StepGradients:
         """The L2 norm without waiting for it, as torch's."""
         steps = self._steps
         norm = self._summed().norm() * (steps.rest * steps.norm_factor)
-        dtypes = {loss.dtype for loss in steps.so_far.losses}
-        dtypes |= {gradient.accumulation_dtype for gradient in steps.gradients}
-        return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
+        return norm.to(self._norm_dtype)
+
+    @property
+    def _norm_dtype(self) -> torch.dtype:
+        """In which a norm is shown."""
+        dtypes = {loss.dtype for loss in self._steps.so_far.losses}
+        dtypes |= {gradient.accumulation_dtype for gradient in self._steps.gradients}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def _summed(self) -> SummedStep:
         steps = self._steps
         return sum_step(self._mesh, steps.gradients, steps.so_far.losses, (), "the norm for engine.clip_grad_norm_")
 
-    def _norm(self, norm_type: float) -> tuple[float, torch.dtype]:
-        """Of all gradients of all ranks, and the dtype in which it is shown."""
+    def _norm(self, norm_type: float) -> float:
+        """Of all gradients of all ranks."""
         gradients, sums = self._steps.gradients, self._summed().read()
         if sums.num_bad:
-            return math.nan, sums.loss_dtype
+            return math.nan
         if norm_type == 2.0:
-            return math.sqrt(sums.square_norm) * self._steps.rest * self._steps.norm_factor, sums.loss_dtype
+            return math.sqrt(sums.square_norm) * self._steps.rest * self._steps.norm_factor
         shards = [gradient.shard for gradient in gradients if gradient.shard is not None]
         largest = max((float(torch.linalg.vector_norm(shard, math.inf)) for shard in shards), default=0.0)
-        return max(self._mesh.world.gather_objects(largest)) * self._steps.rest, sums.loss_dtype
+        return float(max(self._mesh.world.gather_objects(largest))) * self._steps.rest
 
     def _check_is_complete(self, what: str) -> None:
         """Also takes note of gradients that the caller has cleared."""

@@ -56,6 +56,15 @@ class StepSoFar:
         finally:
             self._is_last = before
 
+    @property
+    def may_be_last(self) -> bool:
+        """Whether the caller has not said that his backwards are not the last of their step."""
+        return self._is_last is not False
+
+    def say(self, last: bool) -> None:
+        """Whether backwards from now on are the last of their step: not, until it is said again; or in this step."""
+        self._is_last, self._by_hand = None if last else False, True
+
     def note_tokens(self, inputs: Any, at: int | None = None) -> None:
         """Of the microbatch of that number, None: that comes next, which may be seen several times, in part too."""
         if self.tokens is not None:

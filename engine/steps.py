@@ -168,6 +168,10 @@ class Steps:
         """() NaN, in the place of the loss of a microbatch."""
         return torch.full((), math.nan, device=self._mesh.world.device)
 
+    def shows_all(self, gradients: Sequence[Tensor]) -> bool:
+        """See `ReducedGradients.are_all`."""
+        return self._shown.are_all(gradients)
+
     def show_reduced(self) -> None:
         """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
         self._shown.put(self.so_far.is_complete)

@@ -1,8 +1,8 @@
 """What stands in `param.grad` between the last backward of a step and its update.
 
-The gradients are reduced and divided over the ranks then, and `param.grad` would be None. torch's `clip_grad_norm_` and
-the `step` of an optimizer take that for "nothing to do", and would do nothing without a word. So there is a gradient
-that has no values, and says where they are when anybody asks for them. It may be cleared, and is none from then on.
+The gradients are reduced and divided over the ranks then, and `param.grad` would be None. torch's functions take that
+for "nothing to do", and would do nothing without a word. So there is a gradient that has no values, and says where they
+are when anybody asks for them. It may be cleared, and is none from then on. `engine/clip_calls.py` knows it too.
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ class ReducedGradients:
             for param, gradient in zip(self._params, self._gradients, strict=True):
                 param.grad = gradient
         self.are_there = True
+
+    def are_all(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these are all that was put, and neither taken out nor cleared since."""
+        if not self.are_there:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            own = {id(param.grad) for param in self._params if param.grad is not None}
+        return bool(own) and own == {id(gradient) for gradient in gradients}
 
     @contextmanager
     def set_aside(self, param: nn.Parameter | None) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lowtide
@@ -46,8 +47,6 @@ def unscale(engine: Engine) -> None:
 
 
 USES: list[Callable[[Engine], object]] = [
-    lambda engine: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0),
-    lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1.0, norm_type=math.inf, foreach=False),
     lambda engine: nn.utils.clip_grad_value_(engine.parameters(), 1.0),
     lambda engine: torch.optim.SGD(engine.parameters(), lr=0.1, foreach=False).step(),
     clip_the_head,
@@ -241,7 +240,7 @@ def test_gradients_are_cleared_on_all_ranks_or_on_none(
 
 def test_the_words_name_what_to_do() -> None:
     with engine_after_backward(0) as engine, pytest.raises(StateError) as caught:
-        nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+        clip_the_head(engine)
     assert str(caught.value) == (
         f"{WORDS} and engine.step(), and linalg_vector_norm cannot use them: engine.clip_grad_norm_(max_norm), or "
         "gradient_clipping in the config, clips them, engine.gradient(parameter) shows one, and engine.step() updates "
@@ -277,16 +276,79 @@ def test_clearing_gradients_changes_nothing_of_a_step(stage: int) -> None:
     assert steps_of(stage, clears=True) == steps_of(stage, clears=False)
 
 
+def nanogpt_loop(wrap: Callable[[Any, torch.optim.Optimizer], Any]) -> tuple[list[float], Any]:
+    """The loop of nanoGPT's train.py. wrap: what stands in the place of its line `model = DDP(model)`."""
+    torch.manual_seed(1337)
+    accumulation, grad_clip = 3, 0.5
+    batches = iter(range(dist.get_rank(), 100, 2))
+    model: Any = models.tied_gpt().double()
+    decayed = [param for param in model.parameters() if param.dim() >= 2]
+    others = [param for param in model.parameters() if param.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    model = wrap(model, optimizer)
+    numbers = []
+    X, Y = models.token_batch(next(batches), 2)
+    for iter_num in range(4):
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = 1e-2 / (1 + iter_num)
+        if iter_num % 2 == 0:
+            model.eval()
+            with torch.no_grad():
+                numbers.append(model(*models.token_batch(77, 2)).item())
+            model.train()
+        for micro_step in range(accumulation):
+            model.require_backward_grad_sync = micro_step == accumulation - 1
+            loss = model(X, Y) / accumulation
+            X, Y = models.token_batch(next(batches), 2)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip, error_if_nonfinite=True)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        numbers += [loss.item() * accumulation, norm.item()]
+    return numbers, model
+
+
+def train_as_nanogpt(config: dict[str, Any] | None) -> tuple[list[float], dict[str, Any]]:
+    if config is None:
+        numbers, model = nanogpt_loop(lambda model, optimizer: nn.parallel.DistributedDataParallel(model))
+        return numbers, dict(model.module.state_dict())
+    numbers, engine = nanogpt_loop(lambda model, optimizer: lowtide.initialize(model, config, optimizer=optimizer))
+    state = engine.state_dict()
+    engine.close()
+    return numbers, dict(state)
+
+
+@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
+def test_a_loop_of_ddp_changes_the_line_that_wraps(ranks: RankPool, route: str) -> None:
+    plain = ranks(2, train_as_nanogpt, None)
+    for stage in STAGES:
+        config = {"zero_optimization": {"stage": stage}, "communication": {"route": route}, "steps_per_print": 0}
+        found = ranks(2, train_as_nanogpt, config)
+        torch.testing.assert_close(found[0], plain[0], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[1][0], plain[1][0], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_only_the_engine_steps(stage: int) -> None:
+def test_a_step_of_the_own_optimizer_is_that_of_the_engine(stage: int) -> None:
     model = models.mlp()
     own = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(own, 1)
-    config = {**CASE.at(stage).as_config()}
-    del config["optimizer"]
+    config = {**CASE.at(stage).as_config(), "gradient_accumulation_steps": 2}
+    for key in ("optimizer", "train_batch_size"):
+        config.pop(key, None)
     engine = lowtide.initialize(model, config, optimizer=own, lr_scheduler=scheduler)
-    for name, step in {"AdamW.step()": own.step, "engine.optimizer.step()": engine.optimizer.step}.items():
-        engine.backward(engine(*models.vector_batch(0, 2)))
+    engine.backward(engine(*models.vector_batch(0, 2)))
+    with pytest.raises(StateError, match=re.escape("AdamW.step(): expected the last microbatch of a step before it")):
+        own.step()
+    engine.backward(engine(*models.vector_batch(1, 2)))
+    for name, step in {
+        "AdamW.step()": lambda: own.step(float),
+        "engine.optimizer.step()": engine.optimizer.step,
+    }.items():
         with pytest.raises(StateError) as caught:
             step()
         assert str(caught.value) == (
@@ -294,10 +356,25 @@ def test_only_the_engine_steps(stage: int) -> None:
             "step, found a call of the optimizer itself, which has none of them; call engine.step() in its place. "
             "zero_grad() is not needed"
         )
-        engine.step()
+    before = engine.full("last.weight")
+    own.step()
+    assert engine.global_step == 1
+    assert not torch.equal(engine.full("last.weight"), before)
     assert not own.state
     engine.close()
     own.step()  # it is the caller's again
+
+
+def test_what_torch_clips_in_the_middle_of_a_loop_is_its_own_without_an_engine() -> None:
+    """Halves of torch's function that are replaced are there again, and other gradients go their own way."""
+    halves = "_get_total_norm", "_clip_grads_with_norm_"
+    before = [getattr(nn.utils.clip_grad, name) for name in halves]
+    other = nn.Linear(2, 2)
+    other.weight.grad = torch.full((2, 2), 3.0)
+    with engine_after_backward(0):
+        assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) == 6.0
+        torch.testing.assert_close(other.weight.grad, torch.full((2, 2), 0.5))
+    assert [getattr(nn.utils.clip_grad, name) for name in halves] == before
 
 
 def test_hooks_see_gradients_as_before() -> None:

@@ -88,6 +88,13 @@ class CheckpointFolder:
         """
         if tag is not None:
             check_tag(tag)
+        if not self.path.exists():
+            raise NoCheckpointError(f"{self.path}: expected a folder with checkpoints, found that it does not exist")
+        if (self.path / MANIFEST).is_file():
+            raise NoCheckpointError(
+                f"{self.path}: expected a folder with checkpoints, found a checkpoint; give its parent, "
+                f"'{self.path.absolute().parent}', and the tag '{self.path.absolute().name}'"
+            )
         chosen = tag if tag is not None else self.latest()
         if chosen is None:
             known = self.tags()

@@ -23,11 +23,12 @@ from .islands import Islands, ranks_of_an_island
 from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Numels, Pending, Terms, regions_of
-from .raised import Raised
+from .raised import BODY, Raised
 from .ring import Agreed, Combine, Ring
 from .world import World
 
 __all__ = [
+    "BODY",
     "EXCHANGE_SLOTS",
     "Activity",
     "Agreed",

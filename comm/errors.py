@@ -23,12 +23,14 @@ class LeftOutError(CollectiveError):
     """The other islands of the job go on without this rank's, which did not come in time."""
 
 
-def no_answer(rank: int, what: str, peers: Sequence[int], waited_seconds: float, error: RuntimeError) -> str:
+def no_answer(
+    rank: int, what: str, peers: Sequence[int], waited_seconds: float, error: RuntimeError, what_to_do: str = UNEVEN
+) -> str:
     """For a backend that does not say whether the others died, left, or are late."""
     named = ", ".join(map(str, peers))
     cause = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without gloo's file and jokes
     return (
         f"rank {rank} in {what}: no answer from rank {named} after {waited_seconds:.1f} s ({cause}). "
         "A rank died, has left, or the ranks make different calls of the engine; a slow rank needs a larger "
-        f"communication.timeout_seconds. {UNEVEN}" + (_ALONE if what.startswith("gather of") else "")
+        f"communication.timeout_seconds. {what_to_do}" + (_ALONE if what.startswith("gather of") else "")
     )

@@ -27,11 +27,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import CollectiveError
+from .errors import UNEVEN, CollectiveError
 
 _POLL_SECONDS = 0.5
 _MOST_LETTERS = 300
 _GAVE_UP = " gave up: "
+BODY = "the body of "
+"""Before the name of a context, where the error is of what the caller does in it."""
 
 
 @dataclass(eq=False)
@@ -57,6 +59,7 @@ class Raised:
         self._entered = Counter[str]()  # how often each call was entered, ...
         self._left = Counter[str]()  # ... and left with an error
         self._inside: list[str] = []
+        self._num_between = 0
         self._calls: dict[str, tuple[int, int, dict[int, int], str]] = {}  # the last error of each
         self._may_repeat: set[str] = set()
         self._is_told = False  # the error that ends the innermost call
@@ -137,6 +140,22 @@ class Raised:
             self._may_repeat.add(what)
             self._entered[what] -= 1
         self._say()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Around what is no part of a step."""
+        self._num_between += 1
+        try:
+            yield
+        finally:
+            self._num_between -= 1
+
+    @property
+    def what_to_do(self) -> str:
+        """For the error of a wait in vain: which call all ranks must make."""
+        if not self._num_between or not self._inside:
+            return UNEVEN
+        return f"Every rank must call {self._inside[-1].removeprefix(BODY)}, not one alone."
 
     def _counts(self) -> list[int]:
         return [channel.count for channel in self._channels]

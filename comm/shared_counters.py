@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from torch import Tensor
 
-from .errors import UNEVEN, CollectiveError
+from .errors import CollectiveError
 from .trail import Channel
 
 COUNTERS_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
@@ -92,14 +92,15 @@ class SharedCounters:
         for fate in _Fate:
             gone = ", ".join(str(rank) for rank, found in late.items() if found is fate)
             if gone:
-                raise CollectiveError(f"{here}: rank {gone} {fate.value}")
+                advice = f" {self._channel.raised.what_to_do}" if fate is _Fate.LEFT else ""
+                raise CollectiveError(f"{here}: rank {gone} {fate.value}{advice}")
         if late and (found := self._channel.alone(list(late))):
             raise CollectiveError(f"{here}: {found}")
         if late and waited_seconds > self._timeout_seconds:
             raise CollectiveError(
                 f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but "
                 "elsewhere. Do all ranks run the same calls of the engine in the same order? "
-                f"A slow rank needs a larger communication.timeout_seconds. {UNEVEN}"
+                f"A slow rank needs a larger communication.timeout_seconds. {self._channel.raised.what_to_do}"
                 + self._channel.compare(list(late))
             )
 
@@ -115,7 +116,7 @@ class _Fate(Enum):
 
     DIED = "died. Its own output says why."
     FAILED = "left after an error. Its own output says which."
-    LEFT = f"has left: it closed its engine, or its script came to an end. {UNEVEN}"
+    LEFT = "has left: it closed its engine, or its script came to an end."
 
 
 def _say_goodbye(counters: np.ndarray[Any, Any], pid: int) -> None:

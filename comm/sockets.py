@@ -251,5 +251,6 @@ class SocketRoute:
         peers = [self.ranks[peer] for peer in self._peers]
         if found := self._channel.raised.found or self._channel.alone(peers):
             return CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {found}")
-        text = no_answer(self.ranks[self.rank], what, peers, waited_seconds, error)
+        what_to_do = self._channel.raised.what_to_do
+        text = no_answer(self.ranks[self.rank], what, peers, waited_seconds, error, what_to_do)
         return CollectiveError(text + self._channel.compare(peers))

@@ -247,7 +247,8 @@ class World:
                 if found := self.raised.found or self.raised.alone(self._begun, others):
                     raise CollectiveError(f"rank {self.rank} in {what}: {found}") from error
                 seconds = time.monotonic() - started
-                raise CollectiveError(no_answer(self.rank, what, others, seconds, error)) from error
+                text = no_answer(self.rank, what, others, seconds, error, self.raised.what_to_do)
+                raise CollectiveError(text) from error
             finally:
                 self.raised.go_on()
                 self.overdue.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..comm import Activity
+from ..comm import BODY, Activity
 from ..zero.averages import Averages
 from ..zero.optimizer import ShardedOptimizer
 from .archive.archive import Archive
@@ -53,7 +53,7 @@ class AveragedWeights:
             raise ValueError("engine.ema_weights(): expected averages, found none; call engine.ema(decay) first")
         self._swap(averages, shown=True)
         try:
-            with self._turn.raised.call("the body of engine.ema_weights()", is_context=True):
+            with self._turn.raised.call(f"{BODY}engine.ema_weights()", is_context=True):
                 yield
         finally:
             averages.are_shown = False

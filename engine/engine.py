@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.errors import CheckpointError
-from ..comm import Activity, Progress
+from ..comm import BODY, Activity, Progress
 from ..model.compiled import refuse_to_be_traced
 from ..watch.log import logger
 from ..zero.sequence import StateError
@@ -292,7 +292,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             # What is changed is in the engine when its turn has ended.
             with (
                 self._turn.of("engine.gathered(modify=True)"),
-                self._mesh.raised.call("a change inside engine.gathered(modify=True)", is_context=True),
+                self._mesh.raised.call(f"{BODY}engine.gathered(modify=True)", is_context=True),
                 self._steps.apart(Activity.WEIGHTS, Access.CHANGES),
                 values.modified(params),
             ):

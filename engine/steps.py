@@ -413,7 +413,7 @@ class Steps:
             self.check_at_hand("a change of the weights")
         elif access is not Access.NOTHING:
             self.lent.check(activity.value, (PARAMETERS,) if access is Access.LOOKS else KINDS)
-        with self._mesh.world.progress.during(activity):
+        with self._mesh.world.progress.during(activity), self._mesh.raised.between_steps():
             try:
                 if access is Access.LOOKS:
                     self.update.take_back()

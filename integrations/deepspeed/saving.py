@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.errors import NoCheckpointError
+from ..comm import CollectiveError
 from ..engine.engine import Engine
 from . import comm
 from .config import DeepSpeedConfig
@@ -117,7 +118,13 @@ class SavingEngine(nn.Module):
         if self._config.tag_validation == "IGNORE" or self.lowtide.world_size == 1:
             return
         names: list[Any] = [None] * self.lowtide.world_size
-        comm.all_gather_object(names, name)
+        try:
+            comm.all_gather_object(names, name)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.lowtide.rank} in save_checkpoint: not all ranks came ({str(error).splitlines()[0]}). "
+                "Every rank must call engine.save_checkpoint(), not one alone."
+            ) from error
         if len(set(names)) > 1:
             text = f"save_checkpoint: expected one tag on all ranks, found {', '.join(sorted(set(names)))}"
             if self._config.tag_validation == "FAIL":

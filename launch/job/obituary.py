@@ -62,7 +62,7 @@ def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Seq
         text += (
             f". {named(ended)} had ended before, with exit status 0: if rank {failure.rank} still trained, the ranks "
             "have different numbers of batches; put the loop into `with engine.join():`, let a DistributedSampler pad "
-            "them, or end all ranks at the smallest number"
+            "them, or end all ranks at the smallest number. If it saved, every rank must call save_checkpoint"
         )
     if failure.last_lines is None:
         return text + ". Its output is above."

@@ -122,7 +122,7 @@ def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "absent"), str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err.startswith(f"lowtide export: {tmp_path}/absent: expected a file `latest`")
+    assert capsys.readouterr().err.startswith(f"lowtide export: {tmp_path}/absent: expected a folder with")
 
 
 def test_names_out_of_a_checkpoint_lead_nowhere_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,6 +129,11 @@ def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
     save(tmp_path, "c", 2)
     with pytest.raises(NoCheckpointError, match="expected a checkpoint with the tag 'a', found b, c"):
         target.open("a")
+    words = "expected a folder with checkpoints, found a checkpoint; give its parent, '.*', and the tag 'b'"
+    with pytest.raises(NoCheckpointError, match=words):
+        CheckpointFolder(tmp_path / "b").open()
+    with pytest.raises(NoCheckpointError, match="absent: expected a folder with checkpoints, found that it does not"):
+        CheckpointFolder(tmp_path / "absent").open()
     for content in ("", "\n", None):
         (tmp_path / "latest").unlink()
         if content is not None:

@@ -123,6 +123,7 @@ def ask_after_rank_1_has_left() -> str:
 def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> None:
     text = ranks(2, ask_after_rank_1_has_left, process_group=False)[0]
     assert text.startswith("CollectiveError: rank 0 in a") and "no answer from rank 1 after" in text
+    assert text.endswith("Every rank must call engine.save_checkpoint(), not one alone.")
 
 
 class OwnOrder(Chain):

@@ -47,7 +47,8 @@ def test_ranks_that_had_ended_are_told_with_what_to_do(world_size: int, ended: l
     text = obituary(failure(0, 1.0), world_size, has_many_hosts=False, ended=ended)
     assert text.startswith(f"rank 0 of {world_size} (process 10) failed with exit status {told}")
     assert text.endswith(
-        "let a DistributedSampler pad them, or end all ranks at the smallest number. It printed nothing."
+        "let a DistributedSampler pad them, or end all ranks at the smallest number. If it saved, every rank must call "
+        "save_checkpoint. It printed nothing."
     )
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import lowtide
 import lowtide.deepspeed as deepspeed
 from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from lowtide.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -141,6 +143,23 @@ def saved_and_loaded(folder: str) -> None:
 
 def test_checkpoints_have_deepspeeds_return_values(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, saved_and_loaded, str(tmp_path))
+
+
+def saved_by_rank_0_alone(folder: str) -> str:
+    engine = engine_of(0)
+    if dist.get_rank() == 1:
+        engine.destroy()
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(lowtide.CollectiveError) as caught:
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_rank_0_that_saves_alone_is_told_so(ranks: RankPool, tmp_path: Path) -> None:
+    text = ranks(2, saved_by_rank_0_alone, str(tmp_path))[0]
+    assert text.startswith("rank 0 in save_checkpoint: not all ranks came (")
+    assert text.endswith("Every rank must call engine.save_checkpoint(), not one alone.")
 
 
 def scaled(fp16: dict[str, Any]) -> list[tuple[float, int, bool]]:

@@ -191,6 +191,22 @@ class GradientScale:
         self._factors, self._given_edges, self._earlier_edges = {}, set(), set()
 
 
+def hook_output(output: Any, hook: Callable[[Tensor], Tensor], hook_of_tiled: Callable[[Tensor], Tensor]) -> None:
+    """Has the gradient of each tensor in the output of a forward changed by `hook` on its way.
+
+    hook_of_tiled: of the hidden values of tiled logits, beside which a loss of them reads the head's weight.
+    """
+
+    def hooked(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, TiledLogits):
+            tensor.hidden.register_hook(hook_of_tiled)  # type: ignore[no-untyped-call]
+        elif tensor.grad_fn is not None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
+
+    replace_tensors(output, hooked)
+
+
 class _Edge(torch.autograd.Function):
     """Where a gradient enters the engine's part of the graph, or leaves it.
 

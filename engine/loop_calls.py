@@ -103,6 +103,14 @@ class LoopCalls:
     def require_backward_grad_sync(self, value: bool) -> None:
         self._steps.so_far.say(last=bool(value))
 
+    def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
+        """From now on `is_last()` says before each backward, `loss.backward()` too, whether it is the last of its step.
+
+        For loops that count by calls of their own. accumulation: the microbatches of a step, for messages; gradients
+        are divided as the config says.
+        """
+        self._steps.so_far.count_by(is_last, accumulation)
+
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""

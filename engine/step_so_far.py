@@ -35,6 +35,7 @@ class StepSoFar:
         self.tokens: dict[int, tuple[int, int]] | None = None
         """(rows, length) of each microbatch, where somebody counts them; he takes them away."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
+        self._counted_by: Callable[[], bool] | None = None  # see `count_by`
         self._by_hand = False  # he has said so in this step
 
     @property
@@ -65,6 +66,10 @@ class StepSoFar:
         """Whether backwards from now on are the last of their step: not, until it is said again; or in this step."""
         self._is_last, self._by_hand = None if last else False, True
 
+    def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
+        """See `LoopCalls.count_by`."""
+        self._counted_by, self.accumulation = is_last, accumulation
+
     def note_tokens(self, inputs: Any, at: int | None = None) -> None:
         """Of the microbatch of that number, None: that comes next, which may be seen several times, in part too."""
         if self.tokens is not None:
@@ -80,6 +85,8 @@ class StepSoFar:
         """Whether so many more end the step."""
         if self._is_last is not None:
             return self._is_last
+        if self._counted_by is not None:
+            return self._counted_by()
         return self._by_hand or (self.num_microbatches + num_microbatches) % self.accumulation == 0
 
     def begin(self, num_microbatches: int, completes: bool) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..engine import backward_starts
+from ..engine.backward_starts import Root
 from ..engine.engine import Engine
+from ..engine.gradient_scale import hook_output
 from . import comm
 from .accelerator import get_accelerator
 from .boundary import Boundary
@@ -52,6 +55,8 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self._config = config
         self._counters = Counters()
         self._boundary = Boundary()
+        self._is_in_backward = self._is_in_grad = False
+        self._end_listening = backward_starts.listen(self._note_backward)
         self._step_applied = False
         self._grad_norm: Tensor | None = None
         self.mpu = mpu
@@ -61,6 +66,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self.optimizer = self._optimizer()
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         own(self.module, engine)
+        self._count()
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         """The caller's own where DeepSpeed has no wrapper around it: in fp32 at stage 0."""
@@ -75,7 +81,36 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.lowtide(*inputs, **kwargs)
+        output = self.lowtide(*inputs, **kwargs)
+        if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled():
+            hook_output(output, self._divided, self._kept)
+        return output
+
+    def _divided(self, gradient: Tensor) -> Tensor:
+        """A gradient that comes to what the engine has returned."""
+        is_whole = self._is_in_backward or self._is_in_grad
+        return gradient if is_whole else gradient / self.gradient_accumulation_steps()
+
+    def _kept(self, gradient: Tensor) -> Tensor:
+        """A gradient that comes to the hidden values of tiled logits. Raises UsageError where it is to be divided."""
+        if self._divided(gradient) is gradient:
+            return gradient
+        raise UsageError(
+            "loss.backward(): expected engine.backward(loss) for a loss of tiled logits (tiles.logits) with "
+            f"gradient_accumulation_steps {self.gradient_accumulation_steps()}, found a backward of the caller's own, "
+            "which would not divide the gradient of the head's weight"
+        )
+
+    def _note_backward(self, roots: Sequence[Root], inputs: Sequence[Root] | None) -> Sequence[Root]:
+        """See `backward_starts.Listener`: what `torch.autograd.grad` returns is not divided."""
+        self._is_in_grad = inputs is not None
+        return roots
+
+    def _count(self) -> None:
+        self.lowtide.count_by(self._is_last, self.gradient_accumulation_steps())
+
+    def _is_last(self) -> bool:
+        return self.is_gradient_accumulation_boundary() and not self._boundary.is_in_no_sync
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss divided by the accumulation steps, which is what it returns.
@@ -85,16 +120,21 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self._check_trains("backward")
         accumulation = self.gradient_accumulation_steps()
         scaled = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
-        is_last = self.is_gradient_accumulation_boundary() and not self._boundary.is_in_no_sync
-        with self.lowtide.accumulate(last=is_last):
+        self._is_in_backward = True  # in which the loss itself is divided
+        try:
             if retain_graph:
                 torch.autograd.backward(self.lowtide.scale(scaled), retain_graph=True)
             else:
                 self.lowtide.backward(scaled)
+        finally:
+            self._is_in_backward = False
         return scaled
 
+    def _backward_epilogue(self) -> None:
+        """Nothing: a backward of the caller's own is as `backward`. Loops of several engines call it."""
+
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss for a `backward()` of the caller's own: with float16's scale, not divided by anything."""
+        """The loss for a `backward()` of the caller's own: with float16's scale. Gradients are those of `backward`."""
         return self.lowtide.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -243,6 +283,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
             )
         self._config.train_batch_size = train_batch_size
         self._config.gradient_accumulation_steps = train_batch_size // samples
+        self._count()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """The accumulation steps stay, the batch size follows."""
@@ -342,6 +383,8 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
     def destroy(self) -> None:
         """Takes what the engine has put on the module off. The process group stays."""
         own_no_more(self.module)
+        if self.lowtide.is_open:
+            self._end_listening()
         self.lowtide.close()
 
     def train(self, mode: bool = True) -> Self:

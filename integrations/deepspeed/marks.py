@@ -1,4 +1,4 @@
-"""The attributes `ds_id`, `ds_shape`, `ds_numel` and `ds_status` of parameters that are divided.
+"""The attributes `ds_id`, `ds_shape`, `ds_numel`, `ds_status` and `ds_persist` of parameters that are divided.
 
 Scripts ask for them to know which parameters they must gather: `hasattr(param, "ds_id")`, and then whether its values
 are there. They say nothing that the engine reads.
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..zero.released import ReleasedParameter
 
-_NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status")
+_NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist")
 _IDS = count()
 
 
@@ -27,7 +27,7 @@ def mark(param: nn.Parameter) -> None:
     """As a parameter that is divided, whether its values are there now or not."""
     if "ds_id" not in param.__dict__:
         # The status of one whose values are not there is its class's: see below.
-        values = (next(_IDS), param.shape, param.numel(), ZeroParamStatus.AVAILABLE)
+        values = (next(_IDS), param.shape, param.numel(), ZeroParamStatus.AVAILABLE, False)
         param.__dict__.update(zip(_NAMES, values, strict=True))
 
 

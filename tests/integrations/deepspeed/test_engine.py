@@ -279,6 +279,8 @@ def refusals() -> None:
         engine.load_module_state_dict({}, custom_load_fn=print)
     engine.destroy()
     engine = engine_of(2)
+    with pytest.raises(AssertionError, match=r"expected engine.backward\(loss\) for a loss of tiled .* 2, found"):
+        engine._kept(torch.ones(1))
     with pytest.raises(AssertionError, match=r"no_sync\(\): expected stage 0 or 1, found stage 2"), engine.no_sync():
         pass
     engine.destroy()
@@ -307,3 +309,36 @@ def refusals() -> None:
 
 def test_what_deepspeed_asserts_says_what_to_do(ranks: RankPool) -> None:
     ranks(1, refusals)
+
+
+def backwards(stage: int, half: bool) -> None:
+    """Norms of a step of two microbatches and a metric of its gradient, by three kinds of backward."""
+    found = []
+    for kind in ("engine", "loss", "scale"):
+        changes = {"fp16": {"enabled": True, "initial_scale_power": 4}} if half else {}
+        engine = engine_of(stage, gradient_clipping=0.1, **changes)
+        for x, y in batches(deepspeed.comm.get_rank())[:2]:
+            x.requires_grad_()
+            loss = engine(x, y)
+            if kind == "engine":
+                engine.backward(loss)
+            elif kind == "loss":
+                loss.backward()
+            else:
+                engine.scale(loss).backward()
+            engine._backward_epilogue()
+            engine.step()
+        assert (engine.global_steps, engine.micro_steps) == (1, 2)
+        assert all(param.ds_persist is False for param in engine.module.parameters() if hasattr(param, "ds_id"))
+        found.append(engine.get_global_grad_norm())
+        of_input = [torch.autograd.grad(engine(x, y), x)[0]]  # not divided by anything
+        engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+        of_input.append(torch.autograd.grad(engine(x, y), x)[0])
+        assert torch.equal(*of_input)
+        engine.destroy()
+    assert found[0] > 0 and found[1:] == pytest.approx(found[:1] * 2, rel=1e-3 if half else 1e-6)
+
+
+@pytest.mark.parametrize(("stage", "half"), [(0, False), (3, False), (2, True)])
+def test_every_backward_has_the_gradients_of_the_engines(ranks: RankPool, stage: int, half: bool) -> None:
+    ranks(2, backwards, stage, half)

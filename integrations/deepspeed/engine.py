@@ -26,6 +26,7 @@ from .optimizer_view import DeepSpeedOptimizer
 from .owners import own, own_no_more
 from .saved import Counters
 from .saving import SavingEngine
+from .small import ThroughputTimer
 
 DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
@@ -59,6 +60,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self._end_listening = backward_starts.listen(self._note_backward)
         self._step_applied = False
         self._grad_norm: Tensor | None = None
+        self.tput_timer = ThroughputTimer(self.train_batch_size())
         self.mpu = mpu
         self.sparse_tensor_module_names: set[str] = set()  # gradients are dense on their way
         self.collate_fn = collate_fn
@@ -81,6 +83,8 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.module.training:
+            self.tput_timer.start()
         output = self.lowtide(*inputs, **kwargs)
         if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled():
             hook_output(output, self._divided, self._kept)
@@ -143,9 +147,11 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
             raise UsageError("engine.step(): expected it outside of engine.no_sync(), found it inside; leave it before")
         self._check_trains("step")
         self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary:
             self._update(dict(lr_kwargs or {}))
         self._counters.micro_steps += 1
+        self.tput_timer.stop(global_step=is_boundary)
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         if self._stepped is not None:
@@ -281,7 +287,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
                 f"set_train_batch_size: expected a multiple of microbatch({self.train_micro_batch_size_per_gpu()}) x "
                 f"ranks({self.dp_world_size}) = {samples}, found {train_batch_size}"
             )
-        self._config.train_batch_size = train_batch_size
+        self._config.train_batch_size = self.tput_timer.batch_size = train_batch_size
         self._config.gradient_accumulation_steps = train_batch_size // samples
         self._count()
 
@@ -289,6 +295,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         """The accumulation steps stay, the batch size follows."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+        self.tput_timer.batch_size = self.train_batch_size()
 
     # -- who and where --------------------------------------------------------------------------------------------
 

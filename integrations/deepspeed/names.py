@@ -42,6 +42,7 @@ _IN_FILES = {
     "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group "
     "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size",
     "layers": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
+    "hf": "HfDeepSpeedConfig",
     "lent": "OffloadStateTypeEnum",
     "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest get_lr_from_config VALID_LR_SCHEDULES",
     "marks": "ZeroParamStatus",

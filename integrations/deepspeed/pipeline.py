@@ -36,11 +36,13 @@ class PipelineEngine(DeepSpeedEngine):
         if self._stepped is not None:
             self._stepped.kwargs = {}
         drawn = self._drawn(data_iter)
+        self.tput_timer.start()
         result = self.lowtide.train_step(self._microbatches(drawn, self.gradient_accumulation_steps()))
         self._grad_norm = result.grad_norm
         self._step_applied = not result.skipped
         self._counters.micro_steps += self.gradient_accumulation_steps()
         self._counters.add_step(self.train_batch_size(), result.skipped)
+        self.tput_timer.stop(global_step=True)
         self._report_loss(result.loss)
         return result.loss.to(self.device)
 

@@ -159,3 +159,44 @@ class SynchronizedWallClockTimer:
             f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
         ]
         log_dist("time (ms) | " + " | ".join(found), ranks=ranks or [0])
+
+
+class ThroughputTimer:
+    """`engine.tput_timer`: samples of each second, from the forward of a microbatch to its `step`.
+
+    It does not wait for the device, and leaves out the first two steps. `engine.train_batch` of a pipeline is one
+    microbatch of it. The monitors of the config have numbers of their own.
+    """
+
+    _SKIPPED_STEPS = 2
+
+    def __init__(self, batch_size: int) -> None:
+        """batch_size: samples of a step, which may be changed."""
+        self.batch_size = batch_size
+        self.started = False
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        """Seconds."""
+        self._samples = 0
+
+    def update_epoch_count(self) -> None:
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        self.started, self._began = True, time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """global_step: whether a step has ended. Nothing where it was not started."""
+        if not self.started:
+            return
+        self.started = False
+        if self.global_step_count >= self._SKIPPED_STEPS:
+            self.total_elapsed_time += time.perf_counter() - self._began
+            self._samples += self.batch_size * global_step
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+
+    def avg_samples_per_sec(self) -> float:
+        """Minus infinity before the third step."""
+        return self._samples / self.total_elapsed_time if self._samples else float("-inf")

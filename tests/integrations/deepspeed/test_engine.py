@@ -1,6 +1,7 @@
 """The manners of DeepSpeed's engine."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowtide.deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
+from tests.engine.test_hugging_face import llama
 from tests.integrations.deepspeed.scripts import ROWS, batches, config, engine_of, net, train
 from tests.ranks import RankPool
 
@@ -342,3 +344,41 @@ def backwards(stage: int, half: bool) -> None:
 @pytest.mark.parametrize(("stage", "half"), [(0, False), (3, False), (2, True)])
 def test_every_backward_has_the_gradients_of_the_engines(ranks: RankPool, stage: int, half: bool) -> None:
     ranks(2, backwards, stage, half)
+
+
+def timed(folder: str) -> None:
+    """A script of transformers, with the two changed imports."""
+    transformers = pytest.importorskip("transformers")
+    from lowtide.deepspeed import HfDeepSpeedConfig
+    from lowtide.huggingface import from_pretrained
+
+    settings = HfDeepSpeedConfig({**config(3, scheduler=None), "gradient_accumulation_steps": 1})
+    assert settings.is_zero3() and not settings.is_offload() and settings.get_value("optimizer.type") == "AdamW"
+    tokens = torch.arange(12).reshape(2, 6)
+    losses: list[float] = []
+    for build in (
+        transformers.LlamaForCausalLM.from_pretrained,
+        partial(from_pretrained, transformers.LlamaForCausalLM),
+    ):
+        model: Any = build(folder) if not losses else lambda: build(folder)  # noqa: B023  (called at once)
+        engine, *_ = deepspeed.initialize(model=model, config=settings.config)
+        timer = engine.tput_timer
+        timer.stop(global_step=True)  # not started: nothing
+        for step in range(4):
+            assert (timer.avg_samples_per_sec() > 0) == (step == 3)
+            timer.start()
+            loss = engine(tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+        assert (timer.micro_step_count, timer.global_step_count) == (4, 4)
+        timer.update_epoch_count()
+        assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
+        losses.append(loss.item())
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
+def test_a_script_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    model: Any = llama()
+    model.save_pretrained(tmp_path)
+    ranks(1, timed, str(tmp_path))

@@ -103,45 +103,52 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """model(*args, **kwargs). Raises ValueError where a layer was given another dtype than it computes in."""
+    """model(*args, **kwargs). Raises ValueError where a layer was given another dtype than it computes in.
+
+    Any other error gets a note of the innermost module that it came through, and of what that was given.
+    """
     try:
         return model(*args, **kwargs)
-    except (RuntimeError, ValueError) as error:
-        if _SPEAKS_OF_DTYPES.search(str(error)) is None:
-            raise
-        mismatch = _mismatch(model, error)
-        if mismatch is None:
-            raise
-        raise ValueError(
-            f"{mismatch}. Of a batch, floating-point tensors are cast (auto_cast) and integers are not, which may be "
-            "indices: give values as floats, for example x.float(). In torch's words: " + str(error).splitlines()[0]
-        ) from error
+    except Exception as error:
+        calls = [
+            frame.f_locals
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code is nn.Module._call_impl.__code__
+        ]
+        if not calls:
+            raise  # a compiled forward has no call of a module
+        module, args, kwargs = (calls[-1][name] for name in ("self", "args", "kwargs"))
+        name = next((f"'{name}'" for name, part in model.named_modules() if part is module and name), "the model")
+        mismatch = _mismatch(module, [*args, *kwargs.values()]) if _SPEAKS_OF_DTYPES.search(str(error)) else None
+        if mismatch is not None:
+            weight, tensor = mismatch
+            raise ValueError(
+                f"batch: expected {getattr(module, weight).dtype} for {name} ({type(module).__name__}), the dtype of "
+                f"its {weight}, found {tensor.dtype} of shape {tuple(tensor.shape)}. Of a batch, floating-point "
+                "tensors are cast (auto_cast) and integers are not, which may be indices: give values as floats, for "
+                "example x.float(). In torch's words: " + str(error).splitlines()[0]
+            ) from error
+        described = type(module).__name__ if any(module.children()) else str(module)
+        given = [*map(_brief, args), *(f"{key}={_brief(value)}" for key, value in kwargs.items())]
+        error.add_note(f"in the forward of {name}, {described}, which was given ({', '.join(given)})")
+        raise
 
 
 _SPEAKS_OF_DTYPES = re.compile(r"dtype|scalar type|Input type|not implemented for '")
 
 
-def _mismatch(model: nn.Module, error: BaseException) -> str | None:
-    """The innermost module that the error has come through, if one of its inputs has not the dtype of its weights."""
-    calls = [
-        frame.f_locals
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code is nn.Module._call_impl.__code__
-    ]
-    if not calls:
-        return None
-    module, given = calls[-1]["self"], [*calls[-1]["args"], *calls[-1]["kwargs"].values()]
+def _mismatch(module: nn.Module, given: Any) -> tuple[str, Tensor] | None:
+    """A weight of the module, and what it was given in another dtype."""
     weights = [(name, param) for name, param in module.named_parameters(recurse=False) if param.is_floating_point()]
     for tensor in _tensors(given):
         for name, param in weights:
             if tensor.dtype != param.dtype and not isinstance(module, nn.Embedding):
-                names = {id(part): f"'{part_name}'" for part_name, part in model.named_modules() if part_name}
-                return (
-                    f"batch: expected {param.dtype} for {names.get(id(module), 'the model')} "
-                    f"({type(module).__name__}), the dtype of its {name}, found {tensor.dtype} of shape "
-                    f"{tuple(tensor.shape)}"
-                )
+                return name, tensor
     return None
+
+
+def _brief(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def call_for_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Any:

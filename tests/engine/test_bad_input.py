@@ -221,6 +221,24 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step_on_integers("fp16", True),
         "ValueError: batch: expected torch.float16 for 'blocks.0' (Linear), the dtype of its weight, found torch.uint8",
     ),
+    "wrong width": (
+        lambda: initialize().train_step((torch.randn(2, 5),)),
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)\nin the forward of 'blocks.0', "
+        "Linear(in_features=4, out_features=4, bias=True), which was given (torch.float32 of shape (2, 5))",
+    ),
+    "wrong width in a call": (
+        lambda: initialize()(x=torch.randn(2, 5)),
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)\nin the forward of 'blocks.0', ",
+    ),
+    "wrong width in an evaluation": (
+        lambda: initialize().eval_step((torch.randn(2, 5),)),
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)\nin the forward of 'blocks.0', ",
+    ),
+    "an argument too many": (
+        lambda: initialize()(x=torch.randn(2, 4), y=torch.randn(2, 4)),
+        "unexpected keyword argument 'y'\nin the forward of the model, Net, which was given (x=torch.float32 of shape "
+        "(2, 4), y=torch.float32 of shape (2, 4))",
+    ),
     "loss without gradient": (
         lambda: backward_of(without_gradient),
         "ValueError: backward: expected a loss with one element that requires a gradient, found a tensor of "
@@ -264,7 +282,7 @@ def make_all_mistakes() -> dict[str, str]:
             make()
             found[name] = "nothing"
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            found[name] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os.environ.clear()

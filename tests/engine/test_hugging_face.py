@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +220,23 @@ def test_a_sharded_model_generates_between_steps(ranks: RankPool) -> None:
     for plain, sharded in ranks(2, generate_at_stages, "sockets"):
         assert torch.equal(plain[0], sharded[0]) and torch.equal(plain[1], sharded[1])
         assert torch.equal(plain[0], plain[1])
+
+
+def save_by_the_model(folder: str) -> str:
+    engine = lowtide.initialize(llama(), config_of(3, "sockets"))
+    module: Any = engine.module
+    text = "no error"
+    try:
+        module.save_pretrained(folder)
+    except lowtide.ReleasedParameterError as error:
+        text = str(error)
+    module.save_pretrained(folder, state_dict=engine.state_dict(), is_main_process=engine.rank == 0)
+    engine.close()
+    return text
+
+
+def test_a_sharded_model_that_is_to_save_itself_names_what_does(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks(2, save_by_the_model, str(tmp_path)):
+        assert text.startswith("parameter 'model.embed_tokens.weight' is released: only its shards exist here")
+        assert text.endswith("To save the model, call engine.state_dict() or engine.export(folder) on all ranks.")
+    assert (tmp_path / "model.safetensors").exists()

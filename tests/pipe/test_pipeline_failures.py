@@ -288,11 +288,13 @@ def train_broken(how: str, timeout_seconds: float) -> tuple[str, float]:
 def test_an_error_in_the_model_names_the_action(ranks: RankPool) -> None:
     (first, waited), (second, _) = ranks(2, train_broken, "fails", 60.0)
     assert second == (
-        "KeyError: 'no such expert'; pipeline: in pipeline action 1F2 (stage 1, microbatch 2), of schedule 1f1b"
+        "KeyError: 'no such expert'; in the forward of 'blocks.2', Broken, which was given (torch.float32 of shape "
+        "(2, 8)); pipeline: in pipeline action 1F2 (stage 1, microbatch 2), of schedule 1f1b"
     )
     assert first.startswith(
-        "RuntimeError: pipeline: a stage of rank 1 failed: KeyError: 'no such expert' (pipeline: in"
+        "RuntimeError: pipeline: a stage of rank 1 failed: KeyError: 'no such expert' (in the forward of 'blocks.2', "
     )
+    assert "; pipeline: in pipeline action 1F2" in first
     assert waited < 30  # and not when 60 s are over
 
 

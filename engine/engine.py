@@ -378,18 +378,21 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         latest: bool = True,
+        *,
+        within_step: bool = False,
     ) -> str:
         """Saves all that the training is into folder/tag, and makes `latest` name it; returns the tag.
 
         tag: "global_step100" and so on where none is given; rank 0's counts. client_state: saved beside
-        `engine.client_state`. latest: False leaves the file `latest` as it is. Call it on all ranks, between steps.
-        With `checkpoint.async` it returns when the values are copied; a failure is raised at the next step, save or
-        close.
+        `engine.client_state`. latest: False leaves the file `latest` as it is. within_step: it may also be called
+        between the microbatches of a step, whose gradients are not saved: after a load that step begins anew. Call it
+        on all ranks. With `checkpoint.async` it returns when the values are copied; a failure is raised at the next
+        step, save or close.
 
         Raises CheckpointError on every rank if any fails (what was saved before is intact), and ValueError between the
-        microbatches of a step.
+        microbatches of a step without `within_step`.
         """
-        return self._save_checkpoint(folder, tag, client_state, latest)
+        return self._save_checkpoint(folder, tag, client_state, latest, within_step)
 
     def _save_checkpoint(
         self,
@@ -397,14 +400,16 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         latest: bool = True,
+        within_step: bool = False,
     ) -> str:
         self._steps.check_at_hand("engine.save_checkpoint()")
         self._steps.forget_cleared("engine.save_checkpoint()")
-        if self._steps.so_far.num_microbatches:
+        if self._steps.so_far.num_microbatches and not within_step:
             raise ValueError(
                 f"save_checkpoint: expected a whole step, found {self._steps.so_far.done}; gradients are not saved, "
                 "so call it after engine.step() has acted"
             )
+        self._steps.refuse_more("engine.save_checkpoint()")  # what the step's last backward has updated already
         if self._observers.trial is not None:
             self._observers.trial.note_unwritten("checkpoint")
             return tag or f"global_step{self.global_step}"

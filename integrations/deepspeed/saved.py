@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ class Counters:
         self.global_steps += 1
         self.global_samples += num_samples
         self.skipped_steps += was_skipped
+
+    def at_step_start(self, accumulation: int) -> Counters:
+        """As they were before the microbatches that are done of the next step."""
+        return replace(self, micro_steps=self.micro_steps - self.micro_steps % accumulation)
 
     def as_state(self) -> dict[str, Any]:
         """A part of the client state."""

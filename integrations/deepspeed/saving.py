@@ -103,14 +103,16 @@ class SavingEngine(nn.Module):
         """Saves all that the training is into save_dir/tag; True. All ranks must call it.
 
         tag: None: "global_step" and the number. client_state: plain values, which `load_checkpoint` returns. Frozen
-        parameters are saved in any case. The format is lowtide's own.
+        parameters are saved in any case. The format is lowtide's own. Between the microbatches of a step it saves no
+        gradients: after a load the step begins anew.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint: expected a folder, found {save_dir!r}")
         name = f"global_step{self._counters.global_steps}" if tag is None else str(tag)
         self._check_tag(name)
-        state = {**(client_state or {}), **self._counters.as_state()}
-        self.lowtide.save_checkpoint(save_dir, name, state, latest=save_latest)
+        counters = self._counters.at_step_start(int(self._config.gradient_accumulation_steps or 1))
+        state = {**(client_state or {}), **counters.as_state()}
+        self.lowtide.save_checkpoint(save_dir, name, state, latest=save_latest, within_step=True)
         return True
 
     def _check_tag(self, name: str) -> None:

@@ -122,6 +122,7 @@ def test_saving_between_microbatches_is_refused(tmp_path: Path, stage: int) -> N
                 f"save_checkpoint: expected a whole step, found {number + 1} of 3 microbatches done "
                 "(gradient_accumulation_steps); gradients are not saved, so call it after engine.step() has acted"
             )
+            assert engine.save_checkpoint(tmp_path, "within", within_step=True) == "within"
     assert engine.save_checkpoint(tmp_path) == "global_step1"
     engine.close()
 

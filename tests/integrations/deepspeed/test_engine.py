@@ -147,6 +147,32 @@ def test_checkpoints_have_deepspeeds_return_values(ranks: RankPool, tmp_path: Pa
     ranks(2, saved_and_loaded, str(tmp_path))
 
 
+def saved_within_a_step(stage: int, folder: str, zero: dict[str, Any]) -> None:
+    engine = engine_of(stage, zero_optimization={"stage": stage, **zero})
+    weight, mine = engine.module.c.weight, batches(deepspeed.comm.get_rank())
+    train(engine, 0, 2)
+    for number, (x, y) in enumerate(mine[:2]):
+        engine.backward(engine(x, y))
+        engine.save_checkpoint(folder, tag=number)
+        engine.step()
+    after = safe_get_full_fp32_param(weight)
+    for number in range(2):
+        assert engine.load_checkpoint(folder, tag=number)[0] == f"{folder}/{number}"
+        assert (engine.global_steps, engine.micro_steps) == (1, 2)
+        for x, y in mine[:2]:
+            engine.backward(engine(x, y))
+            engine.step()
+        assert engine.global_steps == 2 and torch.equal(after, safe_get_full_fp32_param(weight))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (2, {"offload_optimizer": {"device": "cpu"}}), (3, {})])
+def test_a_step_begins_anew_after_a_checkpoint_from_within(
+    ranks: RankPool, tmp_path: Path, stage: int, zero: dict[str, Any]
+) -> None:
+    ranks(2, saved_within_a_step, stage, str(tmp_path), zero)
+
+
 def saved_by_rank_0_alone(folder: str) -> str:
     engine = engine_of(0)
     if dist.get_rank() == 1:

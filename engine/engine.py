@@ -36,7 +36,7 @@ from .preemption import Preemption
 from .step_gradients import StepGradients
 from .step_profile import StepProfile
 from .step_result import StepResult
-from .steps import Access
+from .steps import NO_BACKWARD, Access
 from .training_state import TrainingState
 from .turn import Turn, in_turn
 
@@ -215,7 +215,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         Inputs and leaves that are not the engine's parameters get the gradient of `loss` itself.
         An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
         `loss.backward()` does the same, for any graph through what the engine has returned, of several engines too;
-        only the loss in the result of the step is not known then (NaN): see `scale`.
+        only the loss in the result of the step is not known then (None): see `scale`.
         """
         self._steps.check_trains("engine.backward")
         self._driver.backward(self._steps, loss)
@@ -223,21 +223,26 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
     @in_turn
     def step(self) -> StepResult:
-        """Updates the parameters at the accumulation boundary; before it, only returns the last result."""
-        self._steps.check_trains("engine.step")
-        return self._step()
+        """Updates the parameters at the accumulation boundary; before it, only returns the last result.
 
-    def _step(self) -> StepResult:
+        Raises StateError without a backward since the last step, or where none gave a parameter a gradient.
+        """
+        self._steps.check_trains("engine.step")
+        if not self.microbatches_done:
+            raise StateError(NO_BACKWARD)
+        return self._step(by_hand=True)
+
+    def _step(self, by_hand: bool = False) -> StepResult:
         if not self._steps.so_far.is_complete:
             return self._steps.last
         self._steps.take_cleared()
         with self._steps.join.together(Call.STEP):
-            return self._complete_step()
+            return self._complete_step(by_hand)
 
-    def _complete_step(self) -> StepResult:
+    def _complete_step(self, by_hand: bool) -> StepResult:
         stop, state = self._preemption, self._state
         events = (self._archive.checkpoints.has_failed, stop.is_requested, stop.is_interrupt)
-        counts = self._steps.end(state.global_step, events)
+        counts = self._steps.end(state.global_step, events, by_hand)
         result = self._steps.last
         if not result.skipped:
             state.learning_rates.advance()

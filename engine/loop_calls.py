@@ -32,7 +32,7 @@ class LoopCalls:
     _driver: Driver
     _gradients: StepGradients
 
-    def _step(self) -> StepResult:
+    def _step(self, by_hand: bool = False) -> StepResult:
         """The update of a step that is complete."""
         raise NotImplementedError
 
@@ -92,6 +92,11 @@ class LoopCalls:
         gradient_accumulation_steps all the same: leave it at 1 and weigh the losses.
         """
         return self._steps.so_far.accumulate(last)
+
+    @property
+    def microbatches_done(self) -> int:
+        """How many backwards there were since the last step; without any `step` is an error."""
+        return self._steps.so_far.num_microbatches
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -51,7 +51,7 @@ class Monitors:
         self._world_size = world_size
         self._peak_tflops = peak_tflops
         self._begun = time.perf_counter()
-        self._waiting: tuple[int, dict[str, float], OnHost, OnHost] | None = None
+        self._waiting: tuple[int, dict[str, float], dict[str, OnHost]] | None = None
 
     @classmethod
     def of(cls, config: Config, world: World, flops: ModelFlops | None) -> Monitors | None:
@@ -96,7 +96,8 @@ class Monitors:
             if self._peak_tflops is not None:
                 numbers["speed/mfu"] = numbers["speed/tflops"] / self._peak_tflops
         self.flush()
-        self._waiting = (step, numbers, OnHost(result.loss), OnHost(result.grad_norm))
+        tensors = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
+        self._waiting = (step, numbers, {name: OnHost(one) for name, one in tensors.items() if one is not None})
 
     def close(self) -> None:
         self._timeline.stop()
@@ -108,8 +109,8 @@ class Monitors:
         """Writes the step that waits, for which the host may wait: before what is saved of it."""
         if self._waiting is None:
             return
-        (step, numbers, loss, norm), self._waiting = self._waiting, None
-        found = {"train/loss": loss.read().item(), "train/grad_norm": norm.read().item(), **numbers}
+        (step, numbers, waiting), self._waiting = self._waiting, None
+        found = {name: one.read().item() for name, one in waiting.items()} | numbers
         row: Row = {name: found[name] for name in COLUMNS if name in found}
         for writer in list(self._writers):
             self._try(writer, lambda: writer.write(step, row))  # noqa: B023  (called at once)

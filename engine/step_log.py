@@ -33,9 +33,9 @@ class StepLog:
         rate = samples * self._every / max(now - self._since, 1e-9)
         self._since = now
         logger.info(
-            "step %d: loss %.4f, gradient norm %.3f, learning rate %.3g, %s%.1f samples/s",
+            "step %d: %sgradient norm %.3f, learning rate %.3g, %s%.1f samples/s",
             step,
-            result.loss.item(),
+            "" if result.loss is None else f"loss {result.loss.item():.4f}, ",
             result.grad_norm.item(),
             result.lr,
             f"loss scale {result.loss_scale:g}, " if result.loss_scale != 1 else "",

@@ -25,6 +25,7 @@ class StepSoFar:
             "zero_optimization.layered_gradient_accumulation" if is_layered else "parallel.pipeline"
         )
         self.losses: list[Tensor] = []  # () of each microbatch
+        self.lacks_loss = False  # of a microbatch whose backward the caller has run himself
         self.num_microbatches = 0  # that are done
         self.num_begun = 0  # with those of the backward that runs
         self.is_complete = False
@@ -70,6 +71,13 @@ class StepSoFar:
         """See `LoopCalls.count_by`."""
         self._counted_by, self.accumulation = is_last, accumulation
 
+    def note_loss(self, loss: Tensor | None) -> None:
+        """() of a microbatch; None: not known."""
+        if loss is None:
+            self.lacks_loss = True
+        else:
+            self.losses.append(loss)
+
     def note_tokens(self, inputs: Any, at: int | None = None) -> None:
         """Of the microbatch of that number, None: that comes next, which may be seen several times, in part too."""
         if self.tokens is not None:
@@ -98,7 +106,7 @@ class StepSoFar:
         """The next microbatch is the first of its step."""
         self.losses.clear()
         self.num_microbatches = self.num_begun = 0
-        self.is_complete = self._by_hand = False
+        self.is_complete = self.lacks_loss = self._by_hand = False
         self.clipping_by_hand = self.doubt = None
 
     def check_between(self, what: str) -> None:

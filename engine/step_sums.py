@@ -44,6 +44,7 @@ class StepSums(NamedTuple):
     cleared: int  # sum over ranks of what stands for the gradients that the caller has cleared on each
     events: tuple[int, ...]  # on how many ranks each of the events has happened
     unused: frozenset[int] = frozenset()  # identities of the parameters that got no gradient on any rank
+    is_without_gradients: bool = False  # those are all, and nobody has cleared any
 
 
 class Uses:
@@ -71,6 +72,14 @@ class Uses:
         """Whether this rank has used all parameters of which it has a part: then no other rank can say more of them."""
         for gradient, places in self._places:  # noqa: SIM110  (`all` costs a call for each)
             if len(gradient.used) != len(places):
+                return False
+        return True
+
+    @property
+    def are_none(self) -> bool:
+        """Whether this rank has used no parameter."""
+        for gradient, _ in self._places:  # noqa: SIM110  (as above)
+            if gradient.used:
                 return False
         return True
 
@@ -134,6 +143,7 @@ class SummedStep:
         total = self._on_host.read().tolist()
         num_bad, num_changed, num_infinite, num_wide, cleared = total[_BAD : _CLEARED + 1]
         end = _CLEARED + 1 + self._num_events
+        unused = self._uses.unused(total[end:]) if self._uses is not None else frozenset[int]()
         mean_loss = from_limbs(total[NUM_LIMBS:_BAD]) / self._data_size if not num_infinite else math.nan
         return StepSums(
             mean_loss,
@@ -143,7 +153,8 @@ class SummedStep:
             num_changed,
             cleared,
             tuple(total[_CLEARED + 1 : end]),
-            self._uses.unused(total[end:]) if self._uses is not None else frozenset(),
+            unused,
+            not (cleared or any(total[end:])),
         )
 
 

@@ -18,6 +18,7 @@ from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.reduced_gradient import Cleared
 from ..zero.reductions import OnFinal
+from ..zero.sequence import StateError
 from ..zero.unit import Unit
 from .config.config import Config
 from .gradient_scale import GradientScale
@@ -32,6 +33,14 @@ from .step_sums import StepSums, SummedStep, non_finite_error, sum_step
 from .step_update import StepUpdate, Timing
 
 R = TypeVar("R")
+NO_BACKWARD = (
+    "engine.step(): expected a backward since the last step, found none; call engine.backward(loss) on a loss that was "
+    "computed from what engine(...) has returned, with its graph, and engine.zero_grad() not between the two"
+)
+NO_GRADIENT = (
+    "engine.step(): expected a backward through the model, found one that gave no parameter a gradient on any rank; "
+    "was an output of the model detached, or used under torch.no_grad(), before the loss was computed from it?"
+)
 
 
 class UnitPasses(Protocol):
@@ -164,10 +173,6 @@ class Steps:
             self._is_apart = False
             self._mesh.fence("the end of what an error has interrupted")
 
-    def unknown_loss(self) -> Tensor:
-        """() NaN, in the place of the loss of a microbatch."""
-        return torch.full((), math.nan, device=self._mesh.world.device)
-
     def shows_all(self, gradients: Sequence[Tensor]) -> bool:
         """See `ReducedGradients.are_all`."""
         return self._shown.are_all(gradients)
@@ -285,15 +290,16 @@ class Steps:
 
     # -- the update -----------------------------------------------------------------------------------------------
 
-    def end(self, number: int, events: Sequence[bool]) -> Sequence[int]:
+    def end(self, number: int, events: Sequence[bool], by_hand: bool) -> Sequence[int]:
         """Updates the parameters; a collective. number: of steps before this one. events: that this rank knows of.
 
-        Returns on how many ranks each of the events has happened.
+        by_hand: the caller has run the backwards: StateError where they gave no gradient on any rank. Returns on how
+        many ranks each of the events has happened.
         """
         self.check_at_hand("engine.step()")
         self._mesh.world.progress.enter(Activity.UPDATE)
         self.guard.values.expect_update()
-        events = (self.update.has_failed(), *events)
+        events = (self.update.has_failed(), self.so_far.lacks_loss, by_hand, *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
         seen, doubt = self.guard.values.take_seen(), self.so_far.doubt
         if doubt is not None:
@@ -301,7 +307,8 @@ class Steps:
         cleared = self._shown.mark
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, seen, cleared)
         rest = self.rest
-        is_started = self._update_if_finite(summed, number, rest)
+        has_nothing = self.update.uses.are_none and summed.read().is_without_gradients and summed.read().events[2] > 0
+        is_started = not has_nothing and self._update_if_finite(summed, number, rest)
         sums = summed.read()
         if is_started:
             is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
@@ -315,13 +322,16 @@ class Steps:
             notes = self._shown.forget()
             self.forget()
             refuse_differences(self._mesh, notes)
-        update_failed, *counts = sums.events
+        update_failed, num_lacking, _, *counts = sums.events
         if update_failed:
             self.forget()
             self.update.raise_failure()
+        if has_nothing:
+            self.forget()
+            raise StateError(NO_GRADIENT)
         norm = math.sqrt(sums.square_norm) * rest * self.norm_factor if not sums.num_bad else math.nan
         result = StepResult(
-            torch.scalar_tensor(sums.loss, dtype=sums.loss_dtype),
+            None if num_lacking else torch.scalar_tensor(sums.loss, dtype=sums.loss_dtype),
             torch.scalar_tensor(norm, dtype=sums.loss_dtype),
             self._optimizer.lr,
             self.scale.loss_scaler.scale,

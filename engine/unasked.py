@@ -56,7 +56,7 @@ class Unasked:
                 raise
             self._steps.end_backward()
             self._steps.show_reduced()
-            self._steps.so_far.losses.append(self._losses.get(current_graph_task(), self._steps.unknown_loss()))
+            self._steps.so_far.note_loss(self._losses.get(current_graph_task()))
         finally:
             self._losses.clear()
             self._turn.end()

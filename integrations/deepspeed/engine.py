@@ -157,9 +157,9 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         if self._stepped is not None:
             self._stepped.kwargs = lr_kwargs
         number = self.lowtide.global_step
-        result = self.lowtide.step()
+        result = self.lowtide.step() if self.lowtide.microbatches_done else None
         is_made = self.lowtide.global_step != number
-        if not is_made:  # no backward since the last step: nothing to update with
+        if result is None or not is_made:  # no backward since the last step: nothing to update with
             self._check_no_gradients()
             if self._stepped is not None:
                 self._stepped.step()
@@ -167,8 +167,9 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
             self._grad_norm = result.grad_norm
             if isinstance(self.optimizer, DeepSpeedOptimizer):
                 self.optimizer.overflow = result.skipped
-        self._step_applied = is_made and not result.skipped
-        self._counters.add_step(self.train_batch_size(), was_skipped=is_made and result.skipped)
+        was_skipped = is_made and result is not None and result.skipped
+        self._step_applied = is_made and not was_skipped
+        self._counters.add_step(self.train_batch_size(), was_skipped=was_skipped)
         self._report()
 
     def _check_no_gradients(self) -> None:

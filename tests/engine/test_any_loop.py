@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.engine.steps import NO_BACKWARD, NO_GRADIENT
 from lowtide.zero.sequence import StateError
 from tests.engine.loops import (
     LOOPS,
@@ -145,7 +146,35 @@ def test_the_loss_of_a_step_is_known_where_the_engine_was_told_it() -> None:
         engine.scale(loss).backward()
         assert engine.step().loss == loss
         loss_of(engine).backward()
-        assert engine.step().loss.isnan()
+        assert engine.step().loss is None
+
+
+def unused_steps(stage: int, timing: dict[str, Any]) -> tuple[list[str], list[bool]]:
+    """What is said of steps that have no gradient on any rank, and which parameters those of rank 0 alone change."""
+    other, errors = torch.ones((), requires_grad=True), []
+    with engine_for(stage, **timing) as engine:
+        before = engine.state_dict()
+        for is_detached in (False, True, False):
+            if is_detached:
+                engine.backward(loss_of(engine).detach() * other)
+            with pytest.raises(StateError) as raised:
+                engine.step()
+            errors.append(str(raised.value))
+        assert engine.global_step == 0
+        loss = loss_of(engine)
+        engine.backward(loss if engine.rank == 0 else loss.detach() * other)
+        engine.step()
+        after = engine.state_dict()
+    return errors, [not torch.equal(before[name], after[name]) for name in before]
+
+
+@pytest.mark.parametrize("timing", [{}, {"update_in_backward": True}], ids=["after the norm", "in the backward"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_without_gradients_is_an_error(ranks: RankPool, stage: int, timing: dict[str, Any]) -> None:
+    first, second = ranks(2, unused_steps, stage, timing)
+    assert first[0] == second[0] == [NO_BACKWARD, NO_GRADIENT, NO_BACKWARD]
+    assert "call engine.backward(loss)" in NO_BACKWARD and "was an output of the model detached" in NO_GRADIENT
+    assert first[1] and all(first[1])
 
 
 def test_no_sync_adds_to_the_step_of_the_next_backward() -> None:

@@ -12,6 +12,8 @@ import torch
 import lowtide
 from lowtide.comm import World
 from lowtide.engine.build import alone_note
+from lowtide.engine.step_log import StepLog
+from lowtide.engine.step_result import StepResult
 from lowtide.watch.log import configure, logger
 from tests.ranks import RankPool, environment
 
@@ -41,6 +43,13 @@ def test_steps_per_print_prints_steps_and_notes(capsys: pytest.CaptureFixture[st
         "lowtide: training alone on cpu: no launcher has started this process; `lowtide launch --nproc N SCRIPT` "
         "starts N ranks"
     ]
+
+
+def test_a_line_leaves_out_a_loss_that_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    result = StepResult(None, torch.ones(()), 0.1, 1.0, False)
+    with caplog.at_level(logging.INFO, "lowtide"):
+        StepLog(1).after_step(3, result, 4)
+    assert "step 3: gradient norm 1.000, learning rate 0.1, " in caplog.text
 
 
 def test_who_trains_alone_beside_idle_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

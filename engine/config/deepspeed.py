@@ -215,6 +215,7 @@ RULES: dict[str, Rule] = {
     "activation_checkpointing.profile": _no_effect(_NO_TIMER, "true or false", False),
     "optimizer.adam_w_mode": _only(True, "put it into optimizer.params, where DeepSpeed reads it"),
     "optimizer.legacy_fusion": _no_effect(_TORCH_ARGUMENT),
+    "optimizer.torch_adam": _no_effect(_TORCH_ARGUMENT),
     "optimizer.params.torch_adam": _no_effect(_TORCH_ARGUMENT),
     "optimizer.params.fused": _no_effect(_TORCH_ARGUMENT, "any value"),
     "optimizer.params.foreach": _no_effect(_TORCH_ARGUMENT, "any value"),

@@ -96,6 +96,7 @@ _TAKEN: dict[str, Callable[[object], object]] = {
     for name in names.split()
 }
 _TAKEN.update(dict.fromkeys(_BARE_FLAGS.split(), _bare_flag))
+_TAKEN["gradient_allreduce_op"] = lambda value: value.lower() if isinstance(value, str) else value
 
 
 def converted(path: str, value: object) -> object:

@@ -154,14 +154,15 @@ _DTYPES = {  # also DeepSpeed's and torch's names, and those with "torch." befor
 }
 
 
-def _dtype(value: object) -> object:
+def dtype_name(value: object) -> object:
+    """The name of a type here, of DeepSpeed's and torch's names; what is none of them stays."""
     return _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 class DataTypesConfig(Section):
     """The types in which gradients are kept."""
 
-    grad_accum_dtype: Annotated[Dtype | None, BeforeValidator(_dtype)] = None
+    grad_accum_dtype: Annotated[Dtype | None, BeforeValidator(dtype_name)] = None
     """The type in which gradients accumulate over microbatches; also by torch's name, as "bfloat16". null: fp32."""
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ..engine.config.config import Config
-from ..engine.config.errors import ConfigError, Fault
+from ..engine.config.errors import ConfigError, Fault, shown
 from ..engine.config.lax import converted
 from ..engine.config.origin import PEAK, with_their_defaults
 from ..engine.config.read import read
+from ..engine.config.sections import dtype_name
 from . import comm
 from .errors import UsageError
 from .messages import log_dist_once
@@ -62,6 +63,7 @@ class DeepSpeedConfig:
         self.world_size = world_size or (comm.get_world_size() if comm.is_initialized() else 1)
         self.checked = Config.load(_left_to_lowtide(self.raw))
         self.tag_validation = self._tag_validation()
+        self._check_dtypes()
         self.stage = self.checked.zero_optimization.stage
         self._resolve()
 
@@ -90,6 +92,20 @@ class DeepSpeedConfig:
             raise ConfigError([Fault("checkpoint.tag_validation", "value", message)])
         return found
 
+    def _check_dtypes(self) -> None:
+        """Raises UsageError for a `param_dtype` that is not the mode's, ConfigError for one that is no type."""
+        for key in ("param_dtype", "buffer_dtype"):
+            found = GETTERS[key](self)
+            if found is not None and found not in _DTYPES:
+                message = f"expected one of {', '.join(_DTYPES)}, found {shown(found)}"
+                raise ConfigError([Fault(f"data_types.{key}", "value", message)])
+        mode, said = _compute_dtype(self), GETTERS["param_dtype"](self)
+        if said is not None and _DTYPES[said] != mode:
+            raise UsageError(
+                f'data_types.param_dtype: expected the type that bf16.enabled and fp16.enabled say ({mode}), found "'
+                f'{said}"; change one of them'
+            )
+
     def _configure_train_batch_size(self) -> None:
         """Fills what is None of the batch triple from the others. Raises UsageError where they do not fit."""
         ranks = self._num_data_ranks
@@ -108,6 +124,11 @@ class DeepSpeedConfig:
                 "config: expected train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
                 f"ranks, found {total}, {micro}, {steps}, {ranks}"
             )
+
+    @property
+    def dtype_of_buffers(self) -> torch.dtype | None:
+        """To which a model's buffers are cast; None: they keep their own."""
+        return _DTYPES.get(self.buffer_dtype)
 
     def section(self, *path: str) -> Any:
         """What the file says there, unchecked; None where it says nothing."""
@@ -146,6 +167,11 @@ def _left_to_lowtide(raw: dict[str, Any]) -> dict[str, Any]:
     left = dict(raw)
     if isinstance(converted("dataloader_drop_last", left.get("dataloader_drop_last")), bool):
         del left["dataloader_drop_last"]
+    if isinstance(left.get("managed_gradient_accumulation"), bool):
+        del left["managed_gradient_accumulation"]
+    section = left.get("data_types")
+    if isinstance(section, Mapping):
+        left["data_types"] = {k: value for k, value in section.items() if k not in ("param_dtype", "buffer_dtype")}
     section = left.get("checkpoint")
     if isinstance(section, Mapping) and isinstance(section.get("tag_validation"), str):
         left["checkpoint"] = {key: value for key, value in section.items() if key != "tag_validation"}
@@ -168,6 +194,10 @@ def _written(default: Any, *path: str) -> Callable[[DeepSpeedConfig], Any]:
     return get
 
 
+def _dtype_of(key: str) -> Callable[[DeepSpeedConfig], Any]:
+    return lambda config: dtype_name(_written(None, "data_types", key)(config))
+
+
 def _type_of(section: str) -> Callable[[DeepSpeedConfig], Any]:
     return _written(None, section, "type")
 
@@ -185,6 +215,7 @@ def _loss_scale_args(config: DeepSpeedConfig) -> dict[str, Any] | None:
 
 
 _ZERO = "zero_optimization"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "fp16_enabled": _option("fp16", "enabled"),
@@ -256,6 +287,10 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "aio_config": lambda config: config.checked.aio,
     "random_ltd_enabled": lambda config: False,
     "get_data_types": lambda config: (_compute_dtype(config), _accumulation_dtype(config)),
+    "param_dtype": _dtype_of("param_dtype"),
+    "buffer_dtype": _dtype_of("buffer_dtype"),
+    "grad_accum_dtype": lambda config: config.checked.data_types.grad_accum_dtype,
+    "gradient_allreduce_op": lambda config: config.checked.gradient_allreduce_op,
     "autotp_size": lambda config: config.checked.parallel.tensor if config.checked.parallel.tensor > 1 else 0,
 }
 """What the config has as an attribute, and the engine as a call."""
@@ -271,8 +306,7 @@ def _compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
 
 
 def _accumulation_dtype(config: DeepSpeedConfig) -> torch.dtype:
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return dtypes[config.checked.data_types.grad_accum_dtype or "fp32"]
+    return _DTYPES[config.checked.data_types.grad_accum_dtype or "fp32"]
 
 
 def _lowered(name: Any) -> Any:

@@ -55,7 +55,8 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self.module = engine.module
         self._config = config
         self._counters = Counters()
-        self._boundary = Boundary()
+        self._boundary = Boundary(is_managed=config.managed_gradient_accumulation)
+        self._num_backwards = 0  # since the last step
         self._is_in_backward = self._is_in_grad = False
         self._end_listening = backward_starts.listen(self._note_backward)
         self._step_applied = False
@@ -114,7 +115,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self.lowtide.count_by(self._is_last, self.gradient_accumulation_steps())
 
     def _is_last(self) -> bool:
-        return self.is_gradient_accumulation_boundary() and not self._boundary.is_in_no_sync
+        return self._boundary.may_end_at(self._counters.micro_steps, self.gradient_accumulation_steps())
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of the loss divided by the accumulation steps, which is what it returns.
@@ -122,6 +123,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         scale_wrt_gas: whether it is divided.
         """
         self._check_trains("backward")
+        self._num_backwards += 1
         accumulation = self.gradient_accumulation_steps()
         scaled = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
         self._is_in_backward = True  # in which the loss itself is divided
@@ -142,14 +144,23 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         return self.lowtide.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Updates after the last microbatch of a step; after others it only counts."""
+        """Updates after the last microbatch of a step; after others it only counts.
+
+        With `managed_gradient_accumulation` false each call ends a step, of all backwards since the last.
+        """
         if self._boundary.is_in_no_sync:
-            raise UsageError("engine.step(): expected it outside of engine.no_sync(), found it inside; leave it before")
+            context = "coalesce_grad_reduction" if self._boundary.is_coalescing else "no_sync"
+            raise UsageError(
+                f"engine.step(): expected it outside of engine.{context}(), found it inside; leave it before"
+            )
         self._check_trains("step")
         self._step_applied = False
-        is_boundary = self.is_gradient_accumulation_boundary()
-        if is_boundary:
-            self._update(dict(lr_kwargs or {}))
+        self._boundary.is_in_step = True
+        try:
+            if is_boundary := self.is_gradient_accumulation_boundary():
+                self._update(dict(lr_kwargs or {}))
+        finally:
+            self._boundary.is_in_step = False
         self._counters.micro_steps += 1
         self.tput_timer.stop(global_step=is_boundary)
 
@@ -169,7 +180,11 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
                 self.optimizer.overflow = result.skipped
         was_skipped = is_made and result is not None and result.skipped
         self._step_applied = is_made and not was_skipped
-        self._counters.add_step(self.train_batch_size(), was_skipped=was_skipped)
+        samples = self.train_batch_size()
+        if not self._boundary.is_managed:
+            samples = samples // self.gradient_accumulation_steps() * self._num_backwards
+        self._num_backwards = 0
+        self._counters.add_step(samples, was_skipped=was_skipped)
         self._report()
 
     def _check_no_gradients(self) -> None:
@@ -194,16 +209,29 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on each microbatch is the last of its step, or none is, whatever their number."""
+        self._boundary.check_managed("engine.set_gradient_accumulation_boundary()")
         self._boundary.said = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards are not the last of their step. Raises UsageError at stages 2 and 3, as there."""
         return self._boundary.no_sync(self._config.stage)
 
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """A context for several backwards of one step, which `step` ends behind it. Each backward is reduced.
+
+        Raises NotImplementedError at stage 0, UsageError inside of itself and of `no_sync`.
+        """
+        return self._boundary.coalesced(self._config.stage)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step so far. At stages 2 and 3 they stay: there they are the engine's own."""
         if self._config.stage < 2:
             self.lowtide.zero_grad()
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over the ranks, and not added up."""
+        return bool(self._config.gradient_allreduce_op == "mean")
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` has updated."""

@@ -272,7 +272,6 @@ def refused_attribute(owner: str, name: str) -> AttributeError:
 
 
 ENGINE_REASONS = {
-    "coalesce_grad_reduction": "use gradient_accumulation_steps, or set_gradient_accumulation_boundary",
     "register_compile_pass": "use engine.compile()",
     "get_wall_clock_timers": "use torch.profiler",
     "print_forward_breakdown": "use torch.profiler",

@@ -98,6 +98,12 @@ class PipelineEngine(DeepSpeedEngine):
     def get_pipeline_parallel_rank(self) -> int:
         return self.grid.get_stage_id()
 
+    def coalesce_grad_reduction(self) -> NoReturn:
+        raise NotImplementedError(
+            "engine.coalesce_grad_reduction(): expected a model, found a pipeline; its schedule "
+            "has all backwards of a step"
+        )
+
     def is_gradient_accumulation_boundary(self) -> bool:
         return True
 

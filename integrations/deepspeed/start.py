@@ -63,6 +63,7 @@ def initialize(
     _check_settled(settings, optimizer, lr_scheduler)
     if isinstance(model, nn.Module):
         refuse_moe_params(model.parameters())
+    _cast_buffers(settings, model)
     basic = _basic_optimizer(settings, model, optimizer, model_parameters)
     has_optimizer = basic is not None or settings.checked.optimizer is not None
     with _values_later(model) as source_of_values:
@@ -107,6 +108,21 @@ def _config_of(args: Any, config: Source | None) -> Source:
     return source
 
 
+def _cast_buffers(settings: DeepSpeedConfig, model: Any) -> None:
+    """To data_types.buffer_dtype, where it is given. Raises UsageError for a model that is not there yet."""
+    dtype = settings.dtype_of_buffers
+    if dtype is None:
+        return
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "data_types.buffer_dtype: expected a model, found a callable that builds it; cast the buffers there, and "
+            "remove the key"
+        )
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
 def _check_groups(mpu: Any, mesh_param: Any) -> None:
     for call in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
         size = getattr(mpu, call)() if hasattr(mpu, call) else 1
@@ -123,6 +139,11 @@ def _check_groups(mpu: Any, mesh_param: Any) -> None:
 
 def _check_settled(settings: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> None:
     """Raises UsageError for what is still "auto", and for a scheduler whose optimizer is not known."""
+    if not settings.managed_gradient_accumulation and settings.resolved.parallel.pipeline > 1:
+        raise UsageError(
+            "managed_gradient_accumulation: expected true with a pipeline, whose schedule has the microbatches of a "
+            "step, found false"
+        )
     if settings.resolved.planned_keys:
         raise UsageError(
             f'config: expected values for {", ".join(settings.resolved.planned_keys)}, found "auto", which '

@@ -378,6 +378,7 @@ def test_reduce_scatter_bucket_note_has_its_text() -> None:
         ({"data_types": {"grad_accum_dtype": "bfloat16"}}, {"data_types": {"grad_accum_dtype": "bf16"}}),
         ({"data_types": {"grad_accum_dtype": "torch.float32"}}, {"data_types": {"grad_accum_dtype": "fp32"}}),
         ({"tensor_parallel": {"autotp_size": 1}}, {}),
+        ({"gradient_allreduce_op": "SUM"}, {"gradient_allreduce_op": "sum"}),
     ],
 )
 def test_words_that_deepspeed_takes_are_taken(words: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from lowtide.deepspeed.accelerator import get_accelerator
 from lowtide.deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
 from lowtide.deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
 from lowtide.deepspeed.runtime import lr_schedules
+from lowtide.deepspeed.start import _check_settled
 from tests.ranks import RankPool
 
 
@@ -113,6 +114,38 @@ def test_keys_that_act_here_are_not_said_to_have_no_effect() -> None:
     assert idle == ["checkpoint.load_universal"]
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="dataloader_drop_last"):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "dataloader_drop_last": "each"}, world_size=1)
+
+
+def test_types_of_parameters_and_buffers() -> None:
+    both = {"bf16": {"enabled": True}, "data_types": {"param_dtype": "torch.bfloat16", "buffer_dtype": "half"}}
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, **both}, world_size=1)
+    assert (config.param_dtype, config.buffer_dtype, config.grad_accum_dtype) == ("bf16", "fp16", None)
+    assert config.dtype_of_buffers is torch.float16
+    for types, error in (
+        ({"param_dtype": "fp16"}, r"param_dtype: .* fp16.enabled say \(torch.float32\), found \"fp16\"; change one"),
+        ({"buffer_dtype": "int4"}, r'data_types.buffer_dtype: expected one of fp32, bf16, fp16, found "int4"'),
+        ({"buffer_dtyp": "bf16"}, r"data_types.buffer_dtyp: unknown key"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            deepspeed.DeepSpeedConfig({"train_batch_size": 1, "data_types": types}, world_size=1)
+
+
+def cast_buffers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    asked = {"train_batch_size": 2, "data_types": {"buffer_dtype": "bf16"}}
+    with pytest.raises(AssertionError, match=r"buffer_dtype: expected a model, found a callable that builds it"):
+        deepspeed.initialize(model=lambda: model, config=asked)
+    engine, *_ = deepspeed.initialize(model=model, config=asked)
+    assert {str(buffer.dtype) for buffer in engine.module.buffers()} == {"torch.bfloat16", "torch.int64"}
+    engine.destroy()
+    unmanaged = {"train_batch_size": 1, "managed_gradient_accumulation": False, "parallel": {"pipeline": 1}}
+    config = deepspeed.DeepSpeedConfig(unmanaged, world_size=2, num_stages=2)
+    with pytest.raises(AssertionError, match="managed_gradient_accumulation: expected true with a pipeline"):
+        _check_settled(config, None, None)
+
+
+def test_buffers_are_cast(ranks: RankPool) -> None:
+    ranks(1, cast_buffers)
 
 
 def test_sections_are_objects() -> None:

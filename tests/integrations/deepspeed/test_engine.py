@@ -408,3 +408,54 @@ def test_a_script_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
     model: Any = llama()
     model.save_pretrained(tmp_path)
     ranks(1, timed, str(tmp_path))
+
+
+def coalesced(stage: int) -> None:
+    """Two microbatches by each way to say that they are one step, and the samples that were counted."""
+    batch, found = batches(deepspeed.comm.get_rank())[:2], []
+    for kind in ("counted", "unmanaged", "coalesced"):
+        changes = {"managed_gradient_accumulation": False} if kind == "unmanaged" else {}
+        engine = engine_of(stage, scheduler=None, **changes, **({"gradient_allreduce_op": "SUM"} if stage == 1 else {}))
+        assert engine.gradient_average is (stage != 1)
+        before = safe_get_full_fp32_param(engine.module.c.weight)
+        if kind == "coalesced":
+            with engine.coalesce_grad_reduction():
+                for x, y in batch:
+                    engine.backward(engine(x, y))
+                with pytest.raises(
+                    AssertionError, match=r"it outside of engine.coalesce_grad_reduction\(\), found it i"
+                ):
+                    engine.step()
+                with pytest.raises(AssertionError, match=r"outside of no_sync and of itself"):  # noqa: SIM117
+                    with engine.coalesce_grad_reduction():
+                        pass
+            engine.set_gradient_accumulation_boundary(True)
+        for x, y in batch if kind != "coalesced" else ():
+            engine.backward(engine(x, y))
+            if kind == "counted":
+                engine.step()
+        if kind == "unmanaged":
+            assert not engine.is_gradient_accumulation_boundary() and not engine.managed_gradient_accumulation()
+            for call in (partial(engine.set_gradient_accumulation_boundary, True), engine.coalesce_grad_reduction):
+                with pytest.raises(AssertionError, match="expected managed_gradient_accumulation true"):  # noqa: SIM117
+                    with call():
+                        pass
+        if kind != "counted":
+            engine.step()
+        assert (engine.global_steps, engine.global_samples) == (1, 16)
+        after = safe_get_full_fp32_param(engine.module.c.weight)
+        found.append((engine.get_global_grad_norm(), after))
+        assert not torch.equal(before, after)
+        if kind == "unmanaged":  # a step of one microbatch
+            engine.backward(engine(*batch[0]))
+            engine.step()
+            assert (engine.global_steps, engine.global_samples) == (2, 24)
+        engine.destroy()
+    for norm, after in found[1:]:
+        assert norm == pytest.approx(found[0][0], rel=1e-6)
+        torch.testing.assert_close(after, found[0][1])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_caller_says_when_a_step_ends(ranks: RankPool, stage: int) -> None:
+    ranks(2, coalesced, stage)

@@ -70,6 +70,11 @@ def initialize(
     Raises ConfigError (config), ValueError (model, optimizer), OffloadError (room for what is offloaded) and
     RuntimeError (ranks that do not fit together). What one rank cannot do is an error on all.
     """
+    if isinstance(model, Engine):
+        raise ValueError(
+            "model: expected an nn.Module or a callable that builds one, found an engine; close it and pass the model "
+            "that it was made of, engine.module"
+        )
     trial = Trial.asked(config, optimizer, fill)
     checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
     ranks_of_island = ranks_of_an_island(checked.outer.ranks) if checked.outer.has_islands else None

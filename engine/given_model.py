@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
@@ -37,6 +38,12 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
         return model, _values_of(model.parameters(), world)
     if not callable(model) and not isinstance(model, LaterModel):
         raise ValueError(f"model: expected an nn.Module or a callable that builds one, found {type(model).__name__}")
+    if isinstance(model, type) and issubclass(model, nn.Module) and (needed := _needed(model)):
+        raise ValueError(
+            f"model: expected an nn.Module or a callable without arguments that builds one, found the class "
+            f"{model.__name__}, which needs {', '.join(needed)}; pass an instance, {model.__name__}(...), or "
+            f"lambda: {model.__name__}(...)"
+        )
     draws = not isinstance(model, LaterModel) or model.random_state is not None
     if draws:
         torch.set_rng_state(world.broadcast_object(torch.get_rng_state()))  # every rank replays the same random numbers
@@ -44,6 +51,13 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     if draws:
         later.random_state = world.broadcast_object(later.random_state)
     return later.module, chain(_values_of(later.given, world), later.values())
+
+
+def _needed(cls: type) -> list[str]:
+    """The arguments without which it cannot be called."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = inspect.signature(cls).parameters.values()
+    return [one.name for one in given if one.default is one.empty and one.kind not in kinds]
 
 
 def _values_of(params: Iterable[nn.Parameter], world: World) -> Values:

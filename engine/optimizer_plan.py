@@ -75,7 +75,9 @@ class OptimizerPlan:
                 "group for each kind of parameter"
             )
         if choice is not None:
+            _check_by_element(choice)
             own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
+            _check_by_element(own)
             _check_members(own, params)
             return cls._like(own, backend, masters, seed)
         assert config.optimizer is not None
@@ -244,6 +246,18 @@ def _check_needs_none(config: Config) -> None:
         raise ValueError(
             f"optimizer: expected one beside {found[0]}, in the config, for example "
             '{"type": "adamw", "params": {"lr": 1e-3}}, or passed to initialize(..., optimizer=...); found neither'
+        )
+
+
+def _check_by_element(choice: object) -> None:
+    """Raises ValueError for torch's own of an optimizer that updates whole parameters, which the config has."""
+    cls = choice if isinstance(choice, type) else choice.func if isinstance(choice, partial) else type(choice)
+    record = OPTIMIZERS.get(str(getattr(cls, "__name__", "")).lower())
+    if record is not None and record.whole is not None:
+        raise ValueError(
+            f"optimizer: expected a torch optimizer that updates each element by itself, found {cls.__name__}, which "
+            f'looks at whole parameters; put "optimizer": {{"type": "{record.name}", "params": {{...}}}} into the '
+            "config in its place, which divides its work over the ranks"
         )
 
 

@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
+
     from .checkpoint.errors import CheckpointError, NoCheckpointError
     from .comm.errors import CollectiveError, LeftOutError
     from .engine.build import initialize
@@ -69,6 +71,8 @@ if "LOWTIDE_PROGRESS_FILE" in os.environ:
 
 def __getattr__(name: str) -> object:
     """The public object `name`, imported from its own module and kept here from then on."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("lowtide")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     value: object = getattr(import_module(_HOME[name], __name__), name)

@@ -41,6 +41,7 @@ def test_the_public_names_are_these_and_exist() -> None:
     ]
     assert all(getattr(lowtide, name).__name__ == name for name in lowtide.__all__)
     assert set(lowtide.__all__) <= set(dir(lowtide))
+    assert f'version = "{lowtide.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
 NOT_PUBLIC = {  # error: why nobody has to catch it by its name

@@ -94,7 +94,8 @@ def take(module: nn.Module, ledger: Ledger) -> None:
         where = "the model" if found else "a part of the model"
         raise ValueError(
             f"model: expected one that no engine has, found that {what} is {where} of an engine that is still open; "
-            "close that first (engine.close(), or `with lowtide.initialize(...) as engine`), or build another model"
+            "close that first (engine.close(), destroy() in lowtide.deepspeed, or `with lowtide.initialize(...) as "
+            "engine`), or build another model"
         )
     divided = next((one for part in parts.values() if (one := part.__dict__.get(_DIVIDED))), None)
     if divided is not None:

@@ -54,8 +54,8 @@ class Turn:
         """For what may be inside of another call of its thread. Raises StateError as `of` does in all other cases."""
         if self.is_over:
             raise StateError(
-                f"{what}: expected an open engine, found one after engine.close(); call it before, or make another "
-                "engine with lowtide.initialize"
+                f"{what}: expected an open engine, found one after engine.close() (destroy() in lowtide.deepspeed); "
+                "call it before, or make another engine with initialize"
             )
         owner = None if self._is_lost() else self._thread
         if owner is not None and owner is not threading.current_thread():

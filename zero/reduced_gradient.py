@@ -31,7 +31,8 @@ _CLEARING = {Tensor.zero_, torch._foreach_zero_}
 _NO_VALUES = (
     "the gradients of this step are reduced and divided over the ranks, so param.grad has no values between backward "
     "and engine.step(), and {operation} cannot use them: engine.clip_grad_norm_(max_norm), or gradient_clipping in the "
-    "config, clips them, engine.gradient(parameter) shows one, and engine.step() updates with them"
+    "config, clips them, engine.gradient(parameter) (safe_get_full_grad in lowtide.deepspeed) shows one, and "
+    "engine.step() updates with them"
 )
 _REPLACED = (
     "parameter '{name}': expected the gradient that was reduced, found another one that was put into its grad after "

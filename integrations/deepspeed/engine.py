@@ -418,7 +418,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
 
     def destroy(self) -> None:
         """Takes what the engine has put on the module off. The process group stays."""
-        own_no_more(self.module)
+        own_no_more(self.module, self.lowtide)
         if self.lowtide.is_open:
             self._end_listening()
         self.lowtide.close()

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engine.engine import Engine
+from ..zero.released import mark_present
 from .marks import mark, unmark
+from .messages import logger
 
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -26,11 +28,33 @@ def own(module: nn.Module, engine: Engine) -> None:
             unmark(param)
 
 
-def own_no_more(module: nn.Module) -> None:
+def own_no_more(module: nn.Module, engine: Engine) -> None:
+    """Of a later engine of the same module they stay."""
     for param in module.parameters():
-        if param in _OWNERS:
+        if owner_of(param) is engine:
             del _OWNERS[param]
             unmark(param)
+
+
+def take_from_owner(module: nn.Module) -> None:
+    """Ends the engine that the module was given to, if it is open; parameters are whole then. A collective."""
+    params = list(module.parameters())
+    engines = {id(found): found for param in params if (found := owner_of(param)) is not None}
+    for engine in engines.values():
+        if engine.module is not module or not engine.is_open:
+            continue
+        logger.warning("deepspeed.initialize: the model has an engine already, which is destroyed now")
+        own_no_more(module, engine)
+        with engine.gathered():
+            values = (
+                [param.detach().to("cpu", copy=True) for param in params]
+                if engine.config.zero_optimization.stage == 3
+                else []
+            )
+        engine.close()
+        mark_present(params)
+        for param, value in zip(params, values, strict=False):
+            param.data = value
 
 
 def owner_of(param: nn.Parameter) -> Engine | None:

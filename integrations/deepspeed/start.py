@@ -21,6 +21,7 @@ from .experts import refuse_moe_params
 from .layers import PipelineModule
 from .lr_schedules import scheduler_of
 from .optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLion
+from .owners import take_from_owner
 from .pipeline import PipelineEngine
 from .stepped import SteppedScheduler
 
@@ -49,7 +50,8 @@ def initialize(
     callable from parameters to one; it goes before the config's. model_parameters: what is trained, parameters or
     groups of them with options of their own; None: all that require a gradient. lr_scheduler: one of `optimizer`, or a
     callable from an optimizer to one; it goes before the config's. mpu: of one rank of model parallelism; more are set
-    in the config (parallel).
+    in the config (parallel). An engine that the model has already is destroyed; its parameters are whole on all ranks
+    meanwhile.
 
     Raises ConfigError, UsageError (where DeepSpeed asserts) and what lowtide.initialize raises.
     """
@@ -63,6 +65,7 @@ def initialize(
     _check_settled(settings, optimizer, lr_scheduler)
     if isinstance(model, nn.Module):
         refuse_moe_params(model.parameters())
+        take_from_owner(model)
     _cast_buffers(settings, model)
     basic = _basic_optimizer(settings, model, optimizer, model_parameters)
     has_optimizer = basic is not None or settings.checked.optimizer is not None

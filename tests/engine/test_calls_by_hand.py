@@ -243,8 +243,8 @@ def test_the_words_name_what_to_do() -> None:
         clip_the_head(engine)
     assert str(caught.value) == (
         f"{WORDS} and engine.step(), and linalg_vector_norm cannot use them: engine.clip_grad_norm_(max_norm), or "
-        "gradient_clipping in the config, clips them, engine.gradient(parameter) shows one, and engine.step() updates "
-        "with them"
+        "gradient_clipping in the config, clips them, engine.gradient(parameter) (safe_get_full_grad in "
+        "lowtide.deepspeed) shows one, and engine.step() updates with them"
     )
     assert repr(engine.module.get_parameter("last.bias").grad) in ("None", "ReducedGradient()")
 

@@ -16,7 +16,9 @@ from tests import models
 from tests.pipe.pipelines import deep_gpt
 from tests.ranks import RankPool
 
-CLOSE = r"of an engine that is still open; close that first \(engine.close\(\), or `with lowtide.initialize"
+CLOSE = (
+    r"of an engine that is still open; close that first \(engine.close\(\), destroy\(\) in lowtide.deepspeed, or `with"
+)
 
 
 def config_of(stage: int, **more: Any) -> dict[str, Any]:

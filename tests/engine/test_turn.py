@@ -57,7 +57,9 @@ def enter_gathered(engine: Engine) -> None:
 def test_a_closed_engine_makes_no_call(closed: Engine, what: str) -> None:
     with pytest.raises(StateError) as caught:
         (CALLS | {"engine.gathered()": enter_gathered})[what](closed)
-    assert str(caught.value).startswith(f"{what}: expected an open engine, found one after engine.close(); call it bef")
+    assert str(caught.value).startswith(
+        f"{what}: expected an open engine, found one after engine.close() (destroy() in"
+    )
 
 
 @pytest.mark.parametrize("what", [*CALLS, "engine.close()"])

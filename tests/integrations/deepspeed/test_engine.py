@@ -173,6 +173,30 @@ def test_a_step_begins_anew_after_a_checkpoint_from_within(
     ranks(2, saved_within_a_step, stage, str(tmp_path), zero)
 
 
+def initialized_again(stage: int) -> str:
+    first = engine_of(stage)
+    train(first, deepspeed.comm.get_rank(), 6)
+    weight = first.module.c.weight
+    before = safe_get_full_fp32_param(weight)
+    second, *_ = deepspeed.initialize(model=first.module, config=config(stage))
+    first.destroy()
+    assert torch.equal(before, safe_get_full_fp32_param(weight))
+    train(second, 0, 6)  # the rate of the first two steps is 0
+    assert not torch.equal(before, safe_get_full_fp32_param(weight))
+    with pytest.raises(RuntimeError) as caught:
+        first(*batches(0)[0])
+    second.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_is_initialized_again(ranks: RankPool, stage: int) -> None:
+    assert ranks(2, initialized_again, stage)[0] == (
+        "engine(...): expected an open engine, found one after engine.close() (destroy() in lowtide.deepspeed); call "
+        "it before, or make another engine with initialize"
+    )
+
+
 def saved_by_rank_0_alone(folder: str) -> str:
     engine = engine_of(0)
     if dist.get_rank() == 1:

@@ -10,6 +10,10 @@ Source: ALST, arXiv 2506.13996, section 3.3.
 
 [Note: each token alone] No rule sees what a forward does. So the first time that a module runs in tiles, two tokens of
 its input are computed together and each by itself, and an error says where that is not the same.
+
+[Note: hooks in tiles] Hooks that a profiler puts on all modules ask autograd about their inputs and outputs. It answers
+for tensors in the middle of a graph: not for one that requires a gradient where none is recorded, and neither for a
+leaf nor for the root of `torch.autograd.grad`. So the forward detaches, and the backward has a view at both ends.
 """
 
 from __future__ import annotations
@@ -143,7 +147,7 @@ class _Work:
     def forward(self, x: Tensor) -> Tensor:
         self._random = _random_state(x)
         y: Tensor | None = None
-        rows = _as_tokens(x)
+        rows = _as_tokens(x.detach())  # see [Note: hooks in tiles]
         for part in self.parts(rows):
             made = self._made(rows.narrow(-2, *part))
             if y is None:
@@ -162,10 +166,11 @@ class _Work:
         with _replaced(self.module, params, aliases), self._as_before(), self._buffers, torch.enable_grad():
             for part in self.parts(rows):
                 piece = rows.narrow(-2, *part).detach().requires_grad_(needs_x)
-                made = self._made(piece)
+                made = self._made(piece.view_as(piece))  # see [Note: hooks in tiles]
                 wanted = [*([piece] if needs_x else []), *(aliases[index] for index in trained)]
-                found = list(torch.autograd.grad(made, wanted, dys.narrow(-2, *part), allow_unused=True))
-                del made
+                root = made.view_as(made)
+                found = list(torch.autograd.grad(root, wanted, dys.narrow(-2, *part), allow_unused=True))
+                del made, root
                 if dx is not None:
                     of_piece = found.pop(0)
                     dx.narrow(-2, *part).zero_() if of_piece is None else dx.narrow(-2, *part).copy_(of_piece)

@@ -177,6 +177,23 @@ def test_hooks_on_parameters_run_once_and_the_ledger_takes_tiles_off() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def flops_of(tiles: dict[str, Any]) -> dict[str, int]:
+    """Of each module, in the second step."""
+    with lowtide.initialize(Plain(), config_of(0, tiles=tiles)) as engine:
+        engine.train_step(batch_of(0))  # checks that each token is alone
+        profile = engine.profile()
+        engine.train_step(batch_of(1))
+    return profile.flops_by_module
+
+
+def test_a_profile_counts_in_tiles_what_is_computed_again_too() -> None:
+    found, plain = flops_of(TILES), flops_of({})
+    again = {f"blocks.{number}.feed_forward.{part}" for number in range(2) for part in ("up", "down")}
+    assert again < plain.keys()
+    assert {name: found[name] * 3 for name in again} == {name: plain[name] * 4 for name in again}
+    assert found["blocks.1.mix"] == plain["blocks.1.mix"]
+
+
 def test_dropout_is_the_same_when_a_tile_is_computed_again() -> None:
     """The loss is linear in the last bias of the MLP's output, so its gradient is that of the mask that was drawn."""
     torch.manual_seed(0)

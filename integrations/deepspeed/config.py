@@ -172,6 +172,10 @@ def _left_to_lowtide(raw: dict[str, Any]) -> dict[str, Any]:
     section = left.get("data_types")
     if isinstance(section, Mapping):
         left["data_types"] = {k: value for k, value in section.items() if k not in ("param_dtype", "buffer_dtype")}
+    section = left.get("pipeline")
+    if isinstance(section, Mapping):
+        kinds = {"seed_layers": bool, "activation_checkpoint_interval": int}
+        left["pipeline"] = {k: value for k, value in section.items() if type(value) is not kinds.get(k)}
     section = left.get("checkpoint")
     if isinstance(section, Mapping) and isinstance(section.get("tag_validation"), str):
         left["checkpoint"] = {key: value for key, value in section.items() if key != "tag_validation"}
@@ -269,6 +273,7 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "zero_force_ds_cpu_optimizer": _written(True, "zero_force_ds_cpu_optimizer"),
     "wall_clock_breakdown": _written(False, "wall_clock_breakdown"),
     "memory_breakdown": _written(False, "memory_breakdown"),
+    "pipeline_checkpoint_interval": _written(0, "pipeline", "activation_checkpoint_interval"),
     "dump_state": _written(False, "dump_state"),
     "dataloader_drop_last": _written(False, "dataloader_drop_last"),
     "sparse_gradients_enabled": _written(False, "sparse_gradients"),

@@ -107,6 +107,9 @@ class PipelineEngine(DeepSpeedEngine):
     def is_gradient_accumulation_boundary(self) -> bool:
         return True
 
+    def _is_last(self) -> bool:
+        return True
+
     @property
     def _layers(self) -> PipelineModule:
         assert isinstance(self.module, PipelineModule)

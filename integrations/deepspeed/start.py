@@ -66,6 +66,8 @@ def initialize(
     if isinstance(model, nn.Module):
         refuse_moe_params(model.parameters())
         take_from_owner(model)
+    if isinstance(model, PipelineModule) and settings.pipeline_checkpoint_interval > 0:
+        model.set_checkpoint_interval(settings.pipeline_checkpoint_interval)
     _cast_buffers(settings, model)
     basic = _basic_optimizer(settings, model, optimizer, model_parameters)
     has_optimizer = basic is not None or settings.checked.optimizer is not None

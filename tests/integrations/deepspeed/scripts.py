@@ -72,11 +72,11 @@ class Block(nn.Module):
         return x + torch.tanh(self.l(x))
 
 
-def layers() -> PipelineModule:
-    """Two stages, each layer with a seed of its own."""
+def layers(num_stages: int = 2) -> PipelineModule:
+    """Each layer with a seed of its own."""
     specs = [LayerSpec(nn.Linear, 8, 16), torch.tanh, *(LayerSpec(Block, 16) for _ in range(4))]
     return PipelineModule(
-        [*specs, LayerSpec(nn.Linear, 16, 4)], num_stages=2, loss_fn=functional.mse_loss, seed_layers=True
+        [*specs, LayerSpec(nn.Linear, 16, 4)], num_stages, loss_fn=functional.mse_loss, seed_layers=True
     )
 
 

@@ -86,6 +86,27 @@ def test_a_pipeline_draws_its_training_data_in_order(ranks: RankPool) -> None:
         assert found[:2] == found[2:]
 
 
+def calls_of_a_layer(num_stages: int, interval: int) -> list[int]:
+    """Of each layer of this rank, in the training of 2 microbatches."""
+    model = layers(num_stages)
+    config = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
+    pipeline = {"seed_layers": True, "activation_checkpoint_interval": interval}
+    engine, *_ = deepspeed.initialize(model=model, config={**config, "pipeline": pipeline})
+    calls: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update({name: calls.get(name, 0) + 1}))
+    engine.train_batch(iter(batches(0, 2)))
+    engine.destroy()
+    return sorted(calls.values())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_config_says_which_layers_are_recomputed(ranks: RankPool, num_stages: int) -> None:
+    plain, recomputed = (ranks(num_stages, calls_of_a_layer, num_stages, interval) for interval in (0, 1))
+    assert sum(map(sum, plain)) == 2 * 6 and sum(map(sum, recomputed)) == 4 * 6
+
+
 def of_many_classes(num_stages: int) -> list[float]:
     """Losses of a list of layers of which no class is the most frequent."""
     torch.manual_seed(0)

@@ -65,6 +65,18 @@ class ParameterAccess:
             self._archive.parameters.set_local(param, value, state, "engine.set_local()")
 
     @in_turn
+    def reset_states(self, *params: nn.Parameter | str) -> None:
+        """Forgets the optimizer's states of these parameters, and their steps: the next step is their first one.
+
+        As where their entries of a torch optimizer's `state` are deleted: for restarts of some weights, as in ReLoRA.
+        Weights, and learning rates, stay as they are. All ranks must call it with the same, between steps: StateError
+        at any other time. Raises ValueError for what is not trained, and with 1-bit optimizers.
+        """
+        self._steps.check_between("engine.reset_states()")
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._archive.parameters.reset_states(params, "engine.reset_states()")
+
+    @in_turn
     def gradient(self, param: nn.Parameter | str, local: bool = False) -> Tensor | None:
         """The gradient with which the step will update: the mean over microbatches and ranks, before clipping.
 

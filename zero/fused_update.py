@@ -15,6 +15,7 @@ from ..kernels.optimizer_step import update_shards
 from ..kernels.shard_update import ShardUpdate
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
+from .group import values_of
 from .layout import Piece
 from .masters import Masters
 from .optimizer_choice import takes_options
@@ -143,6 +144,15 @@ class FusedUpdate:
 
     def forget_states(self, shard: ShardState) -> None:
         shard.memory.forget()
+
+    def reset_states(self, shard: ShardState, index: int) -> None:
+        """Parameter `index` of the group has its first states again."""
+        options = self.by_group[shard.runs.options_index(index)] if self.by_group else self.options
+        first = new_states(self.optimizer, torch.zeros(1), options, torch.float32)
+        for piece in shard.pieces.of(index):
+            for name, memory in shard.states_of(piece, changes=True).items():
+                if name in first:  # and not what the weights lack
+                    values_of(memory).fill_(first[name].item())
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}

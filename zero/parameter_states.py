@@ -115,6 +115,20 @@ class ParameterStates:
                 kept = [(i, (scalars.get(name) or {}).get(FACTOR)) for i, name in enumerate(shard.group.layout.names)]
                 low_rank.factors = {i: one.to(shard.group.full.device) for i, one in kept if isinstance(one, Tensor)}
 
+    def reset(self, params: Mapping[str, nn.Parameter], what: str) -> None:
+        """These are as before their first step. params: by name, on all ranks alike. Raises ValueError."""
+        if isinstance(self._update, FusedUpdate) and self._update.optimizer.signs is not None:
+            raise ValueError(
+                f"{what}: expected an optimizer whose states are of each parameter, found {self._update.name}, whose "
+                "ranks keep errors of messages that are of many; save the weights, and begin with a new engine"
+            )
+        for shard in self._shards:
+            for index, name in enumerate(shard.group.layout.names):
+                if name in params:
+                    self._update.reset_states(shard, index)
+        for param in params.values():
+            self._counts.missed[id(param)] = self._counts.num_steps
+
     def make_states(
         self,
         num_steps: int,

@@ -187,6 +187,15 @@ class TorchUpdate:
     def forget_states(self, shard: ShardState) -> None:
         self._inner.pop(id(shard), None)
 
+    def reset_states(self, shard: ShardState, index: int) -> None:
+        """Parameter `index` of the group has no states, as before its first step."""
+        if id(shard) in self._inner:
+            inner = self._inner[id(shard)]
+            inner.cut(shard.group.pieces, {index})
+            for flat in inner.flats:
+                if flat.parameter == index:
+                    inner.state_of(flat).clear()
+
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         """What a torch optimizer keeps beside elementwise states, its step, mostly."""
         found: dict[int | str, Mapping[str, Any] | None] = {}

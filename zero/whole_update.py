@@ -110,6 +110,10 @@ class WholeUpdate(FusedUpdate):
                 dtype = torch.promote_types(shard.form.master_dtype, torch.float32)
                 shard.memory.factors[index] = {one: kept[one].to(device, dtype).clone() for one in shapes}
 
+    def reset_states(self, shard: ShardState, index: int) -> None:
+        super().reset_states(shard, index)
+        shard.memory.factors.pop(index, None)
+
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {shard.group.layout.names[index]: factors for index, factors in shard.memory.factors.items()}
 

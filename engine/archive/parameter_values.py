@@ -144,6 +144,18 @@ class ParameterValues:
         if place.group is not None:
             self._shards[id(place.group)].gradient.mark_changed(place.index, is_used=value is not None)
 
+    def reset_states(self, params: Iterable[nn.Parameter | str], what: str) -> None:
+        """They are as before their first step for the optimizer."""
+        with no_rank_alone(self._mesh.world, what):
+            places = [self._place_of(param, what) for param in params]
+            for place in places:
+                if place.name not in self._named.catalog.state_keys:
+                    raise ValueError(
+                        f"{what}: expected trained parameters, found '{place.name}', which has no states; leave it out"
+                    )
+        self._optimizer.by_parameter.reset({one.name: self._named.whole.params[one.name] for one in places}, what)
+        self._optimizer.settle()
+
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _place_of(self, param: nn.Parameter | str, what: str) -> _Place:

@@ -1,5 +1,6 @@
 """A parameter's gradient, master weights and states are those of torch, whole and in parts, wherever they rest."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine
+from lowtide.zero.sequence import StateError
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, adamw, one_thread, share_of
@@ -292,3 +294,93 @@ def test_tied_and_frozen_parameters(ranks: RankPool) -> None:
     for frozen, tied, *values in ranks(2, look_at_tied_and_frozen, (0, 1, 3))[0]:
         assert frozen is None and tied.shape == (models.VOCAB, 22)
         assert [value.unique().tolist() for value in values] == [[0.25], [0.125]] * 2
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """No rule is known to do the same."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "NAdam": torch.optim.NAdam,
+    "the caller's own": OwnAdamW,
+}
+RESET = ("0.weight", "2.bias")
+
+
+def reset_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def with_reset(make: Any, stage: int, folder: str, zero: dict[str, Any]) -> Seen:
+    """Six steps, which forget states behind the third, and go on from a checkpoint behind the fourth."""
+    x = torch.linspace(-1, 1, 28, dtype=torch.float64).view(4, 7)
+    config = {"zero_optimization": {"stage": stage, **zero}, "steps_per_print": 0}
+
+    def steps(engine: Engine, num: int) -> None:
+        for _ in range(num):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+
+    engine = lowtide.initialize(reset_net(), config, optimizer=partial(make, lr=0.05))
+    engine.reset_states(*RESET)  # before the first step there is nothing to forget
+    steps(engine, 3)
+    engine.reset_states(RESET[0], engine.module.get_parameter(RESET[1]))
+    steps(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.close()
+    with lowtide.initialize(reset_net(), config, optimizer=partial(make, lr=0.05)) as engine:
+        engine.load_checkpoint(folder)
+        steps(engine, 2)
+        return engine.state_dict()
+
+
+def with_states_deleted(make: Any) -> Seen:
+    model = reset_net()
+    optimizer = make(model.parameters(), lr=0.05)
+    for step in range(6):
+        if step == 3:
+            for name in RESET:
+                del optimizer.state[model.get_parameter(name)]
+        model(torch.linspace(-1, 1, 28, dtype=torch.float64).view(4, 7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "rests"),
+    [*((kind, stage, False) for kind in OPTIMIZERS for stage in (0, 3)), ("AdamW", 3, True)],
+)
+def test_states_are_reset_as_torch_deletes_them(
+    ranks: RankPool, tmp_path: Path, kind: str, stage: int, rests: bool
+) -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}} if rests else {}
+    found = ranks(2, with_reset, OPTIMIZERS[kind], stage, str(tmp_path / "saved"), zero)[0]
+    for name, value in with_states_deleted(OPTIMIZERS[kind]).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "text"),
+    [
+        ({"type": "adamw"}, "3.weight", "found '3.weight', which is none"),
+        ({"type": "adamw"}, "0.bias", "expected trained parameters, found '0.bias', which has no states; leave it out"),
+        ({"type": "OneBitAdam"}, "0.weight", "save the weights, and begin with a new engine"),
+    ],
+)
+def test_states_that_cannot_be_reset_are_refused(optimizer: dict[str, Any], name: str, text: str) -> None:
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    model[0].bias.requires_grad_(False)
+    with lowtide.initialize(model, {"optimizer": optimizer}) as engine:
+        with pytest.raises(ValueError, match=text):
+            engine.reset_states(name)
+        with engine.no_sync():
+            engine.backward(engine(torch.ones(2, 7)).sum())
+        with pytest.raises(StateError, match=r"engine.reset_states\(\): expected it between steps"):
+            engine.reset_states("0.weight")

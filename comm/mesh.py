@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ from .world import World
 
 logger = logging.getLogger("lowtide")
 
+T = TypeVar("T")
+
+_MEETING = "the agreement of all ranks on what comes next"
 _TAGS_PER_CHANNEL = 1 << 21
 _NUM_TAGGED = 512  # channels at a time; tags are numbers of 31 bits
 
@@ -45,6 +50,8 @@ class Mesh:
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
     inner: Mapping[str, Axis]  # those of `create`, with several ranks
     raised: Raised  # what ranks tell each other of errors in the middle of a call
+    _host: Route | None  # between all ranks, for values of the host; None: the axes' own are
+    _host_group: dist.ProcessGroup | None
 
     @classmethod
     def create(
@@ -69,7 +76,7 @@ class Mesh:
             raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
         lines = arrangement.lines(folds)
         inside = arrangement.wide(inner)
-        route, first, pids = _agree(world, route, shared_bytes, len(lines) + 2 + len(inside))
+        route, first, pids = _agree(world, route, shared_bytes, len(lines) + 3 + len(inside))
         trail, raised = Trail(world, first), world.raised
         raised.start(world.rank, world.store, first)
         works = Works(world, trail.compare)
@@ -96,12 +103,18 @@ class Mesh:
         ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # no tags: see `Peers`
             ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
-            on_host = _make_host_route(world, arrangement, along, number + 1, trail, raised)
+            on_host, _ = _make_host_route(world, arrangement, along, number + 1, trail, raised)
         places = arrangement.ranks(world.rank, along)
         peers = Peers(places, ways, _first_tag(number), world, trail, works, number % NUM_RECORDED, on_host)
+        host: Route | None = None
+        host_group: dist.ProcessGroup | None = None
+        if not world.waits_on_host and not world.is_simulated:
+            every = tuple(name for name, _ in arrangement.sizes)
+            after = number + 2 + len(inside)
+            host, host_group = _make_host_route(world, arrangement, every, after, trail, raised)
         alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
         single = {name: axes.get((name,), alone) for name, _ in arrangement.sizes}
-        return cls(world, arrangement, single, peers, {**axes, (): alone}, own, raised)
+        return cls(world, arrangement, single, peers, {**axes, (): alone}, own, raised, host, host_group)
 
     @property
     def slot_bytes(self) -> int:
@@ -168,6 +181,27 @@ class Mesh:
                 values = self.axes[name].route.sum_small(values, what)
         return values
 
+    def meet(self, value: T) -> list[T]:
+        """The values of all ranks, by rank; only this rank's where all are equal. A collective, on the host.
+
+        Raises CollectiveError where a rank comes here after an error in a pass that other ranks have not had.
+
+        Equal values cost one small sum: all x are equal where n * sum(x^2) = (sum x)^2.
+        """
+        if self.world.size == 1 or self.world.is_simulated:
+            return [value]
+        error = self.raised.last
+        digest = int.from_bytes(hashlib.blake2b(pickle.dumps((error[0], value)), digest_size=6).digest(), "little")
+        halves = digest & 0xFFFFFF, digest >> 24  # whose squares are summed in 64 bits
+        mine = torch.tensor([power for half in halves for power in (half, half * half)], dtype=torch.int64)
+        sums = (self.sum_small if self._host is None else self._host.sum_small)(mine, _MEETING)
+        low, low_squares, high, high_squares = sums.tolist()
+        if self.world.size * low_squares == low * low and self.world.size * high_squares == high * high:
+            return [value]
+        told = gather_objects((error, value), self._host_group)
+        self.raised.check_same([one for one, _ in told], _MEETING)
+        return [one for _, one in told]
+
     def fence(self, what: str) -> None:
         """Returns when every rank with the same parameters has come here, where memory is shared; elsewhere at once."""
         for axis in self._summed:
@@ -177,6 +211,8 @@ class Mesh:
         """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""
         for axis in (*self._lines.values(), *self.inner.values()):
             axis.route.close()
+        if self._host is not None:
+            self._host.close()
         self.peers.close()
         self.world.leave()
 
@@ -231,15 +267,16 @@ def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) ->
 
 def _make_host_route(
     world: World, arrangement: Arrangement, names: Sequence[str], number: int, trail: Trail, raised: Raised
-) -> Route:
+) -> tuple[Route, dist.ProcessGroup | None]:
     """For values of the CPU, beside the routes of a device. Messages of gloo, which need no buffers of their own."""
     ranks = tuple(sorted(arrangement.ranks(world.rank, names)))
     group = _new_group(world, arrangement, names, backend="gloo")
     if group is None:
-        return SoloRoute(torch.device("cpu"))
+        return SoloRoute(torch.device("cpu")), None
     channel = Channel(trail, raised, world.progress, number, ranks)
     rank, places = ranks.index(world.rank), tuple(range(len(ranks)))
-    return SocketRoute(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
+    route = SocketRoute(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
+    return route, group
 
 
 def _new_group(

@@ -32,6 +32,10 @@ from .errors import UNEVEN, CollectiveError
 _POLL_SECONDS = 0.5
 _MOST_LETTERS = 300
 _GAVE_UP = " gave up: "
+_NO_FURTHER = (
+    ", and goes no further in this call of the engine, whose collectives are of all ranks; let the error end the job, "
+    "or raise it on all of them"
+)
 BODY = "the body of "
 """Before the name of a context, where the error is of what the caller does in it."""
 
@@ -169,6 +173,25 @@ class Raised:
             with suppress(RuntimeError):  # the rank that keeps the store is gone
                 self._store.set(self._key(self._rank), told)
 
+    @property
+    def last(self) -> tuple[int, str]:
+        """How many errors of passes this rank has told of, and the last one."""
+        return self._num_told, self._text
+
+    def check_same(self, told: Sequence[tuple[int, str]], what: str) -> None:
+        """Raises CollectiveError where ranks come to `what` of which some have had an error. told: `last` by rank."""
+        rank = max(range(len(told)), key=lambda rank: told[rank][0])
+        count, text = told[rank]
+        if count == self._num_told and all(other == count for other, _ in told):
+            return
+        others = ", ".join(str(other) for other, (number, _) in enumerate(told) if number < count)
+        raised = (
+            f"rank {rank} raised {text}"
+            if count > self._num_told
+            else f"this rank raised {text}, rank {others} did not"
+        )
+        raise CollectiveError(f"rank {self._rank} in {what}: {raised}{_NO_FURTHER}")
+
     def alone(self, channel: Begun, ranks: Sequence[int]) -> str:
         """Why this rank waits in vain in a collective of the channel for one of these; "" where that is not known."""
         if self._store is None:
@@ -181,10 +204,7 @@ class Raised:
                 if gave_up:
                     return f"rank {rank}{_GAVE_UP}{text}"
                 if count > self._num_told and begun.get(str(channel.number), 0) < channel.count:
-                    return (
-                        f"rank {rank} raised {text}, and goes no further in this call of the engine, whose collectives "
-                        "are of all ranks; let the error end the job, or raise it on all of them"
-                    )
+                    return f"rank {rank} raised {text}{_NO_FURTHER}"
                 for what in self._inside:
                     number, times, begun, text = calls.get(what, (0, 0, {}, ""))
                     is_past = begun.get(str(channel.number), 0) < channel.count

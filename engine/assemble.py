@@ -253,7 +253,7 @@ def _driver(
         plan = blueprint.pipeline.at(mesh.place(PIPE))
         turns = MicrobatchTurns(mesh.world.device, activation_offload) if plan.is_layered else None
         return Pipeline(plan, mesh, module, units, model_call, ledger, turns)
-    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass)
+    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.meet)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python

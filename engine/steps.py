@@ -68,6 +68,9 @@ class UnitPasses(Protocol):
     def abort(self, error: BaseException) -> None:
         """Ends a backward that `error` has ended."""
 
+    def await_others(self) -> None:
+        """Returns when all ranks have come to the end of the step. A collective."""
+
     def release_all(self) -> None:
         """Between steps: no parameters are needed."""
 
@@ -298,6 +301,7 @@ class Steps:
         """
         self.check_at_hand("engine.step()")
         self._mesh.world.progress.enter(Activity.UPDATE)
+        self._passes.await_others()
         self.guard.values.expect_update()
         events = (self.update.has_failed(), self.so_far.lacks_loss, by_hand, *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"

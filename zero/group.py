@@ -212,6 +212,20 @@ class ShardedGroup:
         mark_present(self.params)
         self.residence = Residence.FULL
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a gather brings the shard from its store first."""
+        return self._rest is not None
+
+    def join_gather(self) -> Pending:
+        """Sends this rank's shard to ranks that gather a group which is full here. What comes is there already."""
+        return untransformed(self._exchange)
+
+    def park(self) -> None:
+        """Hides full parameters, which stay in memory: as COMING, with nothing on its way."""
+        untransformed(partial(self._views.empty, self.full))
+        self.residence = Residence.COMING
+
     def release(self, holds_shard: bool = False) -> None:
         """Frees the full parameters; only where the policy frees them at all, and nobody keeps them.
 

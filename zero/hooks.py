@@ -102,7 +102,7 @@ class UnitHooks:
     def _end_root(self, output: Any) -> None:
         tensors = _tensors_with_graph(output)
         if self._sequence.phase is Phase.FORWARD and tensors:
-            self._on_first_gradient(tensors, self._sequence.hear)
+            self._on_first_gradient(tensors, partial(self._sequence.enter_forward, self._sequence.last_forward))
         self._sequence.end_forward(keeps_graph=bool(tensors))
 
     def _hook_block(self, unit: Unit) -> None:

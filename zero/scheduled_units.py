@@ -141,6 +141,9 @@ class ScheduledUnits:
         self._on_final = None
         self.release_all()
 
+    def await_others(self) -> None:
+        """Does nothing: all ranks run the same schedule."""
+
     def release_all(self) -> None:
         self._coming.clear()
         for unit in self.units:

@@ -1,17 +1,26 @@
 """The canonical order of collectives, and where a pass through the model stands in it.
 
 [Note: canonical order]
-Every rank issues the same collectives in the same order, whatever its own forward does:
+Every rank starts the same collectives in the same order, whatever its own forward does. Gathers come in rounds:
 
-    forward gathers:    rest, block 0, block 1, ..., block n-1
-    backward gathers:         block n-2, ..., block 1, block 0          (block n-1 is still there)
-    reductions:         block n-1, ..., block 1, block 0, rest
-    both in backward:   reduce n-1, gather n-2, reduce n-2, gather n-3, ..., reduce 0, reduce rest
-                        (with prefetch a gather stands further to the left, at the same place on every rank)
+    forward round:   root, block 0, block 1, ..., block n-1
+    backward round:  reduce n-1, gather n-2, reduce n-2, gather n-3, ..., reduce 0, reduce root
+                     (block n-1 is still there; with prefetch a gather stands further to the left, on every rank)
 
-A rank that comes to block k first issues all that stands before it. A block that it skipped is gathered and released
-again, and reduced with zeros; so ranks that skip different blocks never wait for each other in vain. The order is a
-ring: a block that is used again, or out of order, is reached by going round.
+A rank that comes to block k first passes all that stands before it. A block that it skips is gathered and released
+again, and reduced with zeros; so ranks that skip different blocks never wait for each other in vain. A rank that needs
+a block which the round does not have any more (it is called again, or out of order) needs another round.
+
+Before each round the ranks tell each other what they need next (`Proposal`), in one small sum on the host. Usually all
+need the same. Else the highest `Round` comes first, and a rank that needs something else takes part without keeping
+anything: a rank that has called its blocks once makes the second round of a rank that calls them twice, before its own
+backward. A round has the units that any rank lacks. A rank that has one of them sends its shard all the same.
+
+The round of a backward follows the uses of units in the forwards, which are in the proposals. `gates` says how many
+gathers come before the reduction of a unit: as many as a rank needs until its last gradient of that unit is there, on
+the rank that needs most. A rank whose autograd does something else (a checkpoint recomputes several blocks together)
+reduces what has come by then, keeps the unit, and proposes another reduction at the end (`Round.FLUSH`); its next
+backward waits for as many gathers more (`lag`).
 
 [Note: what is done in backward]
 Autograd runs the node with the highest sequence number among those that are ready, and a node's users always have
@@ -24,7 +33,7 @@ A trained parameter has its gradient when the last node that reads it has run, s
 reduction. A frozen one beside it (the weights that adapters are put on) is still read on the way to the unit's inputs:
 it is released when autograd has come to an earlier unit.
 
-Where gathers need no other rank (memory shared on a host, or nothing is freed) the ring is not needed, and a unit is
+Where gathers need no other rank (memory shared on a host, or nothing is freed) there are no rounds, and a unit is
 gathered and released when it is used and at no other time.
 
 [Note: what autograd runs]
@@ -47,13 +56,13 @@ from torch import Tensor, nn
 
 from ..comm import CollectiveError, Progress
 from ..watch.log import logger
-from .gather_ring import GatherRing
+from .gather_ring import GatherRing, Meet, Proposal, Round
 from .graph_task import GraphTask, current_graph_task, will_run
 from .group import Residence
-from .reduction_turns import ReductionTurns
+from .reduction_turns import ReductionTurns, gates
 from .reductions import OnFinal
 from .unit import Unit
-from .uses import Forwards, Use
+from .uses import Forward, Forwards, Use
 
 
 class StateError(RuntimeError):
@@ -96,10 +105,11 @@ class UnitSequence:
         prefetch_numel: int,
         progress: Progress,
         before_pass: Callable[[Phase, bool], None] = lambda phase, boundary: None,
+        meet: Meet = lambda proposal: [proposal],
     ) -> None:
         """before_pass: told before the collectives of a forward, where there are some, of a backward, and whether that
         is the last of a step; IDLE: of a run of autograd that reduces nothing, or a read beside the model, where
-        they gather from other ranks.
+        they gather from other ranks. meet: called where units are gathered from other ranks.
         """
         self.units = units
         self._before_pass = before_pass
@@ -107,10 +117,13 @@ class UnitSequence:
         self.rest = units[0]
         self.phase = Phase.IDLE
         self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
-        self._forward_ring = GatherRing(units, prefetch_numel)
-        self._backward_ring = GatherRing((), prefetch_numel)
-        self._turns = ReductionTurns(units, self._backward_ring if self._needs_ring else None)
+        self._ring = GatherRing(units, prefetch_numel, meet)
+        self._turns = ReductionTurns(units, self._ring if self._needs_ring else None)
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._lag = 0
+        self._parked: Unit | None = None  # its last use has ended, and the next one may be of the same unit
         self._forwards = Forwards()
+        self._turns.is_nested = lambda: current_graph_task() != self._graph_task
         self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
         self._listener: BackwardListener | None = None
         self._heard: weakref.ref[GraphTask] | None = None  # what autograd runs, without the engine having been asked
@@ -152,9 +165,10 @@ class UnitSequence:
         if self.phase is not Phase.FORWARD:
             return
         if keeps_graph and not self.units[-1].is_full:  # a head, perhaps, that only a loss beside the model reads
-            self._forward_ring.reach(self.units[-1]) if self._needs_ring else self.units[-1].gather()
+            self._ring.reach(self.units[-1], Round.FORWARD) if self._needs_ring else self.units[-1].gather()
+        self._release_parked()
         if self._needs_ring:
-            self._forward_ring.end_round()
+            self._ring.end_round()
         if not keeps_graph:
             for unit in self.units:
                 unit.release()
@@ -171,8 +185,13 @@ class UnitSequence:
             return None
         if self.phase is Phase.IDLE and self._listener is not None:
             self._listener.before_use()
-        if self._needs_ring:
-            self._forward_ring.reach(unit)
+        if self._parked is unit:
+            self._parked = None
+            unit.gather()
+        elif self._needs_ring:
+            if self._parked is not None:
+                self._release_parked()
+            self._ring.reach(unit, Round.FORWARD)
         else:
             unit.gather()
         return Use(unit, self._forwards)
@@ -197,9 +216,11 @@ class UnitSequence:
             self._before_pass(Phase.IDLE, False)
             if self._listener is not None:
                 self._listener.before_use()
-            if self._forward_ring.is_at_rest:  # it would gather all others too
-                self._keep(unit)
-                unit.gather()
+            if not unit.is_full:  # a round of it alone
+                self._release_parked()
+                self._ring.begin(Proposal(Round.GATHER, (self._numbers[unit],)))
+                self._ring.reach(unit, Round.GATHER)
+            self._keep(unit)
         self.enter(unit)
         self._keep(unit)
 
@@ -209,7 +230,11 @@ class UnitSequence:
             return
         if self._progress.is_on:
             self._progress.at_unit("")
-        if not (self._forwards.expects_backward and unit is self.units[-1]):
+        if self._forwards.expects_backward and unit is self.units[-1]:
+            return
+        if unit.repeats and self._needs_ring and self.phase is Phase.FORWARD and unit.park():
+            self._parked = unit
+        else:
             unit.release()
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -245,16 +270,28 @@ class UnitSequence:
         self._graph_task = None
         if self._heard is not None and self._heard() is None:
             self._heard = None
-        self._begin_gathers(goes_ahead=True)
-        self._turns.begin(boundary, on_final)
+        self._gather_rest()
+        self._forwards.count(self.units)
+        self._turns.begin(boundary, on_final, self._begin_round())
+
+    @property
+    def last_forward(self) -> Forward:
+        """The one that runs, or ran last. Whoever holds it tells by that that its graph is there."""
+        return self._forwards.last
+
+    def enter_forward(self, forward: Forward) -> None:
+        """The gradient of what a forward returned is there."""
+        if forward not in self._forwards.of_backward:
+            self._forwards.come_to(forward, self.units)
+        self.hear()
 
     def enter_backward(self, use: Use) -> None:
         """The gradient of what a use of a unit returned is there: its own backward begins."""
+        if use.forward not in self._forwards.of_backward:  # first: a backward that begins here follows its uses
+            self._forwards.come_to(use.forward, self.units)
         heard = self._heard
         if self._graph_task is None if heard is None else heard() is None:
             self.hear()
-        if use.forward not in self._forwards.of_backward:
-            self._forwards.come_to(use.forward, self.units)
         if self.phase is Phase.BACKWARD:
             if self._turns.read_on:
                 self._turns.leave_behind(use.number)
@@ -275,7 +312,7 @@ class UnitSequence:
         if self.phase is not Phase.BACKWARD:  # in a run that seemed to add to no gradient: checkpointing has its own
             self._end_lending()
             self._begin_heard(param)
-        if unit.is_collected:
+        if unit.is_collected and not unit.is_left_over:
             raise StateError(
                 f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same "
                 "backward. A parameter that is read outside of its unit's forward, where reentrant activation "
@@ -291,6 +328,8 @@ class UnitSequence:
                     "or leave the unit out of zero_optimization.units"
                 )
         unit.waiting.discard(id(param))
+        if unit.is_left_over:
+            return
         turns = self._turns
         if turns.read_on:
             self._come_to(unit)
@@ -321,7 +360,7 @@ class UnitSequence:
         """Reduces what is left: units that this rank did not use, and the rest."""
         self._turns.end()
         if self._needs_ring:
-            self._backward_ring.end_round()
+            self._end_round()
         self._end_pass()
 
     def abort(self, error: BaseException) -> None:
@@ -331,11 +370,19 @@ class UnitSequence:
         """
         self.phase = Phase.IDLE
         self._heard = self._graph_task = None
+        self._ring.forget()
+        self._turns.abort()
         if isinstance(error, CollectiveError):
             self._turns.reductions.abandon()
             return
         self._turns.reductions.finish()
         self._end_pass()
+
+    def await_others(self) -> None:
+        """This rank ends a step: takes part in the passes that other ranks make before they end it. A collective."""
+        if self._needs_ring:
+            self._release_parked()
+            self._ring.begin(Proposal(Round.END))
 
     def release_all(self) -> None:
         """The step has ended: nothing that was made before it is differentiated any more."""
@@ -377,7 +424,8 @@ class UnitSequence:
             self._before_pass(Phase.IDLE, False)
         if not self.rest.is_full:
             self._lent.append(self.rest)
-        self._begin_gathers(goes_ahead=False)
+        self._gather_rest()
+        self._forwards.count(self.units)
         if torch.is_grad_enabled():
             self._keep(self.rest)
 
@@ -394,7 +442,7 @@ class UnitSequence:
 
     def _end_lending(self) -> None:
         if self._needs_ring:
-            self._backward_ring.end_round()
+            self._ring.end_round()
         lent, self._lent = self._lent, []
         for unit in lent:
             if not (unit is self.rest and self.phase is Phase.FORWARD):
@@ -403,12 +451,44 @@ class UnitSequence:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _begin_gathers(self, goes_ahead: bool) -> None:
-        # What a forward without gradients has released since; every rank has run the same forwards.
-        self.rest.gather()
-        if self._needs_ring:
-            self._backward_ring.begin([unit for unit in self.units[:0:-1] if not unit.is_full], goes_ahead)
-        self._forwards.count(self.units)
+    def _gather_rest(self) -> None:
+        """What a forward without gradients has released since, in a round of its own."""
+        if self._needs_ring and not self.rest.is_full:
+            self._release_parked()
+            self._ring.begin(Proposal(Round.GATHER, (0,)))
+            self._ring.reach(self.rest, Round.GATHER)
+        elif not self._needs_ring:
+            self.rest.gather()
+
+    def _begin_round(self) -> Sequence[int]:
+        """Begins the round of a backward; the gates of its reductions. A collective."""
+        if not self._needs_ring:
+            return ()
+        self._release_parked()
+        uses = tuple([self._numbers[unit] for forward in self._forwards.expected() for unit in forward.order])
+        used = set(uses)
+        wanted = tuple([n for n, unit in enumerate(self.units) if n in used and n and not unit.is_full])
+        proposals = self._ring.begin(Proposal(Round.BACKWARD, wanted, uses, self._lag))
+        order = [self._numbers[unit] for unit in self._ring.order]
+        self._lag = max(one.lag for one in proposals)
+        made = gates(order, proposals, len(self.units), self._lag)
+        self._ring.go_ahead()
+        return made
+
+    def _end_round(self) -> None:
+        """The end of the backward's round; takes part in all that other ranks need before they end theirs."""
+        while True:
+            self._ring.end_round()
+            self._lag = max(self._lag, self._turns.lag)
+            kind = Round.FLUSH if self._turns.has_left_over else Round.END
+            if max(one.round for one in self._ring.begin(Proposal(kind))) is Round.END:
+                return
+            self._turns.flush()
+
+    def _release_parked(self) -> None:
+        if self._parked is not None:
+            self._parked.release()
+            self._parked = None
 
     def _end_pass(self) -> None:
         for unit in self.units:
@@ -422,10 +502,8 @@ class UnitSequence:
         self._kept.add(unit)
 
     def _gather_in_backward(self, unit: Unit) -> None:
-        if unit.is_full:
-            return
         if self._needs_ring:
-            self._backward_ring.reach(unit)
+            self._ring.reach(unit, Round.GATHER)
         else:
             unit.gather()
 

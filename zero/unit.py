@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ..comm import Pending
 from .gradient import GroupGradient
 from .graph_task import accumulators_of
 from .group import Residence, ShardedGroup
@@ -33,8 +34,11 @@ class Unit:
         self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
         self.is_ready = False
         self.is_collected = False
+        self.is_left_over = False  # it was reduced before all its gradients were there
         self.first_use: int | None = None  # in the forwards that the backward may be of
         self.num_uses = 0  # in these
+        self.repeats = False
+        """Whether a forward has used it twice, one use behind the other."""
 
     def take_up(self, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]) -> None:
         """Its parameters are in these groups from now on."""
@@ -56,6 +60,10 @@ class Unit:
             if group.residence is not Residence.FULL:
                 return False
         return True
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Those with gradients."""
+        return (param for gradient in self.gradients for param in gradient.group.params)
 
     def keep(self) -> None:
         """`release` has no effect until `release_kept`."""
@@ -88,6 +96,22 @@ class Unit:
         for group in self.groups:
             if group.residence is not Residence.FULL:
                 group.gather()
+
+    def join_gather(self, is_loaded: bool = False) -> list[Pending]:
+        """Takes part in the gather of a unit that is full here and that other ranks lack; what is to be waited for.
+
+        is_loaded: of the groups whose shards come from a store, whose gather starts with `continue_gather`.
+        """
+        joined = [group for group in self.groups if group.frees_memory and group.is_loaded == is_loaded]
+        return [group.join_gather() for group in joined]
+
+    def park(self) -> bool:
+        """Hides the parameters and keeps their memory, for a use that may come at once. Whether that could be."""
+        if not all(group.frees_memory and group.keeper is None for group in self.groups) or not self.is_full:
+            return False
+        for group in self.groups:
+            group.park()
+        return True
 
     def release(self) -> None:
         for group in self.groups:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import lowtide
@@ -126,33 +126,25 @@ def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> N
     assert text.endswith("Every rank must call engine.save_checkpoint(), not one alone.")
 
 
-class OwnOrder(Chain):
-    """Rank 0 uses its blocks in the order of registration, rank 1 the other way round."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks if dist.get_rank() == 0 else reversed(self.blocks):
-            x = block(x)
-        return x.square().mean()
-
-
-def train_in_own_order() -> str:
+def train_or_look() -> str:
+    """Rank 0 trains, rank 1 asks for the weights."""
     config = {
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0},
         "communication": {"route": "sockets", "timeout_seconds": TIMEOUT_SECONDS},
         "steps_per_print": 0,
     }
-    engine = lowtide.initialize(OwnOrder(*(nn.Linear(8, 8) for _ in range(3))), config)
+    engine = lowtide.initialize(Chain(*(nn.Linear(8, 8) for _ in range(3))), config)
     try:
-        engine.train_step((torch.ones(2, 8),))
+        engine.train_step((torch.ones(2, 8),)) if dist.get_rank() == 0 else engine.state_dict()
     except RuntimeError as error:
         return str(error)
     return ""
 
 
 def test_ranks_that_go_different_ways_are_shown_with_their_last_collectives(ranks: RankPool) -> None:
-    for text in ranks(2, train_in_own_order):
+    for text in ranks(2, train_or_look):
         assert "no answer from rank" in text
         trails = text.split("The last collectives: ")[1]
         first, second = trails.removeprefix("rank 0: ").rstrip(".").split("; rank 1: ")
-        assert first != second and "unit blocks." in first and "unit blocks." in second
+        assert first.endswith("what comes next") and "unit" in second

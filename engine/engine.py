@@ -22,6 +22,7 @@ from .archive.archive import Archive
 from .archive.frozen import FrozenValues
 from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
+from .given_model import refuse_copy
 from .join import Call
 from .late_groups import ADDING
 from .lent import PARAMETERS
@@ -83,6 +84,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._closing.callback(self._preemption.disarm)
         self._closing.callback(self._turn.close)
         parts.ledger.belongs_to(self, self._closing.close)
+        for module in parts.module.modules():
+            parts.ledger.override(module, "__reduce_ex__", refuse_copy)
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------

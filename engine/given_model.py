@@ -7,6 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,14 @@ def take(module: nn.Module, ledger: Ledger) -> None:
         )
     for part in parts.values():
         ledger.override(part, _OPEN, (id(part), part is module, ledger))
+
+
+def refuse_copy(protocol: object) -> NoReturn:
+    """What copy.deepcopy, pickle and torch.save ask a module of an open engine for."""
+    raise TypeError(
+        "a module of an open engine cannot be copied or pickled, since the engine's hooks are on it: copy it before "
+        "lowtide.initialize; for its weights call engine.state_dict() or engine.export(folder) on all ranks"
+    )
 
 
 def note_divided(module: nn.Module, how: str) -> None:

@@ -1,6 +1,8 @@
 """A model is one engine's at a time: a second one before the first is closed is an error with words."""
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -98,8 +100,23 @@ def test_an_engine_that_nobody_has_any_more_is_closed(stage: int) -> None:
     assert not [key for part in model.modules() for key in part.__dict__ if "lowtide" in key or key == "forward"]
 
 
+def test_a_model_of_an_open_engine_is_not_copied() -> None:
+    text = r"a module of an open engine cannot be copied or pickled, .* or engine.export\(folder\) on all ranks"
+    model = models.TinyGPT()
+    with lowtide.initialize(model, config_of(2)) as engine:
+        engine.train_step(models.token_batch(0, 2))
+        for module in (model, model.blocks[0], model.head):
+            for make in (copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+                with pytest.raises(TypeError, match=text):
+                    make(module)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.head.weight, model.head.weight)
+    with lowtide.initialize(copied, config_of(0)) as engine:
+        assert engine.train_step(models.token_batch(0, 2)).loss.isfinite()
+
+
 def test_a_copy_of_an_engines_model_is_no_engines() -> None:
-    """Before the first step; later hooks that torch cannot copy stand on it."""
+    """While the engine is made."""
     model = nn.Linear(2, 2)
     take(model, Ledger())
     take(copy.deepcopy(model), Ledger())

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from logging import WARNING
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -218,6 +219,12 @@ def _loss_scale_args(config: DeepSpeedConfig) -> dict[str, Any] | None:
     }
 
 
+def _monitors(config: DeepSpeedConfig) -> SimpleNamespace:
+    """The sections of monitors, and whether one is on."""
+    found = {name: getattr(config.checked, name) for name in ("tensorboard", "wandb", "csv_monitor")}
+    return SimpleNamespace(**found, enabled=any(section.enabled for section in found.values()))
+
+
 _ZERO = "zero_optimization"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -296,9 +303,39 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "buffer_dtype": _dtype_of("buffer_dtype"),
     "grad_accum_dtype": lambda config: config.checked.data_types.grad_accum_dtype,
     "gradient_allreduce_op": lambda config: config.checked.gradient_allreduce_op,
+    "prescale_gradients": lambda config: config.checked.prescale_gradients,
+    "float16_config": lambda config: config.checked.fp16,
+    "bfloat16_config": lambda config: config.checked.bf16,
+    "monitor_config": _monitors,
+    "flops_profiler_profile_step": _written(1, "flops_profiler", "profile_step"),
+    "flops_profiler_module_depth": _written(-1, "flops_profiler", "module_depth"),
+    "flops_profiler_top_modules": _written(1, "flops_profiler", "top_modules"),
+    "flops_profiler_detailed": _written(True, "flops_profiler", "detailed"),
+    "flops_profiler_output_file": _written(None, "flops_profiler", "output_file"),
+    "fp16_master_weights_and_gradients": _written(False, "fp16", "fp16_master_weights_and_grads"),
+    "bf16_master_weights_and_gradients": _written(False, "bf16", "bf16_master_weights_and_grads"),
+    "bf16_optimizer_states": _written(False, "bf16", "bf16_optimizer_states"),
+    "disable_allgather": _written(False, "disable_allgather"),
+    "disable_python_gc": _written(False, "disable_python_gc"),
+    "keep_in_fp32_modules": _written("auto", "data_types", "keep_in_fp32_modules"),
+    "optimizer_legacy_fusion": _written(False, "optimizer", "legacy_fusion"),
+    "checkpoint_parallel_write_pipeline": _written(False, "checkpoint", "parallel_write", "pipeline_stage"),
+    "is_sanity_checks_enabled": _written(False, _ZERO, "enable_sanity_checks"),
+    "super_offload": _written(False, _ZERO, "offload_optimizer", "super_offload"),
+    "zero_partial_offload": lambda config: config.checked.zero_optimization.offload_optimizer.ratio,
+    "zero_allgather_sequential": _written(False, _ZERO, "stage3_allgather_sequential"),
+    "zero_compute_grad_norm": _written(True, _ZERO, "compute_grad_norm"),
+    "zero_legacy_stage1": _written(False, _ZERO, "legacy_stage1"),
+    "zero_log_trace_cache_warnings": _written(False, _ZERO, "log_trace_cache_warnings"),
+    "zero_model_persistence_threshold": _written(2**63 - 1, _ZERO, "stage3_model_persistence_threshold"),
+    "zero_module_granularity_threshold": _written(0, _ZERO, "stage3_module_granularity_threshold"),
+    "zero_multi_rank_bucket_allreduce": _written(True, _ZERO, "use_multi_rank_bucket_allreduce"),
+    "zero_quantized_weights": _written(False, _ZERO, "zero_quantized_weights"),
+    "zero_quantized_nontrainable_weights": _written(False, _ZERO, "zero_quantized_nontrainable_weights"),
+    "zero_quantized_gradients": _written(False, _ZERO, "zero_quantized_gradients"),
     "autotp_size": lambda config: config.checked.parallel.tensor if config.checked.parallel.tensor > 1 else 0,
 }
-"""What the config has as an attribute, and the engine as a call."""
+"""What the config has as an attribute, and the engine, where DeepSpeed's has it, as a call."""
 
 
 def _if_used(section: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -21,7 +22,8 @@ from .dataloader import DeepSpeedDataLoader
 from .errors import UsageError
 from .lent import LendsStates
 from .messages import log_dist
-from .names import refused_attribute
+from .monitors import MonitorMaster
+from .names import listed, refused_attribute
 from .optimizer_view import DeepSpeedOptimizer
 from .owners import own, own_no_more
 from .saved import Counters
@@ -244,6 +246,11 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing: `backward` has reduced them."""
 
+    @cached_property
+    def monitor(self) -> MonitorMaster:
+        """For `write_events` of the caller: where the config's monitors write. The engine writes its own numbers."""
+        return MonitorMaster(self._config.monitor_config)
+
     def empty_partition_cache(self) -> None:
         """Nothing: parameters are released after each use."""
 
@@ -429,7 +436,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name in GETTERS:
+        if name in GETTERS and name in listed()["runtime.engine:DeepSpeedEngine"]:
             return lambda: GETTERS[name](self._config)
         try:
             return super().__getattr__(name)

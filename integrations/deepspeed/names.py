@@ -35,6 +35,8 @@ _IN_FILES = {
     "config_objects": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig "
     "DeepSpeedFP16Config DeepSpeedBF16Config ZeroStageEnum",
     "dataloader": "DeepSpeedDataLoader RepeatingLoader",
+    "elastic": "compute_elastic_config elasticity_enabled ElasticityError ElasticityConfigError "
+    "ElasticityIncompatibleWorldSize",
     "engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "errors": "DeepSpeedConfigError",
     "experts": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer",
@@ -48,6 +50,7 @@ _IN_FILES = {
     "marks": "ZeroParamStatus",
     "messages": "logger log_dist log_dist_once print_dist print_json_dist print_rank_0 warning_once "
     "set_log_level_from_string see_memory_usage set_random_seed instrument_w_nvtx",
+    "monitors": "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
     "optimizer_view": "DeepSpeedOptimizer",
     "optimizers": "FusedAdam DeepSpeedCPUAdam DeepSpeedCPUAdagrad FusedLion DeepSpeedCPULion",
     "init": "Init",
@@ -57,6 +60,7 @@ _IN_FILES = {
     "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
     "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized set_z3_leaf_modules unset_z3_leaf_modules set_z3_leaf_module get_z3_leaf_modules "
+    "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
     "z3_leaf_module z3_leaf_parameter",
     "pipeline": "PipelineEngine",
     "small": "DummyOptim OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
@@ -110,6 +114,7 @@ REASONS = {
     "runtime.constants": "it is a constant of DeepSpeed's own files",
     "runtime.data_pipeline": "sample the data in your script",
     "runtime.fp16.onebit": '1-bit optimizers are named in the config: type "OneBitAdam", "ZeroOneAdam", "OneBitLamb"',
+    "runtime.progressive_layer_drop": "drop layers in your model; skipped blocks work at every stage",
     "runtime.pipe.dualpipev": 'set pipeline.schedule in the config ("zb-v", ...)',
     "runtime.pipe.schedule": "schedules are named by pipeline.schedule in the config; `lowtide schedule` draws them",
     "runtime.swap_tensor": "offloading is set in the config",

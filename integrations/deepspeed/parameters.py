@@ -7,7 +7,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum, StrEnum
 from typing import Any
@@ -223,6 +223,45 @@ def _set_leaves(model: nn.Module, classes: Sequence[Any], flag: bool, raise_if_n
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """(the modules of these names, names that no module has): see `set_z3_leaf_modules`. Raises ValueError for such."""
+    return _set_named(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """As `set_z3_leaf_modules_by_name`, of names that end so."""
+    return _set_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def _set_named(
+    model: nn.Module, wanted: Sequence[str], is_meant: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    named = list(model.named_modules())
+    found = {one: [module for name, module in named if is_meant(name, one)] for one in wanted}
+    missing = [one for one, modules in found.items() if not modules]
+    if missing and raise_if_not_found:
+        raise ValueError(f"set_z3_leaf_modules: expected modules named {missing}, found none in the model")
+    leaves = list(dict.fromkeys(module for modules in found.values() for module in modules))
+    for module in leaves:
+        set_z3_leaf_module(module, flag)
+    return leaves, missing
+
+
+def set_leaves_of(model: nn.Module, section: Mapping[str, Any]) -> None:
+    """Remembers what zero_optimization.leaf_module of a config names: `classes`, `names`, `name_suffixes`."""
+    classes, names, suffixes = (
+        [given] if isinstance(given, str) else given
+        for given in (section.get(key) or [] for key in ("classes", "names", "name_suffixes"))
+    )
+    set_z3_leaf_modules(model, classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:

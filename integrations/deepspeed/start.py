@@ -22,6 +22,7 @@ from .layers import PipelineModule
 from .lr_schedules import scheduler_of
 from .optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLion
 from .owners import take_from_owner
+from .parameters import set_leaves_of
 from .pipeline import PipelineEngine
 from .stepped import SteppedScheduler
 
@@ -66,6 +67,7 @@ def initialize(
     if isinstance(model, nn.Module):
         refuse_moe_params(model.parameters())
         take_from_owner(model)
+        set_leaves_of(model, settings.section("zero_optimization", "leaf_module") or {})
     if isinstance(model, PipelineModule) and settings.pipeline_checkpoint_interval > 0:
         model.set_checkpoint_interval(settings.pipeline_checkpoint_interval)
     _cast_buffers(settings, model)

@@ -9,6 +9,7 @@ from torch import nn
 import lowtide.deepspeed as deepspeed
 from lowtide.deepspeed.accelerator import get_accelerator
 from lowtide.deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+from lowtide.deepspeed.monitor.monitor import MonitorMaster
 from lowtide.deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
 from lowtide.deepspeed.runtime import lr_schedules
 from lowtide.deepspeed.start import _check_settled
@@ -183,3 +184,52 @@ def test_the_cpu_is_there_once_for_each_rank_of_a_host(monkeypatch: pytest.Monke
     if not torch.accelerator.is_available():
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
         assert get_accelerator().device_count() == 3
+
+
+def test_the_elastic_batch_is_deepspeeds() -> None:
+    """Batches of DeepSpeed 0.18.2; a microbatch divides the share of a data-parallel rank, as `initialize` takes it."""
+    section = {"enabled": True, "max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17], "version": 0.1}
+    config = {"elasticity": {**section, "min_gpus": 32, "max_gpus": 1500}}
+    elasticity = deepspeed.elasticity
+    batch, sizes = elasticity.compute_elastic_config(config, deepspeed.__version__)
+    assert (batch, len(sizes)) == (9792, 23) and all(32 <= size <= 1500 for size in sizes)
+    assert elasticity.compute_elastic_config(config, world_size=64)[2] == 17
+    hosts = {"max_train_batch_size": 4000, "micro_batch_sizes": [2, 4], "num_gpus_per_node": 8}
+    shared = {"elasticity": {"enabled": True, **hosts, "model_parallel_size": 4}}
+    assert elasticity.compute_elastic_config(shared, world_size=16)[::2] == (3360, 4)
+    for asked, ranks, error, words in (
+        (config, 128, elasticity.ElasticityIncompatibleWorldSize, "found 128; the nearest are "),
+        ({}, 0, elasticity.ElasticityConfigError, 'expected a section with "enabled": true, found none'),
+        ({"elasticity": {"enabled": True}}, 0, elasticity.ElasticityConfigError, "max_train_batch_size: must be given"),
+        (shared, 0, elasticity.ElasticityConfigError, "expected a world_size, or WORLD_SIZE in the environment"),
+    ):
+        with pytest.raises(error, match=words):
+            elasticity.compute_elastic_config(asked, world_size=ranks, return_microbatch=True)
+
+
+def test_events_go_to_the_monitors(tmp_path: Path) -> None:
+    """Read back as they were written; what is off writes nothing."""
+    place = {"enabled": True, "output_path": str(tmp_path)}
+    config = deepspeed.DeepSpeedConfig(
+        {"train_batch_size": 1, "csv_monitor": {**place, "job_name": "table"}, "tensorboard": place}, world_size=1
+    )
+    monitor = MonitorMaster(config.monitor_config)
+    assert monitor.enabled and not monitor.wandb_monitor.enabled
+    assert (monitor.csv_monitor.job_name, monitor.tb_monitor.job_name) == ("table", "DeepSpeedJobName")
+    monitor.write_events([("Train/own loss", 2.0, 1), ("lr", 0.5, 1)])
+    monitor.write_events([("Train/own loss", torch.tensor(1.0), 2)])
+    table = (tmp_path / "table/Train_own_loss.csv").read_text().split()
+    assert table == ["step,own", "loss", "1,2.0", "2,1.0"]
+    assert [path.name[:6] for path in (tmp_path / "DeepSpeedJobName").iterdir()] == ["events"]
+    with pytest.raises(AttributeError, match="'csvMonitor' object has no attribute 'nothing'"):
+        _ = monitor.csv_monitor.nothing
+
+
+def test_the_config_tells_what_is_written() -> None:
+    zero = {"stage": 3, "stage3_model_persistence_threshold": 7, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    given = {"zero_optimization": zero, "flops_profiler": {"top_modules": 4}, "bf16": {"enabled": True}}
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, **given}, world_size=1)
+    assert (config.zero_model_persistence_threshold, config.flops_profiler_top_modules) == (7, 4)
+    assert (config.zero_partial_offload, config.super_offload, config.bfloat16_config.enabled) == (0.5, False, True)
+    with pytest.raises(NotImplementedError, match="drop layers in your model; skipped blocks work at every stage"):
+        deepspeed.runtime.progressive_layer_drop.ProgressiveLayerDrop()

@@ -258,6 +258,7 @@ def started() -> None:
     )
     assert isinstance(optimizer, FusedAdam) and scheduler is None and len(loader) == 3
     assert engine.get_lr() == [0.5, 1e-3] and [group["weight_decay"] for group in optimizer.param_groups] == [0, 0]
+    assert not engine.monitor.enabled and engine.monitor is engine.monitor
     assert engine.gradient_clipping() == 1.0 and engine.config["gradient_clipping"] == 1.0
     frozen = model.b[0].weight.detach().clone()
     for x, y in loader:

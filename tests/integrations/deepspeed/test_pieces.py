@@ -15,6 +15,7 @@ from lowtide.deepspeed.config import DeepSpeedConfig
 from lowtide.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from lowtide.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from lowtide.deepspeed.parameters import set_leaves_of
 from lowtide.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from lowtide.deepspeed.random_states import CudaRNGStatesTracker
 from lowtide.deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -25,6 +26,8 @@ from lowtide.deepspeed.utils import (
     recursive_getattr,
     recursive_setattr,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -259,6 +262,13 @@ def test_leaf_modules_are_remembered() -> None:
     assert get_z3_leaf_modules(model) == []
     with pytest.raises(ValueError, match="found none in the model"):
         set_z3_leaf_modules(model, [nn.Conv1d])
+    assert set_z3_leaf_modules_by_name(model, ["1", "2"], raise_if_not_found=False) == ([model[1]], ["2"])
+    assert set_z3_leaf_modules_by_suffix(model, ["0", "1.0"]) == ([model[0], model[1][0]], [])
+    set_z3_leaf_modules_by_suffix(model, ["1", "0"], flag=False)
+    with pytest.raises(ValueError, match=r"expected modules named \['2'\], found none in the model"):
+        set_z3_leaf_modules_by_name(model, ["0", "2"])
+    set_leaves_of(model, {"classes": "Sequential", "name_suffixes": ["1.0"], "names": ["none"]})
+    assert get_z3_leaf_modules(model) == [model, model[1], model[1][0]]
 
 
 def test_small_helpers() -> None:

@@ -82,8 +82,9 @@ class ParameterAccess:
 
         Of the parameter's shape on every rank, then all ranks must call it; or only what lies in this rank's shard,
         (n,), as `local` cuts it. In the master weights' dtype, without float16's loss scale. None of a parameter that
-        is not trained. To be called between the backward of the last microbatch and `engine.step()`: StateError at any
-        other time, and with `update_in_backward`, where gradients are not held.
+        is not trained. To be called between the backward of the last microbatch and `engine.step()`; at stages 2 and 3
+        also after an earlier one, for the sum so far, where shards on the device have it. StateError at any other time,
+        and with `update_in_backward`, where gradients are not held.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             return self._gradients.gradient(param, local)

@@ -33,7 +33,8 @@ class StepGradients:
     def gradient(self, param: nn.Parameter | str, is_local: bool) -> Tensor | None:
         """See `ParameterAccess.gradient`."""
         what = "engine.gradient()"
-        self._check_is_complete(what)
+        if self._steps.so_far.is_complete or not all(one.is_summed for one in self._steps.gradients):
+            self._check_is_complete(what)
         self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
         return self._values.gradient(param, self._steps.rest, is_local, what)
 

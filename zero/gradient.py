@@ -73,6 +73,12 @@ class GroupGradient:
         return self.reduces_every_backward or self._local.is_flat
 
     @property
+    def is_summed(self) -> bool:
+        """Whether `shard` has the sum over ranks of the step's backwards so far, of which another may follow."""
+        axes = self.group.axes
+        return self._has_shard and self._host is None and axes.replicas.size == 1 and not axes.is_tied
+
+    @property
     def leaves_device(self) -> bool:
         """Whether it is updated with on the host, and made elsewhere."""
         return self._host is not None

@@ -197,6 +197,26 @@ def test_a_model_is_initialized_again(ranks: RankPool, stage: int) -> None:
     )
 
 
+def sums_so_far(stage: int) -> None:
+    engine = engine_of(stage)
+    weight, (x, y) = engine.module.c.weight, batches(deepspeed.comm.get_rank())[0]
+    found = []
+    for _ in range(2):
+        engine.backward(engine(x, y))
+        found.append(safe_get_full_grad(weight))
+        engine.step()
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(2 * found[0], found[1])
+    with pytest.raises(RuntimeError, match="expected the gradients of a whole step, found 0 of 2"):
+        safe_get_full_grad(weight)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_so_far_are_shown_between_microbatches(ranks: RankPool, stage: int) -> None:
+    ranks(2, sums_so_far, stage)
+
+
 def saved_by_rank_0_alone(folder: str) -> str:
     engine = engine_of(0)
     if dist.get_rank() == 1:

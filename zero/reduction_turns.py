@@ -113,10 +113,10 @@ class ReductionTurns:
     def _leave_over(self, unit: Unit, position: int) -> None:
         if self.updates:
             raise RuntimeError(
-                f"unit '{unit.name}': expected all its gradients before the backward needs another unit, since it is "
-                "updated in the backward; found a backward that needs several units together, as a checkpoint around "
-                "several blocks does. Name a common parent of them in zero_optimization.units, or set "
-                'zero_optimization.overlap to "none"'
+                f"unit '{unit.name}': expected all its gradients before the backward gathers the next unit, since it "
+                "is updated in the backward; found a backward that needs several units together, as a checkpoint of "
+                "several blocks does. Name a common parent of them in zero_optimization.units, or switch "
+                "update_in_backward or offload_optimizer.overlap off"
             )
         unit.is_left_over = True
         if unit.first_use is not None:

@@ -175,16 +175,19 @@ def train_plainly(program: Program, world_size: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def gathers_of(calls: Calls) -> list[int]:
-    """Gathers in each of three microbatches of the same calls on all ranks."""
+def engine_of(model: nn.Module, **zero: Any) -> lowtide.Engine:
     config = {
         "optimizer": {"type": "sgd", "params": {"lr": LR}},
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3} | zero,
         "communication": {"route": "sockets", "timeout_seconds": 10},
         "steps_per_print": 0,
     }
-    torch.manual_seed(0)
-    engine = lowtide.initialize(Model(3).double(), config)
+    return lowtide.initialize(model.double(), config)
+
+
+def gathers_of(calls: Calls) -> list[int]:
+    """Gathers in each of three microbatches of the same calls on all ranks."""
+    engine = engine_of(Model(3))
     count = 0
 
     def counted(self: ShardedGroup) -> Pending:
@@ -209,17 +212,7 @@ def test_a_block_that_is_called_again_at_once_stays(ranks: RankPool) -> None:
 
 
 def forward_alone() -> float:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
-    engine = lowtide.initialize(
-        model,
-        {
-            "optimizer": {"type": "sgd", "params": {"lr": LR}},
-            "zero_optimization": {"stage": 3},
-            "communication": {"route": "sockets", "timeout_seconds": 10},
-            "steps_per_print": 0,
-        },
-    )
+    engine = engine_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
     with engine.gathered(), torch.no_grad():
         if dist.get_rank() == 0:
             engine(data(0))
@@ -232,6 +225,23 @@ def forward_alone() -> float:
 def test_a_forward_on_one_rank_alone_while_all_is_gathered(ranks: RankPool) -> None:
     first, second = ranks(2, forward_alone)
     assert first == second > 0
+
+
+def update_several_together() -> str:
+    engine = engine_of(Model(3), update_in_backward=True, stage3_prefetch_bucket_size=0)
+    try:
+        engine.train_step(iter([{"x": data(0), "calls": (("checkpoint", (0, 1, 2)),)}]))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_units_that_a_checkpoint_needs_together_are_not_updated_one_by_one(ranks: RankPool) -> None:
+    for text in ranks(2, update_several_together):
+        assert text.startswith("unit 'blocks.2': expected all its gradients before the backward gathers the next unit")
+        assert text.endswith("or switch update_in_backward or offload_optimizer.overlap off")
 
 
 @pytest.mark.parametrize(("world_size", "share"), [(2, 0.8), (4, 0.2)])

@@ -59,8 +59,8 @@ def train_and_look_all(stage: int, route: str, gathers: list[bool]) -> list[tupl
     ("route", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 2), ("sockets", 3)]
 )
 def test_one_rank_evaluates_alone(ranks: RankPool, route: str, stage: int) -> None:
-    """Where parameters are here without the others, that is all; elsewhere inside of `gathered`."""
-    gathers = [False, True] if stage < 3 or route == "shared_memory" else [True]
+    """Where parameters come from other ranks, those take part when they come to their next forward or step."""
+    gathers = [False, True]
     (expected, _), *found = ranks(2, train_and_look_all, stage, route, gathers)[0]
     for is_gathered, (losses, seen) in zip(gathers, found, strict=True):
         assert losses == expected and seen[0] == seen[1]
@@ -83,7 +83,7 @@ def test_steps_inside_of_gathered_go_on_with_what_they_have_made(ranks: RankPool
     assert ranks(2, step_inside_of_gathered, 3, "sockets")[0] == expected
 
 
-def evaluate_alone(route: str, call: str) -> str:
+def evaluate_alone(route: str) -> str:
     """The error where rank 0 evaluates as only all ranks together can, and the other goes on to a step."""
     config = {"communication": {"route": route, "timeout_seconds": 0.5}}
     engine = lowtide.initialize(CASE.build(), CASE.at(3, config=config).as_config())
@@ -91,23 +91,20 @@ def evaluate_alone(route: str, call: str) -> str:
     with pytest.raises(lowtide.CollectiveError) as error:
         if dist.get_rank() == 0:
             with torch.no_grad():
-                engine.eval_step(batch) if call == "eval_step" else [engine(*batch), engine(*batch)]
+                engine.eval_step(batch)
         engine.train_step(batch)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("route", "call", "text"),
+    ("route", "text"),
     [
-        ("sockets", "forward", "may run it inside of `with engine.gathered():`, which all ranks enter."),
-        ("shared_memory", "eval_step", "Do all ranks run the same calls of the engine in the same order?"),
-        ("sockets", "eval_step", "or the ranks make different calls of the engine"),
+        ("shared_memory", "Do all ranks run the same calls of the engine in the same order?"),
+        ("sockets", "or the ranks make different calls of the engine"),
     ],
 )
-def test_a_call_of_all_ranks_that_one_makes_alone_is_an_error(
-    ranks: RankPool, route: str, call: str, text: str
-) -> None:
-    assert text in ranks(2, evaluate_alone, route, call)[0]
+def test_a_call_of_all_ranks_that_one_makes_alone_is_an_error(ranks: RankPool, route: str, text: str) -> None:
+    assert text in ranks(2, evaluate_alone, route)[0]
 
 
 def agree_on_many(stage: int, route: str) -> list[bool]:

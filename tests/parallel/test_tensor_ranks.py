@@ -106,8 +106,9 @@ def test_ranks_with_other_batches_are_told(ranks: RankPool) -> None:
 def embed_outside() -> None:
     with lowtide.initialize(others.gpt2(), config_of()) as engine:
         for token in (-1, others.VOCAB):
-            with pytest.raises(IndexError, match=r"^index out of range in self$"):
+            with pytest.raises(IndexError) as error:
                 engine(torch.tensor([[1, token]]), torch.tensor([[1, 1]]))
+            assert str(error.value) == "index out of range in self"
 
 
 def test_a_token_outside_of_the_vocabulary_is_the_error_of_torch(ranks: RankPool) -> None:

@@ -122,10 +122,13 @@ def lines(text: str) -> list[str]:
     return [line.rpartition(" for ")[0] or line for line in text.splitlines()[:-1]] + text.splitlines()[-1:]
 
 
-def test_a_gather_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path: Path) -> None:
+AGREEMENT = "waiting in the agreement of all ranks on what comes next ("
+
+
+def test_a_wait_before_gathers_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path: Path) -> None:
     text, stacks = ranks(2, late_to, "step", str(tmp_path))[1]
     first, second, conclusion = lines(text)
-    assert first.startswith("rank 0: step 1, forward of blocks.0, microbatch 0: waiting in gather of unit blocks.0 (")
+    assert first.startswith(f"rank 0: step 1, forward of blocks.0, microbatch 0: {AGREEMENT}")
     assert "(seq " in first
     assert second == "rank 1: step 1, between steps (data loading or the script's own code)"
     assert conclusion == "rank 0 waits for rank 1."
@@ -145,7 +148,7 @@ def test_a_reduction_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path
 def test_the_iterator_that_does_not_give_a_batch_is_data_loading(ranks: RankPool, tmp_path: Path) -> None:
     text, stacks = ranks(2, late_to, "data", str(tmp_path))[1]
     first, second, conclusion = lines(text)
-    assert first.startswith("rank 0: step 1, forward of ") and ", microbatch 1: waiting in gather of unit " in first
+    assert first.startswith(f"rank 0: step 1, forward of blocks.0, microbatch 1: {AGREEMENT}")
     assert second == "rank 1: step 1, data loading, microbatch 1" and conclusion == "rank 0 waits for rank 1."
     assert "in batches" in stacks[1]
 
@@ -161,7 +164,7 @@ def test_a_block_that_does_not_return_is_named(ranks: RankPool, tmp_path: Path) 
     ("what", "doing"),
     [
         ("save", "step 1, saving a checkpoint: waiting in "),
-        ("evaluation", "step 1, evaluation of blocks.0: waiting in gather of unit blocks.0"),
+        ("evaluation", f"step 1, evaluation of blocks.0: {AGREEMENT}"),
         ("start", "step 0, in lowtide.initialize: waiting in an exchange of objects"),
     ],
 )

@@ -124,10 +124,13 @@ def test_zero_stages_agree_bitwise_at_one_microbatch(ranks: RankPool) -> None:
 
 
 def test_one_microbatch_gives_the_bits_of_one_process(ranks: RankPool) -> None:
-    case = PLAIN.at(0, accumulation=1)
+    """But for the norm, and what is clipped by it: blocks of 1024 elements, summed in float32, begin at other
+    parameters where what lies beside the transformer blocks is divided over two stages."""
+    case = replace(PLAIN.at(0, accumulation=1), clip=0.0)
     (alone,) = ranks(1, train_all, [case])[0]
     for outcome in ranks(2, train_all, [pipelined(case, 2, schedule) for schedule in ("gpipe", "1f1b")])[0]:
-        assert not alone.differences(outcome)
+        assert set(alone.differences(outcome)) <= {"norms"}
+        torch.testing.assert_close(outcome.norms, alone.norms, rtol=1e-6, atol=0)
 
 
 def test_stages_are_gathered_for_each_use_within_a_budget(ranks: RankPool) -> None:

@@ -71,7 +71,7 @@ def search(record: Record, placement: Placement, size: str) -> None:
     arguments += ["--budget-mib", str(budget_bytes // _device.MIB), "--dtype", "bf16", "--recompute-blocks"]
     arguments += ["--start-layers", str(min(first, most)), "--max-layers", str(most), "--resolution", "0.1"]
     arguments += ["--ranks", "1", "--threads", str(_device.num_threads()), "--steps", "2", "--timed-steps", "3"]
-    arguments += ["--timeout", str(min(record.left_seconds - 5, MOST_SECONDS)), "--offload-folder", str(record.folder)]
+    arguments += ["--timeout", str(record.job_seconds(MOST_SECONDS)), "--offload-folder", str(record.folder)]
     runner = largest.Runner(largest.parse_arguments(arguments), Console(width=140))
     runner.run()
     (row,) = runner.found.rows

@@ -56,7 +56,7 @@ def measure(record: Record) -> None:
             if record.left_seconds < LEAST_SECONDS:
                 record.note(f"{what}: no time was left; `benchmarks/gpu.sh models --only '{what}'`")
                 continue
-            work = work_of(size, microbatch, recompute_blocks, min(record.left_seconds - 5, MOST_SECONDS))
+            work = work_of(size, microbatch, recompute_blocks, record.job_seconds(MOST_SECONDS))
             with record.measuring(what):
                 train(record, contender, work)
 

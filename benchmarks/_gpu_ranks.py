@@ -46,7 +46,7 @@ def measure(record: Record) -> None:
             if record.left_seconds < LEAST_SECONDS:
                 record.note(f"{what}: no time was left; `benchmarks/gpu.sh ranks --only '{what}'`")
                 continue
-            work = replace(parts, backend=backend, timeout_seconds=min(record.left_seconds - 5, MOST_SECONDS))
+            work = replace(parts, backend=backend, timeout_seconds=record.job_seconds(MOST_SECONDS))
             with record.measuring(what):
                 train(record, backend, stage, work, expected)
 

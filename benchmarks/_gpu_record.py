@@ -46,6 +46,11 @@ class Record:
         """Until the part is cut off."""
         return self._deadline - time.monotonic()
 
+    def job_seconds(self, most_seconds: float) -> float:
+        """The limit of one job; in a rehearsal, whose machine may be slow and busy, what is left of the part."""
+        left = self.left_seconds - 5
+        return left if self._found["settings"]["rehearsal"] else min(left, most_seconds)
+
     def wants(self, name: str) -> bool:
         """Whether what has this name is to be measured."""
         return not self._only or any(text in name for text in self._only)

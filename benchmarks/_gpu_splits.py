@@ -93,7 +93,7 @@ def run(record: Record, backend: str, cases: list[Case], expected: dict[str, lis
     job = {"backend": backend, "rows": ROWS, "steps": STEPS, "cases": chosen}
     environment = environment_of(1, None, _device.type_of_device())
     try:
-        limit = min(record.left_seconds - 5, MOST_SECONDS)
+        limit = record.job_seconds(MOST_SECONDS)
         found = run_ranks(WORKER, job, NUM_RANKS, sys.executable, environment, limit)
     except JobError as error:
         for split, stage in cases:

@@ -40,12 +40,12 @@ from ..zero.unit import Unit
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
 from .axes import EXPERT, PIPE, TENSOR
-from .blueprint import Blueprint
+from .blueprint import Blueprint, Timing
 from .config.config import Config
 from .driver import Driver
 from .engine import Engine
 from .footprint import shared_bytes
-from .given_model import Values, note_divided
+from .given_model import LossFn, Values, note_divided
 from .join import Join
 from .late_groups import LateGroups
 from .learning_rates import LearningRates, scheduler_for
@@ -57,12 +57,10 @@ from .offload import Home, activation_store, host_update, offloaded_states, shar
 from .outer import Outer
 from .parts import Parts
 from .pipeline import Pipeline
-from .pipeline_plan import LossFn
 from .places import shares_of
 from .prepared_model import PreparedModel
 from .recomputed import checkpoint_activations
 from .sequences import Sequences
-from .step_update import Timing
 from .steps import Steps
 from .trial import Trial
 from .whole_model import WholeModel

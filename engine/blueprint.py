@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import nn
@@ -28,9 +29,26 @@ from .optimizer_plan import OptimizerChoice, OptimizerPlan
 from .pipeline_plan import PipelinePlan
 from .places import AlikePlaces, Places
 from .splits import Splits
-from .step_update import Timing
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+class Timing(Enum):
+    """Which gradients are held at once, and what is known when a shard is updated."""
+
+    AFTER_NORM = "after norm"  # all gradients; the norm is known, so the update can be clipped or left out
+    IN_BACKWARD = "in backward"  # those of a unit, final; nothing can be clipped
+    SPECULATIVE = "speculative"  # all gradients, and old values; taken back where the norm asks for it
+    DELAYED = "delayed"  # those of two steps; as AFTER_NORM, but made and taken over while the next step computes
+
+    @classmethod
+    def of(cls, config: Config) -> Timing:
+        """What the config asks for."""
+        zero = config.zero_optimization
+        if zero.update_in_backward:
+            return cls.IN_BACKWARD
+        overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
+        return {"none": cls.AFTER_NORM, "speculative": cls.SPECULATIVE, "delayed": cls.DELAYED}[overlap]
 
 
 @dataclass(frozen=True)

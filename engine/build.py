@@ -26,14 +26,15 @@ from ..zero.optimizer import BY_HAND
 from ..zero.sequence import StateError
 from .archive.agreement import no_rank_alone
 from .assemble import assemble
+from .batch import call, loss_of
 from .blueprint import Blueprint
 from .config.config import Config
 from .config.elastic import first_world_size
 from .engine import Engine
-from .given_model import Model, check_optimizers_agree
+from .given_model import LossFn, Model, check_optimizers_agree
 from .later_model import LaterModel
 from .optimizer_plan import OptimizerChoice
-from .pipeline_plan import LossFn, agreed_split
+from .pipeline_plan import agreed_split
 from .prepared_model import PreparedModel
 from .tiling import check_units
 from .trial import Trial
@@ -180,7 +181,9 @@ def _blueprint(
     sample_batch: Any,
 ) -> Blueprint:
     """The same on all ranks. A collective."""
-    split = agreed_split(world, config, module, sample_batch, loss_fn)
+    batch = sample_batch
+    sample = None if batch is None else lambda model: loss_of(call(model, batch), batch, loss_fn)
+    split = agreed_split(world, config, module, sample)
     num_hosts = world.num_hosts
     with no_rank_alone(world, "lowtide.initialize"):
         blueprint = Blueprint.of(

@@ -26,10 +26,9 @@ from ..zero.sign_mean import SignLayout
 from ..zero.sign_update import extra_numel
 from ..zero.state_kinds import MASTER, Kinds, kinds_of_block, scaled
 from .axes import SEQUENCE, TENSOR
-from .blueprint import Blueprint
+from .blueprint import Blueprint, Timing
 from .gathered import peak_gathered_bytes
 from .offload import Home
-from .step_update import Timing
 
 _SLOTS_IN_TURN = 3  # of the sockets route
 

@@ -71,12 +71,6 @@ def _beside_splits(wanted: object, names: list[str]) -> list[str]:
 _OVER_LAYERS = ("gated_mlp", "cross_entropy", "linear_cross_entropy")
 
 
-def optimizer_backend(config: Config) -> Backend:
-    """The form of the optimizer's kernel. States in host memory are updated there, which Triton does not do."""
-    backend = config.kernels.backend_of("optimizer_step")
-    return "auto" if backend == "triton" and config.zero_optimization.offload_optimizer.is_used else backend
-
-
 def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> tuple[str, list[str]]:
     """Why, and the fusions whose Triton form runs on the device: a module's own forward is eager torch already."""
     if device.type != "cuda":

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ _MESSAGE_BYTES = 1 << 18  # far below what one layer takes; a message of its own
 
 _OPEN = "_lowtide_engine"  # of each module of an engine's model: which object, whether the model, and the ledger
 _DIVIDED = "_lowtide_divided"  # of a model that has a part of some layers alone: by which axes
+LossFn = Callable[[Any, Any], Tensor] | None
 Model = nn.Module | Callable[[], nn.Module] | LaterModel
 
 

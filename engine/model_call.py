@@ -16,7 +16,7 @@ from ..parallel.vocabulary import LogitParts
 from ..pipe.split.trees import leaves, map_leaves
 from .batch import call_for_loss, loss_of
 from .eval_mode import in_eval_mode
-from .pipeline_plan import LossFn
+from .given_model import LossFn
 from .sequences import Sequences
 from .steps import Steps
 

@@ -55,7 +55,7 @@ class Monitors:
 
     @classmethod
     def of(cls, config: Config, world: World, flops: ModelFlops | None) -> Monitors | None:
-        """None where none is on (`are_wanted`), and on other ranks. flops: of the whole model.
+        """None where none is on (`Config.has_monitors`), and on other ranks. flops: of the whole model.
 
         Raises ValueError where a package is missing or a folder cannot be written, and on other ranks RuntimeError.
         """
@@ -124,10 +124,6 @@ class Monitors:
             if writer in self._writers:
                 self._writers.remove(writer)
                 self._try(writer, writer.close)
-
-
-def are_wanted(config: Config) -> bool:
-    return any(section.enabled for section in (config.tensorboard, config.wandb, config.csv_monitor))
 
 
 def tokens_of(tokens: Mapping[int, tuple[int, int]] | None, data_size: int, num_parts: int) -> Tokens:

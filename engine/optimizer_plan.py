@@ -22,7 +22,6 @@ from ..zero.sign_update import SignUpdate
 from ..zero.torch_update import TorchUpdate
 from ..zero.whole_update import WholeUpdate
 from .config.config import Config
-from .fusing import optimizer_backend
 
 _MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN, "int8": Masters.SPLIT}
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -273,3 +272,9 @@ def _check_members(optimizer: torch.optim.Optimizer, params: list[nn.Parameter])
             f"optimizer: expected one over parameters of the model, of which there are {len(params)}, found one over "
             f"{len(members)}, of which {extra} are not of the model; make it over model.parameters(), or some of them"
         )
+
+
+def optimizer_backend(config: Config) -> Backend:
+    """The form of the optimizer's kernel. States in host memory are updated there, which Triton does not do."""
+    backend = config.kernels.backend_of("optimizer_step")
+    return "auto" if backend == "triton" and config.zero_optimization.offload_optimizer.is_used else backend

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm import World
 from ..pipe.schedules.action import Action, Op
@@ -24,12 +24,11 @@ from ..zero.unit import Unit
 from ..zero.units import UnitPlan
 from .archive.named_state import Whole
 from .axes import PIPE
-from .batch import call, loss_of
 from .config.config import Config
 from .config.parallel import schedule_of
 from .config.sections import ZeroConfig
 
-LossFn = Callable[[Any, Any], Tensor] | None
+Sample = Callable[[nn.Module], Any]
 Groups = tuple[GroupPlan, ...]
 _TIED = "(tied {})"
 
@@ -55,7 +54,7 @@ class PipelinePlan:
     def of(cls, config: Config, module: nn.Module, split: SplitPlan | None) -> PipelinePlan:
         """split: None: made here. Raises ValueError for a model that cannot be split so."""
         assert config.gradient_accumulation_steps is not None
-        split = split or split_of(config, module, None, None)
+        split = split or split_of(config, module, None)
         params = dict(module.named_parameters())
         is_layered = config.zero_optimization.layered_gradient_accumulation
         plan = cls(
@@ -172,9 +171,7 @@ class PipelinePlan:
         return list(map(tuple, found))
 
 
-def agreed_split(
-    world: World, config: Config, module: nn.Module, sample_batch: Any, loss_fn: LossFn
-) -> SplitPlan | None:
+def agreed_split(world: World, config: Config, module: nn.Module, sample: Sample | None) -> SplitPlan | None:
     """Rank 0's split, on every rank; None without stages. Raises ValueError for a model that cannot be split so."""
     if not config.has_stages:
         return None
@@ -182,7 +179,7 @@ def agreed_split(
     failure = None
     if world.rank == 0:  # it alone: two measurements would not be the same
         try:
-            split = split_of(config, module, sample_batch, loss_fn)
+            split = split_of(config, module, sample)
         except Exception as error:  # of the model's forward too
             failure = error
     split, text = world.broadcast_object((split, None if failure is None else str(failure)))
@@ -193,12 +190,12 @@ def agreed_split(
     return split
 
 
-def split_of(config: Config, module: nn.Module, sample_batch: Any, loss_fn: LossFn) -> SplitPlan:
-    """Which stage has which blocks. sample_batch: of the model's own loss; None: the model is not run."""
+def split_of(config: Config, module: nn.Module, sample: Sample | None) -> SplitPlan:
+    """Which stage has which blocks. sample: what runs the model with a batch; None: the model is not run."""
     has_values = all(param.untyped_storage().nbytes() >= param.nbytes for param in module.parameters())
     if config.zero_optimization.layered_gradient_accumulation:
         try:
-            return plan_split(module, len(find_blocks(module)), sample=_sample_of(sample_batch, loss_fn))
+            return plan_split(module, len(find_blocks(module)), sample=sample)
         except ValueError as error:
             raise ValueError(
                 "zero_optimization.layered_gradient_accumulation: expected a model whose blocks can be gone through "
@@ -211,12 +208,7 @@ def split_of(config: Config, module: nn.Module, sample_batch: Any, loss_fn: Loss
         )
     assert config.gradient_accumulation_steps is not None
     num_stages = schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps).num_stages
-    return plan_split(module, num_stages, config.pipeline.balance, _sample_of(sample_batch, loss_fn))
-
-
-def _sample_of(batch: Any, loss_fn: LossFn) -> Callable[[nn.Module], Any] | None:
-    """What runs a model with that batch."""
-    return None if batch is None else lambda model: loss_of(call(model, batch), batch, loss_fn)
+    return plan_split(module, num_stages, config.pipeline.balance, sample)
 
 
 def _gathered_ahead(numel: Sequence[int], zero: ZeroConfig) -> tuple[bool, ...]:

@@ -14,7 +14,6 @@ from .config.config import Config
 from .fusing import check_kernels, fuse_modules
 from .given_model import Model, Values, check_model, check_ranks_agree, module_and_values, take
 from .model_flops import ModelFlops
-from .monitors import are_wanted
 from .sequences import check_sequences
 from .tiling import tile_modules
 
@@ -52,5 +51,5 @@ class PreparedModel:
                 f"parallel.tensor: expected a model that is not compiled, found {found}: what split layers exchange "
                 f"cannot be traced; leave {found.removesuffix(' on it')} out"
             )
-        flops = ModelFlops.of(module) if are_wanted(config) else None
+        flops = ModelFlops.of(module) if config.has_monitors else None
         return cls(module, values, ledger, compiled, tiled, flops)

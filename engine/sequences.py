@@ -23,7 +23,7 @@ from .axes import SEQUENCE
 from .config.config import Config
 from .config.errors import ConfigError, Fault
 from .eval_mode import in_eval_mode
-from .pipeline_plan import LossFn
+from .given_model import LossFn
 
 _MEET = (
     "attention written out in products, convolutions over tokens, recurrences and means over tokens see a rank's part "

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ..comm import Mesh
 from ..zero.sequence import StateError
 from .archive.parameter_values import ParameterValues
+from .blueprint import Timing
 from .clipping import Clipping
 from .config.config import Config
 from .join import Call
 from .step_sums import SummedStep, sum_step
-from .step_update import Timing
 from .steps import Steps
 
 

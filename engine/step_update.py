@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -20,26 +19,8 @@ from ..zero.reductions import OnFinal
 from ..zero.sequence import StateError
 from ..zero.shard_state import ShardState
 from ..zero.unit import Unit
-from .config.config import Config
+from .blueprint import Timing
 from .step_sums import Uses
-
-
-class Timing(Enum):
-    """Which gradients are held at once, and what is known when a shard is updated."""
-
-    AFTER_NORM = "after norm"  # all gradients; the norm is known, so the update can be clipped or left out
-    IN_BACKWARD = "in backward"  # those of a unit, final; nothing can be clipped
-    SPECULATIVE = "speculative"  # all gradients, and old values; taken back where the norm asks for it
-    DELAYED = "delayed"  # those of two steps; as AFTER_NORM, but made and taken over while the next step computes
-
-    @classmethod
-    def of(cls, config: Config) -> Timing:
-        """What the config asks for."""
-        zero = config.zero_optimization
-        if zero.update_in_backward:
-            return cls.IN_BACKWARD
-        overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
-        return {"none": cls.AFTER_NORM, "speculative": cls.SPECULATIVE, "delayed": cls.DELAYED}[overlap]
 
 
 class StepUpdate:

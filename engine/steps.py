@@ -20,6 +20,7 @@ from ..zero.reduced_gradient import Cleared
 from ..zero.reductions import OnFinal
 from ..zero.sequence import StateError
 from ..zero.unit import Unit
+from .blueprint import Timing
 from .config.config import Config
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
@@ -30,7 +31,7 @@ from .step_inputs import StepInputs
 from .step_result import StepResult
 from .step_so_far import StepSoFar
 from .step_sums import StepSums, SummedStep, non_finite_error, sum_step
-from .step_update import StepUpdate, Timing
+from .step_update import StepUpdate
 
 R = TypeVar("R")
 NO_BACKWARD = (

@@ -195,6 +195,11 @@ class Config(Section):
         return config
 
     @property
+    def has_monitors(self) -> bool:
+        """Whether numbers of each step are written anywhere."""
+        return any(section.enabled for section in (self.tensorboard, self.wandb, self.csv_monitor))
+
+    @property
     def has_stages(self) -> bool:
         """Whether a schedule takes the model's blocks through a step: those of a pipeline, or layer by layer."""
         return self.parallel.pipeline > 1 or self.zero_optimization.layered_gradient_accumulation

@@ -11,11 +11,10 @@ import torch
 from ...offload.activation_limit import BLOCKS_IN_MEMORY
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
-from ..blueprint import Blueprint
+from ..blueprint import Blueprint, Timing
 from ..config.config import Config
 from ..footprint import Footprint, Moment
 from ..offload import Home
-from ..step_update import Timing
 from .exchange import Calls, Exchange
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine

@@ -17,10 +17,9 @@ from functools import cached_property
 
 from ...pipe.schedules.action import Action, Op
 from ...zero.plan import GroupPlan
-from ..blueprint import Blueprint
+from ..blueprint import Blueprint, Timing
 from ..config.config import Config
 from ..footprint import Footprint
-from ..step_update import Timing
 from .estimate import Estimate, Resting, Work, kept_limit, speed_of_activations, update_seconds
 from .exchange import Exchange, Message
 from .gradients import gradient_seconds, host_seconds

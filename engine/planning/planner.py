@@ -177,7 +177,7 @@ class Planner:
 
     def _stage_plan(self, choice: Choice, config: Config) -> PipelinePlan:
         num_stages = choice.pipeline * num_chunks(choice)
-        split = self._memo.once("split", num_stages, lambda: split_of(config, self._model, None, None))
+        split = self._memo.once("split", num_stages, lambda: split_of(config, self._model, None))
         return PipelinePlan.of(config, self._model, split)
 
     def profile(self, rows: int, every: int, is_direct: bool = False, degrees: Choice = _WHOLE) -> Profile:

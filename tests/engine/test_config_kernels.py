@@ -11,7 +11,7 @@ import lowtide
 from lowtide.engine import fusing
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.kernels import FUSION_NAMES, KERNEL_NAMES, BackendName, KernelsConfig
-from lowtide.engine.fusing import optimizer_backend
+from lowtide.engine.optimizer_plan import optimizer_backend
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fusions import FUSIONS
 

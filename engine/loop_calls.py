@@ -99,6 +99,11 @@ class LoopCalls:
         return self._steps.so_far.num_microbatches
 
     @property
+    def is_step_complete(self) -> bool:
+        """Whether the last backward was the last of its step, so that `step` updates."""
+        return self._steps.so_far.is_complete
+
+    @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backwards may be the last of their step. As DDP's: it may be set before each forward, in the
         place of `accumulate(last=...)`. False holds until it is set again, True until the step has ended."""

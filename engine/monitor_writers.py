@@ -76,33 +76,38 @@ class TensorboardWriter:
 
 
 class WandbWriter:
-    """A run of wandb, offline where nobody has logged in."""
+    """A run of wandb."""
 
     name = "wandb"
 
     def __init__(self, config: WandbConfig, settings: Mapping[str, Any]) -> None:
         """settings: of the training, which are shown with the run."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb", error) from error
-        mode: Any = os.environ.get("WANDB_MODE")
-        if mode is None and not wandb.api.api_key:
-            mode = "offline"
-            logger.info("wandb: nobody is logged in, the run is kept in files: `wandb sync` sends them")
-        self._run: Any = wandb.init(
-            project=config.project,
-            group=config.group,
-            entity=config.team,
-            config=dict(settings),
-            mode=mode,
-        )
+        self._run = begin_wandb(config, settings)
 
     def write(self, step: int, row: Row) -> None:
         self._run.log(dict(row), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def begin_wandb(config: WandbConfig, settings: Mapping[str, Any]) -> Any:
+    """A run of wandb, offline where nobody has logged in. Raises ValueError where the package is missing."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise _missing("wandb", error) from error
+    mode: Any = os.environ.get("WANDB_MODE")
+    if mode is None and not wandb.api.api_key:
+        mode = "offline"
+        logger.info("wandb: nobody is logged in, the run is kept in files: `wandb sync` sends them")
+    return wandb.init(
+        project=config.project,
+        group=config.group,
+        entity=config.team,
+        config=dict(settings),
+        mode=mode,
+    )
 
 
 class CsvWriter:

@@ -73,10 +73,10 @@ class Unasked:
         return True
 
 
-def check_loss(loss: object, call: str) -> None:
-    """Raises ValueError for what no backward can begin with."""
+def check_loss(loss: object, call: str, error: type[ValueError] = ValueError) -> None:
+    """Raises `error` for what no backward can begin with."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError(
+        raise error(
             f"{call}: expected a loss with one element that requires a gradient, found {_describe(loss)}; "
             "was it computed under torch.no_grad(), or detached?"
         )

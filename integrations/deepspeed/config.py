@@ -226,6 +226,14 @@ def _monitors(config: DeepSpeedConfig) -> SimpleNamespace:
 
 
 _ZERO = "zero_optimization"
+_PIPELINE = {  # DeepSpeed's defaults
+    "stages": "auto",
+    "partition": "best",
+    "seed_layers": False,
+    "activation_checkpoint_interval": 0,
+    "pipe_partitioned": True,
+    "grad_partitioned": True,
+}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
@@ -280,8 +288,10 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "zero_force_ds_cpu_optimizer": _written(True, "zero_force_ds_cpu_optimizer"),
     "wall_clock_breakdown": _written(False, "wall_clock_breakdown"),
     "memory_breakdown": _written(False, "memory_breakdown"),
+    "pipeline": lambda config: {**_PIPELINE, **(config.section("pipeline") or {})},
     "pipeline_checkpoint_interval": _written(0, "pipeline", "activation_checkpoint_interval"),
     "dump_state": _written(False, "dump_state"),
+    "log_level": _written(None, "log_level"),
     "dataloader_drop_last": _written(False, "dataloader_drop_last"),
     "sparse_gradients_enabled": _written(False, "sparse_gradients"),
     "flops_profiler_enabled": _written(False, "flops_profiler", "enabled"),
@@ -289,6 +299,9 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "data_efficiency_enabled": _written(False, "data_efficiency", "enabled"),
     "autotuning_enabled": _written(False, "autotuning", "enabled"),
     "torch_autocast_enabled": _written(False, "torch_autocast", "enabled"),
+    "torch_autocast_dtype": lambda config: (
+        getattr(torch, config.checked.torch_autocast.dtype) if config.section("torch_autocast") else None
+    ),
     "pld_enabled": _written(False, "progressive_layer_drop", "enabled"),
     "checkpoint_tag_validation_enabled": lambda config: config.tag_validation != "IGNORE",
     "checkpoint_tag_validation_fail": lambda config: config.tag_validation == "FAIL",
@@ -311,6 +324,7 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "flops_profiler_module_depth": _written(-1, "flops_profiler", "module_depth"),
     "flops_profiler_top_modules": _written(1, "flops_profiler", "top_modules"),
     "flops_profiler_detailed": _written(True, "flops_profiler", "detailed"),
+    "flops_profiler_recompute_fwd_factor": _written(0.0, "flops_profiler", "recompute_fwd_factor"),
     "flops_profiler_output_file": _written(None, "flops_profiler", "output_file"),
     "fp16_master_weights_and_gradients": _written(False, "fp16", "fp16_master_weights_and_grads"),
     "bf16_master_weights_and_gradients": _written(False, "bf16", "bf16_master_weights_and_grads"),
@@ -322,6 +336,9 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "checkpoint_parallel_write_pipeline": _written(False, "checkpoint", "parallel_write", "pipeline_stage"),
     "is_sanity_checks_enabled": _written(False, _ZERO, "enable_sanity_checks"),
     "super_offload": _written(False, _ZERO, "offload_optimizer", "super_offload"),
+    "cpuadam_cores_perc": lambda config: _written(
+        0.8 if config.section(_ZERO, "offload_optimizer") else 0.9, _ZERO, "offload_optimizer", "cpuadam_cores_perc"
+    )(config),
     "zero_partial_offload": lambda config: config.checked.zero_optimization.offload_optimizer.ratio,
     "zero_allgather_sequential": _written(False, _ZERO, "stage3_allgather_sequential"),
     "zero_compute_grad_norm": _written(True, _ZERO, "compute_grad_norm"),
@@ -330,6 +347,8 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "zero_model_persistence_threshold": _written(2**63 - 1, _ZERO, "stage3_model_persistence_threshold"),
     "zero_module_granularity_threshold": _written(0, _ZERO, "stage3_module_granularity_threshold"),
     "zero_multi_rank_bucket_allreduce": _written(True, _ZERO, "use_multi_rank_bucket_allreduce"),
+    "zero_parameter_alignment": _written(False, _ZERO, "parameter_alignment"),
+    "zero_save_muon_momentum_buffer_in_memory": _written(False, _ZERO, "save_muon_momentum_buffer_in_memory"),
     "zero_quantized_weights": _written(False, _ZERO, "zero_quantized_weights"),
     "zero_quantized_nontrainable_weights": _written(False, _ZERO, "zero_quantized_nontrainable_weights"),
     "zero_quantized_gradients": _written(False, _ZERO, "zero_quantized_gradients"),

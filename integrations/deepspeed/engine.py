@@ -14,6 +14,7 @@ from ..engine import backward_starts
 from ..engine.backward_starts import Root
 from ..engine.engine import Engine
 from ..engine.gradient_scale import hook_output
+from ..engine.unasked import check_loss
 from . import comm
 from .accelerator import get_accelerator
 from .boundary import Boundary
@@ -124,7 +125,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
 
         scale_wrt_gas: whether it is divided.
         """
-        self._check_trains("backward")
+        self._check_loss("backward", loss)
         self._num_backwards += 1
         accumulation = self.gradient_accumulation_steps()
         scaled = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
@@ -143,6 +144,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss for a `backward()` of the caller's own: with float16's scale. Gradients are those of `backward`."""
+        self._check_loss("scale", loss)
         return self.lowtide.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -226,8 +228,8 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         return self._boundary.coalesced(self._config.stage)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the step so far. At stages 2 and 3 they stay: there they are the engine's own."""
-        if self._config.stage < 2:
+        """Forgets the gradients of the step so far. At stages 2 and 3 they stay, but after its last backward."""
+        if self._config.stage < 2 or self.lowtide.is_step_complete:
             self.lowtide.zero_grad()
 
     @property
@@ -263,6 +265,10 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
             raise UsageError(
                 f"engine.{call}(): expected an optimizer, in the config or given to deepspeed.initialize, found neither"
             )
+
+    def _check_loss(self, call: str, loss: object) -> None:
+        self._check_trains(call)
+        check_loss(loss, f"engine.{call}", UsageError)
 
     # -- counters -------------------------------------------------------------------------------------------------
 

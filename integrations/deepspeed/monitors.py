@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..engine.monitor_writers import begin_wandb
 from . import comm
 
 Event = tuple[str, Any, int]
@@ -72,11 +74,8 @@ class WandbMonitor(Monitor):
     _run: Any = None
 
     def _open(self) -> None:
-        import wandb
-
-        self._run = wandb.run or wandb.init(
-            project=self.monitor_config.project, group=self.monitor_config.group, entity=self.monitor_config.team
-        )
+        begun = getattr(sys.modules.get("wandb"), "run", None)
+        self._run = begun or begin_wandb(self.monitor_config, {})
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
         if self._run is not None:

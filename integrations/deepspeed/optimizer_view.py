@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from ..engine.engine import Engine
+from ..engine.unasked import check_loss
+from .errors import UsageError
 from .lent import LendsStates
+from .parameters import get_z3_leaf_modules
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,15 @@ class DeepSpeedOptimizer(LendsStates, torch.optim.Optimizer):
     def loss_scale_config(self) -> LossScale:
         return self.loss_scaler
 
+    def needs_scaler(self) -> bool:
+        """Whether losses are multiplied by a scale that changes. A backward of the caller's own is scaled as well."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
+        """The parameters of each leaf module (`set_z3_leaf_modules`)."""
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._engine.module)}
+
     def __getattr__(self, name: str) -> Any:
         if name in LossScale.__dataclass_fields__:
             return getattr(self.loss_scaler, name)
@@ -86,6 +98,7 @@ class DeepSpeedOptimizer(LendsStates, torch.optim.Optimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """With the loss scale, without a division by the accumulation steps."""
+        check_loss(loss, "optimizer.backward", UsageError)
         torch.autograd.backward(self._engine.scale(loss), retain_graph=retain_graph)
 
     @property

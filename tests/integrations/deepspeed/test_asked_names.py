@@ -1,6 +1,9 @@
 """What scripts and DeepSpeed's own tests ask for before they train: operations, keys, experts, the batch triple."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -225,10 +228,45 @@ def test_events_go_to_the_monitors(tmp_path: Path) -> None:
         _ = monitor.csv_monitor.nothing
 
 
+def test_events_go_to_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the process has begun already, or the monitor begins."""
+    told: list[Any] = []
+    run = SimpleNamespace(log=lambda data, **options: told.append((data, options)))
+
+    def init(**options: Any) -> Any:
+        told.append(options)
+        return run
+
+    package = SimpleNamespace(run=None, api=SimpleNamespace(api_key=None), init=init)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    section = {"enabled": True, "project": "mine", "team": "us"}
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "wandb": section}, world_size=1).monitor_config
+    begun: dict[str, Any] = {"project": "mine", "group": None, "entity": "us", "config": {}, "mode": "offline"}
+    written = [({"Train/loss": 2.0}, {"step": 1, "commit": None}), ({"lr": 0.5}, {"step": 2, "commit": None})]
+    for found in (None, run):
+        package.run = found
+        MonitorMaster(config).write_events([("Train/loss", 2.0, 1), ("lr", 0.5, 2)])
+        assert told == [*([begun] if found is None else []), *written]
+        told.clear()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"wandb.enabled: expected the package wandb, which cannot be imported"):
+        MonitorMaster(config)
+
+
 def test_the_config_tells_what_is_written() -> None:
-    zero = {"stage": 3, "stage3_model_persistence_threshold": 7, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    offload = {"device": "cpu", "ratio": 0.5, "cpuadam_cores_perc": 0.25}
+    zero = {"stage": 3, "stage3_model_persistence_threshold": 7, "offload_optimizer": offload}
     given = {"zero_optimization": zero, "flops_profiler": {"top_modules": 4}, "bf16": {"enabled": True}}
+    given |= {"log_level": "info", "torch_autocast": {"dtype": "bfloat16"}}
+    given |= {"pipeline": {"activation_checkpoint_interval": 2}}
+    plain = deepspeed.DeepSpeedConfig({"train_batch_size": 1}, world_size=1)
     config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, **given}, world_size=1)
+    asked = ("cpuadam_cores_perc", "log_level", "torch_autocast_dtype", "zero_parameter_alignment")
+    assert [getattr(plain, name) for name in asked] == [0.9, None, None, False]
+    assert [getattr(config, name) for name in asked[:3]] == [0.25, "info", torch.bfloat16]
+    assert config.pipeline == {**plain.pipeline, "activation_checkpoint_interval": 2}
+    assert plain.pipeline["partition"] == "best" and plain.flops_profiler_recompute_fwd_factor == 0.0
     assert (config.zero_model_persistence_threshold, config.flops_profiler_top_modules) == (7, 4)
     assert (config.zero_partial_offload, config.super_offload, config.bfloat16_config.enabled) == (0.5, False, True)
     with pytest.raises(NotImplementedError, match="drop layers in your model; skipped blocks work at every stage"):

@@ -20,6 +20,7 @@ from lowtide.deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_full_grad,
+    set_z3_leaf_modules,
 )
 from tests.engine.test_hugging_face import llama
 from tests.integrations.deepspeed.scripts import ROWS, batches, config, engine_of, net, train
@@ -217,6 +218,34 @@ def test_gradients_so_far_are_shown_between_microbatches(ranks: RankPool, stage:
     ranks(2, sums_so_far, stage)
 
 
+def cleared(stage: int) -> None:
+    engine = engine_of(stage, scheduler=None)
+    weight, (x, y) = engine.module.c.weight, batches(deepspeed.comm.get_rank())[0]
+    before = safe_get_full_fp32_param(weight)
+    for clear in (engine.zero_grad, engine.optimizer.zero_grad):
+        for is_last in (False, True):
+            engine.backward(engine(x, y))
+            assert engine.lowtide.is_step_complete is is_last
+            if is_last:
+                whole = safe_get_full_grad(weight)
+                clear()
+            engine.step()
+        assert torch.equal(before, safe_get_full_fp32_param(weight))
+    engine.backward(engine(x, y))
+    engine.step()
+    engine.zero_grad()  # before the last backward
+    engine.backward(engine(x, y))
+    torch.testing.assert_close(safe_get_full_grad(weight), whole if stage >= 2 else whole / 2)
+    engine.step()
+    assert not torch.equal(before, safe_get_full_fp32_param(weight))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_after_the_last_backward_forgets_the_step(ranks: RankPool, stage: int) -> None:
+    ranks(2, cleared, stage)
+
+
 def saved_by_rank_0_alone(folder: str) -> str:
     engine = engine_of(0)
     if dist.get_rank() == 1:
@@ -236,6 +265,7 @@ def test_rank_0_that_saves_alone_is_told_so(ranks: RankPool, tmp_path: Path) -> 
 
 def scaled(fp16: dict[str, Any]) -> list[tuple[float, int, bool]]:
     model = nn.Linear(4, 4)
+    set_z3_leaf_modules(model, [nn.Linear])
     options = {"fp16": {"enabled": True, **fp16}, "optimizer": {"type": "Adam"}, "train_batch_size": 1}
     engine, optimizer, *_ = deepspeed.initialize(model=model, config=options)
     found = []
@@ -244,8 +274,9 @@ def scaled(fp16: dict[str, Any]) -> list[tuple[float, int, bool]]:
         engine.step()
         scaler = optimizer.loss_scaler
         assert scaler == optimizer.loss_scale_config and scaler.loss_scale == optimizer.cur_scale == scaler.cur_scale
-        assert scaler.dynamic == optimizer.dynamic_loss_scale == ("loss_scale" not in fp16)
+        assert scaler.dynamic == optimizer.dynamic_loss_scale == optimizer.needs_scaler() == ("loss_scale" not in fp16)
         found.append((scaler.cur_scale, scaler.cur_iter, optimizer.overflow))
+    assert optimizer.leaf_parameters == {model: [model.weight, model.bias]}
     with pytest.raises(AttributeError, match="cannot assign to field 'cur_scale'"):
         optimizer.loss_scaler.cur_scale = 2.0
     with pytest.raises(AttributeError, match="'DeepSpeedOptimizer' object has no attribute 'scaler'"):
@@ -342,6 +373,9 @@ def refusals() -> None:
     engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 4})
     with pytest.raises(AssertionError, match=r"engine.backward\(\): expected an optimizer"):
         engine.backward(engine(*batches(0)[0]))
+    loss = engine(*batches(0)[0])
+    with pytest.raises(AssertionError, match=r"engine.scale\(\): expected an optimizer"):
+        engine.scale(loss)
     with pytest.raises(AttributeError, match=r"register_compile_pass is not in lowtide.deepspeed: use engine.compile"):
         _ = engine.register_compile_pass
     with pytest.raises(ValueError, match="offload_states: expected device 'cpu', found 'nvme'; what is always to rest"):
@@ -352,6 +386,15 @@ def refusals() -> None:
         engine.load_module_state_dict({}, custom_load_fn=print)
     engine.destroy()
     engine = engine_of(2)
+    for call, name in (
+        (engine.backward, "engine.backward"),
+        (engine.scale, "engine.scale"),
+        (engine.optimizer.backward, "optimizer.backward"),
+    ):
+        with pytest.raises(
+            AssertionError, match=f"{name}: expected a loss with one element .* shape .2,., requires_gr"
+        ):
+            call(torch.ones(2, requires_grad=True))
     with pytest.raises(AssertionError, match=r"expected engine.backward\(loss\) for a loss of tiled .* 2, found"):
         engine._kept(torch.ones(1))
     with pytest.raises(AssertionError, match=r"no_sync\(\): expected stage 0 or 1, found stage 2"), engine.no_sync():

@@ -179,7 +179,7 @@ class Blueprint:
         """Axes with several ranks on which models exchange while gradients are on their way."""
         # Directions go along these to who makes whole matrices of them, and signs and
         # thin matrices to who adds them up.
-        moves = self.optimizer.moves_matrices or self.optimizer.signs is not None or self.low_rank is not None
+        moves = self.optimizer.moves_matrices or self.optimizer.sends_signs or self.low_rank is not None
         moved = ((SHARD if self.policy.shards_states else REPLICA),) if moves else ()
         return self.arrangement.wide((*moved, EXPERT, SEQUENCE))
 
@@ -190,7 +190,7 @@ class Blueprint:
         Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie;
         and not where each updates with its own, or makes the sum of thin matrices.
         """
-        if self.optimizer.signs is not None or self.low_rank is not None:
+        if self.optimizer.sends_signs or self.low_rank is not None:
             return False
         return not self.policy.shards_states and self.timing not in (Timing.IN_BACKWARD, Timing.DELAYED)
 

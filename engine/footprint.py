@@ -23,7 +23,6 @@ from ..zero.matrix_trip import REPLICATED, SHARDED, owners_of
 from ..zero.offloaded_states import ChunkLayout
 from ..zero.plan import GroupPlan, ModelPlan, Role
 from ..zero.sign_mean import SignLayout
-from ..zero.sign_update import extra_numel
 from ..zero.state_kinds import MASTER, Kinds, kinds_of_block, scaled
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint, Timing
@@ -413,15 +412,13 @@ class Footprint:
         return found[0], found[1]
 
     def _beside_signs(self, group: GroupPlan) -> int:
-        """What a group remembers of what signs did not say, and of its steps since ranks have met."""
-        signs = self._blueprint.optimizer.signs
-        if signs is None:
+        """What a group remembers of what signs did not say."""
+        if not self._blueprint.optimizer.sends_signs:
             return 0
-        is_mixed = MASTER in self._kinds(group)
-        dtype = torch.float32 if is_mixed else group.dtype
+        dtype = torch.float32 if MASTER in self._kinds(group) else group.dtype
         layout = SignLayout.of(group.layout, self._sizes(group.domain).replicas, dtype)
         place = self._blueprint.arrangement.place(self._rank, group.domain.replicas)
-        return extra_numel(signs, layout, place, is_mixed) * dtype.itemsize
+        return layout.error_numel(place) * dtype.itemsize
 
     def _thin(self, group: GroupPlan, moment: Moment) -> int:
         """What a group remembers of what thin matrices did not say: until a step counts, of two of them."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
-from ..optimizers.optimizer import Optimizer, OptimizerParams, Options, Signs
+from ..optimizers.optimizer import Optimizer, OptimizerParams, Options
 from ..optimizers.table import OPTIMIZERS
 from ..zero.fused_update import FusedUpdate
 from ..zero.masters import Masters
@@ -85,7 +85,7 @@ class OptimizerPlan:
         if record.whole is not None and record.whole.matrix is not None:
             param_groups = _divided(module, trained, options, record)
         state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
-        kind = WholeUpdate if record.whole is not None else SignUpdate if record.signs is not None else FusedUpdate
+        kind = WholeUpdate if record.whole is not None else SignUpdate if record.sends_signs else FusedUpdate
         by_group = tuple(param_groups) if len(param_groups) > 1 else ()
         update = kind(record, options, state_dtype, backend, masters, seed, by_group)
         return cls(param_groups, dict(options), update, None, masters, seed)
@@ -177,9 +177,9 @@ class OptimizerPlan:
         return 0 if whole is None else sum(math.prod(one) for one in whole.factors(shape).values())
 
     @property
-    def signs(self) -> Signs | None:
-        """What ranks tell each other in the place of gradients."""
-        return None if self.fused is None else self.fused.optimizer.signs
+    def sends_signs(self) -> bool:
+        """Whether ranks tell each other signs of momenta in the place of gradients."""
+        return self.fused is not None and self.fused.optimizer.sends_signs
 
     @cached_property
     def _matrices(self) -> frozenset[int]:

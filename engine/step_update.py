@@ -145,7 +145,7 @@ class StepUpdate:
     @property
     def is_under_way(self) -> bool:
         """Whether there is one, of which the parameters do not know yet."""
-        return self._optimizer.delayed.is_pending or self._optimizer.is_apart
+        return self._optimizer.delayed.is_pending
 
     def has_failed(self) -> bool:
         """Waits for an update in the background, on this rank alone. True where it could not be made."""
@@ -186,12 +186,6 @@ class StepUpdate:
     def forget_failure(self) -> None:
         """All that an update writes was loaded anew."""
         self._failure = ""
-
-    def meet(self) -> None:
-        """What ranks have updated each for itself becomes the same. A collective, where anything was."""
-        if self._optimizer.is_apart:
-            self._optimizer.meet()
-            self._mesh.fence("parameters that all ranks have alike")
 
     def close(self) -> None:
         """As `settle`, but says nothing of a failure that was told before."""

@@ -436,7 +436,6 @@ class Steps:
                     if self.update.is_under_way:
                         self.guard.values.expect_update()
                     self.update.settle()
-                    self.update.meet()
             except OffloadError as error:
                 if access is not Access.REPLACES:
                     raise
@@ -454,7 +453,6 @@ class Steps:
             if self.update.is_under_way:
                 self.guard.values.expect_update()
             self.update.settle()
-            self.update.meet()
             yield
             self.guard.remember()
 

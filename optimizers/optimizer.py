@@ -69,27 +69,6 @@ class Whole:
     takes_all: bool = False
 
 
-SignScale = Callable[["Tensor"], "Tensor"]
-"""Values, (n,) -> (): what their signs are multiplied by."""
-
-
-@dataclass(frozen=True)
-class Signs:
-    """Of an optimizer whose ranks send signs of momenta, once its warm-up is over, and no gradients before that.
-
-    sums_gradients(options, step): whether gradients are summed in a step, counted from 1, as with other optimizers;
-    else each rank's own gradient is updated with. meets(options, step): whether ranks tell each other their momenta in
-    such a step. scale: of the signs. is_scaled: whether a step is as large as its parameter; sums_steps: momenta are
-    sent times the learning rates of all steps since the last meeting, and parameters move on each rank alone between.
-    """
-
-    sums_gradients: Callable[[Options, int], bool]
-    scale: SignScale
-    meets: Callable[[Options, int], bool] = lambda options, step: True
-    is_scaled: bool = False
-    sums_steps: bool = False
-
-
 @dataclass(frozen=True)
 class Optimizer:
     """An elementwise optimizer, or one whose directions are elementwise, and then scaled by what is `whole`.
@@ -108,7 +87,7 @@ class Optimizer:
     coefficients: Coefficients | None = None
     idle: tuple[float, ...] = ()
     whole: Whole | None = None
-    signs: Signs | None = None
+    sends_signs: bool = False  # after `freeze_step` steps ranks send signs of momenta, and no gradients
     keeps_step: bool = True  # whether torch's state dict of such an optimizer has a step
     torch_class: str | None = None  # in torch.optim: the class that does the same
     torch_options: Options = field(default_factory=dict)  # what that class must have for it, beside our own options

@@ -11,13 +11,12 @@ from .lamb import LAMB
 from .lion import LION
 from .muon import MUON
 from .nadam import NADAM
-from .onebit import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_ADAM
+from .onebit import ONEBIT_ADAM
 from .optimizer import Optimizer
 from .radam import RADAM
 from .rmsprop import RMSPROP
 from .sgd import SGD
 
-_SIGNS = (ONEBIT_ADAM, ZERO_ONE_ADAM, ONEBIT_LAMB)
-_ALL = (ADAMW, ADAM, SGD, LION, ADAGRAD, RMSPROP, ADAMAX, NADAM, RADAM, ADADELTA, LAMB, MUON, ADAFACTOR, *_SIGNS)
+_ALL = (ADAMW, ADAM, SGD, LION, ADAGRAD, RMSPROP, ADAMAX, NADAM, RADAM, ADADELTA, LAMB, MUON, ADAFACTOR, ONEBIT_ADAM)
 OPTIMIZERS: Mapping[str, Optimizer] = {one.name: one for one in _ALL}
 """By name."""

@@ -161,12 +161,6 @@ class FusedUpdate:
         """Whether a step, counted from 1, is made with the gradients of all ranks; else with each rank's own."""
         return True
 
-    def is_apart(self, shard: ShardState) -> bool:
-        """Whether ranks have other parameters than each other, until they `meet`."""
-        return False
-
-    def meet(self, shard: ShardState, options: Sequence[Options]) -> None: ...
-
     def rank_states(self, shard: ShardState) -> Iterable[tuple[Piece, str, Tensor]]:
         """(piece, name, values) of elementwise states that this rank alone has."""
         return ()

@@ -206,18 +206,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.sums_gradients
 
     @property
-    def is_apart(self) -> bool:
-        """Whether ranks have other parameters than each other, until they `meet`."""
-        update = self._update
-        return isinstance(update, FusedUpdate) and any(map(update.is_apart, self.shards))
-
-    def meet(self) -> None:
-        """All ranks have the same parameters from now on. A collective, where they have not."""
-        if isinstance(self._update, FusedUpdate):
-            for shard in self.shards:
-                self._update.meet(shard, self.param_groups)
-
-    @property
     def can_be_skipped(self) -> bool:
         """Whether an update can be started before the host knows if it counts: its kernels ask the device then."""
         return self._are_here and not self._update.waits_for_norm

@@ -117,7 +117,7 @@ class ParameterStates:
 
     def reset(self, params: Mapping[str, nn.Parameter], what: str) -> None:
         """These are as before their first step. params: by name, on all ranks alike. Raises ValueError."""
-        if isinstance(self._update, FusedUpdate) and self._update.optimizer.signs is not None:
+        if isinstance(self._update, FusedUpdate) and self._update.optimizer.sends_signs:
             raise ValueError(
                 f"{what}: expected an optimizer whose states are of each parameter, found {self._update.name}, whose "
                 "ranks keep errors of messages that are of many; save the weights, and begin with a new engine"

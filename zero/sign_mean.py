@@ -9,6 +9,7 @@ of its region. Source: 1-bit Adam, arXiv 2102.02888, algorithm 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from ..comm import Exchange, regions_of
 from ..kernels.sign_bits import BITS, packed_signs, unpacked_signs
-from ..optimizers.optimizer import SignScale
 from .layout import FlatLayout
 
 Stretch = tuple[int, int, int]
@@ -78,7 +78,6 @@ class SignMean:
 
     layout: SignLayout
     exchange: Exchange
-    scale: SignScale
     what: str
     worker_error: Tensor = field(init=False)  # (padded_numel,)
     server_error: Tensor = field(init=False)  # (elements of the region,)
@@ -131,7 +130,7 @@ class SignMean:
         """(message, what it says) of a region."""
         stretches: Sequence[Stretch] = self.layout.stretches[place]
         zero = values.new_zeros(())
-        found = [zero if index in unused else self.scale(values[low:high]) for index, low, high in stretches]
+        found = [zero if index in unused else _scale(values[low:high]) for index, low, high in stretches]
         scales = torch.stack(found) if found else values.new_empty(0)
         message = torch.cat([packed_signs(values), scales.view(torch.uint8)])
         return message, self._decoded(message, place)
@@ -153,3 +152,9 @@ class SignMean:
         for index, low, high in self.layout.stretches[place]:
             if index not in unused:
                 torch.sub(values[low:high], said[low:high], out=error[low:high])
+
+
+def _scale(values: Tensor) -> Tensor:
+    """(): signs that are multiplied by it have the norm of the values."""
+    scale: Tensor = values.norm() / math.sqrt(values.numel())
+    return scale

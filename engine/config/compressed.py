@@ -16,7 +16,7 @@ def compression_faults(
 ) -> list[Fault]:
     """What an optimizer that sends signs, or PowerSGD, cannot be beside."""
     rank, bits = communication.power_sgd.rank, communication.gradient_bits
-    sends_signs = optimizer is not None and OPTIMIZERS[optimizer.type].signs is not None
+    sends_signs = optimizer is not None and OPTIMIZERS[optimizer.type].sends_signs
     found = _power_sgd_faults(zero, parallel) if rank else []
     if bits is not None and (rank or sends_signs):
         beside = "communication.power_sgd" if rank else f'optimizer.type "{optimizer.type}"' if optimizer else ""

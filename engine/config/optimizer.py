@@ -57,6 +57,16 @@ NOT_DONE = {  # why it is not
     "asgd": "it averages the weights, which engine.ema() does beside any optimizer",
     "rprop": "it is for whole data sets as one batch",
 }
+REMOVED = {  # what to do in its place
+    "zerooneadam": (
+        'use "onebitadam", whose freeze_step is var_freeze_step, and remove var_update_scaler, local_step_scaler and '
+        "local_step_clipper"
+    ),
+    "onebitlamb": (
+        'use "onebitadam" with the same freeze_step, and remove max_coeff, min_coeff, coeff_beta, factor_max, '
+        'factor_min and factor_threshold; "lamb" scales steps by parameters, and sends whole gradients'
+    ),
+}
 ADAM_IS_ADAMW = (
     'type "{}" without adam_w_mode false means AdamW (decay apart from the gradient), as in DeepSpeed; '
     "weight_decay is {}"
@@ -75,6 +85,8 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         return None, [], [Fault("optimizer.type", kind, f"expected one of {', '.join(OPTIMIZERS)}{found}")]
     written_so = (one.name for one in OPTIMIZERS.values() if written.lower() in (one.name, *one.deepspeed_names))
     name = next(written_so, written.lower())
+    if name in REMOVED:
+        return None, [], [Fault("optimizer.type", "unsupported", f"{shown(written)} was removed; {REMOVED[name]}")]
     if name not in OPTIMIZERS:
         what = (
             f"{shown(written)} is not supported yet: {NOT_DONE[name]}"
@@ -88,7 +100,7 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         params = {"adam_lr": params.get("lr"), **params, "lr": params["muon_lr"]}
         del params["muon_lr"]
         return {**section, "type": name, "params": params}, [], []
-    if isinstance(params, dict) and OPTIMIZERS[name].signs is not None and "bias_correction" in params:
+    if isinstance(params, dict) and OPTIMIZERS[name].sends_signs and "bias_correction" in params:
         why = "1-bit optimizers correct no moments, here and in DeepSpeed"
         note = f"optimizer.params.bias_correction: {shown(params['bias_correction'])} has no effect here: {why}"
         params = {key: value for key, value in params.items() if key != "bias_correction"}

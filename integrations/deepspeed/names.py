@@ -113,7 +113,7 @@ REASONS = {
     "runtime.config": "it is a constant of DeepSpeed's own files; lowtide.Config says what is understood",
     "runtime.constants": "it is a constant of DeepSpeed's own files",
     "runtime.data_pipeline": "sample the data in your script",
-    "runtime.fp16.onebit": '1-bit optimizers are named in the config: type "OneBitAdam", "ZeroOneAdam", "OneBitLamb"',
+    "runtime.fp16.onebit": '1-bit Adam is named in the config: type "OneBitAdam"; there is no 0/1 Adam or 1-bit LAMB',
     "runtime.progressive_layer_drop": "drop layers in your model; skipped blocks work at every stage",
     "runtime.pipe.dualpipev": 'set pipeline.schedule in the config ("zb-v", ...)',
     "runtime.pipe.schedule": "schedules are named by pipeline.schedule in the config; `lowtide schedule` draws them",

@@ -96,8 +96,25 @@ def test_an_optimizer_that_is_not_done_lists_what_there_is(kind: str, why: str) 
     assert text.startswith(f'1 fault:\n  optimizer.type: "{kind}" is not supported yet: {why}')
     assert (
         "; there is adamw, adam, sgd, lion, adagrad, rmsprop, adamax, nadam, radam, adadelta, lamb, muon, adafactor, "
-        "onebitadam, zerooneadam, onebitlamb; or pass your own elementwise torch optimizer class to initialize"
+        "onebitadam; or pass your own elementwise torch optimizer class to initialize"
     ) in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "in_its_place"),
+    [
+        ("ZeroOneAdam", {"lr": 0.01, "var_freeze_step": 3, "local_step_clipper": 4}, "whose freeze_step is var_freeze"),
+        ("zerooneadam", {}, "and remove var_update_scaler, local_step_scaler and local_step_clipper"),
+        ("OneBitLamb", {"freeze_step": 3, "factor_min": "x", "cuda_aware": False}, "with the same freeze_step, and "),
+        ("onebitlamb", {"lr": "auto"}, "and remove max_coeff, min_coeff, coeff_beta, factor_max, factor_min and "),
+    ],
+)
+def test_an_optimizer_that_was_removed_names_the_one_to_use(
+    kind: str, params: dict[str, Any], in_its_place: str
+) -> None:
+    text = message_of({"type": kind, "params": params})
+    assert text.startswith(f'1 fault:\n  optimizer.type: "{kind}" was removed; use "onebitadam"')
+    assert in_its_place in text and text.count("\n") == 1
 
 
 @pytest.mark.parametrize(

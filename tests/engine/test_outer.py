@@ -65,7 +65,6 @@ def test_checkpoints_go_on_bit_by_bit_with_an_exchange_under_way_too(ranks: Rank
 
 
 OUTER = Plan(every=2).as_config(2)
-LOCAL_STEPS = {"type": "zerooneadam", "params": {"lr": 1e-3, "var_freeze_step": 1, "local_step_scaler": 1}}
 BF16 = {"bf16": {"enabled": True}}
 FORMS: dict[str, tuple[int, dict[str, Any], str]] = {  # stage, more of the config, and whose bits it has
     "fp32": (0, {}, ""),
@@ -103,7 +102,6 @@ FORMS: dict[str, tuple[int, dict[str, Any], str]] = {  # stage, more of the conf
     "few bits, differences": (1, {"communication": {"weight_bits": 4, "gradient_bits": 4, "route": "sockets"}}, ""),
     "thin matrices": (1, {"communication": {"power_sgd": {"rank": 2, "start_step": 1}}}, ""),
     "signs": (0, {"optimizer": {"type": "onebitadam", "params": {"lr": 1e-3, "freeze_step": 2}}, "steps": 4}, ""),
-    "signs, ranks apart in step 6": (0, {"optimizer": LOCAL_STEPS, "steps": 6}, ""),
     "layered": (
         3,
         {"zero_optimization": {"layered_gradient_accumulation": True}, "gradient_accumulation_steps": 2},

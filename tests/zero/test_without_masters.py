@@ -104,7 +104,7 @@ def test_any_number_of_ranks_has_the_same_bits(ranks: RankPool) -> None:
 
 
 def test_every_optimizer(ranks: RankPool) -> None:
-    names = [name for name, record in OPTIMIZERS.items() if record.signs is None]  # the others need masters
+    names = [name for name, record in OPTIMIZERS.items() if not record.sends_signs]  # the others need masters
     cases = [case_of(False, optimizer={"type": name}).at(stage) for name in names for stage in (1, 3)]
     outcomes = ranks(2, train_all, cases)[0]
     for name, first, other in zip(names, outcomes[::2], outcomes[1::2], strict=True):

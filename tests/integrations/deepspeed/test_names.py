@@ -89,6 +89,11 @@ def test_stand_ins_are_imported_and_cannot_be_used() -> None:
         _ = MoE.experts
     with pytest.raises(NotImplementedError, match="lowtide trains; serve what"):
         deepspeed.init_inference(None)
+    for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
+        with pytest.raises(
+            NotImplementedError, match=rf'{name} .*: .* type "OneBitAdam"; there is no 0/1 Adam or 1-bit'
+        ):
+            getattr(deepspeed.runtime.fp16.onebit, name)([])
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,11 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
     "env": "say what this machine has, how fast it is, what works on it, and why the rest does not",
-    "ssh": "run a command on all hosts at once",
     "completion": "print a script with which the shell completes commands and options",
+}
+REMOVED = {  # what to do in its place
+    "ssh": "run a command on all hosts with ClusterShell, `clush -bw 'node[1-4]' COMMAND`, or pdsh; "
+    "in a SLURM job with `srun --ntasks-per-node=1 COMMAND`",
 }
 
 
@@ -46,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"lowtide {importlib.metadata.version('lowtide')}")
         return 0
+    if name in REMOVED:
+        print(f'lowtide: the command "{name}" was removed; {REMOVED[name]}', file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f'did you mean "{close[0]}"?' if close else f"the commands are {', '.join(COMMANDS)}"

@@ -47,30 +47,6 @@ class HostsJob:
         script = folder / "script.py"
         script.write_text(source, encoding="utf-8")
         command = [*LAUNCH, *options, str(script), *arguments]
-        self._start(network, folder, command, at, environment)
-
-    @classmethod
-    def of_command(
-        cls,
-        network: Network,
-        folder: Path,
-        command: Sequence[str],
-        at: str = "login",
-        environment: Mapping[str, str] | None = None,
-    ) -> "HostsJob":
-        """Any other command, watched in the same way."""
-        job = cls.__new__(cls)
-        job._start(network, folder, command, at, environment)
-        return job
-
-    def _start(
-        self,
-        network: Network,
-        folder: Path,
-        command: Sequence[str],
-        at: str,
-        environment: Mapping[str, str] | None,
-    ) -> None:
         self.network, self.folder = network, folder
         self._started = time.monotonic()
         self._process = network[at].popen(

@@ -38,6 +38,15 @@ def test_an_unknown_command_is_named(name: str, hint: str, capsys: pytest.Captur
     assert capsys.readouterr().err == f'lowtide: unknown command "{name}"; {hint}\n'
 
 
+def test_a_command_that_was_removed_names_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ssh", "--hosts", "a,b", "--", "uptime"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        'lowtide: the command "ssh" was removed; run a command on all hosts with ClusterShell, `clush -bw '
+        "'node[1-4]' COMMAND`, or pdsh; in a SLURM job with `srun --ntasks-per-node=1 COMMAND`\n",
+    )
+
+
 def test_launch_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["launch", "--help"])

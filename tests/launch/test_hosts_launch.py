@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from tests.launch.hosts_job import HostsJob
-from tests.launch.jobs import LAUNCH
 from tests.launch.network import Network
 
 TWO_BY_TWO = ("--hosts", "n1:2,n2:2")
@@ -56,11 +55,3 @@ def test_each_host_keeps_the_files_of_its_own_ranks(hosts: Network, tmp_path: Pa
         assert hosts["n2"].run("ls", str(logs)).split() == ["rank2.log", "rank3.log"]
         assert hosts["n2"].run("cat", str(logs / "rank3.log")) == "rank 3 was here\n"
     assert list(logs.iterdir()) == []
-
-
-def test_a_command_runs_on_every_host_without_a_job(hosts: Network, tmp_path: Path) -> None:
-    command = [*LAUNCH[:-1], "ssh", "--hosts", "n1,n2", "--", "sh", "-c", "hostname; echo 'two  words'"]
-    result = HostsJob.of_command(hosts, tmp_path, command).finish()
-    assert result.status == 0, result
-    for name in ("n1", "n2"):
-        assert f"[{name}] {name}\n[{name}] two  words\n" in result.out

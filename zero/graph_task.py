@@ -45,8 +45,12 @@ def accumulators_of(params: Iterable[nn.Parameter]) -> dict[int, Node]:
 
 
 def will_run(nodes: Iterable[Node]) -> bool:
-    """Whether the current run comes to any of these accumulators, to add to what is in `grad`."""
+    """Whether the current run comes to any of these accumulators, to add to what is in `grad`.
+
+    It adds nothing for a parameter whose `requires_grad` was switched off since its forward.
+    """
+    executes = torch._C._will_engine_execute_node
     try:
-        return any(map(torch._C._will_engine_execute_node, nodes))
+        return any(node.variable.requires_grad and executes(node) for node in nodes)  # type: ignore[attr-defined]
     except RuntimeError:  # a torch.autograd.grad which returns the gradient of one of them, and adds it to nothing
         return False

@@ -308,8 +308,10 @@ class UnitSequence:
         unit = self.units[number]
         heard = self._heard
         if self._graph_task is None if heard is None else heard() is None:  # else it does nothing, often
-            self.hear(param)
+            self.hear(param if param.requires_grad else None)
         if self.phase is not Phase.BACKWARD:  # in a run that seemed to add to no gradient: checkpointing has its own
+            if not param.requires_grad:  # frozen since its forward: autograd tells of it, and adds nothing
+                return
             self._end_lending()
             self._begin_heard(param)
         if unit.is_collected and not unit.is_left_over:

@@ -423,3 +423,17 @@ def test_a_gradient_that_is_put_in_after_the_backward_is_not_overlooked(stage: i
         words = "parameter 'last.weight': expected the gradient that was reduced, found another one that was put in"
         with pytest.raises(StateError, match=words):
             engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_comes_to_frozen_parameters_alone_is_no_microbatch(stage: int) -> None:
+    torch.manual_seed(0)
+    with lowtide.initialize(models.mlp(), CASE.at(stage).as_config() | {"gradient_accumulation_steps": 2}) as engine:
+        loss = engine(*models.vector_batch(0, 2))
+        with engine.frozen():
+            loss.backward()
+        assert engine.microbatches_done == 0
+        for done in (1, 2):
+            engine(*models.vector_batch(0, 2)).backward()
+            assert engine.microbatches_done == done
+        assert engine.step().grad_norm > 0 and engine.global_step == 1

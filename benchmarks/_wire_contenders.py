@@ -20,13 +20,6 @@ class Contender:
     label: str
     kind: str  # "lowtide", "ddp" or "fsdp2"
     options: dict[str, Any]
-    period: int = 1
-    """Steps after which what it sends repeats. A turn has at least so many, and then it has one turn at each speed."""
-
-    @property
-    def has_islands(self) -> bool:
-        """Its process group is that of a host alone, so it trains in processes of its own."""
-        return "outer" in self.options
 
 
 def _stage(stage: int, more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -38,7 +31,6 @@ def _lowtide(name: str, label: str, stage: int, zero: dict[str, Any] | None = No
     return Contender(name, f"lowtide stage {stage}{label}", "lowtide", config)
 
 
-EVERY = 50  # steps of an island between two exchanges
 ONE_BIT = {"type": "OneBitAdam", "params": {"lr": LEARNING_RATE, "freeze_step": 2}}
 HPZ = {"zero_hpz_partition_size": 2}
 CONTENDERS = {
@@ -53,13 +45,6 @@ CONTENDERS = {
         _lowtide("both4", ", differences 4 + qgZ 4", 2, weight_bits=4, gradient_bits=4),
         Contender("onebit", "lowtide stage 0, 1-bit Adam", "lowtide", {**_stage(0), "optimizer": ONE_BIT}),
         _lowtide("power_sgd", ", PowerSGD of rank 4", 0, power_sgd={"rank": 4, "start_step": 2}),
-        Contender(
-            "diloco",
-            f"lowtide stage 3 in a host, DiLoCo every {EVERY}",
-            "lowtide",
-            {**_stage(3), "outer": {"every": EVERY, "ranks": RANKS_OF_HOST}},
-            period=EVERY,
-        ),
         Contender("ddp", "DDP, fp16 messages", "ddp", {"hook": "fp16"}),
         Contender("powersgd", "DDP, PowerSGD of rank 4", "ddp", {"hook": "powersgd"}),
         Contender("fsdp2", "FSDP2", "fsdp2", {}),

@@ -111,19 +111,15 @@ def measured(job: dict[str, Any], rank: int, ranks: int) -> list[dict[str, Any]]
             set_speed(speed)
         for number in range(job["rounds"]):
             for name, step in steps.items():
-                period = CONTENDERS[name].period
-                if number and period > job["steps"]:
-                    continue
-                num_steps = -(-job["steps"] // period) * period
                 dist.barrier()
                 before, worked, started = sent_bytes(), time.process_time(), time.perf_counter()
-                for count in range(num_steps):
+                for count in range(job["steps"]):
                     loss = step(*batches[count % len(batches)])
                 dist.barrier()  # a packet that waits still counts as the step's
                 seconds, sent = time.perf_counter() - started, sent_bytes() - before
-                each = {"seconds": seconds / num_steps, "bytes": sent / num_steps, "loss": float(loss)}
-                each["processor_seconds"] = (time.process_time() - worked) / num_steps
-                found.append({"contender": name, "speed": speed, "round": number, "steps": num_steps, **each})
+                each = {"seconds": seconds / job["steps"], "bytes": sent / job["steps"], "loss": float(loss)}
+                each["processor_seconds"] = (time.process_time() - worked) / job["steps"]
+                found.append({"contender": name, "speed": speed, "round": number, "steps": job["steps"], **each})
     return found
 
 
@@ -131,13 +127,9 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    if not any(CONTENDERS[name].has_islands for name in job["contenders"]):
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     found = measured(job, rank, ranks)
-    everyone = [Path(sys.argv[1]).with_name(f"rank{one}.json") for one in range(ranks)]
-    everyone[rank].write_text(json.dumps(found))
-    while not all(one.exists() for one in everyone):  # islands need rank 0's store to the end
-        time.sleep(0.05)
+    Path(sys.argv[1]).with_name(f"rank{rank}.json").write_text(json.dumps(found))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # as `_worker.py` does: see its [Note: Leaving]

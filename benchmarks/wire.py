@@ -7,10 +7,6 @@ the cable, headers included. A record has rank 0's processor seconds of a step t
 leaves of its time. Needs root:
 
     python benchmarks/wire.py --json wire.json --markdown wire.md --image wire.png
-
-A contender that sends something only every so many steps (DiLoCo) has one turn of so many at each speed, so that its
-bytes and its time are those of a step on average. Where hosts are islands it has processes of its own, after the
-others.
 """
 
 from __future__ import annotations
@@ -155,10 +151,7 @@ def main(argv: list[str] | None = None) -> None:
         "speeds": list(speeds.values()),
         **{key: getattr(options, key) for key in ("size", "rows", "warmup", "steps", "rounds")},
     }
-    islands = [name for name in options.contenders if CONTENDERS[name].has_islands]
-    together = [name for name in options.contenders if name not in islands]
-    jobs = [together, *([name] for name in islands)]
-    records = [record for names in jobs if names for record in run({**job, "contenders": names}, options.timeout)]
+    records = run(job, options.timeout)
     rows = summary(records, list(speeds.values()))
     print(table(rows, speeds))
     if options.json is not None:

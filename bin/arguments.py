@@ -3,13 +3,15 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that says what was meant; `add_subparsers` gives parsers of the same kind."""
 
+    removed: Mapping[str, str] = {}
+    """Options that earlier versions had -> what to use instead."""
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -48,6 +50,8 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, word: str) -> str:
         name = word.partition("=")[0]
+        if name in self.removed:
+            return f"{name} was removed; {self.removed[name]}"
         options = [option for option in self._option_string_actions if option.startswith("--")]
         close = difflib.get_close_matches(name, options, n=1)
         return f'unknown option "{name}"' + (f'; did you mean "{close[0]}"?' if close else "")

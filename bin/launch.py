@@ -28,7 +28,7 @@ CONNECT_SECONDS = 60.0
 JOIN_SECONDS = 600.0  # pods and tasks of one job may start minutes apart
 _OF_A_JOB = (
     *("bind", "master_port", "quiet_ranks", "log_dir", "check_folder", "grace", "lost_after", "step_limit"),
-    *("on_stall", "max_restarts", "min_hosts", "max_hosts", "islands"),
+    *("on_stall", "max_restarts", "min_hosts", "max_hosts"),
 )
 EPILOG = """examples:
   lowtide launch --nproc 2 examples/train_gpt.py --steps 100
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    result.removed = {"--islands": "for ranks that train apart use torchft (https://github.com/meta-pytorch/torchft)"}
     _add_hosts(result.add_argument_group("where"))
     _add_ranks(result.add_argument_group("what"))
     _add_failure(result.add_argument_group("when something goes wrong"))
@@ -69,7 +70,7 @@ def fault(options: argparse.Namespace) -> str | None:
         value = getattr(options, name)
         if value is not None and value < 0:
             return f"--{name.replace('_', '-')} must not be negative, found {value:g}"
-    for name in ("min_hosts", "max_hosts", "islands"):
+    for name in ("min_hosts", "max_hosts"):
         value = getattr(options, name)
         if isinstance(value, int) and value < 1:
             return f"--{name.replace('_', '-')} must be at least 1, found {value}"
@@ -192,7 +193,6 @@ def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
         check_folders=tuple(options.check_folder),
         step_limit_seconds=options.step_limit,
         on_stall=options.on_stall,
-        islands=options.islands,
         notes_of_one_rank=_notes_of_one_rank(options),
         connect_seconds=JOIN_SECONDS if allocation.transport == "join" else CONNECT_SECONDS,
     )
@@ -245,13 +245,6 @@ def _seconds(text: str) -> float:
 
 
 _seconds.__name__ = "number"  # as for the function below
-
-
-def _ranks_of_island(text: str) -> int | str:
-    return text if text == "host" else int(text)
-
-
-_ranks_of_island.__name__ = "number"
 
 
 def _number_of_ranks(text: str) -> int | str:
@@ -325,12 +318,6 @@ def _add_failure(group: "argparse._ArgumentGroup") -> None:
     )
     add("--step-limit", type=_seconds, metavar="SECONDS", help="when a step takes longer, say who waits for whom")
     add("--on-stall", choices=("report", "stop"), default="report", help="then go on or stop (default: %(default)s)")
-    add(
-        "--islands",
-        type=_ranks_of_island,
-        metavar="N|host",
-        help="ranks that train apart (outer): when one is lost, its island is, and the others go on",
-    )
     add("--max-restarts", type=int, default=0, metavar="N", help="after a failure start again, so many times")
     add("--min-hosts", type=int, metavar="N", help="restart with fewer hosts, but not with fewer than these")
     add("--max-hosts", type=int, metavar="N", help="use no more hosts at a time; the others are a reserve")

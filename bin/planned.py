@@ -17,7 +17,6 @@ _LINKS = {
     "intra": "to devices of the host",
     "inter": "to other hosts",
     "pipe": "to the stages before and after",
-    "outer": "to other islands",
 }
 
 
@@ -77,7 +76,7 @@ def _totals(plan: Plan, tokens: float | None) -> list[str]:
     lines = [f"each rank sends in a step: {sent}", step]
     if tokens is not None:
         days = tokens / plan.tokens_per_second / 86400
-        hours = days * 24 * plan.machine.num_devices * plan.machine.num_islands
+        hours = days * 24 * plan.machine.num_devices
         lines.append(f"{tokens:.4g} tokens: {days:.4g} days, {hours:,.0f} GPU hours")
     return lines
 

@@ -20,7 +20,6 @@ from .reader import CheckpointReader
 MODEL = "model."
 STATE = "optim.state."
 AVERAGE = "ema."
-OUTER = "outer."
 
 
 class Checkpoint:
@@ -75,10 +74,6 @@ class Checkpoint:
     def averages(self) -> CheckpointReader:
         """Moving averages of parameters, by the model's own names; empty where none were made."""
         return self._reader(AVERAGE)
-
-    def outer(self, kind: str) -> CheckpointReader:
-        """What islands keep of parameters, by the model's own names; empty where there was none of that kind."""
-        return self._reader(f"{OUTER}{kind}.")
 
     @property
     def averaged_weights(self) -> CheckpointReader:

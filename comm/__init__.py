@@ -16,43 +16,32 @@ Every route but the native one sums in rank order, so that the result does not d
 from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
 from .axis import Axis
-from .errors import CollectiveError, LeftOutError
+from .errors import CollectiveError
 from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
-from .island_messages import InDtype, MessageForm
-from .islands import Islands, ranks_of_an_island
 from .mesh import Mesh, route_for
 from .peers import Peers
 from .pending import Numels, Pending, Terms, regions_of
 from .raised import BODY, Raised
-from .ring import Agreed, Combine, Ring
 from .world import World
 
 __all__ = [
     "BODY",
     "EXCHANGE_SLOTS",
     "Activity",
-    "Agreed",
     "Arrangement",
     "Arriving",
     "Axis",
     "CollectiveError",
-    "Combine",
     "Exchange",
-    "InDtype",
-    "Islands",
-    "LeftOutError",
     "Mesh",
-    "MessageForm",
     "Numels",
     "Peers",
     "Pending",
     "Progress",
     "Raised",
-    "Ring",
     "Terms",
     "World",
     "exchange_slot_bytes",
-    "ranks_of_an_island",
     "regions_of",
     "route_for",
 ]

@@ -19,10 +19,6 @@ class CollectiveError(RuntimeError):
     """A collective could not complete. Says which rank waited for which rank, in what, and for how long."""
 
 
-class LeftOutError(CollectiveError):
-    """The other islands of the job go on without this rank's, which did not come in time."""
-
-
 def no_answer(
     rank: int, what: str, peers: Sequence[int], waited_seconds: float, error: RuntimeError, what_to_do: str = UNEVEN
 ) -> str:

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +36,6 @@ from ..watch.progress import Activity, Progress
 from ..watch.record import NUM_CHANNELS
 from ..watch.watchdog import Watchdog
 from .errors import CollectiveError, no_answer
-from .islands import Islands, own_address
 from .loopback_store import loopback_store
 from .objects import gather_objects
 from .overdue import Overdue, leave_errors_to_us
@@ -49,9 +48,6 @@ _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # The launcher's variables -> the store that they lead to, and how many groups were made in it. One entry, as global as
 # the default process group; see [Note: one store, many groups].
 _STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
-
-# The islands of a process group that `join` made for one of them, and how many worlds were told of them.
-_ISLANDS: weakref.WeakKeyDictionary[Any, tuple[Islands, int]] = weakref.WeakKeyDictionary()
 
 # The process groups whose connections a failed collective has ended, and its error. As global as these groups.
 _BROKEN: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -79,20 +75,18 @@ class World:
     owns_process_group: bool
     timeout_seconds: float
     began_alone: bool = False
-    islands: Islands | None = field(default=None, compare=False)  # of which this world is one, where that was asked for
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
     overdue: Overdue = field(default_factory=Overdue, compare=False)
     raised: Raised = field(default_factory=Raised, compare=False)  # what ranks tell each other of errors in a call
 
     @classmethod
-    def join(cls, device: str = "auto", timeout_seconds: float = 300.0, ranks_of_island: int | None = None) -> World:
+    def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
         """Uses the default process group that exists, or makes one from the launcher's environment variables.
 
-        With neither it is a world of one, for which a process group without network is made. ranks_of_island: so many
-        ranks of the job are the world: see [Note: islands] in islands.py.
-        Raises ValueError where some of the launcher's variables are set and others are missing, or a group exists that
-        is not of an island, CollectiveError where another rank does not come.
+        With neither it is a world of one, for which a process group without network is made.
+        Raises ValueError where some of the launcher's variables are set and others are missing, CollectiveError where
+        another rank does not come.
         """
         chosen = _choose_device(device)
         progress = Progress.of_this_process()
@@ -105,7 +99,7 @@ class World:
                 leave_errors_to_us()
             progress.identify(_launched_ranks()[0], num_ranks)
             with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
-                _make_process_group(chosen, timeout_seconds, ranks_of_island)
+                _make_process_group(chosen, timeout_seconds)
             _USERS[dist.group.WORLD] = 0
         owned = dist.group.WORLD in _USERS
         if owned:
@@ -114,8 +108,7 @@ class World:
             torch.accelerator.set_device_index(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         progress.identify(rank, size)
-        islands = _islands(ranks_of_island) if ranks_of_island is not None else None
-        world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, islands, progress)
+        world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
         if size > 1 and not world.waits_on_host:
             world.overdue.start(rank, chosen, timeout_seconds)
         return world
@@ -150,11 +143,6 @@ class World:
         """Whether `wait` of the backend for `device` returns when the result is there; else it orders a stream."""
         backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         return backends.get(self.device.type) in _HOST_BACKENDS
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is rank 0, of the first island where there are some."""
-        return self.rank == 0 and (self.islands is None or self.islands.island == 0)
 
     @property
     def store(self) -> Any:
@@ -361,7 +349,7 @@ def break_connections(group: dist.ProcessGroup | None, others: Sequence[int], ta
                 nothing.wait(timedelta(milliseconds=1))
 
 
-def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_island: int | None) -> None:
+def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
     backend = _backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
     if not _is_launched():
@@ -376,12 +364,8 @@ def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_i
         )
     rank, size = _launched_ranks()
     started = time.monotonic()
-    of_island = min(size, ranks_of_island or size)
-    num_islands, island = size // of_island, rank // of_island
     try:
-        store = _next_store(timeout)
-        own = store if num_islands == 1 else PrefixStore(f"island{island}", store)
-        dist.init_process_group(backend, store=own, rank=rank % of_island, world_size=of_island, timeout=timeout)
+        dist.init_process_group(backend, store=_next_store(timeout), rank=rank, world_size=size, timeout=timeout)
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CollectiveError(
@@ -389,17 +373,6 @@ def _make_process_group(device: torch.device, timeout_seconds: float, ranks_of_i
             f"({str(error).splitlines()[0]}). A rank died or has left, another program listens there, or the ranks "
             "make different numbers of engines; a slow rank needs a larger communication.timeout_seconds."
         ) from error
-    if num_islands > 1:
-        address = own_address(os.environ["MASTER_ADDR"])
-        _ISLANDS[dist.group.WORLD] = Islands(island, num_islands, of_island, store, _job_store(), address), 0
-
-
-def _job_store() -> Any:
-    """The whole store that the launcher's variables lead to; torchrun's ranks have a part of it for each restart."""
-    store, _ = _STORES[tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)]
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def _next_store(timeout: timedelta) -> Any:
@@ -412,30 +385,6 @@ def _next_store(timeout: timedelta) -> Any:
     _STORES[variables] = store, number + 1
     store.set_timeout(timeout)
     return PrefixStore(f"lowtide/group{number}", store)
-
-
-def _islands(num_ranks: int) -> Islands:
-    """The islands of this process group, with a part of the store for whoever asks. Raises ValueError."""
-    group = dist.group.WORLD
-    if group not in _ISLANDS:
-        size = dist.get_world_size()
-        if size != num_ranks:
-            raise ValueError(
-                f"outer: expected a process group of this island's {num_ranks} ranks, or none, found one of {size} "
-                "that was made before; leave torch.distributed.init_process_group out, and make this engine first"
-            )
-        store = dist.distributed_c10d._get_default_store()
-        _ISLANDS[group] = Islands(0, 1, size, store, store, "127.0.0.1"), 0
-    islands, number = _ISLANDS[group]
-    if islands.num_ranks != num_ranks:
-        raise ValueError(
-            f"outer.ranks: expected {islands.num_ranks}, as an engine before this one had it, found {num_ranks}; close "
-            "that one first"
-        )
-    _ISLANDS[group] = islands, number + 1
-    # Of its own connection: the thread that exchanges may not wait for what another one asks.
-    store, job_store = islands.store.clone(), islands.job_store.clone()
-    return replace(islands, store=PrefixStore(f"outer{number}", store), job_store=job_store)
 
 
 def _host_identity() -> str:

@@ -54,7 +54,6 @@ from .memory_report import meta_run_of
 from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
 from .offload import Home, activation_store, host_update, offloaded_states, shard_rest
-from .outer import Outer
 from .parts import Parts
 from .pipeline import Pipeline
 from .places import shares_of
@@ -110,7 +109,6 @@ def assemble(
             driver=driver,
             optimizer=optimizer,
             late_groups=LateGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
-            outer=_outer(blueprint, mesh, units, optimizer),
             learning_rates=_learning_rates(config, states),
             steps=_steps(config, mesh, module, driver, optimizer, join, input_dtype, rows_per_microbatch),
             ledger=ledger,
@@ -190,16 +188,6 @@ def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
-
-
-def _outer(blueprint: Blueprint, mesh: Mesh, units: Sequence[Unit], optimizer: ShardedOptimizer) -> Outer | None:
-    """Where the world is an island, and something is trained."""
-    if mesh.world.islands is None or not blueprint.optimizer.trains:
-        return None
-    config = blueprint.config
-    outer = Outer(config.outer, mesh.world.islands, mesh, units, optimizer, config.seed or 0)
-    optimizer.outer = outer.state
-    return outer
 
 
 def _connect(blueprint: Blueprint, world: World) -> Mesh:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import World, ranks_of_an_island
+from ..comm import World
 from ..model.ledger import Ledger
 from ..offload import keep_heap
 from ..watch.log import configure, logger
@@ -78,8 +78,7 @@ def initialize(
         )
     trial = Trial.asked(config, optimizer, fill)
     checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
-    ranks_of_island = ranks_of_an_island(checked.outer.ranks) if checked.outer.has_islands else None
-    world = World.join(checked.device, checked.communication.timeout_seconds, ranks_of_island)
+    world = World.join(checked.device, checked.communication.timeout_seconds)
     ledger = Ledger()
     try:
         checked = _planned(checked, model, world, trial, loss_fn, sample_batch)
@@ -162,8 +161,7 @@ def _prepare_process(config: Config, world: World) -> Config:
     """What the config says of the process itself; returns the config for this world."""
     if world.device.type == "cpu":
         keep_heap()
-    num_islands = world.islands.count if world.islands is not None else 1
-    resolved = config.resolve(world.size, first_world_size(os.environ, world.size), num_islands)
+    resolved = config.resolve(world.size, first_world_size(os.environ, world.size))
     world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
@@ -229,5 +227,5 @@ def _log_notes(world: World, notes: Sequence[str]) -> None:
     """What of the config has no effect here, and what an "auto" is."""
     if world.rank == 0:
         configure()
-    for note in notes if world.is_first else ():
+    for note in notes if world.rank == 0 else ():
         logger.info("%s", note)

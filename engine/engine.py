@@ -65,10 +65,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         if parts.optimizer.param_groups:
             parts.ledger.callback(clip_calls.listen(self._clip_as_torch))
         self._take_up_groups(FrozenValues())
-        self._outer = parts.outer
-        if self._outer is not None:
-            self._outer.begin(self._archive.named)
-            self._steps.guard.remember()
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
         self._observers = Observers(parts, self.data_size)
@@ -76,8 +72,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
         self._closing = ExitStack()  # the last one first
-        if self._outer is not None:
-            self._closing.callback(self._outer.leave)
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
             self._closing.callback(close)
         self._closing.callback(self._observers.close)
@@ -118,16 +112,13 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
     @property
     def data_size(self) -> int:
-        """The number of data-parallel ranks, of all islands: by which data are divided. Without islands and splits that
-        is the world size."""
-        islands = self._mesh.world.islands
-        return self._mesh.data_size * (islands.count if islands is not None else 1)
+        """The number of data-parallel ranks, by which data are divided. Without splits that is the world size."""
+        return self._mesh.data_size
 
     @property
     def data_rank(self) -> int:
         """Whose share of the data this rank takes; ranks of one pipeline take the same."""
-        islands = self._mesh.world.islands
-        return self._mesh.data_rank + (islands.island * self._mesh.data_size if islands is not None else 0)
+        return self._mesh.data_rank
 
     @property
     def device(self) -> torch.device:
@@ -250,9 +241,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         if not result.skipped:
             state.learning_rates.advance()
         state.global_step += 1
-        if self._outer is not None and self._outer.is_due(state.global_step):
-            with self._steps.exchange():
-                self._outer.after_step(state.global_step, self._archive.named)
         self._progress.end_step(state.global_step)
         self._observers.after_step(state.global_step, result, self._close)
         self._save_if_due(*counts)
@@ -332,7 +320,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.load_state_dict(state_dict, strict)
-            self._restart_outer()
 
     @in_turn
     def export(
@@ -375,7 +362,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.load_weights(path, strict)
-            self._restart_outer()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -426,13 +412,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
             state = {**self.client_state, **(client_state or {})}
             training = self._state.described()
-            if self._outer is None:
-                return self._archive.checkpoints.save(folder, tag, state, self.global_step, training, latest)
-            training, own = {**training, "outer": self._outer.described()}, self._outer.own_folder(folder)
-            try:
-                return self._archive.checkpoints.save(own, tag, state, self.global_step, training, latest)
-            finally:
-                self._outer.saved()
+            return self._archive.checkpoints.save(folder, tag, state, self.global_step, training, latest)
 
     @in_turn
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
@@ -447,12 +427,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         """
         self._steps.forget()
         with self._steps.apart(Activity.LOADING, Access.REPLACES):
-            if self._outer is not None:
-                folder, tag = self._outer.chosen(folder, tag)
             restored = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
             self._state.restore(restored.training, restored.config)
-            if self._outer is not None:
-                self._outer.restore(restored.training["outer"], self._archive.named)
         self._observers.go_on_at(self.global_step)
         self._state.restore_client_state(restored.client_state)
         return restored.client_state
@@ -472,8 +448,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     def _close(self) -> None:
         with self._closing:
             self._closing.callback(self._archive.checkpoints.wait)
-            if self._outer is not None:
-                self._outer.close()
             self._steps.update.close()
             self._mesh.world.settle()
 
@@ -511,21 +485,12 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         with self._turn.of(ADDING):
             self._steps.check_trains(ADDING)
             self._steps.check_between(ADDING)
-            if self._outer is not None:
-                raise StateError(
-                    f"{ADDING}: expected an engine without `outer`, found one whose islands have agreed on the "
-                    "parameters that they exchange; give all groups to lowtide.initialize"
-                )
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
                 self._late_groups.add(param_group, self._state.learning_rates.check_takes)
                 self._steps.take_up_groups(self._module)
                 self._take_up_groups(self._archive.frozen)
                 self._state.learning_rates.add(param_group)
-
-    def _restart_outer(self) -> None:
-        if self._outer is not None:
-            self._outer.restart(self._archive.named)
 
     @property
     def _progress(self) -> Progress:

@@ -164,13 +164,12 @@ class Footprint:
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
             gradients=sum(self.gradient(group, moment) + self._thin(group, moment) for group in plan.trained),
-            optimizer=sum(self._states(group, moment) for group in plan.updated) + self.outer()[0],
+            optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
             host=_kept(shards, homes.parameters is Home.HOST)
             + _kept(chunks, homes.states is Home.HOST)
-            + _kept(left, True)
-            + self.outer()[1],
+            + _kept(left, True),
             file=_kept(shards, homes.parameters is Home.FILE)
             + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
         )
@@ -401,15 +400,6 @@ class Footprint:
         place = blueprint.arrangement.place(self._rank, axes)
         own = (slot.shape for slot, owner in zip(group.layout.slots, owners, strict=True) if owner == place)
         return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
-
-    def outer(self) -> tuple[int, int]:
-        """(model, host): what islands remember between exchanges, float32 or wider: see `OuterState`."""
-        outer, found = self._blueprint.config.outer, [0, 0]
-        kinds = 1 + (outer.optimizer != "average" and outer.momentum > 0)
-        for group in self._plan.updated if outer.has_islands else ():
-            is_on_host = self._is_on_accelerator and (outer.offload or self._leaves(group))
-            found[is_on_host] += kinds * group.layout.shard_numel * max(4, group.dtype.itemsize)
-        return found[0], found[1]
 
     def _beside_signs(self, group: GroupPlan) -> int:
         """What a group remembers of what signs did not say."""

@@ -61,9 +61,8 @@ class Monitors:
         """
         if flops is None:
             return None
-        num_ranks = world.size * (1 if world.islands is None else world.islands.count)
         with no_rank_alone(world, "lowtide.initialize"):
-            writers = writers_for(config, COLUMNS, num_ranks) if world.is_first else []
+            writers = writers_for(config, COLUMNS, world.size) if world.rank == 0 else []
         if not writers:
             return None
         if not flops.attention_width:

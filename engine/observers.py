@@ -20,15 +20,15 @@ class Observers:
     """The log, monitors, profiles and memory reports of one engine, and the trial that it may be made for."""
 
     def __init__(self, parts: Parts, data_size: int) -> None:
-        """data_size: ranks, of all islands, by which data are divided."""
+        """data_size: ranks by which data are divided."""
         config, world = parts.config, parts.mesh.world
         self._parts, self._data_size = parts, data_size
         units = parts.driver.passes.units
         self.reports = MemoryReports(parts.blueprint, parts.mesh, parts.module, units, parts.optimizer, parts.meta_run)
         self._writes_report = config.memory_report.folder is not None
-        self._log = StepLog(config.steps_per_print if world.is_first else 0)
+        self._log = StepLog(config.steps_per_print if world.rank == 0 else 0)
         params = (named for unit in parts.blueprint.units for named in unit.params)
-        self._unused = UnusedParts(params, parts.optimizer) if world.is_first else None
+        self._unused = UnusedParts(params, parts.optimizer) if world.rank == 0 else None
         self._monitors = Monitors.of(config, world, parts.model_flops)
         if self._monitors is not None:
             parts.steps.so_far.tokens = {}
@@ -112,5 +112,5 @@ class Observers:
         if profiler is self._due_profile and profiler.is_done:
             if wanted.folder is not None:
                 profiler.save(wanted.folder)
-            if self._parts.mesh.world.is_first:
+            if self._parts.mesh.world.rank == 0:
                 logger.info("%s", profiler.table(wanted.module_depth, wanted.top_modules))

@@ -17,7 +17,6 @@ from .driver import Driver
 from .late_groups import LateGroups
 from .learning_rates import LearningRates
 from .model_flops import ModelFlops
-from .outer import Outer
 from .steps import Steps
 from .trial import Trial
 
@@ -35,7 +34,6 @@ class Parts:
     driver: Driver
     optimizer: ShardedOptimizer
     late_groups: LateGroups
-    outer: Outer | None  # None: there are no islands
     learning_rates: LearningRates
     steps: Steps
     ledger: Ledger  # what stands on the module

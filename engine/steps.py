@@ -446,16 +446,6 @@ class Steps:
             if access in (Access.CHANGES, Access.REPLACES):
                 self.guard.remember()
 
-    @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Around what all ranks change in the parameters at the end of a step. A collective."""
-        with self._mesh.world.progress.during(Activity.EXCHANGE):
-            if self.update.is_under_way:
-                self.guard.values.expect_update()
-            self.update.settle()
-            yield
-            self.guard.remember()
-
     def check_at_hand(self, what: str) -> None:
         """Raises StateError where something is in the place of the weights, or states are lent."""
         self.lent.check(what)

@@ -34,7 +34,6 @@ class TrainingState:
             "learning_rates": self.learning_rates.state_dict(),
             "loss_scaler": self._loss_scaler.state_dict(),
             "averages": None if averages is None else {"decay": averages.decay, "num_updates": averages.num_updates},
-            "outer": None,
         }
 
     def restore(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:

@@ -175,7 +175,7 @@ class Trial:
         """The same with the samples of a step, which a given microbatch says too: tuning must not change them."""
         if config.planned_keys or config.train_micro_batch_size_per_gpu is None:
             return config
-        resolved = config.resolve(machine.num_devices, num_islands=machine.num_islands)
+        resolved = config.resolve(machine.num_devices)
         return Config.load({**self._trained, "train_batch_size": resolved.train_batch_size})
 
     def _described(self, found: Plan, config: Config) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Trial:
         ]
         given = None
         if not config.planned_keys:
-            resolved = config.resolve(found.machine.num_devices, num_islands=found.machine.num_islands)
+            resolved = config.resolve(found.machine.num_devices)
             choice = asdict(Choice.of(resolved))
             given = {
                 "config": self.config,

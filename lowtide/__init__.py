@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     __version__: str
 
     from .checkpoint.errors import CheckpointError, NoCheckpointError
-    from .comm.errors import CollectiveError, LeftOutError
+    from .comm.errors import CollectiveError
     from .engine.build import initialize
     from .engine.config.config import Config
     from .engine.config.errors import ConfigError
@@ -30,7 +30,6 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
-    "LeftOutError",
     "LossScaleError",
     "Machine",
     "NoCheckpointError",
@@ -49,7 +48,6 @@ _HOME = {
     "Config": ".engine.config.config",
     "ConfigError": ".engine.config.errors",
     "Engine": ".engine.engine",
-    "LeftOutError": ".comm.errors",
     "LossScaleError": ".zero.loss_scale",
     "Machine": ".engine.planning.machine",
     "NoCheckpointError": ".checkpoint.errors",

@@ -54,7 +54,6 @@ class Activity(Enum):
     LOADING = "loading a checkpoint"
     WEIGHTS = "reading or writing full weights"
     CLOSED = "after engine.close()"
-    EXCHANGE = "exchange with other islands"
 
 
 _ACTIVITIES = tuple(Activity)

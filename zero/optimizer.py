@@ -18,7 +18,6 @@ from .fused_update import FusedUpdate, Terms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
 from .offloaded_states import OffloadedStates
-from .outer_state import OuterState
 from .parameter_states import ParameterStates
 from .parameter_versions import Version
 from .sequence import StateError
@@ -74,8 +73,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
         self.averages: Averages | None = None
         """Of the master weights, where somebody wants them."""
-        self.outer: OuterState | None = None
-        """Where there are islands."""
         self._homes = ShardHomes(offloaded, rest, host)
         self._on_group: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
@@ -324,25 +321,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._update.can_take(kind, states)
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer states, master weights, averages, what islands keep and what updates keep, in memory.
+        """Bytes of optimizer states, master weights, averages and what updates keep, in memory.
 
         Waits for an update in the background, whose gradients are given back then.
         """
         self.delayed.wait()
-        total = self.speculation.nbytes + sum(one.nbytes for one in (self.averages, self.outer) if one is not None)
-        return total + sum(map(self.bytes_of, self.shards))
+        averages = 0 if self.averages is None else self.averages.nbytes
+        return self.speculation.nbytes + averages + sum(map(self.bytes_of, self.shards))
 
     def bytes_of(self, shard: ShardState) -> int:
         """Of one shard's states, master weights and second version of the parameters, in memory."""
         return sum(map(bytes_in_memory, self._held_of(shard)))
 
     def held(self) -> Iterator[Tensor]:
-        """Tensors of states, master weights, averages and what islands keep, in memory of a device or of the host."""
+        """Tensors of states, master weights and averages, in memory of a device or of the host."""
         for shard in self.shards:
             yield from self._held_of(shard)
-        for others in (self.averages, self.outer):
-            if others is not None:
-                yield from others.held()
+        if self.averages is not None:
+            yield from self.averages.held()
 
     @property
     def offloaded_bytes(self) -> int:

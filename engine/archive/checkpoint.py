@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.checkpoint import AVERAGE, MODEL, OUTER, STATE, Checkpoint
+from ...checkpoint.checkpoint import AVERAGE, MODEL, STATE, Checkpoint
 from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ...checkpoint.errors import CheckpointError, NoCheckpointError
 from ...checkpoint.folder import CheckpointFolder
@@ -258,11 +258,10 @@ class Checkpointer:
             states.read([one for one in own_states if not is_new_remainder(one.name, states)], shared)
             self._read_rank_states(states)
             checkpoint.averages.read(self._named.averages() if checkpoint.averages.tensors else [], shared)
-            self._read_outer(checkpoint, training["outer"], shared)
         self._named.publish()
         self._frozen.note_read(before)
         self._restore_averages(training["averages"])
-        if training["outer"] is not None and self._optimizer.outer is None and not self._world.rank:
+        if training.get("outer") is not None and not self._world.rank:
             logger.warning("%s", _ISLAND_LEFT)
         self._restore_random(checkpoint, own.random)
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
@@ -285,8 +284,6 @@ class Checkpointer:
         states += self._named.rank_states()
         found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
         found += [_prefixed(AVERAGE, fragment) for fragment in self._named.averages(saves=True)]
-        for kind in self._outer_kinds:
-            found += [_prefixed(f"{OUTER}{kind}.", fragment) for fragment in self._named.outer(kind, saves=True)]
         if self._named.holds_buffers:
             for name, buffer in self._named.buffers().items():
                 found.append(Fragment(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
@@ -294,17 +291,6 @@ class Checkpointer:
             for name, count in self._steps().items():
                 found.append(Fragment(name, (), 0, torch.tensor([float(count)])))
         return found
-
-    @property
-    def _outer_kinds(self) -> tuple[str, ...]:
-        return () if self._optimizer.outer is None else self._optimizer.outer.kinds
-
-    def _outer_names(self) -> list[tuple[str, str]]:
-        """(kind, parameter) of what islands keep, of all ranks. A collective where there are islands."""
-        if self._optimizer.outer is None:
-            return []
-        own = [(kind, fragment.name) for kind in self._outer_kinds for fragment in self._named.outer(kind)]
-        return list(dict.fromkeys(name for names in self._world.gather_objects(own) for name in names))
 
     @property
     def _updated(self) -> dict[str, nn.Parameter]:
@@ -352,9 +338,6 @@ class Checkpointer:
                 tensors[f"{STATE}{name}.{state}"] = TensorInfo(catalog.parameters[name].shape, dtype)
         if self._optimizer.averages is not None:
             tensors |= {AVERAGE + name: _at_least_float32(catalog.parameters[name]) for name in catalog.state_keys}
-        tensors |= {
-            f"{OUTER}{kind}.{name}": _at_least_float32(catalog.parameters[name]) for kind, name in self._outer_names()
-        }
         tensors |= dict.fromkeys(self._steps(), TensorInfo((), torch.float32))
         return Manifest(
             tag=tag,
@@ -394,7 +377,7 @@ class Checkpointer:
                     absent = str(error)
                     if (folder.path / "island0").is_dir():
                         absent += (
-                            "; what is there was saved by islands (outer): name the folder of one, such as island0"
+                            "; the folder is of islands, which earlier versions had: name that of one, such as island0"
                         )
         found, absent = self._world.broadcast_object((found, absent))
         if found is None:
@@ -420,18 +403,6 @@ class Checkpointer:
             one.values.zero_()
         if not self._world.rank:
             logger.warning("%s", _ERRORS_LEFT)
-
-    def _read_outer(self, checkpoint: Checkpoint, saved: Mapping[str, Any] | None, shared: bool) -> None:
-        """saved: what the checkpoint says of its island; None: it is of none."""
-        outer = self._optimizer.outer
-        if saved is None or outer is None:
-            return
-        outer.rest()
-        for fragment in saved["arrived"]:
-            outer.expect_arrived(fragment)
-        for kind in outer.kinds:
-            source = checkpoint.outer(kind)
-            source.read(self._named.outer(kind) if source.tensors else [], shared)
 
     def _restore_averages(self, saved: Mapping[str, Any] | None) -> None:
         """saved: what the checkpoint says of them; their values are read."""
@@ -467,7 +438,7 @@ _AVERAGES_LEFT = (
     "engine.ema(decay) before engine.load_checkpoint to go on with them"
 )
 _ISLAND_LEFT = (
-    "the checkpoint is that of an island, and this run has none: its parameters and states are loaded, and what "
+    "the checkpoint is that of an island, which earlier versions had: its parameters and states are loaded, and what "
     "islands have agreed on is not"
 )
 _AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they begin anew with those that were loaded"

@@ -15,7 +15,6 @@ from ...checkpoint.names import shortened
 from ...checkpoint.reader import CheckpointReader
 from ...zero.masters import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.outer_state import SYNCED
 from ...zero.sign_update import is_rank_state
 from .named_state import NamedState
 from .run_state import check_options, in_own_groups
@@ -46,15 +45,6 @@ def check_fits(
         expected = {name: catalog.parameters[name] for name in catalog.state_keys}
         averages = {name: info for name, info in checkpoint.averages.tensors.items() if name in expected}
         faults += [f"average: {fault}" for fault in _differences(averages, expected)]
-    saved, outer = training["outer"], optimizer.outer
-    if saved is not None and outer is not None:
-        expected = {name: catalog.parameters[name] for name in catalog.state_keys}
-        faults += [f"outer: {fault}" for fault in _differences(checkpoint.outer(SYNCED).tensors, expected)]
-        if saved["arrived"] and saved["fragments"] != len(outer.fragments):
-            faults.append(
-                f"exchanges of {saved['fragments']} fragments were under way, this run has {len(outer.fragments)}; set "
-                f"outer.fragments {saved['fragments']}, or load one that was saved without an exchange under way"
-            )
     faults += [
         f"the state '{name}' has shape {info.shape} in it"
         for name, info in checkpoint.states.tensors.items()

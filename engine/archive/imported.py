@@ -133,7 +133,6 @@ def _training(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> dict[s
         },
         "loss_scaler": found.loss_scaler,
         "averages": None,
-        "outer": None,
     }
 
 

@@ -163,19 +163,6 @@ class NamedState:
             for fragment in fragments_of(shard.group, piece, "", averages.of(shard, piece), saves)
         ]
 
-    def outer(self, kind: str, saves: bool = False) -> list[Fragment]:
-        """What this rank holds of what islands keep, of one kind, named as master weights."""
-        outer = self._optimizer.outer
-        if outer is None:
-            return []
-        return [
-            fragment
-            for shard in self._optimizer.shards
-            for piece in shard.pieces
-            if (values := outer.of(kind, shard, piece)) is not None
-            for fragment in fragments_of(shard.group, piece, "", values, saves)
-        ]
-
     @property
     def has_replicas(self) -> bool:
         """True where other ranks hold the same parts of anything."""

@@ -77,25 +77,20 @@ class _TrainingContent(FileContent):
         decay: Number
         num_updates: Count
 
-    class Outer(FileContent):
-        island: Count
-        fragments: Count
-        arrived: list[Count]
-
     global_step: Count
     num_steps: Count
     optimizer: Text
     learning_rates: LearningRates
     loss_scaler: LossScaler
     averages: Averages | None = None  # of weights; earlier versions had none
-    outer: Outer | None = None  # of an island
+    outer: dict[str, Any] | None = None  # of an island, which earlier versions had
 
 
 def read_training(encoded: Any) -> dict[str, Any]:
     """Where a run stood, as `Engine` gave it to be saved. Raises ValueError, with the place, for anything else."""
     training = decode(encoded, "training")
     _TrainingContent.parse(training)
-    return {"averages": None, "outer": None, **training}
+    return {"averages": None, **training}
 
 
 @dataclass(frozen=True)

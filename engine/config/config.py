@@ -33,7 +33,6 @@ from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig,
 from .offload_checks import offload_faults, offload_notes
 from .optimizer import OptimizerConfig, whole_faults
 from .origin import other_defaults, without_unread
-from .outer import OuterConfig, outer_faults, outer_notes
 from .parallel import (
     ParallelConfig,
     PipelineConfig,
@@ -139,7 +138,6 @@ class Config(Section):
     aio: AioConfig = AioConfig()
     kernels: KernelsConfig = KernelsConfig()
     communication: CommunicationConfig = CommunicationConfig()
-    outer: OuterConfig = OuterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory_report: MemoryReportConfig = MemoryReportConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
@@ -236,10 +234,9 @@ class Config(Section):
         line = f"{len(idle)} keys of DeepSpeed have no effect here: {keys}; {command}"
         return (line, *(note for note in self._notes if note not in idle))
 
-    def resolve(self, world_size: int, first_world_size: int | None = None, num_islands: int = 1) -> "Config":
+    def resolve(self, world_size: int, first_world_size: int | None = None) -> "Config":
         """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.
 
-        num_islands: each with so many ranks (`outer`), over all of which the global batch is divided.
         first_world_size: of a job that goes on with other ranks than it began with; its global batch stays, as told in
         elastic.py.
 
@@ -260,8 +257,7 @@ class Config(Section):
         if faults:
             raise ConfigError(faults + ([kept.fault(world_size)] if kept else []), self._source)
         data_size = world_size // self.parallel.ranks_of_sample
-        num_shares = data_size * num_islands
-        batch = kept.on(data_size) if kept else _batch(self, num_shares)
+        batch = kept.on(data_size) if kept else _batch(self, data_size)
         update: dict[str, object] = {}
         if isinstance(batch, Fault):
             faults.append(batch)
@@ -279,12 +275,12 @@ class Config(Section):
             faults.append(kept.fault(world_size))
         if faults:
             raise ConfigError(faults, self._source)
-        equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {num_shares} ranks"
+        equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {data_size} ranks"
         reason = f"train_batch_size = microbatch x accumulation x ranks = {equation}"
         notes = [f'{key}: "auto" is {update[key]}: {reason}' for key in self._auto_batch_keys]
         if self.elasticity.enabled and isinstance(batch, Batch):
             first = None if before is None else _batch(self, before // self.parallel.ranks_of_sample)
-            notes.append(elastic_note(self.elasticity, batch, num_shares, first))
+            notes.append(elastic_note(self.elasticity, batch, data_size, first))
         elif before is not None:
             notes.append(kept.note(world_size) if kept else nothing_kept(before, world_size))
         resolved._notes = (*self._notes, *notes)
@@ -455,7 +451,6 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "kernels": KernelsConfig,
         "communication": CommunicationConfig,
         "communication.power_sgd": PowerSGDConfig,
-        "outer": OuterConfig,
         "checkpoint": CheckpointConfig,
         "memory_report": MemoryReportConfig,
         "tensorboard": TensorboardConfig,
@@ -489,7 +484,6 @@ def _conflicts(config: Config) -> list[Fault]:
     faults += elasticity_faults(config.elasticity, config.parallel.ranks_of_sample, _batch_keys(config))
     faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
     faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
-    faults += outer_faults(config.outer, config.bf16.masters)
     faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
     faults += layered_faults(config.zero_optimization, config.parallel, config.torch_autocast)
     return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
@@ -549,5 +543,4 @@ def _idle_settings(config: Config) -> list[str]:
     notes += elasticity_notes(config.elasticity, {key: _value_at(config, key) for key in _batch_keys(config)})
     notes += idle_kernel_settings(config.kernels) + idle_tiles(config.tiles) + compile_notes(config.compile)
     notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
-    notes += outer_notes(config.outer)
     return notes + checkpoint_notes(config.checkpoint) + report_notes(config.memory_report)

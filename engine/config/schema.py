@@ -48,7 +48,6 @@ _HOMES = {  # section: the definitions that describe it
     "aio": ["AioConfig"],
     "kernels": ["KernelsConfig"],
     "communication": ["CommunicationConfig"],
-    "outer": ["OuterConfig"],
     "checkpoint": ["CheckpointConfig"],
     "memory_report": ["MemoryReportConfig"],
     "tensorboard": ["TensorboardConfig"],

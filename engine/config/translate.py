@@ -70,6 +70,15 @@ AUTO = {  # path: why "auto" has this value; the value is what the key has when 
 }
 
 
+REMOVED = {  # section that earlier versions had: (its switch, which null turns off; what to use instead)
+    "outer": (
+        "every",
+        "for ranks that train apart and meet every so many steps (DiLoCo) use torchft "
+        "(https://github.com/meta-pytorch/torchft), and remove the section",
+    ),
+}
+
+
 @dataclass
 class Translation:
     """What came of a file: the values for Config, the notes, the faults, and the paths that said "auto"."""
@@ -162,6 +171,8 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
             _mics(value, section, kept, out)
         elif here in RULES:
             out.add(judge(here, RULES[here], value))
+        elif here in REMOVED:
+            out.add([_removed(here, value)])
         elif here in CPU_SWITCHES or here == PIN_SWITCH:
             _switch(here, value, section, kept, out)
         elif value is None and here in NULL_IS_DEFAULT:
@@ -173,6 +184,14 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
         else:
             kept[key] = value
     return kept
+
+
+def _removed(here: str, value: object) -> str | Fault:
+    """What a section says that is not here any more: it may be off, as files that a plan has written have it."""
+    switch, instead = REMOVED[here]
+    if value is None or (isinstance(value, dict) and value.get(switch) is None):
+        return f"{here}: {shown(value)} has no effect here: it was removed; {instead}"
+    return Fault(here, "unsupported", f"was removed; {instead}")
 
 
 def _switch(here: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:

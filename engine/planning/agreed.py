@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -75,7 +74,7 @@ def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
 
     Raises ValueError for a file of such numbers that cannot be read.
     """
-    on_host, path = _ranks_on_host(world, num_hosts), default_path()
+    on_host, path = max(1, world.size // num_hosts), default_path()
     nbytes = _device_bytes(world, on_host)
     is_cuda = world.device.type == "cuda"
     key = device_key(torch.cuda.get_device_name(world.device) if is_cuda else world.device.type, on_host)
@@ -89,18 +88,11 @@ def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
         logger.info("this machine is as fast as %s says", path)
     elif not is_cuda:
         logger.info("how fast this machine is was not measured; `lowtide env --measure` does it")
-    count = 1 if world.islands is None else world.islands.count
-    machine = replace(machine, num_hosts=max(1, count * world.size // on_host), devices_per_host=on_host)
-    return calibrated(machine if count == 1 else machine.island(world.size), found.factor(key)), key
+    machine = replace(machine, num_hosts=max(1, world.size // on_host), devices_per_host=on_host)
+    return calibrated(machine, found.factor(key)), key
 
 
 def _device_bytes(world: World, on_host: int) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
     return psutil.virtual_memory().available / on_host
-
-
-def _ranks_on_host(world: World, num_hosts: int) -> int:
-    """Of all islands."""
-    own = max(1, world.size // num_hosts)
-    return own if world.islands is None else max(own, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

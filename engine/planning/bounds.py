@@ -89,7 +89,7 @@ class Bounds:
         else:
             (seconds, nbytes), away = self._of_stages(choice, parts), 0.0
         seconds += self._update(choice, parts.states)
-        samples = choice.rows * choice.accumulation * parts.data * machine.num_islands
+        samples = choice.rows * choice.accumulation * parts.data
         fits = nbytes * _ROUNDED <= machine.usable_bytes
         if machine.device == "cuda":
             away = away if choice.offload_activations == "cpu" else 0.0

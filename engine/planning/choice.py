@@ -79,7 +79,7 @@ class Choice:
         return replace(self, rows=1, accumulation=several, every=0, offload_activations="none")
 
     def applied(self, base: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """The config file `base` with this choice in the place of what it says. num_ranks: of all islands."""
+        """The config file `base` with this choice in the place of what it says."""
         values = _copied(base)
         for name, key in KEYS.items():
             _put(values, key, getattr(self, name))
@@ -187,7 +187,6 @@ class Space:
                     if accumulation >= least:
                         yield rows, accumulation
             return
-        data *= self.machine.num_islands
         if self.batch % data:
             return
         own = self.batch // data

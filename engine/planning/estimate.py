@@ -306,7 +306,7 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
     footprint = Footprint(blueprint, blueprint.first_rank_of(place))
     groups, share, homes = blueprint.places[place].updated, machine.devices_per_host, blueprint.homes
-    states = footprint.at(Moment.BETWEEN_STEPS, gathers=False).optimizer - footprint.outer()[0]
+    states = footprint.at(Moment.BETWEEN_STEPS, gathers=False).optimizer
     elements = sum(group.layout.shard_numel for group in groups)
     passing = sum(
         group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize) for group in groups

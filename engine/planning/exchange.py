@@ -14,9 +14,8 @@ from ..offload import Home
 from .machine import Machine
 from .profile import Exchanged, Profile
 
-LINKS = ("intra", "inter", "pipe", "outer")
-"""Links of a rank: to others of its host, to other hosts, and, on either, to the next and last stage of a pipeline and
-to other islands."""
+LINKS = ("intra", "inter", "pipe")
+"""Links of a rank: to others of its host, to other hosts, and, on either, to the next and last stage of a pipeline."""
 
 
 @dataclass(frozen=True)

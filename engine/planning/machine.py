@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from ...comm import Arrangement
@@ -24,7 +24,6 @@ class Machine:
 
     num_hosts: int = 1
     devices_per_host: int = 8
-    num_islands: int = 1  # of so many hosts each, that train apart: see the section `outer`
     device: Literal["cpu", "cuda"] = "cuda"
     device_bytes: float = 80 * GIGA
     reserved_bytes: float = 3 * GIGA  # of a device: the context, buffers of the backend, what no block fits into
@@ -83,23 +82,7 @@ class Machine:
 
     @property
     def num_devices(self) -> int:
-        """Of an island."""
         return self.num_hosts * self.devices_per_host
-
-    def island(self, num_ranks: int) -> Machine:
-        """One of the equal parts with so many devices each: whole hosts, or a part of one. Raises ValueError."""
-        hosts, beyond = divmod(num_ranks, self.devices_per_host)
-        if self.num_devices % num_ranks or (beyond and self.devices_per_host % num_ranks):
-            raise ValueError(
-                f"outer.ranks: expected whole hosts of {self.devices_per_host} devices, or as many ranks as divide "
-                f"one, and {self.num_devices} devices in all, found {num_ranks}"
-            )
-        count = self.num_devices // num_ranks
-        if not beyond:
-            return replace(self, num_hosts=hosts, num_islands=count)
-        part = num_ranks / self.devices_per_host
-        of_host = {name: getattr(self, name) * part for name in ("host_bytes", "host_memory", "nvme_bytes", "nvme")}
-        return replace(self, num_hosts=1, devices_per_host=num_ranks, num_islands=count, **of_host)
 
     @property
     def usable_bytes(self) -> float:

@@ -20,7 +20,6 @@ from ..sequences import check_sequences
 from ..tiling import tiles_of
 from .choice import KEYS, Choice, Space, value_at
 from .estimate import Estimate
-from .islands import divided
 from .machine import Machine
 from .meta_run import MetaRun
 from .planner import Planner, Runs
@@ -52,7 +51,7 @@ class Plan:
     gradient_bytes and optimizer_bytes as `engine.memory()` counts them, then gathered_bytes, activation_bytes,
     loss_bytes, buffer_bytes and reserved_bytes. peak_bytes: the most at one moment, with what is reserved; the kinds
     need not come together. host_bytes, nvme_bytes: of a rank, where the model's memory is another. wire_bytes: that a
-    rank sends in a step, by link: "intra", "inter", "pipe", "outer" (a step's part of an exchange). step_seconds: the
+    rank sends in a step, by link: "intra", "inter", "pipe". step_seconds: the
     sum of `seconds`, of a machine as it was described; "exposed" is what the computing waits for. hidden_seconds: of
     collectives, of what is offloaded on its way, of updates, which go on beside what computes. reasons: key of the
     config -> why it has its value. missing: where -> bytes of a rank that this plan lacks. alternatives: what fits, the
@@ -135,7 +134,7 @@ def plan_on(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     num_alternatives: int = 10,
 ) -> Plan:
-    """As `plan`, on a machine that has the ranks, or an island of them."""
+    """As `plan`, on a machine that has the ranks."""
     module = model if isinstance(model, nn.Module) else DeferredModel(model).module
     batch = sample_batch if sample_batch is not None else made_batch(module)
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
@@ -170,11 +169,11 @@ def plan_with(
     num_alternatives: int = 10,
 ) -> Plan:
     """As `plan_on`, with what gives the profile of a microbatch."""
-    base, machine = config.as_dict(), divided(machine, config.outer)
+    base = config.as_dict()
     planner = Planner(model, base, machine, runs, batch)
     held = {name: value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
     wants = bool(config.planned_keys)
-    given = None if wants else Choice.of(config.resolve(machine.num_devices, num_islands=machine.num_islands))
+    given = None if wants else Choice.of(config.resolve(machine.num_devices))
     degrees = Choice(**{name: held.get(name, 1) for name in ("pipeline", "tensor", "sequence", "expert")})
     if fault := planner.fault(degrees):
         raise ValueError(fault)
@@ -300,7 +299,7 @@ def _reasons(
 def _nothing(planner: Planner, space: Space, config: Config) -> str:
     """Why there is nothing to choose from."""
     machine, held = space.machine, space.held
-    batch, num_devices = config.train_batch_size, machine.num_devices * machine.num_islands
+    batch, num_devices = config.train_batch_size, machine.num_devices
     if refusal := planner.refusal(Choice(**{"accumulation": 2 * held.get("pipeline", 1), **held})):
         return refusal
     if batch is not None:

@@ -19,7 +19,6 @@ from ..places import AlikePlaces
 from .bounds import Bounds
 from .choice import Choice, divisors, num_chunks, without_defaults, without_idle_folders
 from .estimate import Estimate, StepParts, Work
-from .islands import Meeting
 from .layered import LayeredParts
 from .machine import Machine
 from .memo import Memo
@@ -76,7 +75,7 @@ class Planner:
 
     def config(self, choice: Choice) -> dict[str, Any]:
         """A config file, with what is not the default."""
-        values = without_defaults(without_idle_folders(choice.applied(self._base, self._num_ranks)))
+        values = without_defaults(without_idle_folders(choice.applied(self._base, self.machine.num_devices)))
         for key in self._assumed:
             values.pop(key)
         return values
@@ -94,13 +93,6 @@ class Planner:
         return Found(choice, value, value.seconds_per_sample, value.peak_bytes, fits, number)
 
     def _estimated(self, choice: Choice) -> Estimate:
-        found, states = self._of_island(choice), choice.states()
-        if self.machine.num_islands == 1:
-            return found
-        meeting = self._memo.once("meeting", states, lambda: Meeting.of(self._of_states(choice), self.machine))
-        return found if meeting is None else meeting.beside(found)
-
-    def _of_island(self, choice: Choice) -> Estimate:
         config, states = self._resolved(choice), choice.states()
         if self._is_layered:
             in_layers = self._memo.once("layers", states, lambda: LayeredParts(self._of_states(choice), self.machine))
@@ -141,17 +133,12 @@ class Planner:
 
     def _resolved(self, choice: Choice) -> Config:
         """Made of one that was checked: a choice is valid where its space is."""
-        config = Config.load(choice.applied(self._base, self._num_ranks))
-        return config.resolve(self.machine.num_devices, num_islands=self.machine.num_islands)
+        config = Config.load(choice.applied(self._base, self.machine.num_devices))
+        return config.resolve(self.machine.num_devices)
 
     @property
     def _is_layered(self) -> bool:
         return bool((self._base.get("zero_optimization") or {}).get("layered_gradient_accumulation"))
-
-    @property
-    def _num_ranks(self) -> int:
-        """Of all islands."""
-        return self.machine.num_devices * self.machine.num_islands
 
     def _blueprint(self, choice: Choice) -> Blueprint:
         config = self._resolved(choice)

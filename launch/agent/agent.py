@@ -34,7 +34,6 @@ from ..wire.messages import (
     Check,
     Checked,
     Ended,
-    GiveUp,
     Held,
     Hello,
     Hold,
@@ -59,7 +58,6 @@ from ..wire.messages import (
 from .guard import KILLED_SECONDS, guarded
 from .host_ranks import HostRanks
 from .process_tree import kill_descendants, reap_all
-from .store_keeper import StoreKeeper
 
 WINDOW_BYTES = 1 << 18
 SILENCE_SECONDS = 4.0  # of a peer that is taken for lost; what is left then has a second to be gone within five
@@ -86,7 +84,6 @@ class Agent:
         self._names = names
         self._ranks: HostRanks | None = None
         self._held: HeldPort | None = None
-        self._keeper: StoreKeeper | None = None
         self._may_send = WINDOW_BYTES
         self._status: int | None = None
         self._channel = Channel(
@@ -156,11 +153,6 @@ class Agent:
                     self._ranks.send_signal(number)
             case Kill():
                 kill_descendants()
-            case GiveUp(island, ranks, why):
-                if self._keeper is not None:
-                    self._keeper.bury(island, why)
-                if self._ranks is not None:
-                    self._ranks.kill(ranks)
             case Stacks(ranks):
                 self._dump_stacks(ranks)
             case Shown(nbytes):
@@ -203,9 +195,6 @@ class Agent:
             self._held.release()
             self._held = None
         self._may_send = WINDOW_BYTES
-        if message.keeps_store:
-            port = int(message.environment["MASTER_PORT"])
-            self._keeper = StoreKeeper(port, message.is_local, message.job.identity)
         try:
             self._ranks = HostRanks(self._loop, message, self)
         except LaunchError as error:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -94,14 +94,6 @@ class HostRanks:
             if state.is_running and not has_it:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(state.pid, number)
-
-    def kill(self, ranks: Collection[int]) -> None:
-        """Those that are here, with what they have started in their process groups."""
-        for rank, state in self._ranks.items():
-            if rank in ranks and state.is_running:
-                with contextlib.suppress(ProcessLookupError):
-                    own_group = os.getpgid(state.pid) == state.pid
-                    (os.killpg if own_group else os.kill)(state.pid, signal.SIGKILL)
 
     def pause(self, paused: bool) -> None:
         """Stops or goes on reading what they print; a rank whose pipe is full waits."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ..hosts.plan import Plan
 from ..wire.messages import Job
-from .islands import Islands
 from .request import Request
 
 
@@ -32,7 +31,7 @@ class Attempt:
             appends_logs=self.restarts > 0,
         )
 
-    def environment(self, port: int, world_size: int, islands: Islands | None) -> dict[str, str]:
+    def environment(self, port: int, world_size: int) -> dict[str, str]:
         """Of every rank: what the plan cannot know. port: of rank 0's store."""
         return {
             "MASTER_PORT": str(port),
@@ -41,6 +40,5 @@ class Attempt:
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_RUN_ID": self.identity,
             # Inside of a job of torchrun it is set, and rank 0 would look for torchrun's store instead of opening one.
-            "TORCHELASTIC_USE_AGENT_STORE": str(islands is not None),
-            **({} if islands is None else {"LOWTIDE_ISLAND_RANKS": str(islands.num_ranks)}),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }

@@ -9,7 +9,6 @@ process of the job that can be reached is gone.
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..agent.process_tree import adopt_orphans, kill_descendants, reap_all
 from ..hosts.host import Allocation, LaunchError
@@ -18,7 +17,6 @@ from ..transports.link import Transport
 from ..wire.loop import Loop
 from ..wire.messages import (
     Ended,
-    GiveUp,
     Kill,
     Leave,
     Message,
@@ -32,8 +30,7 @@ from ..wire.messages import (
     Stopped,
 )
 from .attempt import Attempt
-from .islands import Islands
-from .obituary import Failure, how_it_ended, obituary
+from .obituary import Failure
 from .outcome import Endings, Outcome
 from .peers import Peer, Peers
 from .preparation import Preparation, Prepared, plan_of
@@ -64,7 +61,6 @@ class Launcher:
         self._sweeps = Sweeps(loop, transport, attempt.identity, self._screen.say)
         self._is_leaving = False
         self._prepared: Prepared | None = None
-        self._islands: Islands | None = None
         self._pids: dict[int, int] = {}
         self._stall: StallWatch | None = None  # from the start of the ranks on
         self._endings = Endings()
@@ -116,8 +112,6 @@ class Launcher:
         )
         self._prepared = preparation.run()
         if self._prepared is not None:
-            if self._request.islands is not None:
-                self._islands = Islands(self._prepared.plan, self._request.islands)
             for note in self._prepared.plan.notes:
                 if note not in self._allocation.notes:  # those were said before
                     self._screen.say(note)
@@ -135,13 +129,12 @@ class Launcher:
         places = list(zip(self._peers.all, plan.hosts, strict=True))
         self._screen.open(hosts, {rank.rank: peer for peer, host in places for rank in host.ranks})
         job = self._attempt.job(plan, request, self._transport.inherits_terminal)
-        environment = self._attempt.environment(self._prepared.port, plan.world_size, self._islands)
+        environment = self._attempt.environment(self._prepared.port, plan.world_size)
         for peer, host in places:
             peer.running = {rank.rank for rank in host.ranks}
             interface = self._prepared.interfaces.get(peer.index)
             defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-            keeps_store = self._islands is not None and host.index == 0
-            peer.send(Start(host, job, environment, defaults, keeps_store, is_local=len(plan.hosts) == 1))
+            peer.send(Start(host, job, environment, defaults))
         self._stall = StallWatch(
             self._loop, self._peers, hosts, request.step_limit_seconds, self._screen.say, self._take_stall
         )
@@ -199,35 +192,17 @@ class Launcher:
             self._endings.add_done(message.rank)
             return
         assert peer.channel is not None
-        failure = Failure(
-            clock=message.clock - peer.channel.clock.offset,
-            uncertainty=peer.channel.clock.uncertainty,
-            status=message.status,
-            host=peer.name,
-            rank=message.rank,
-            pid=self._pids.get(message.rank, 0),
-            last_lines=message.last_lines,
+        self._endings.add_failure(
+            Failure(
+                clock=message.clock - peer.channel.clock.offset,
+                uncertainty=peer.channel.clock.uncertainty,
+                status=message.status,
+                host=peer.name,
+                rank=message.rank,
+                pid=self._pids.get(message.rank, 0),
+                last_lines=message.last_lines,
+            )
         )
-        if not self._goes_on_without({message.rank}, failure):
-            self._endings.add_failure(failure)
-
-    def _goes_on_without(self, ranks: set[int], failure: Failure) -> bool:
-        """Whether other islands are left. Theirs are given up then, and everyone is told, once."""
-        if self._islands is None or self.plan is None or self._is_cut_short:
-            return False
-        islands = {self._islands.of(rank) for rank in ranks}
-        new = {island for island in islands if not self._islands.is_lost(island)}
-        if not self._islands.lose(new):
-            return False
-        for island in sorted(new):
-            why = failure.text if failure.rank is None else f"rank {failure.rank} {how_it_ended(failure.status)}"
-            self._peers.send(GiveUp(island, self._islands.ranks(island), why))
-        if new:
-            what = ", ".join(self._islands.named(island) for island in sorted(new))
-            has_many_hosts = self._allocation.transport != "local"
-            text = obituary(failure, self.plan.world_size, has_many_hosts, lost=what)
-            self._screen.say(text if failure.rank is not None else f"{text}; {what} is lost, and the others go on")
-        return True
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._is_leaving:
@@ -241,13 +216,10 @@ class Launcher:
             for rank in running:
                 self._stall.gone(rank, has_ended=False)
             self._sweeps.begin(peer.index, peer.name, peer.channel.was_silent)
-        failure = Failure(peer.channel.lost_at, 1, peer.name, text=text)
-        if peer.index and self._goes_on_without(running, failure):  # the first host has the store
-            return
         many, count = len(self._peers.all) > 1, len(running)
         if many:
             text += f"; its {count} rank{'s' if count > 1 else ''} are given up, and the others were stopped"
-        self._endings.add_failure(replace(failure, text=text))
+        self._endings.add_failure(Failure(peer.channel.lost_at, 1, peer.name, text=text))
 
     def _take_stall(self, late: Sequence[int]) -> None:
         if self._request.on_stall == "stop":

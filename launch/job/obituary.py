@@ -45,18 +45,13 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
     return first
 
 
-def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Sequence[int] = (), lost: str = "") -> str:
-    """The closing message. ended: the ranks that had ended with exit status 0 before the failure.
-
-    lost: what is lost with the rank; the job goes on without it.
-    """
+def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Sequence[int] = ()) -> str:
+    """The closing message. ended: the ranks that had ended with exit status 0 before the failure."""
     if failure.rank is None:
         return failure.text
     where = f"host {failure.host}, process {failure.pid}" if has_many_hosts else f"process {failure.pid}"
     text = f"rank {failure.rank} of {world_size} ({where}) {_reason(failure.status)}"
-    if lost:
-        text += f"; {lost} is lost, and the others go on"
-    elif world_size > 1:
+    if world_size > 1:
         text += "; the other ranks were stopped" if len(ended) < world_size - 1 else ""
     if ended:
         text += (
@@ -81,18 +76,13 @@ def box(title: str, lines: Sequence[str]) -> str:
 
 
 def _reason(status: int) -> str:
-    text = how_it_ended(status)
+    text = f"failed with exit status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
     if status == -signal.SIGKILL:
         text += (
             " before anything in this job had sent it: the kernel's out-of-memory killer is a usual cause (`dmesg` "
             "shows it), so try less memory per rank"
         )
     return text
-
-
-def how_it_ended(status: int) -> str:
-    """What has become of a process, behind its name."""
-    return f"failed with exit status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
 
 
 def _signal_name(number: int) -> str:

@@ -15,7 +15,6 @@ class Request:
     it. grace_seconds: between asking a rank to stop and killing it. step_limit_seconds: None: as the ranks' config
     says. connect_seconds: for the agents of all hosts to come.
     notes_of_one_rank: what is said where the job has no more than one.
-    islands: the ranks of each; "host": those of a host; None: all ranks are one, and none goes on without the others.
     """
 
     command: tuple[str, ...]
@@ -32,5 +31,4 @@ class Request:
     step_limit_seconds: float | None = None
     on_stall: Literal["report", "stop"] = "report"
     connect_seconds: float = 60.0
-    islands: int | Literal["host"] | None = None
     notes_of_one_rank: tuple[str, ...] = ()

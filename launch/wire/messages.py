@@ -1,6 +1,6 @@
 """What launcher and agents say to each other: one JSON object a line, `kind` and the fields of a dataclass below.
 
-    launcher -> agent    Welcome, Hold, Reach, Check, Start, Signal, Kill, GiveUp, Stacks, Shown, Beat, Leave
+    launcher -> agent    Welcome, Hold, Reach, Check, Start, Signal, Kill, Stacks, Shown, Beat, Leave
     agent -> launcher    Hello, Held, Reached, Checked, Started, Refused, Output, Ended, Stopped, Progress, StackDump,
                          Note, Beat
 
@@ -78,17 +78,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Start:
-    """Start the host's ranks; the answer is Started or Refused. environment: set for each; defaults: where not set.
-
-    keeps_store: a process beside them has the ranks' store, at MASTER_PORT; is_local: for this host alone.
-    """
+    """Start the host's ranks; the answer is Started or Refused. environment: set for each; defaults: where not set."""
 
     host: HostPlan
     job: Job
     environment: dict[str, str]
     defaults: dict[str, str]
-    keeps_store: bool = False
-    is_local: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,15 +96,6 @@ class Signal:
 @dataclass(frozen=True)
 class Kill:
     """SIGKILL to everything that the ranks have left; Ended follows for each rank that still ran."""
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """An island is lost: SIGKILL to those of its `ranks` that are here, and a word to the store if it is kept here."""
-
-    island: int
-    ranks: tuple[int, ...]
-    why: str
 
 
 @dataclass(frozen=True)
@@ -254,7 +240,6 @@ Message = (
     | Start
     | Signal
     | Kill
-    | GiveUp
     | Stacks
     | Shown
     | Beat

@@ -50,23 +50,6 @@ def test_rates_are_compared_round_by_round(script: Helper) -> None:
     )
 
 
-def test_islands_have_processes_of_their_own(script: Helper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wire, jobs = script("wire"), list[dict[str, Any]]()
-
-    def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-        jobs.append(job)
-        each = {"speed": 1e9, "round": 0, "seconds": 0.5, "bytes": 2e6}
-        return [{"contender": name, **each} for name in job["contenders"]]
-
-    monkeypatch.setattr(wire, "fault", lambda: None)
-    monkeypatch.setattr(wire, "run", run)
-    found = tmp_path / "wire.md"
-    wire.main(["--contenders", "diloco", "plain", "hpz", "--speeds", "1 Gbit/s", "--markdown", str(found)])
-    assert [job["contenders"] for job in jobs] == [["plain", "hpz"], ["diloco"]]
-    labels = [line.split(" | ")[0] for line in found.read_text().splitlines()[2:]]
-    assert labels == ["| lowtide stage 3", "| lowtide stage 3, hpZ", "| lowtide stage 3 in a host, DiLoCo every 50"]
-
-
 def test_a_machine_without_namespaces_is_told_so(
     script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,13 +150,12 @@ def train(engine: lowtide.Engine, step: int, look: Any) -> None:
 
 def bytes_outside(engine: lowtide.Engine) -> Found:
     """In files, in host memory that is not the model's, and on the way to other ranks."""
-    optimizer, homes = engine.optimizer, engine.optimizer._homes
+    homes = engine.optimizer._homes
     stores: list[Any] = [one._store for one in (homes._offloaded, homes._rest) if one and one._store]
     files = [os.fstat(store._file._descriptor).st_size for store in stores if hasattr(store, "_file")]
     pools = [store.pool for store in stores if hasattr(store, "pool")]
     pools += [homes._offloaded._pool] if homes._offloaded._buffers else []
-    host = sum(pool.bytes_in_use for pool in pools) + (optimizer.outer.host_nbytes if optimizer.outer else 0)
-    return {"file": sum(files), "host": host, "staging": staging_bytes(engine)}
+    return {"file": sum(files), "host": sum(pool.bytes_in_use for pool in pools), "staging": staging_bytes(engine)}
 
 
 def staging_bytes(engine: lowtide.Engine) -> int:
@@ -250,8 +249,6 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     cases["split, in backward"] = config_of(3, zero={"update_in_backward": True}, **SPLIT)
     cases["matrices, no masters"] = config_of(3, **{**DRAWN, "optimizer": {"type": "muon"}})
     cases["rows and columns, no masters"] = config_of(0, **{**DRAWN, "optimizer": {"type": "adafactor"}})
-    cases["islands"] = config_of(2, outer={"every": 2, "ranks": 2, "overlap": 1})
-    cases["islands, plain mean"] = config_of(1, outer={"every": 2, "ranks": 2, "optimizer": "average"}, **DRAWN)
     return cases
 
 
@@ -331,8 +328,6 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
             cases["rows and columns"] = config_of(2, zero=zero, optimizer={"type": "adafactor"})
         cases[f"{overlap}, no masters"] = config_of(1, zero={"offload_optimizer": {**section, "ratio": 0.5}}, **form)
     cases["parameters"] = config_of(3, 2, zero={"offload_param": nvme, "offload_optimizer": nvme}, **BF16)
-    islands = {"every": 2, "ranks": 2, "fragments": 2}
-    cases["islands"] = config_of(1, zero={"offload_optimizer": {**nvme, "ratio": 0.5}}, outer=islands, **BF16)
     return cases
 
 

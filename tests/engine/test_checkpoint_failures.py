@@ -14,7 +14,8 @@ from lowtide.checkpoint import folder as folder_module
 from lowtide.checkpoint import index as index_module
 from lowtide.checkpoint.errors import CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
-from tests.engine.saving import engine_for, run_steps, save_and_go_on, saved_tensors
+from tests.checkpoint.making import resign
+from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on, saved_tensors
 from tests.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import Case, rank_and_world
@@ -291,6 +292,20 @@ def test_no_checkpoint_at_all_is_an_error_of_its_own(ranks: RankPool, tmp_path: 
             f"{tmp_path}/some: {latest}; there are b: name one of them as `tag`",
             f"{tmp_path}/some: {other} 'a', found b",
         ]
+
+
+def test_a_checkpoint_of_an_island_loads_from_its_own_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As earlier versions have saved it: what they had agreed on is left there, with a warning."""
+    case = Case(mlp, vector_batch)
+    expected = save_and_go_on(case, tmp_path / "island0", 1, "a")
+    outer = {"island": 0, "fragments": 2, "arrived": [1]}
+    resign(tmp_path / "island0" / "a", lambda content: content["training"].update(outer=outer))
+    where = "; the folder is of islands, which earlier versions had: name that of one, such as island0"
+    with engine_for(case, 1) as engine, pytest.raises(NoCheckpointError, match=where):
+        engine.load_checkpoint(tmp_path)
+    assert "of an island" not in caplog.text
+    assert load_and_go_on(case, tmp_path / "island0", 1, "a").differences(expected) == []
+    assert "the checkpoint is that of an island, which earlier versions had: its parameters and" in caplog.text
 
 
 def test_values_survive_a_failed_save_of_the_same_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,10 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
             'scheduler.params.warmup_num_steps: unknown key "warmup_num_steps"',
         ),
         ({"quux": 1}, 'unknown key "quux"; docs/config.md lists the keys'),
+        (
+            {"outer": {"every": 50}},
+            "outer: was removed; for ranks that train apart and meet every so many steps (DiLoCo) use",
+        ),
         ({"zero_optimization": {"units": []}}, 'expected "auto" or a list of patterns of module names, found []'),
         ({"zero_optimization": {"Stage": 1}}, 'unknown key "Stage"; did you mean "stage"?'),
         (
@@ -261,6 +265,12 @@ def test_update_in_backward_says_what_it_needs() -> None:
     assert "needs gradient_clipping 0 (found 1.0: the norm is known after all gradients)" in text
     assert "needs gradient_accumulation_steps 1 (found 2: a gradient is whole after the last microbatch)" in text
     assert "needs fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)" in text
+
+
+def test_a_removed_section_that_is_off_is_a_note() -> None:
+    """As `Config.as_dict` of an earlier version has it."""
+    (note,) = Config.load({"outer": {"every": None, "optimizer": "nesterov"}}).notes
+    assert note.startswith('outer: {"every": null, "optimizer": "nesterov"} has no effect here: it was removed; for')
 
 
 IDLE_BELOW_3 = {"zero_hpz_partition_size": 8, "stage3_prefetch_bucket_size": 5}

@@ -125,10 +125,6 @@ def test_what_has_a_folder_may_lie_on_a_drive(folders: tuple[str, ...], found: d
             {"config": {"parallel": {"expert": 2}}},
             "parallel.expert: expected a model with experts to split over 2 ranks, found none",
         ),
-        (
-            {"config": {"outer": {"every": 2, "ranks": 4}}, "world_size": 6, "hosts": 1},
-            "outer.ranks: expected whole hosts of 6 devices, or as many ranks as divide one, and 6 devices in all",
-        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(more: dict[str, Any], said: str) -> None:

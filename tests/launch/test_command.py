@@ -70,6 +70,7 @@ def test_the_help_of_each_command_has_examples(name: str, capsys: pytest.Capture
         (["--nproc", "1", "-m", "no_such.module"], 'no module "no_such" can be imported from '),
         (["--nproc", "two", __file__], "argument --nproc: invalid number value: 'two'"),
         (["--nporc", "2", __file__], 'unknown option "--nporc"; did you mean "--nproc"?'),
+        (["--islands", "host", __file__], "--islands was removed; for ranks that train apart use torchft (https://"),
         (["--transport", "shh", __file__], 'unknown --transport "shh"; did you mean "ssh"?'),
         (["--master-port", "70000", __file__], "--master-port must be from 1 to 65535, found 70000"),
         (["--ssh-port", "0", __file__], "--ssh-port must be from 1 to 65535, found 0"),

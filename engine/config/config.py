@@ -24,7 +24,7 @@ from .deepspeed import RULES
 from .elastic import KeptBatch, nothing_kept
 from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
 from .errors import MAX_FAULTS, ConfigError, Fault, FaultKind, shown, unknown_key
-from .fill import Fill, filled
+from .fill import READ, Fill, filled
 from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, wire_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
 from .layered import layered_faults
@@ -72,6 +72,10 @@ def _or_never(value: object) -> object:
     return 0 if value is None or value == math.inf else value
 
 
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 def _device(value: object) -> object:
     """The value unchanged if it may be the name of a device; torch knows which there are."""
     if not isinstance(value, str) or not re.fullmatch(_DEVICE_NAME, value):
@@ -113,7 +117,7 @@ class Config(Section):
     gradient_predivide_factor: Float = Field(default=1.0, gt=0)
     """Divide gradients by this before they are summed, and by ranks / factor after."""
 
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = "mean"
     """Whether gradients are averaged or added up over data-parallel ranks. They are averaged over microbatches."""
 
     communication_data_type: Dtype | None = None
@@ -166,7 +170,7 @@ class Config(Section):
                 raise ValueError('fill: expected a file or a dictionary that says "auto" beside it, found a Config')
             return source
         raw, name = read(source)
-        raw, fill_notes = filled(raw, fill, cls) if fill else (raw, [])
+        raw, fill_notes = filled(raw, fill or {}, cls)
         raw, unread_notes = without_unread(raw)
         translation = translate(raw)
         config, faults = _validate(translation.values)
@@ -220,19 +224,22 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each key that is understood and has no effect here, and for each "auto"."""
+        """One sentence for each key that is understood and has no effect here, each "auto", and text for a value."""
         return self._notes
 
     @property
     def short_notes(self) -> tuple[str, ...]:
-        """`notes`, with one line for all keys of DeepSpeed that have no effect, where there are several."""
-        idle = [note for note in self._notes if note.partition(": ")[0] in RULES and " has no effect here: " in note]
+        """`notes`, with one line for all text that was read as values, and one for keys of DeepSpeed with no effect."""
+        text = [note for note in self._notes if READ in note]
+        rest = [note for note in self._notes if note not in text]
+        said = ["; ".join(text)] if text else []
+        idle = [note for note in rest if note.partition(": ")[0] in RULES and " has no effect here: " in note]
         if len(idle) < 2:
-            return self._notes
+            return (*said, *rest)
         keys = ", ".join(note.partition(": ")[0] for note in idle)
         command = f"`lowtide config explain {self._source or 'FILE'} --given` says why"
         line = f"{len(idle)} keys of DeepSpeed have no effect here: {keys}; {command}"
-        return (line, *(note for note in self._notes if note not in idle))
+        return (*said, line, *(note for note in rest if note not in idle))
 
     def resolve(self, world_size: int, first_world_size: int | None = None) -> "Config":
         """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.

@@ -12,6 +12,7 @@ from ...configs.section import Section
 from .config import Config
 from .deepspeed import RULES
 from .errors import ConfigError, Fault, shown
+from .fill import filled
 from .origin import without_unread
 from .read import join, read
 from .translate import ALIASES, BATCH_KEYS, translate
@@ -62,7 +63,8 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     """
     raw, name = read(source)
     config, faults = _loaded(raw, world_size)
-    notes = _by_path(config.notes if config is not None else translate(raw).notes)
+    raw, text_notes = filled(raw, {}, Config)
+    notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw).notes])
     notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
     file = _File.of(raw, notes, faults)
     found = list(_fields(Config, dict(config) if config is not None else _apart(raw), file))

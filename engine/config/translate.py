@@ -7,7 +7,6 @@ from ...configs.section import Section
 from ...optimizers.table import OPTIMIZERS
 from .deepspeed import RULES, judge
 from .errors import MAX_FAULTS, Fault, shown, unknown_key
-from .lax import converted
 from .optimizer import canonical_optimizer
 from .planned import PLANNED
 from .read import join
@@ -155,7 +154,6 @@ def _give_back(section: dict[str, object], name: str, params: type[Section], aut
 def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, object]:
     """The keys of a section that are left for Config once rules, aliases and "auto" are taken out."""
     kept: dict[str, object] = {}
-    section = {key: converted(join(path, key), value) for key, value in section.items()}
     for key, value in section.items():
         here = join(path, key)
         if here in ALIASES:

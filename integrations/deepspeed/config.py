@@ -15,7 +15,7 @@ import torch
 
 from ..engine.config.config import Config
 from ..engine.config.errors import ConfigError, Fault, shown
-from ..engine.config.lax import converted
+from ..engine.config.fill import filled
 from ..engine.config.origin import PEAK, with_their_defaults
 from ..engine.config.read import read
 from ..engine.config.sections import dtype_name
@@ -46,7 +46,9 @@ class DeepSpeedConfig:
 
         Raises ConfigError.
         """
-        given = _read(config)
+        given, notes = filled(_read(config), {}, Config)
+        for note in notes:
+            log_dist_once(f"config: {note}", [0], WARNING)
         section = given.get("optimizer")
         self.optimizer_params = section.get("params") if isinstance(section, Mapping) else None  # as they are written
         self.raw = with_their_defaults(given)
@@ -166,7 +168,7 @@ def _read(config: Source) -> dict[str, Any]:
 def _left_to_lowtide(raw: dict[str, Any]) -> dict[str, Any]:
     """Without the keys that act here, of which lowtide's own config says that they have no effect."""
     left = dict(raw)
-    if isinstance(converted("dataloader_drop_last", left.get("dataloader_drop_last")), bool):
+    if isinstance(left.get("dataloader_drop_last"), bool):
         del left["dataloader_drop_last"]
     if isinstance(left.get("managed_gradient_accumulation"), bool):
         del left["managed_gradient_accumulation"]
@@ -193,7 +195,7 @@ def _written(default: Any, *path: str) -> Callable[[DeepSpeedConfig], Any]:
 
     def get(config: DeepSpeedConfig) -> Any:
         written = config.section(*path)
-        found = converted(".".join(path), config.section(*plain) if written is None else written)
+        found = config.section(*plain) if written is None else written
         return default if found is None else found
 
     return get

@@ -25,7 +25,7 @@ class ElasticityIncompatibleWorldSize(ElasticityError):  # DeepSpeed's name
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Whether the section is on."""
-    return bool((ds_config.get("elasticity") or {}).get("enabled", False))
+    return (ds_config.get("elasticity") or {}).get("enabled", False) in (True, "true")
 
 
 def compute_elastic_config(

@@ -65,11 +65,15 @@ class EngineConfig:
         """The values with those in the place of "auto" that are known by now."""
         return filled(self.values, self.fill, Config)[0]
 
+    def found(self, key: str) -> Any:
+        """What the file says of a key, which may be "auto"; None where it says nothing."""
+        return value_of(filled(self.values, {}, Config)[0], key)
+
     def say(self, *said: Said) -> None:
         """Goes into `fill`, which `lowtide.initialize` gets; notes a fault where the file says something else."""
         for one in said:
             section, _, key = one.key.rpartition(".")
-            found = value_of(self.values, one.key)
+            found = self.found(one.key)
             if found is None and one.fills_missing:
                 inside = value_of(self.values, section) if section else self.values
                 if isinstance(inside, dict):
@@ -87,7 +91,7 @@ class EngineConfig:
         for name in ("bf16", "fp16"):
             wanted = precision == name
             key = f"{name}.enabled"
-            found = value_of(self.values, key)
+            found = self.found(key)
             if found is None:
                 self.values[name] = {**(self.values.get(name) or {}), "enabled": wanted}
             elif found == "auto":
@@ -108,7 +112,7 @@ class EngineConfig:
         for key in _DEGREES:
             if parallel.get(key) == "auto":
                 parallel[key] = 1
-        if parallel.get("pipeline") not in (None, 1):
+        if self.found("parallel.pipeline") not in (None, 1):
             message = (
                 f"expected 1 under Hugging Face's trainers, found {shown(parallel['pipeline'])}: a loop that calls "
                 "forward and backward itself has no stages; use lowtide.initialize, whose train_step runs the schedule"

@@ -123,7 +123,7 @@ def test_a_missing_folder_is_reported_at_the_section_among_the_other_faults() ->
         ({"every_steps": True}, "type: checkpoint.every_steps: expected an integer, found true"),
         ({"every_steps": 0.5}, "type: checkpoint.every_steps: expected an integer, found 0.5"),
         ({"keep_last": 0}, "value: checkpoint.keep_last: expected at least 1, found 0"),
-        ({"keep_last": "3"}, 'type: checkpoint.keep_last: expected an integer, found "3"'),
+        ({"keep_last": "all"}, 'type: checkpoint.keep_last: expected an integer, found "all"'),
         ({"async": 1}, "type: checkpoint.async: expected true or false, found 1"),
         ({"on_sigterm": "yes"}, 'type: checkpoint.on_sigterm: expected true or false, found "yes"'),
     ],

@@ -136,7 +136,7 @@ def test_an_optimizer_that_was_removed_names_the_one_to_use(
             'optimizer.params.betas: unknown key "betas"; the keys here',
         ),
         ({"type": "AdamW", "params": {"weigth_decay": 1}}, 'did you mean "weight_decay"?'),
-        ({"type": "AdamW", "params": {"lr": "0.1"}}, 'optimizer.params.lr: expected a number, found "0.1"'),
+        ({"type": "AdamW", "params": {"lr": "low"}}, 'optimizer.params.lr: expected a number, found "low"'),
         ({"type": "AdamW", "params": {"lr": -1}}, "optimizer.params.lr: expected at least 0, found -1"),
         (
             {"type": "AdamW", "params": {"betas": [0.9, 1.0]}},

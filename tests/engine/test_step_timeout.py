@@ -107,7 +107,7 @@ def test_the_thread_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "expected more than 0, found 0"), ("60", 'expected a number, found "60"')]
+    ("value", "text"), [(0, "expected more than 0, found 0"), ("60s", 'expected a number, found "60s"')]
 )
 def test_a_limit_that_is_none_is_refused(value: object, text: str) -> None:
     with pytest.raises(ConfigError, match=r"communication\.step_timeout_seconds") as caught:

@@ -110,6 +110,13 @@ def test_the_words_of_tag_validation() -> None:
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "checkpoint": {"tag_validation": "foo"}}, world_size=1)
 
 
+def test_text_for_a_value_is_said_and_told_as_the_value(caplog: pytest.LogCaptureFixture) -> None:
+    text = {"zero_optimization": {"stage": "2", "sub_group_size": "77"}, "dataloader_drop_last": "true"}
+    config = deepspeed.DeepSpeedConfig({"train_batch_size": "1", **text}, world_size=1)
+    assert (config.stage, config.zero_sub_group_size, config.dataloader_drop_last) == (2, 77, True)
+    assert 'config: zero_optimization.sub_group_size: read "77" as 77' in caplog.text
+
+
 def test_keys_that_act_here_are_not_said_to_have_no_effect() -> None:
     acting = {"dataloader_drop_last": True, "checkpoint": {"tag_validation": "Fail", "load_universal": True}}
     config = deepspeed.DeepSpeedConfig({"train_batch_size": 1, **acting}, world_size=1)

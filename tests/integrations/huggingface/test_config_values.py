@@ -102,6 +102,11 @@ def test_a_missing_learning_rate_is_that_of_the_arguments(tmp_path: Path) -> Non
     assert config.values["optimizer"]["params"] == {"lr": 2e-3, "weight_decay": 0.02}
 
 
+def test_text_that_is_the_value_of_an_argument_contradicts_nothing(tmp_path: Path) -> None:
+    text = {"gradient_clipping": "0.7", "bf16": {"enabled": "true"}, "parallel": {"pipeline": "1"}}
+    assert config_of(text, args(tmp_path, **OPTIONS)).check().bf16.enabled
+
+
 def test_of_a_preset_only_how_it_is_divided_and_computed_is_taken(tmp_path: Path) -> None:
     config = config_of("zero3-bf16", args(tmp_path))
     assert config.values["zero_optimization"] == {"stage": 3}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 _ALONE = (
     " It waits for parameters: a forward counts as a call of the engine. One rank alone may run it inside of "
-    "`with engine.gathered():`, which all ranks enter."
+    "`with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed), which all ranks enter."
 )
 UNEVEN = (
     "All ranks must make the same number of steps: where their data do not end together, put the loop into "

@@ -193,11 +193,15 @@ class World:
 
         parts: (n,) on `device`, what this rank has, and zero elsewhere; it is written to. No element is on two ranks.
         """
-        if self.size > 1 and not self.is_simulated:
-            bits = torch.int32 if parts.element_size() % 4 == 0 else torch.uint8
-            with self._waiting("the parts of a tensor"):
-                dist.all_reduce(parts.view(bits))
+        self.sum(parts.view(torch.int32 if parts.element_size() % 4 == 0 else torch.uint8), "the parts of a tensor")
         return parts
+
+    def sum(self, terms: torch.Tensor, what: str) -> torch.Tensor:
+        """Of a tensor on `device` of each rank, which is written to."""
+        if self.size > 1 and not self.is_simulated:
+            with self._waiting(what):
+                dist.all_reduce(terms)
+        return terms
 
     def barrier(self) -> None:
         if self.size > 1:

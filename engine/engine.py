@@ -284,19 +284,20 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         Without it a change raises ValueError on every rank at the end.
         """
         values = self._archive.values
+        what = f"engine.gathered({'modify=True' if modify else ''}) (zero.GatheredParameters in lowtide.deepspeed)"
         if modify:
             # What is changed is in the engine when its turn has ended.
             with (
-                self._turn.of("engine.gathered(modify=True)"),
-                self._mesh.raised.call(f"{BODY}engine.gathered(modify=True)", is_context=True),
+                self._turn.of(what),
+                self._mesh.raised.call(f"{BODY}{what}", is_context=True),
                 self._steps.apart(Activity.WEIGHTS, Access.CHANGES),
                 values.modified(params),
             ):
                 yield
             return
-        self._turn.check("engine.gathered()")
+        self._turn.check(what)
         with (
-            self._mesh.raised.call("engine.gathered()", is_context=True),
+            self._mesh.raised.call(what, is_context=True),
             self._steps.apart(Activity.WEIGHTS, Access.LOOKS),
             values.gathered(params, self._steps.guard.values.num_changes),
         ):

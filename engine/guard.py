@@ -134,7 +134,10 @@ def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int
 
 _PARAM, _VERSION = itemgetter(1), attrgetter("_version")
 _OWNED = attrgetter("_parameters", "_modules")  # of a module
-_INSTEAD = "change it inside `with engine.gathered(parameter, modify=True):`"
+_INSTEAD = (
+    "change it inside `with engine.gathered(parameter, modify=True):` (zero.GatheredParameters(parameter, "
+    "modifier_rank=0) in lowtide.deepspeed)"
+)
 _CHANGED = "parameter '{name}' was changed {how}, which its master weights and other ranks do not see; " + _INSTEAD
 _THROUGH_DATA = "through .data"
 

@@ -156,7 +156,7 @@ class LateGroups:
         if held:
             raise StateError(
                 f"{ADDING}: expected parameters that are not gathered, found '{held[0][0]}', which is; call it "
-                "outside of `with engine.gathered():`"
+                "outside of `with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed)"
             )
 
     def _reserve_rest(self, divisions: Sequence[_Division]) -> None:

@@ -33,7 +33,7 @@ class ParameterAccess:
         All ranks must call it. Raises ValueError for what is no parameter, and for a state that it does not have.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
-            return self._archive.parameters.full(param, state, "engine.full()")
+            return self._archive.parameters.full(param, state, _what("full", "get_full", state))
 
     @in_turn
     def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
@@ -43,7 +43,7 @@ class ParameterAccess:
         shape.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
-            self._archive.parameters.set_full(param, value, state, "engine.set_full()")
+            self._archive.parameters.set_full(param, value, state, _what("set_full", "set_full", state))
 
     @in_turn
     def local(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
@@ -53,7 +53,7 @@ class ParameterAccess:
         call it. n is 0 where the parameter does not reach into this rank's shard.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
-            return self._archive.parameters.local(param, state, "engine.local()")
+            return self._archive.parameters.local(param, state, _what("local", "get_local", state))
 
     @in_turn
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
@@ -62,7 +62,7 @@ class ParameterAccess:
         All ranks must call it, each with its own part; ranks that hold the same part (replicas) with equal values.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
-            self._archive.parameters.set_local(param, value, state, "engine.set_local()")
+            self._archive.parameters.set_local(param, value, state, _what("set_local", "set_local", state))
 
     @in_turn
     def reset_states(self, *params: nn.Parameter | str) -> None:
@@ -82,9 +82,9 @@ class ParameterAccess:
 
         Of the parameter's shape on every rank, then all ranks must call it; or only what lies in this rank's shard,
         (n,), as `local` cuts it. In the master weights' dtype, without float16's loss scale. None of a parameter that
-        is not trained. To be called between the backward of the last microbatch and `engine.step()`; at stages 2 and 3
-        also after an earlier one, for the sum so far, where shards on the device have it. StateError at any other time,
-        and with `update_in_backward`, where gradients are not held.
+        is not trained. To be called between a backward and `engine.step()`. Between the microbatches of a step it is
+        of those so far; what is not summed over the ranks yet (stages 0 and 1, replicas) the call sums, but `local`
+        raises StateError. StateError at any other time, and with `update_in_backward`: gradients are not held there.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             return self._gradients.gradient(param, local)
@@ -131,3 +131,9 @@ class ParameterAccess:
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             self._gradients.clip_values(float(clip_value))
+
+
+def _what(call: str, safe: str, state: str | None) -> str:
+    """How users read a call, in lowtide.deepspeed too."""
+    values = "fp32_param" if state is None else "optimizer_state"
+    return f"engine.{call}() (safe_{safe}_{values} in lowtide.deepspeed)"

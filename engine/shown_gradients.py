@@ -38,6 +38,11 @@ class ShownGradients:
         """Whether stand-ins of a whole step are there."""
         return self._final.are_there
 
+    @property
+    def are_taken(self) -> bool:
+        """The same of those in the middle of a step."""
+        return self._taken.are_there
+
     def are_all(self, gradients: Sequence[Tensor]) -> bool:
         """Of a whole step; see `ReducedGradients.are_all`."""
         return self._final.are_all(gradients)
@@ -53,14 +58,14 @@ class ShownGradients:
         cleared = self._final.take_out()
         return cleared, bool(cleared) and len(cleared) == self._final.num_params  # some ranks may have no parameters
 
-    def take_taken(self) -> Cleared:
-        """The same in the middle of a step: all or nothing. Raises StateError where it is some."""
+    def take_taken(self, what: str) -> Cleared:
+        """The same in the middle of a step: all or nothing. Raises StateError where it is some. what: he asks for."""
         if not self._taken.are_there:
             return {}
         cleared = self._taken.take_out()
         if 0 < len(cleared) < self._taken.num_params:
             raise StateError(
-                "backward: found the gradients of some parameters cleared after an earlier backward of the step, not "
+                f"{what}: found the gradients of some parameters cleared after an earlier backward of the step, not "
                 "of others: clear all of them (engine.zero_grad()), or some after the last backward of a step; in the "
                 "middle they are in sums"
             )

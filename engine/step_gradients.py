@@ -1,4 +1,4 @@
-"""What a caller sees of a step's gradients between its last backward and its update, and how he changes them."""
+"""What a caller sees of a step's gradients between its backwards and its update, and how he changes the final ones."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class StepGradients:
     """Reduced gradients of the step that is about to be made. Every method is a collective, but for a local gradient.
 
     backward ... backward | here | step
+
+    `gradient` is for after any of the backwards.
     """
 
     def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues) -> None:
@@ -32,15 +34,24 @@ class StepGradients:
 
     def gradient(self, param: nn.Parameter | str, is_local: bool) -> Tensor | None:
         """See `ParameterAccess.gradient`."""
-        what = "engine.gradient()"
-        if self._steps.so_far.is_complete or not all(one.is_summed for one in self._steps.gradients):
+        what = f"engine.gradient() (safe_get_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
+        steps = self._steps
+        is_complete = steps.so_far.is_complete
+        if not steps.so_far.num_microbatches:
+            raise StateError(
+                f"{what}: expected a backward since the last step, found {steps.so_far.done}; call it between a "
+                "backward and engine.step()"
+            )
+        if is_complete:
             self._check_is_complete(what)
+        elif steps.take_cleared_so_far(what):
+            steps.show_reduced()
         self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
-        return self._values.gradient(param, self._steps.rest, is_local, what)
+        return self._values.gradient(param, steps.rest, is_local, what, is_complete=is_complete)
 
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
         """See `ParameterAccess.set_gradient`."""
-        what = "engine.set_gradient()"
+        what = f"engine.set_gradient() (safe_set_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
         self._check_is_complete(what)
         self._check_is_held(
             what, "gradients are used up one by one as they come; a hook on the parameter may change it"

@@ -197,6 +197,14 @@ class Steps:
             self._clear(cleared)
         return are_there
 
+    def take_cleared_so_far(self, what: str) -> bool:
+        """As `take_cleared`, between the backwards of a step. Raises StateError where some were cleared, not all."""
+        are_there = self._shown.are_taken
+        if cleared := self._shown.take_taken(what):
+            self._shown.note(cleared, self.so_far.num_begun)
+            self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
+        return are_there
+
     def forget_cleared(self, what: str) -> None:
         """A step is none any more where the caller has cleared all of its final gradients. what: he asks for now."""
         if not self._shown.are_final:
@@ -231,9 +239,7 @@ class Steps:
             self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
         elif cleared:
             self._clear(cleared)
-        if cleared := self._shown.take_taken():
-            self._shown.note(cleared, self.so_far.num_begun)
-            self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
+        self.take_cleared_so_far("backward")
         if self.so_far.clipping_by_hand is not None:
             self.so_far.refuse_backward()
         boundary = self.so_far.would_complete(num_microbatches)

@@ -122,18 +122,19 @@ class HostSum:
 
     def __init__(self, host: HostUpdate) -> None:
         self._host = host
-        self._total: Tensor | None = None
+        self.total: Tensor | None = None
+        """Complete after `arrive`."""
         self._last = 0  # of the gradients that have left, which one
 
     def add(self, shard: Tensor, on_arrived: Callable[[], None] | None) -> Tensor:
         """Takes a shard whose memory on the device goes with it; on_arrived: called then. Returns the sum so far."""
-        self._total = self._host.take(shard, self._total, on_arrived)
+        self.total = self._host.take(shard, self.total, on_arrived)
         self._last = self._host.num_taken
-        return self._total
+        return self.total
 
     def has(self, shard: Tensor) -> bool:
         """Whether that is the memory of the sum, and not one that a shard can be made in."""
-        return shard is self._total
+        return shard is self.total
 
     def arrive(self) -> None:
         """Returns when all that was taken is in the sum, whatever has left after it."""
@@ -141,7 +142,7 @@ class HostSum:
 
     def hand_over(self) -> None:
         """The sum is the caller's, until `give_back`."""
-        self._total = None
+        self.total = None
 
     def give_back(self, total: Tensor) -> None:
         """A sum that was handed over was used up."""
@@ -149,7 +150,7 @@ class HostSum:
 
     def drop(self) -> None:
         """The sum was used up."""
-        if self._total is not None:
+        if self.total is not None:
             self.arrive()
-            self.give_back(self._total)
-            self._total = None
+            self.give_back(self.total)
+            self.total = None

@@ -73,10 +73,10 @@ class GroupGradient:
         return self.reduces_every_backward or self._local.is_flat
 
     @property
-    def is_summed(self) -> bool:
-        """Whether `shard` has the sum over ranks of the step's backwards so far, of which another may follow."""
+    def sums_each(self) -> bool:
+        """Whether a rank has a part of the sum over ranks after each backward, and not the last of a step alone."""
         axes = self.group.axes
-        return self._has_shard and self._host is None and axes.replicas.size == 1 and not axes.is_tied
+        return axes.replicas.size == 1 and (self.reduces_every_backward or axes.states.size == 1)
 
     @property
     def leaves_device(self) -> bool:
@@ -132,6 +132,30 @@ class GroupGradient:
                     assert self.shard is not None
                     self.shard[piece.offset_in_shard : piece.offset_in_shard + piece.numel].zero_()
                 self.mark_changed(index, is_used=index in self.used and not cleared[id(param)])
+
+    def so_far(self, index: int, dtype: torch.dtype, is_complete: bool) -> tuple[Tensor, bool]:
+        """This rank's term of the gradient of parameter `index`, flat, and whether anything has used it here.
+
+        The sum over the ranks of the group's domain is that of the step's backwards. is_complete: the last one was.
+        """
+        slot, param = self.group.layout.slots[index], self.group.params[index]
+        found = torch.zeros(slot.numel, dtype=dtype, device=self.group.full.device)
+        has_final = self.group.axes.replicas.rank == 0 or not self._move.sums()  # of a sum that others have too
+        sums = [self.shard] if self._has_shard and (has_final or not self._is_final) else []
+        if self._host is not None and has_final:
+            self._host.arrive()
+            sums.append(self._host.total)
+        for piece in self.group.pieces.of(index):
+            for total in sums:
+                if total is not None:
+                    part = total[piece.offset_in_shard : piece.offset_in_shard + piece.numel]
+                    found[piece.offset_in_param : piece.offset_in_param + piece.numel] += part.to(found.device)
+        if self._local.has_values and self._local.flat is not None:
+            found += self._local.flat[slot.offset_in_flat : slot.end_in_flat]
+        arrived = None if is_complete or self.takes_each else param.grad  # else it is a stand-in
+        if arrived is not None:
+            found += arrived.reshape(-1)
+        return found, arrived is not None or index in self.used
 
     def settle(self) -> None:
         """Returns when what has left the device is there, and all is counted."""

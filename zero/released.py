@@ -113,7 +113,8 @@ class ReleasedParameter(nn.Parameter):
             f"{what} is released: only its shards exist here, so {operation} cannot read it. Its values are there "
             "inside the forward and backward of the model, and in methods of its modules; anywhere else use "
             "`with engine.gathered(parameter):` (zero.GatheredParameters(parameter) in lowtide.deepspeed). To save the "
-            "model, call engine.state_dict() or engine.export(folder) on all ranks."
+            "model, call engine.state_dict() (module_state_dict() in lowtide.deepspeed) or engine.export(folder) on "
+            "all ranks."
         )
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]

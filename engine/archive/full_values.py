@@ -195,9 +195,10 @@ class FullValues:
         rank, name = next((rank, names[0]) for rank, names in enumerate(by_rank) if names)
         others = len({name for names in by_rank for name in names}) - 1
         raise ValueError(
-            f"parameter '{name}'{f' and {others} more' if others else ''} was changed inside engine.gathered() on rank "
-            f"{rank}, which not all shards and master weights see: use engine.gathered(parameter, modify=True), and "
-            "change it on every rank alike. To have the values of before, load them again"
+            f"parameter '{name}'{f' and {others} more' if others else ''} was changed inside engine.gathered() "
+            f"(zero.GatheredParameters in lowtide.deepspeed) on rank {rank}, which not all shards and master weights "
+            "see: use engine.gathered(parameter, modify=True), and change it on every rank alike (or GatheredParameters"
+            "(parameter, modifier_rank=0), which takes that rank's). To have the values of before, load them again"
         )
 
     @contextmanager

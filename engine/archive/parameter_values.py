@@ -14,6 +14,7 @@ from ...offload import Memory
 from ...zero.group import ShardedGroup, part_of, values_of
 from ...zero.layout import Piece
 from ...zero.optimizer import ShardedOptimizer
+from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from .agreement import no_rank_alone
 from .named_state import NamedState, fragments_of
@@ -85,7 +86,7 @@ class ParameterValues:
             parts = self._parts(place, state, what, changes=True)
             _check(what, place, value, place.shape, "the parameter's shape")
         flat = place.own(self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)))
-        self._write(place, state, [(p, m, flat[p.offset_in_param : p.offset_in_param + p.numel]) for p, m in parts])
+        self._write(place, state, [(p, m, _values(flat, p)) for p, m in parts])
 
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None, what: str) -> None:
         """`value`, flat, becomes what this rank has of it, as `local` gives it."""
@@ -97,8 +98,13 @@ class ParameterValues:
         values = torch.split(value.detach(), sizes)
         self._write(place, state, [(p, m, v) for (p, m), v in zip(parts, values, strict=True)])
 
-    def gradient(self, param: nn.Parameter | str, factor: float, is_local: bool, what: str) -> Tensor | None:
-        """`factor` times what is reduced; None of a parameter that is not trained, or that no rank has used."""
+    def gradient(
+        self, param: nn.Parameter | str, factor: float, is_local: bool, what: str, *, is_complete: bool = True
+    ) -> Tensor | None:
+        """`factor` times what is reduced; None of a parameter that is not trained, or that no rank has used.
+
+        is_complete: else it is of the step's backwards so far, and may not be reduced yet.
+        """
         if is_local:
             place = self._place_of(param, what)
         else:
@@ -106,6 +112,8 @@ class ParameterValues:
                 place = self._place_of(param, what)
         if place.name not in self._named.catalog.state_keys:
             return None
+        if not is_complete or not self._optimizer.sums_gradients:
+            return self._gradient_in_terms(place, factor, is_local, what, is_complete)
         parts = self._gradient_parts(place)
         if is_local:
             return _flat(parts, place.dtype, self._mesh.world.device).mul_(factor)
@@ -137,10 +145,12 @@ class ParameterValues:
             values = torch.split(value.detach(), sizes)
         else:
             flat = place.own(self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)))
-            values = [flat[piece.offset_in_param : piece.offset_in_param + piece.numel] for piece, _ in parts]
+            values = [_values(flat, piece) for piece, _ in parts]
         for (_, memory), own in zip(parts, values, strict=True):
             reduced = values_of(memory)
-            reduced.copy_(own.to(device=reduced.device, dtype=place.dtype) / factor)
+            assert place.group is not None
+            num_terms = 1 if self._optimizer.sums_gradients else place.group.axes.replicas.size  # each has an equal one
+            reduced.copy_(own.to(device=reduced.device, dtype=place.dtype) / (factor * num_terms))
         if place.group is not None:
             self._shards[id(place.group)].gradient.mark_changed(place.index, is_used=value is not None)
 
@@ -233,6 +243,33 @@ class ParameterValues:
         assert gradient.shard is not None
         return [(p, _part(gradient.shard, p)) for p in place.group.pieces.of(place.index)]
 
+    def _gradient_in_terms(
+        self, place: _Place, factor: float, is_local: bool, what: str, is_complete: bool
+    ) -> Tensor | None:
+        """As `gradient`, where it may not be reduced: each rank has a term of it."""
+        group, device = place.group, self._mesh.world.device
+        own, is_used = torch.empty(0), False
+        if group is not None:
+            gradient = self._shards[id(group)].gradient
+            if is_local and not gradient.sums_each:
+                raise StateError(
+                    f"{what}: expected the gradient of '{place.name}' summed over the ranks, found it before that: the "
+                    "last backward of a step sums it, or with a 1-bit optimizer the step; without `local` "
+                    "(safe_get_full_grad in lowtide.deepspeed) the call sums it, on all ranks"
+                )
+            own, is_used = gradient.so_far(place.index, place.dtype, is_complete)
+        if is_local:
+            pieces = () if group is None else group.pieces.of(place.index)
+            return _flat([(one, _values(own, one)) for one in pieces], place.dtype, device).mul_(factor)
+        if not int(self._mesh.sum_small(torch.tensor([int(is_used)], dtype=torch.int64, device=device), what)):
+            return None
+        whole = torch.zeros(place.shape, dtype=place.dtype, device=device)
+        if group is not None and group.axes.is_counted:
+            portion = group.layout.slots[place.index].portion
+            for of_whole, box in portion.boxes:
+                whole[of_whole.index] = own.view(portion.shape)[box.index]
+        return self._mesh.world.sum(whole, what).mul_(factor)
+
     def _collected(self, place: _Place, parts: Sequence[Part]) -> Tensor:
         """The whole on every rank, of the parts of all. A collective."""
         device = self._mesh.world.device
@@ -263,6 +300,10 @@ class ParameterValues:
 
 def _part(memory: Memory, piece: Piece) -> Memory:
     return part_of(memory, piece.offset_in_shard, piece.offset_in_shard + piece.numel)
+
+
+def _values(param: Tensor, piece: Piece) -> Tensor:
+    return param.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
 
 
 def _flat(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Tensor:

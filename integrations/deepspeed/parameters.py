@@ -130,8 +130,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Its gradient, the mean over microbatches and ranks, of its shape; None where it is not trained.
 
-    Between the backward of a step's last microbatch and its `step`, at stages 2 and 3 also after an earlier one, for
-    the sum so far: StateError at other times. All ranks must call it.
+    Between a backward and the `step` that updates with it; between the microbatches of a step it is the sum so far.
+    StateError at other times. All ranks must call it.
     """
     return owner_or_error(param, "safe_get_full_grad").gradient(param)
 

@@ -143,6 +143,12 @@ def test_gradients_that_an_update_in_the_backward_has_used_are_not_cleared() -> 
 def test_gradients_that_are_in_a_sum_are_cleared_together() -> None:
     with lowtide.initialize(models.mlp(), CASE.at(2, accumulation=2).as_config()) as engine:
         engine.backward(engine(*models.vector_batch(0, 2)))
+        assert engine.gradient("first.weight") is not None
+        engine.module.zero_grad()
+        assert engine.gradient("first.weight") is None
+        engine.backward(engine(*models.vector_batch(0, 2)))
+        engine.zero_grad()
+        engine.backward(engine(*models.vector_batch(0, 2)))
         engine.module.get_parameter("first.weight").grad = None
         with pytest.raises(
             StateError, match="backward: found the gradients of some parameters cleared after an earlie"

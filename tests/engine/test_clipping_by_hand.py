@@ -136,8 +136,13 @@ def test_what_is_no_norm_is_refused(what: str) -> None:
             call(engine)
 
 
+GRADIENT: dict[str, Any] = {
+    "engine.gradient() (safe_get_full_grad in lowtide.deepspeed)": lambda engine: engine.gradient("last.bias"),
+}
 TIMES: dict[str, Any] = {
-    "engine.gradient()": lambda engine: engine.gradient("last.bias"),
+    "engine.set_gradient() (safe_set_full_grad in lowtide.deepspeed)": lambda engine: engine.set_gradient(
+        "last.bias", torch.zeros(3)
+    ),
     "engine.clip_grad_norm_()": lambda engine: engine.clip_grad_norm_(1.0),
 }
 
@@ -156,13 +161,29 @@ def test_only_between_the_last_backward_and_the_step(what: str) -> None:
             engine.step()
 
 
-@pytest.mark.parametrize("what", TIMES)
+@pytest.mark.parametrize("what", GRADIENT)
+def test_a_gradient_is_there_after_a_backward(what: str) -> None:
+    with make_engine(gradient_accumulation_steps=2) as engine:
+        for _ in range(2):
+            with pytest.raises(StateError) as caught:
+                GRADIENT[what](engine)
+            assert str(caught.value) == (
+                f"{what}: expected a backward since the last step, found 0 of 2 microbatches done "
+                "(gradient_accumulation_steps); call it between a backward and engine.step()"
+            )
+            for _ in range(2):
+                backward(engine)
+                assert GRADIENT[what](engine).any()
+                engine.step()
+
+
+@pytest.mark.parametrize("what", TIMES | GRADIENT)
 def test_an_update_in_the_backward_leaves_no_gradients(what: str) -> None:
     with make_engine(zero_optimization={"stage": 2, "update_in_backward": True}) as engine:
         backward(engine)
         norm = engine.clip_grad_norm_(math.inf)
         with pytest.raises(StateError, match="expected update_in_backward false in zero_optimization, found it true: "):
-            TIMES[what](engine)
+            (TIMES | GRADIENT)[what](engine)
         assert engine.step().grad_norm == norm
 
 

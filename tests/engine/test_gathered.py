@@ -175,12 +175,19 @@ def change_without_modify(stages: tuple[int, ...], config: dict[str, Any], chang
 def test_a_change_without_modify_is_an_error_on_every_rank(
     ranks: RankPool, change: Any, config: dict[str, Any]
 ) -> None:
-    words = "parameter 'last.weight' was changed inside engine.gathered() on rank "
+    words = (
+        "parameter 'last.weight' was changed inside engine.gathered() (zero.GatheredParameters in lowtide.deepspeed)"
+    )
+    ends = (
+        ", which not all shards and master weights see: use engine.gathered(parameter, modify=True), and change it on "
+        "every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's). To have the "
+        "values of before, load them again"
+    )
     for route, stages in zip(ROUTES, ((0, 3), (1, 2)), strict=True):
         by_rank = ranks(2, change_without_modify, stages, {**config, "communication": {"route": route}}, change, 1)
         for texts in by_rank:
-            assert all(text.startswith(words) and "gathered(parameter, modify=True)" in text for text in texts), texts
-    assert all(text.startswith(words + "1, which") for text in by_rank[0])  # by sockets nobody else sees it
+            assert all(text in (f"{words} on rank {rank}{ends}" for rank in (0, 1)) for text in texts), texts
+    assert all(text.startswith(f"{words} on rank 1, which") for text in by_rank[0])  # by sockets nobody else sees it
 
 
 def test_a_forward_inside_of_gathered_is_no_change(ranks: RankPool) -> None:

@@ -237,6 +237,11 @@ def save_by_the_model(folder: str) -> str:
 
 def test_a_sharded_model_that_is_to_save_itself_names_what_does(ranks: RankPool, tmp_path: Path) -> None:
     for text in ranks(2, save_by_the_model, str(tmp_path)):
-        assert text.startswith("parameter 'model.embed_tokens.weight' is released: only its shards exist here")
-        assert text.endswith("To save the model, call engine.state_dict() or engine.export(folder) on all ranks.")
+        assert text == (
+            "parameter 'model.embed_tokens.weight' is released: only its shards exist here, so detach cannot read it. "
+            "Its values are there inside the forward and backward of the model, and in methods of its modules; "
+            "anywhere else use `with engine.gathered(parameter):` (zero.GatheredParameters(parameter) "
+            "in lowtide.deepspeed). To save the model, call engine.state_dict() (module_state_dict() in "
+            "lowtide.deepspeed) or engine.export(folder) on all ranks."
+        )
     assert (tmp_path / "model.safetensors").exists()

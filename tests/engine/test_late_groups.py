@@ -312,7 +312,10 @@ def test_times_at_which_no_group_is_taken() -> None:
         with engine.no_sync():
             refused(r"found it inside of engine.no_sync\(\)")
         with engine.gathered():
-            refused("parameters that are not gathered, found 'first.weight', which is")
+            refused(
+                "parameters that are not gathered, found 'first.weight', which is; call it outside of `with "
+                r"engine.gathered\(\):` \(zero.GatheredParameters in lowtide.deepspeed\)"
+            )
         with engine.join():
             refused("outside of `with engine.join")
         handle = model.last.register_forward_hook(lambda *args: refused("found one from inside of engine"))

@@ -140,6 +140,87 @@ def look_whole_values(cases: list[Case]) -> list[Seen]:
     return found
 
 
+def tied_float64() -> nn.Module:
+    return models.TinyGPT(layers=1, tied=True).double()
+
+
+SO_FAR = CASE.at(0, accumulation=3, build=tied_float64)
+SOCKETS = {"communication": {"route": "sockets"}}
+PARTS = {  # by number of ranks
+    1: [SO_FAR.at(stage) for stage in (0, 3)],
+    2: [
+        *(SO_FAR.at(stage, config=SOCKETS) for stage in range(4)),
+        *(SO_FAR.at(stage) for stage in (0, 1)),
+        SO_FAR.at(1, config={"parallel": {"tensor": 2}}),
+        SO_FAR.at(0, config={"optimizer": {"type": "onebitadam", "params": {"lr": 1e-3, "freeze_step": 0}}}),
+        SO_FAR.at(2, config={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        SO_FAR.at(1, config={"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}),
+    ],
+    4: [SO_FAR.at(stage, config={"zero_optimization": {"shard_size": 2}}) for stage in (1, 3)],
+}
+
+
+def look_so_far(cases: list[Case], folder: str) -> list[tuple[int, list[Seen], str]]:
+    """How many ranks have other data; what is shown after each backward of a step; and what `local` says."""
+    found = []
+    for case in cases:
+        torch.manual_seed(0)
+        config = case.as_config()
+        if config["zero_optimization"].get("offload_optimizer", {}).get("device") == "nvme":
+            config["zero_optimization"]["offload_optimizer"]["nvme_path"] = folder
+        with lowtide.initialize(case.build(), config) as engine:
+            shown: list[Any] = []
+            text = ""
+            share = [one.chunk(engine.data_size)[engine.data_rank] for one in case.global_batch(0, engine.data_size)]
+            for part in zip(*(tensor.chunk(case.accumulation) for tensor in share), strict=True):
+                engine.backward(engine(*part))
+                shown.append({name: engine.gradient(name) for name in SHOWN})
+                try:
+                    own = engine.gradient("position", local=True)
+                    assert own is not None and torch.equal(
+                        joined(engine, own, models.LENGTH * 22), shown[-1]["position"].reshape(-1)
+                    )
+                except StateError as error:
+                    text = str(error)
+            engine.set_gradient("embedding.weight", 2 * shown[-1]["embedding.weight"])
+            torch.testing.assert_close(engine.gradient("embedding.weight"), 2 * shown[-1]["embedding.weight"])
+            found.append((engine.data_size, shown, text))
+    return found
+
+
+@one_thread()
+def gradients_so_far(case: Case, num_shares: int) -> list[Seen]:
+    torch.manual_seed(0)
+    model = case.build()
+    params = dict(model.named_parameters())
+    batch, found = case.global_batch(0, num_shares), []
+    shares = [
+        [one.chunk(case.accumulation) for one in share]
+        for share in zip(*(t.chunk(num_shares) for t in batch), strict=True)
+    ]
+    for number in range(case.accumulation):
+        for share in shares:
+            (model(*(parts[number] for parts in share)) / (num_shares * case.accumulation)).backward()
+        found.append({name: params[name].grad.clone() for name in SHOWN})  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("world_size", PARTS)
+def test_the_gradient_so_far_is_that_of_torch(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    for seen in ranks(world_size, look_so_far, PARTS[world_size], str(tmp_path)):
+        for case, (num_shares, shown, text) in zip(PARTS[world_size], seen, strict=True):
+            torch.testing.assert_close(shown, gradients_so_far(case, num_shares), rtol=1e-9, atol=1e-9, msg=str(case))
+            is_summed = num_shares == 1 or (case.stage > 1 and "shard_size" not in str(case.config))
+            assert text == ("" if is_summed else LOCAL), case
+
+
+LOCAL = (
+    "engine.gradient() (safe_get_local_grad in lowtide.deepspeed): expected the gradient of 'position' summed over the "
+    "ranks, found it before that: the last backward of a step sums it, or with a 1-bit optimizer the step; without "
+    "`local` (safe_get_full_grad in lowtide.deepspeed) the call sums it, on all ranks"
+)
+
+
 def change(engine: Engine, how: str) -> None:
     """The same values by each way to set them."""
     for number, name in enumerate(SHOWN):
@@ -283,9 +364,10 @@ def look_at_tied_and_frozen(stages: tuple[int, ...]) -> list[list[Any]]:
             names = ("embedding.weight", "position")
             state = engine.state_dict()
             found.append([*seen, *(engine.full(name) for name in names), *(state.get(name) for name in names)])
-            with pytest.raises(
-                ValueError, match=r"engine.full\(\): expected a trained parameter, found 'position', wh"
-            ):
+            words = (
+                r"engine.full\(\) \(safe_get_full_optimizer_state in .*\): expected a trained .*, found 'position', wh"
+            )
+            with pytest.raises(ValueError, match=words):
                 engine.full("position", "exp_avg")
     return found
 

@@ -33,6 +33,7 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "engine.save_checkpoint()": lambda engine: engine.save_checkpoint("nowhere"),
     "engine.load_checkpoint()": lambda engine: engine.load_checkpoint("nowhere"),
 }
+GATHERED = "engine.gathered() (zero.GatheredParameters in lowtide.deepspeed)"
 CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}, "steps_per_print": 0}
 
 
@@ -53,10 +54,10 @@ def enter_gathered(engine: Engine) -> None:
         pass
 
 
-@pytest.mark.parametrize("what", [*CALLS, "engine.gathered()"])
+@pytest.mark.parametrize("what", [*CALLS, GATHERED])
 def test_a_closed_engine_makes_no_call(closed: Engine, what: str) -> None:
     with pytest.raises(StateError) as caught:
-        (CALLS | {"engine.gathered()": enter_gathered})[what](closed)
+        (CALLS | {GATHERED: enter_gathered})[what](closed)
     assert str(caught.value).startswith(
         f"{what}: expected an open engine, found one after engine.close() (destroy() in"
     )
@@ -91,7 +92,7 @@ def test_a_hook_may_read_full_values() -> None:
     assert seen[0].shape == (2, 4)
 
 
-@pytest.mark.parametrize("what", [*CALLS, "engine.gathered()", "engine.close()"])
+@pytest.mark.parametrize("what", [*CALLS, GATHERED, "engine.close()"])
 def test_two_threads_cannot_be_in_an_engine_at_once(what: str) -> None:
     is_inside, may_go_on = threading.Event(), threading.Event()
 
@@ -105,7 +106,7 @@ def test_two_threads_cannot_be_in_an_engine_at_once(what: str) -> None:
         thread.start()
         assert is_inside.wait(20)
         with pytest.raises(StateError) as caught:
-            (CALLS | {"engine.gathered()": enter_gathered, "engine.close()": Engine.close})[what](engine)
+            (CALLS | {GATHERED: enter_gathered, "engine.close()": Engine.close})[what](engine)
         may_go_on.set()
         thread.join()
         handle.remove()

@@ -65,6 +65,12 @@ def test_what_nobody_was_told_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch
     deadline = time.monotonic() + 10
     while overdue.error is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    with pytest.raises(lowtide.CollectiveError, match=r"rank 0 in gather of unit \(rest\): no answer from rank 1"):
+    with pytest.raises(
+        lowtide.CollectiveError, match=r"rank 0 in gather of unit \(rest\): no answer from rank 1"
+    ) as caught:
         overdue.stop()
+    assert str(caught.value).endswith(
+        "One rank alone may run it inside of `with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed), "
+        "which all ranks enter."
+    )
     overdue.stop()  # once

@@ -102,6 +102,21 @@ def set_gradients(make: Make, folder: str) -> list[Tensor]:
     return state_of(engine)
 
 
+def gradients_so_far(make: Make, folder: str) -> list[Tensor]:
+    """Between microbatches, of sums that are full on each rank, and of sums that have left the device."""
+    found = []
+    for stage in (1, 2):
+        zero = {"offload_optimizer": HOST}
+        with make(stage=stage, bf16={"enabled": True}, zero_optimization=zero, gradient_accumulation_steps=3) as engine:
+            for step in range(3):
+                engine.backward(engine(*batch(engine, step)))
+                shown = engine.gradient("blocks.1.up.weight")
+                assert shown is not None and shown.any()
+                found.append(shown.cpu())
+            found += [engine.step().grad_norm, *engine.state_dict().values()]
+    return found
+
+
 def join(make: Make, folder: str) -> list[Tensor]:
     """Rank 0 has a batch more."""
     engine = make(stage=3)
@@ -178,6 +193,7 @@ RECOMPUTED = {"number_checkpoints": 2, "offload": {**HOST, "min_bytes": 1}}
 USES: dict[str, Use] = {
     "loops of the caller's own": loops,
     "gradients that are set": set_gradients,
+    "gradients so far": gradients_so_far,
     "join": join,
     "averages": averages,
     "gathered": gathered,

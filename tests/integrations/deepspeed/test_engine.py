@@ -17,7 +17,9 @@ from lowtide.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, Off
 from lowtide.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
+    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
+    safe_get_local_grad,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     set_z3_leaf_modules,
@@ -198,8 +200,8 @@ def test_a_model_is_initialized_again(ranks: RankPool, stage: int) -> None:
     )
 
 
-def sums_so_far(stage: int) -> None:
-    engine = engine_of(stage)
+def sums_so_far(stage: int, others: dict[str, Any]) -> None:
+    engine = engine_of(stage, **others)
     weight, (x, y) = engine.module.c.weight, batches(deepspeed.comm.get_rank())[0]
     found = []
     for _ in range(2):
@@ -208,14 +210,27 @@ def sums_so_far(stage: int) -> None:
         engine.step()
     assert found[0].abs().max() > 0
     torch.testing.assert_close(2 * found[0], found[1])
-    with pytest.raises(RuntimeError, match="expected the gradients of a whole step, found 0 of 2"):
-        safe_get_full_grad(weight)
+    called = (
+        (lambda: safe_get_full_grad(weight), "engine.gradient() (safe_get_full_grad in lowtide.deepspeed)"),
+        (lambda: safe_get_local_grad(weight), "engine.gradient() (safe_get_local_grad in lowtide.deepspeed)"),
+        (lambda: safe_set_full_grad(weight, x), "engine.set_gradient() (safe_set_full_grad in lowtide.deepspeed)"),
+    )
+    for call, name in called:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert str(caught.value).startswith(f"{name}: expected ") and "found 0 of 2 microbatches" in str(caught.value)
+    with pytest.raises((ValueError, RuntimeError)) as wrong:  # the latter on ranks that have nothing of it
+        safe_get_full_optimizer_state(weight, "exp_vag")
+    assert str(wrong.value).endswith(
+        "engine.full() (safe_get_full_optimizer_state in lowtide.deepspeed): expected a state of 'c.weight' that has "
+        "its shape (exp_avg, exp_avg_sq), found 'exp_vag'"
+    )
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_so_far_are_shown_between_microbatches(ranks: RankPool, stage: int) -> None:
-    ranks(2, sums_so_far, stage)
+@pytest.mark.parametrize(("stage", "others"), [(0, {}), (1, {"bf16": {"enabled": True}}), (2, {}), (3, {})])
+def test_gradients_so_far_are_shown_between_microbatches(ranks: RankPool, stage: int, others: dict[str, Any]) -> None:
+    ranks(2, sums_so_far, stage, others)
 
 
 def cleared(stage: int) -> None:

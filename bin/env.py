@@ -1,4 +1,4 @@
-"""`lowtide env`: what this machine has, how fast it is, what works on it, and why the rest does not."""
+"""`lowtide env`: what this machine has, what works on it, and why the rest does not."""
 
 import argparse
 import contextlib
@@ -28,14 +28,13 @@ from ..launch.checks.facts import CheckRequest, CheckResult, run_checks, version
 from ..launch.checks.faults import size_text
 from ..launch.hosts.host import HostReport
 from ..launch.hosts.report import report_host
-from ..offload import OffloadError, PagePool
-from . import bandwidths
+from ..offload import PagePool
 from .arguments import Parser
 
-HELP = "say what this machine has, how fast it is, what works on it, and why the rest does not"
+HELP = "say what this machine has, what works on it, and why the rest does not"
 _EPILOG = """examples:
   lowtide env
-  lowtide env --folder /nvme            also how fast the offload to that folder is
+  lowtide env --folder /nvme            also whether the offload can be to that folder
   lowtide env --json > report.json      for a bug report
   lowtide env --measure                 what a plan of this machine needs to know, into a file that plans read
 
@@ -73,20 +72,18 @@ def main(argv: Sequence[str]) -> int:
     report = report_host()
     checks = _checks(options.folder)
     facts = {name: result.value for name, result in checks.items()}
-    speeds, disk_ability = ({}, _writing(checks, options.folder)) if options.quick else _speeds(options.folder)
     abilities = _abilities(report, facts)
-    if disk_ability is not None:
-        abilities["offload to nvme"] = disk_ability
+    if options.folder is not None:
+        abilities["offload to nvme"] = _writing(checks, options.folder)
     sections: dict[str, Section] = {
         "versions": _versions(facts),
         "devices": _devices(report),
         "machine": _machine(report, facts),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "bandwidths": speeds,
     }
     text = _as_json(sections, abilities) if options.json else _as_text(sections, abilities)
     print(_without_home(text, str(Path.home())))
-    return 1 if disk_ability is not None and not disk_ability.works else 0
+    return 1 if options.folder is not None and not abilities["offload to nvme"].works else 0
 
 
 def parser() -> Parser:
@@ -97,8 +94,8 @@ def parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--folder", type=Path, metavar="DIR", help="measure the offload to files in this folder too")
-    result.add_argument("--quick", action="store_true", help="measure nothing")
+    result.add_argument("--folder", type=Path, metavar="DIR", help="say whether files can be in this folder too")
+    result.removed = {"--quick": "nothing is measured without --measure, so leave it out"}
     result.add_argument(
         "--measure",
         type=Path,
@@ -106,9 +103,9 @@ def parser() -> Parser:
         nargs="?",
         const=default_path(),
         help="measure with 1, 2 and 4 ranks on the processors, in a few minutes, and write FILE for plans to read "
-        f"(default: ${VARIABLE}, or machine.json in the cache folder); with --folder, files too",
+        f"(default: ${VARIABLE}, or machine.json in the cache folder); with --folder, the offload to files there too",
     )
-    result.add_argument("--json", action="store_true", help="as JSON: numbers in bytes and bytes per second")
+    result.add_argument("--json", action="store_true", help="as JSON, with numbers in bytes")
     return result
 
 
@@ -259,27 +256,12 @@ def _ssh() -> Ability:
     return Ability(False, f"{path} cannot be run")
 
 
-def _writing(checks: Mapping[str, CheckResult], folder: Path | None) -> Ability | None:
-    """Whether files can be in the folder, without a measurement."""
-    if folder is None:
-        return None
+def _writing(checks: Mapping[str, CheckResult], folder: Path) -> Ability:
+    """Whether files can be in the folder."""
     found = checks[f"write_folder {folder}"]
     if found.value is None:
-        return Ability(False, f"{folder}: {found.error}")
+        return Ability(False, f"{folder}: {found.error}: name a folder that exists and can be written to")
     return Ability(True, f"{folder}: can be written to, {size_text(int(found.value))} free")
-
-
-def _speeds(folder: Path | None) -> tuple[Section, Ability | None]:
-    found: Section = {"memory copy": bandwidths.memory_copy(), "loopback": bandwidths.loopback()}
-    found |= bandwidths.gpu_copies()
-    if folder is None:
-        return found, None
-    try:
-        with _logged() as lines:
-            found["disk write"], found["disk read"], is_direct = bandwidths.disk(folder)
-    except OffloadError as error:
-        return found, Ability(False, str(error))
-    return found, Ability(True, f"{folder}: past the page cache (O_DIRECT)" if is_direct else lines[-1])
 
 
 @contextlib.contextmanager
@@ -337,7 +319,7 @@ def _as_json(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) 
 
 def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:
     blocks: dict[str, dict[str, str]] = {
-        name: {_label(name, key): _shown(name, key, value) for key, value in section.items()}
+        name: {_label(name, key): _shown(key, value) for key, value in section.items()}
         for name, section in sections.items()
         if section
     }
@@ -353,7 +335,5 @@ def _label(section: str, key: str) -> str:
     return key if section == "environment" else key.removesuffix("_bytes").replace("_", " ")
 
 
-def _shown(section: str, key: str, value: str | int | float) -> str:
-    if section == "bandwidths":
-        return f"{float(value) / 1e9:.3g} GB/s"
+def _shown(key: str, value: str | int | float) -> str:
     return size_text(value) if key.endswith("_bytes") and isinstance(value, int) else str(value)

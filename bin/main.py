@@ -15,7 +15,7 @@ COMMANDS = {
     "schedule": "draw a pipeline schedule, or rank all of them for given costs and memory",
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
-    "env": "say what this machine has, how fast it is, what works on it, and why the rest does not",
+    "env": "say what this machine has, what works on it, and why the rest does not",
     "completion": "print a script with which the shell completes commands and options",
 }
 REMOVED = {  # what to do in its place

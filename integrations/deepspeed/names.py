@@ -104,7 +104,7 @@ REASONS = {
     "set_autotp_mode": "set parallel.tensor in the config",
     "moe": "set parallel.expert in the config; experts of the model's own are divided",
     "monitor": "set the monitors' sections in the config",
-    "nvme": "`lowtide env` measures what offloading depends on",
+    "nvme": "`lowtide env --measure --folder DIR` measures what offloading depends on",
     "ops": "kernels are chosen by the engine (kernels in the config)",
     "ops.lamb": 'an optimizer over whole tensors is named in the config: type "Lamb"',
     "ops.transformer": "use the model's own layers; kernels.fuse_modules of the config fuses them",

@@ -16,9 +16,9 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as safetensors, in the model's own names",
     "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
     "env": "say what this machine has, what works on it, and why the rest does not",
-    "completion": "print a script with which the shell completes commands and options",
 }
 REMOVED = {  # what to do in its place
+    "completion": "`lowtide COMMAND --help` lists the options of a command, and a slip in one is named",
     "ssh": "run a command on all hosts with ClusterShell, `clush -bw 'node[1-4]' COMMAND`, or pdsh; "
     "in a SLURM job with `srun --ntasks-per-node=1 COMMAND`",
 }

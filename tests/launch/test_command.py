@@ -45,6 +45,8 @@ def test_a_command_that_was_removed_names_what_to_do(capsys: pytest.CaptureFixtu
         'lowtide: the command "ssh" was removed; run a command on all hosts with ClusterShell, `clush -bw '
         "'node[1-4]' COMMAND`, or pdsh; in a SLURM job with `srun --ntasks-per-node=1 COMMAND`\n",
     )
+    assert main(["completion", "bash"]) == 2
+    assert 'the command "completion" was removed; `lowtide COMMAND --help` lists the' in capsys.readouterr().err
 
 
 def test_launch_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,13 +161,13 @@ class World:
         with self._waiting("an exchange of objects"):
             return gather_objects(value)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """One rank's value on every rank."""
         if self.size == 1 or self.is_simulated:
             return value
         values = [value]
-        with self._waiting("a broadcast of rank 0's objects"):
-            dist.broadcast_object_list(values, src=0)
+        with self._waiting(f"a broadcast of rank {source}'s objects"):
+            dist.broadcast_object_list(values, src=source)
         return values[0]
 
     def broadcast_tensor(self, value: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -180,11 +180,11 @@ class World:
             dist.broadcast(buffer, src=source)
         return buffer
 
-    def broadcast_tensors(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def broadcast_tensors(self, values: Sequence[torch.Tensor], source: int = 0) -> list[torch.Tensor]:
         """As `broadcast_tensor` of each, of one dtype, in one message."""
         if len(values) == 1 or self.size == 1 or self.is_simulated:
-            return [self.broadcast_tensor(value) for value in values]
-        together = self.broadcast_tensor(torch.cat([value.flatten().to(self.device) for value in values]))
+            return [self.broadcast_tensor(value, source) for value in values]
+        together = self.broadcast_tensor(torch.cat([value.flatten().to(self.device) for value in values]), source)
         parts = torch.split(together, [value.numel() for value in values])
         return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 

@@ -9,7 +9,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..comm import Mesh, World
@@ -48,6 +48,7 @@ from .footprint import shared_bytes
 from .given_model import LossFn, Values, note_divided
 from .join import Join
 from .late_groups import LateGroups
+from .later_model import move
 from .learning_rates import LearningRates, scheduler_for
 from .lr_schedule import betas_at, learning_rate_at
 from .memory_report import meta_run_of
@@ -261,7 +262,7 @@ def _fill(
                 writer.write(group, index, value)
             # Of another stage too: what is not here still tells the dtype in which it is computed.
             nothing = torch.zeros((), dtype=dtypes.of(param), device=mesh.world.device)
-            _move(param, nothing.expand(share_of(param).portion.shape))
+            move(param, nothing.expand(share_of(param).portion.shape))
         _prepare_buffers(module, mesh)
         writer.refresh()
         for unit in units:
@@ -335,16 +336,6 @@ def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: Ledger) -> None:
     split_experts(blueprint.experts, exchange, ledger)
     for layer in blueprint.experts.lists:
         ListedExperts(layer, exchange, ledger)
-
-
-def _move(param: nn.Parameter, values: Tensor) -> None:
-    """Gives the parameter other memory, perhaps of another device; it stays the same object."""
-    if torch._has_compatible_shallow_copy_type(param, values):
-        param.data = values
-    else:
-        # The device is of a package beside torch (NPU). There `module.to` makes new parameters, which an optimizer
-        # that the caller has made would not know.
-        torch._C._swap_tensor_impl(param, nn.Parameter(values, requires_grad=param.requires_grad))
 
 
 def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:

@@ -37,7 +37,7 @@ Model = nn.Module | Callable[[], nn.Module] | LaterModel
 def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     """The module, and rank 0's value of each parameter, one at a time. Raises ValueError for what is neither."""
     if isinstance(model, nn.Module):
-        return model, _values_of(model.parameters(), world)
+        return model, values_of(model.parameters(), world)
     if not callable(model) and not isinstance(model, LaterModel):
         raise ValueError(f"model: expected an nn.Module or a callable that builds one, found {type(model).__name__}")
     if isinstance(model, type) and issubclass(model, nn.Module) and (needed := _needed(model)):
@@ -52,7 +52,7 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     later = model if isinstance(model, LaterModel) else DeferredModel(model)
     if draws:
         later.random_state = world.broadcast_object(later.random_state)
-    return later.module, chain(_values_of(later.given, world), later.values())
+    return later.module, chain(values_of(later.given, world), later.values())
 
 
 def _needed(cls: type) -> list[str]:
@@ -62,10 +62,10 @@ def _needed(cls: type) -> list[str]:
     return [one.name for one in given if one.default is one.empty and one.kind not in kinds]
 
 
-def _values_of(params: Iterable[nn.Parameter], world: World) -> Values:
-    """Rank 0's, each once. What one message takes is copied before the first of its values is asked for."""
+def values_of(params: Iterable[nn.Parameter], world: World, source: int = 0) -> Values:
+    """One rank's, each once. What one message takes is copied before the first of its values is asked for."""
     for several in _messages(params):
-        yield from zip(several, world.broadcast_tensors([param.detach() for param in several]), strict=True)
+        yield from zip(several, world.broadcast_tensors([param.detach() for param in several], source), strict=True)
 
 
 def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

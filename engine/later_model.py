@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 
@@ -19,3 +20,13 @@ class LaterModel(ABC):
     @abstractmethod
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """(parameter, its values), each parameter once but the given ones. All ranks must take them together."""
+
+
+def move(param: nn.Parameter, values: Tensor) -> None:
+    """Gives the parameter other memory, perhaps of another device; it stays the same object."""
+    if torch._has_compatible_shallow_copy_type(param, values):
+        param.data = values
+    else:
+        # The device is of a package beside torch (NPU). There `module.to` makes new parameters, which an optimizer
+        # that the caller has made would not know.
+        torch._C._swap_tensor_impl(param, nn.Parameter(values, requires_grad=param.requires_grad))

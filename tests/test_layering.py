@@ -17,8 +17,8 @@ PIPE = {"pipe", "pipe/schedules", "pipe/split"}
 # A room is a package. A module belongs to the innermost one of its name that stands here.
 MAY_IMPORT: dict[str, set[str]] = {
     "lowtide": {*ENGINE, "watch", "checkpoint", "comm", "offload", "zero"},  # the last four: errors alone
-    # files and parts without an engine, layers that are blocks
-    "deepspeed": {"lowtide", *ENGINE, "checkpoint", "comm", "model", "offload", "zero"},
+    # files and parts without an engine, layers that are blocks, which stage has them
+    "deepspeed": {"lowtide", *ENGINE, "checkpoint", "comm", "model", "offload", "pipe/split", "zero"},
     # where tensors lie in files, how many ranks there are, whether a model has blocks
     "huggingface": {"lowtide", *ENGINE, "checkpoint", "comm", "model"},
     "lightning": {"lowtide", *ENGINE, "checkpoint", "watch"},  # it reads its checkpoints without an engine too

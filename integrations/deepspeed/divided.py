@@ -287,10 +287,15 @@ class _Maker:
         return made
 
 
+def is_dividing() -> bool:
+    """Whether this is inside of `dividing`."""
+    return isinstance(nn.Parameter.__new__, _Maker)
+
+
 @contextmanager
 def dividing(table: DividedParameters) -> Iterator[None]:
     """A context in which parameters that are made are taken over; inside of another one, by that one."""
-    if isinstance(nn.Parameter.__new__, _Maker):
+    if is_dividing():
         yield
         return
     with mock.patch.object(nn.Parameter, "__new__", _Maker(nn.Parameter.__new__, table)):

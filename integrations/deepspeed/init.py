@@ -94,7 +94,12 @@ class Init:
 
 
 def _new_table() -> DividedParameters:
-    return DividedParameters(World.join(get_accelerator().device_name(), comm.DEFAULT_TIMEOUT.total_seconds()))
+    return DividedParameters(join_world())
+
+
+def join_world() -> World:
+    """This process among those of `comm.init_distributed`."""
+    return World.join(get_accelerator().device_name(), comm.DEFAULT_TIMEOUT.total_seconds())
 
 
 def _refuse(name: str, value: Any) -> None:

@@ -1,16 +1,36 @@
-"""What scripts import as `deepspeed.pipe`: a model as a list of layers, each of which takes what the last has given."""
+"""What scripts import as `deepspeed.pipe`: a model as a list of layers, each of which takes what the last has given.
+
+[Note: layers of other stages]
+A rank builds the LayerSpecs of its own stage. An engine has the same blueprint on all ranks, for which it asks the
+modules of the whole model for names and shapes. So the layers of other stages are here too, on the meta device, where
+they take no memory and no time to draw. What a script writes to them between here and `initialize` does nothing, and
+has its effect on the ranks that have built them; `StagedModel` takes their values from these ranks.
+
+Without `seed_layers` the random numbers of a layer hang on those of the layers before it. So the stages are built one
+after the other, and each hands its random state on to the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..comm import World
+from ..engine.archive.agreement import no_rank_alone
+from ..engine.archive.run_state import random_state, read_random_state, set_random_state
+from ..engine.later_model import move
+from ..engine.recording import Recording
 from ..model.blocks import Layers
+from ..pipe.split.split import plan_split
 from . import comm
 from .checkpointing import checkpoint
+from .divided import is_dividing, table_of
+from .init import join_world
 from .messages import set_random_seed, warning_once
 from .small import call_to_str, recursive_getattr, recursive_setattr
 from .topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -61,24 +81,44 @@ class TiedLayerSpec(LayerSpec):
 class _TiedLayer(nn.Module):
     """What a TiedLayerSpec has built: a module of its own, whose tied weights are those of the first one."""
 
-    def __init__(self, spec: TiedLayerSpec, first: nn.Module | None) -> None:
+    def __init__(self, spec: TiedLayerSpec) -> None:
         super().__init__()
         self.module = spec.build()
+        self.key = spec.key
+        self._names = spec.tied_weight_attr
         self._forward_fn = spec.forward_fn
-        for name in spec.tied_weight_attr if first is not None else ():
-            recursive_setattr(self.module, name, recursive_getattr(first, name))
+
+    def tie_to(self, first: _TiedLayer) -> None:
+        for name in self._names:
+            recursive_setattr(self.module, name, recursive_getattr(first.module, name))
 
     def forward(self, inputs: Any) -> Any:
         return self.module(inputs) if self._forward_fn is None else self._forward_fn(self.module, inputs)
 
 
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module with parameters that have shapes alone."""
+    try:
+        with Recording().running():
+            return build()
+    except Exception:  # it reads values, of random numbers say; or it fails, and does so again
+        module = build()
+    for param in module.parameters():
+        move(param, torch.empty_like(param, device="meta"))
+    return module
+
+
 class PipelineModule(Layers):
-    """Layers one after the other, over the stages of a pipeline. Without an engine it is the whole model.
+    """Layers one after the other, over the stages of a pipeline. With one stage it is a model without an engine too.
 
     layers: modules, specs, and functions without parameters. num_stages, or a topology with an axis "pipe". loss_fn:
     (output, labels) -> loss. Which stage has which layers the engine finds out by parameters (pipeline.balance in the
     config); partition_method "uniform" and "type:REGEX" are not taken over, and each layer is a module of its own name,
     its number.
+
+    A rank builds the specs of its own stage, as parameters divide them; of others it has shapes alone, on the meta
+    device. Values are those of a model of which all is built. All ranks make it together. In `zero.Init` each rank
+    builds all, and has its part.
     """
 
     def __init__(
@@ -124,23 +164,93 @@ class PipelineModule(Layers):
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
-        self._tied: dict[str, nn.Module] = {}
         self.forward_funcs: list[Callable[[Any], Any]] = []
-        for index, layer in enumerate(layers):
+        self.built_by: dict[int, int] = {}
+        """Layer -> the first of the ranks that have built it: of specs, where others have not. See `StagedModel`."""
+        layers = list(layers)
+
+        def build(index: int) -> Callable[[Any], Any]:
             if seed_layers:
                 (seed_fn or set_random_seed)(base_seed + index)
-            self.forward_funcs.append(self._build(index, layer))
+            return self._build(index, layers[index])
 
-    def _build(self, index: int, layer: Any) -> Callable[[Any], Any]:
-        if isinstance(layer, TiedLayerSpec):
-            tied = _TiedLayer(layer, self._tied.get(layer.key))
-            self._tied.setdefault(layer.key, tied.module)
-            self.add_module(str(index), tied)
-            return tied
-        if isinstance(layer, (LayerSpec, nn.Module)):
-            module = layer.build() if isinstance(layer, LayerSpec) else layer
-            self.add_module(str(index), module)
-            return module
+        if self._has_other_stages(layers):
+            self._build_own_stage(layers, build, in_turn=not seed_layers)
+        else:
+            self.forward_funcs += map(build, range(len(layers)))
+
+    def _has_other_stages(self, layers: Sequence[Any]) -> bool:
+        """Whether there are specs that this rank need not build: not where values come later, or are divided anyway."""
+        given = (param for layer in layers if isinstance(layer, nn.Module) for param in layer.parameters())
+        return (
+            self.num_pipeline_stages() > 1
+            and any(isinstance(layer, LayerSpec) for layer in layers)
+            and not torch.empty(0).is_meta
+            and not is_dividing()
+            and all(table_of(param) is None for param in given)
+        )
+
+    def _build_own_stage(
+        self, layers: Sequence[Any], build: Callable[[int], Callable[[Any], Any]], *, in_turn: bool
+    ) -> None:
+        """See [Note: layers of other stages]. in_turn: one stage after the other. A collective."""
+        world = join_world()
+
+        def restore(states: Any) -> None:
+            set_random_state(read_random_state(states, world.device), world.device)
+
+        before = random_state(world.device)
+        first = states = world.broadcast_object(before)
+        restore(first)
+        for index, layer in enumerate(layers):
+            self.forward_funcs.append(self._build(index, layer, on_meta=True))
+        spans = self._spans(len(layers))
+        specs = {index for index, layer in enumerate(layers) if isinstance(layer, LayerSpec)}
+        ranks_of_stage = world.size // len(spans)  # they follow each other, as those of the engine's stages
+        self.built_by = {
+            index: stage * ranks_of_stage for stage, span in enumerate(spans) for index in span if index in specs
+        }
+        own = world.rank // ranks_of_stage
+        for stages in [[stage] for stage in range(len(spans))] if in_turn else [range(len(spans))]:
+            with no_rank_alone(world, "PipelineModule"):
+                if own in stages:
+                    restore(states)
+                    for index in spans[own]:
+                        self.forward_funcs[index] = build(index)
+                    states = random_state(world.device)
+            states = world.broadcast_object(states, stages[-1] * ranks_of_stage)
+        for name, own_state in before.items():
+            # A generator from which no layer has drawn, or from which the ranks draw different numbers.
+            if states[name] == first[name] or (in_turn and own_state != first[name]):
+                states[name] = own_state
+        restore(states)
+        self._share_tied(world, spans[own])
+
+    def _share_tied(self, world: World, own: Collection[int]) -> None:
+        """Gives this rank's layers the values of weights that are those of an earlier stage. A collective."""
+        owners: dict[int, int] = {}
+        for index, source in self.built_by.items():
+            for param in self.get_submodule(str(index)).parameters():
+                owner = owners.setdefault(id(param), source)
+                if owner != source:
+                    given = torch.empty(param.shape, dtype=param.dtype) if param.is_meta else param.detach()
+                    values = world.broadcast_tensor(given, owner)
+                    if param.is_meta and index in own:
+                        move(param, values.cpu())
+
+    def _build(self, index: int, layer: Any, *, on_meta: bool = False) -> Callable[[Any], Any]:
+        if isinstance(layer, LayerSpec):
+            build = partial(_TiedLayer, layer) if isinstance(layer, TiedLayerSpec) else layer.build
+            layer = _on_meta(build) if on_meta else build()
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+            if isinstance(layer, _TiedLayer):
+                first, *others = (
+                    one for one in self.children() if isinstance(one, _TiedLayer) and one.key == layer.key
+                )
+                for other in others:
+                    other.tie_to(first)
+            return layer
         if not callable(layer):
             raise TypeError(
                 f"PipelineModule: expected modules, LayerSpecs and functions, found a {type(layer).__name__} as layer "
@@ -149,8 +259,30 @@ class PipelineModule(Layers):
         function: Callable[[Any], Any] = layer
         return function
 
+    def _spans(self, num_layers: int) -> list[range]:
+        """The layers of each stage: as the engine divides them, from its first block to that of the next."""
+        plan = plan_split(self, self.num_pipeline_stages())
+        blocks = [plan.blocks[plan.blocks_of(stage).start] for stage in range(1, plan.num_stages)]
+        return [range(*ends) for ends in pairwise([0, *(int(name.partition(".")[0]) for name in blocks), num_layers])]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Layers of other stages have no values that could be moved: they take the dtype alone."""
+
+        def change(tensor: Tensor) -> Any:
+            if not tensor.is_meta:
+                return fn(tensor)
+            return torch.empty_like(tensor, dtype=fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+        return super()._apply(change, recurse)  # type: ignore[no-untyped-call]
+
     def forward(self, forward_input: Any, labels: Any = None) -> Any:
         """What the last layer gives. labels: not used; the engine has them beside the inputs for the loss."""
+        if self.built_by:
+            raise ValueError(
+                "PipelineModule: expected engine.train_batch or eval_batch, found a call of the module, of which this "
+                f"rank has built the layers of its own stage alone, of {self.num_stages} stages; give it to "
+                "deepspeed.initialize, or set num_stages=1 for a whole model"
+            )
         x = forward_input
         every = self.activation_checkpoint_interval
         if not every:

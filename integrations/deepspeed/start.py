@@ -24,6 +24,7 @@ from .optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLion
 from .owners import take_from_owner
 from .parameters import set_leaves_of
 from .pipeline import PipelineEngine
+from .staged import StagedModel
 from .stepped import SteppedScheduler
 
 Returned = tuple[DeepSpeedEngine, Any, Any, Any]
@@ -88,16 +89,20 @@ def initialize(
 
 @contextmanager
 def _values_later(model: Any) -> Iterator[Any]:
-    """The model, or one of which parameters are divided by `zero.Init`: these stay so where no engine is made."""
+    """The model, or one of which ranks have parts: by `zero.Init`, or layers. It stays so where no engine is made."""
     with not_dividing():
-        divided = DividedModel(model) if isinstance(model, nn.Module) else None
-        if divided is None or not divided.is_divided:
+        later: DividedModel | StagedModel | None = None
+        if isinstance(model, PipelineModule) and model.built_by:
+            later = StagedModel(model)
+        elif isinstance(model, nn.Module) and (divided := DividedModel(model)).is_divided:
+            later = divided
+        if later is None:
             yield model
             return
         try:
-            yield divided
+            yield later
         except BaseException:
-            divided.restore()
+            later.restore()
             raise
 
 

@@ -1,17 +1,25 @@
 """A script gives the losses that it gives with DeepSpeed, which were recorded."""
 
 import json
-from typing import Any
+import random
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide.deepspeed as deepspeed
-from lowtide.deepspeed.pipe import LayerSpec, PipelineModule
+from lowtide.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from lowtide.deepspeed.utils import RepeatingLoader
+from tests.integrations.deepspeed import scripts
 from tests.integrations.deepspeed.scripts import DATA, ROWS, batches, engine_of, layers, train
 from tests.ranks import RankPool
+from tests.resident import peak_growth
 
 RECORDED = json.loads((DATA / "losses.json").read_text())
 
@@ -127,3 +135,137 @@ def test_every_layer_of_a_pipeline_module_may_begin_a_stage(ranks: RankPool) -> 
     whole = ranks(1, of_many_classes, 1)[0]
     assert all(found == pytest.approx(whole, abs=1e-6) for found in ranks(2, of_many_classes, 2))
     assert whole[2] < whole[0]
+
+
+class Odd(nn.Module):
+    """It reads a random number and draws by NumPy while it is made, and has tensors beside its parameters."""
+
+    offset: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.normal_(self.linear.weight, std=0.1 + self.linear.weight[0, 0].square().item())
+        self.register_buffer("offset", torch.rand(width))
+        self.shifts = [torch.rand(width) * np.random.rand()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x + self.shifts[0])) + self.offset
+
+
+class Noted(scripts.Block):
+    made: ClassVar[list[int]] = []  # the numbers of those that were made with values on this rank
+
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__(width)
+        if not self.l.weight.is_meta:
+            self.made.append(number)
+
+
+def stages_of(num_stages: int, **options: Any) -> PipelineModule:
+    """Layers of which the first and the last are tied."""
+    ends = partial(TiedLayerSpec, "ends", nn.Linear, 8, 8)
+    middle = [LayerSpec(Noted, 8, number) for number in range(4)]
+    odd = [LayerSpec(Odd, 8), LayerSpec(nn.ReLU), nn.LayerNorm(8), LayerSpec(Odd, 8)]
+    last = ends(forward_fn=lambda module, x: x @ module.weight.T + module.bias)
+    return PipelineModule(
+        [ends(), torch.tanh, *middle, *odd, last], num_stages, loss_fn=nn.functional.mse_loss, **options
+    )
+
+
+def own_layers(method: str) -> tuple[list[int], list[str], Tensor]:
+    """The numbers of the blocks that were made, the layers of which there are parameters, and the tied weight."""
+    Noted.made.clear()
+    model = stages_of(2, partition_method=method)
+    first: Any = model.forward_funcs[0]
+    last: Any = model.forward_funcs[-1]
+    assert first.module.weight is last.module.weight
+    model.half().to("cpu").float()
+    with pytest.raises(
+        ValueError, match=r"expected engine.train_batch .* the layers of its own stage alone, of 2 stages"
+    ):
+        model(torch.ones(2, 8))
+    names = dict.fromkeys(name.split(".")[0] for name, param in model.named_parameters() if not param.is_meta)
+    return Noted.made[:], list(names), first.module.weight.detach()
+
+
+@pytest.mark.parametrize("method", ["parameters", "uniform", "type:Noted"])
+def test_a_rank_builds_the_layers_of_its_own_stage(ranks: RankPool, method: str) -> None:
+    first, last = ranks(2, own_layers, method)
+    assert (first[0], last[0]) == ([0, 1, 2], [3])
+    # Layer 8 is no spec, and layer 0 has the weight of layer 10.
+    assert (first[1], last[1]) == (["0", "2", "3", "4", "8"], ["0", "5", "6", "8", "9", "10"])
+    assert first[2].equal(last[2])
+
+
+def built_both_ways(folder: Path, num_stages: int, seed_layers: bool, more: dict[str, Any]) -> list[Any]:
+    """Of a model of which this rank builds its stage, then of a whole one, which goes on from the other's checkpoint:
+    numbers that are drawn behind it, weights before and behind, and losses."""
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2, **more}
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 8, generator=generator)) for _ in range(4)]
+    found: list[Any] = []
+    whole = mock.patch.object(PipelineModule, "_has_other_stages", return_value=False)
+    for context in (nullcontext(), whole):
+        torch.manual_seed(0)
+        random.seed(deepspeed.comm.get_rank())  # as it is where no script seeds it
+        np.random.seed(0)
+        with context:
+            model = stages_of(num_stages, seed_layers=seed_layers)
+        drawn = [float(torch.rand(())), np.random.rand(), random.random()]
+        with pytest.raises(ValueError, match="must add up to the model's blocks"):
+            deepspeed.initialize(model=model, config={**config, "pipeline": {"balance": [1, 1]}})
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        states = [engine.lowtide.state_dict()]
+        losses = [engine.train_batch(iter(data)).item()]
+        engine.save_checkpoint(str(folder / str(context is whole)))
+        if context is whole:
+            engine.load_checkpoint(str(folder / "False"))
+        losses.append(engine.train_batch(iter(data)).item())
+        states.append(engine.lowtide.state_dict())
+        engine.destroy()
+        found.append((drawn, losses, states))
+    return found
+
+
+@pytest.mark.parametrize("seed_layers", [True, False])
+@pytest.mark.parametrize(
+    ("num_ranks", "more"),
+    [(2, {}), (2, {"pipeline": {"balance": [1, 8]}}), (4, {"zero_optimization": {"stage": 3}})],
+)
+def test_layers_of_the_own_stage_are_those_of_a_whole_model(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, seed_layers: bool, more: dict[str, Any]
+) -> None:
+    for own, whole in ranks(num_ranks, built_both_ways, tmp_path, 2, seed_layers, more):
+        torch.testing.assert_close(own, whole, rtol=0, atol=0)
+
+
+def a_layer_that_fails() -> None:
+    class Failing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            if deepspeed.comm.get_rank() and not self.weight.is_meta:
+                raise OSError("no such file")
+
+    for seed_layers in (True, False):
+        kind, text = (
+            (OSError, "no such file")
+            if deepspeed.comm.get_rank()
+            else (RuntimeError, "PipelineModule failed on rank 1")
+        )
+        with pytest.raises(kind, match=text):
+            PipelineModule([LayerSpec(Failing) for _ in range(2)], 2, seed_layers=seed_layers)
+
+
+def test_a_layer_that_fails_on_one_rank_fails_on_all(ranks: RankPool) -> None:
+    ranks(2, a_layer_that_fails)
+
+
+def built_in_stages() -> int:
+    return peak_growth(lambda: PipelineModule([LayerSpec(nn.Linear, 1024, 1024) for _ in range(16)], 2))
+
+
+def test_a_rank_has_memory_for_its_own_stage_alone(ranks: RankPool) -> None:
+    for peak in ranks(2, built_in_stages):
+        assert peak < (32 + 6) << 20  # the model has 64 MiB, a layer 4

@@ -1,115 +1,376 @@
-"""Who is compared: a table of data. How each one trains is in `_trainers.py`."""
+"""Who is compared, a table of data, and how each trains: a builder a kind, from a model to a `Trainer`.
+
+A builder takes a model, or a callable that builds one; then it keeps as much of it away from each process as its users
+would, for a model that is too large to be built in one: lowtide and DeepSpeed's ZeRO-3 shard it while it is built,
+FSDP2 builds it on the meta device and initializes the shards, and DDP, of which every process has all, builds it.
+
+Every peer is set up as its own documentation advises for speed. The optimizer is AdamW for all; the peers get torch's
+fused implementation, the fastest that torch has on the CPU.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from _harness import Contender, by_name
+from _model import initialize_in_place
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+OFFLOAD_FOLDER = "LOWTIDE_OFFLOAD_FOLDER"
+"""The environment variable that says where files of offloaded state go."""
+
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+REFERENCE, DDP, FSDP2 = "single", "ddp", "fsdp2"
+_FOLDER = "FOLDER"  # in a config: that of offloaded state
+
+
+def lowtide(
+    name: str, label: str, stage: int, zero: Mapping[str, Any] | None = None, *, named: bool = False, **more: Any
+) -> Contender:
+    """lowtide with more of its section `zero_optimization`, and more of its config. named: it runs when it is named."""
+    options = {"zero": {"stage": stage, **(zero or {})}, "more": more}
+    return Contender(name, f"lowtide stage {stage}{label}", "lowtide", options, named)
+
+
+def _offload(name: str, label: str, *, states: Any = None, parameters: bool = False, **zero: Any) -> Contender:
+    file = {"device": "nvme", "nvme_path": _FOLDER}
+    sections: dict[str, Any] = {"offload_param": file} if parameters else {}
+    if states is not None:
+        sections["offload_optimizer"] = file | states
+    return lowtide(f"lowtide-3-{name}", f", {label}", 3, sections | zero, named=True)
+
+
+CONTENDERS = by_name(
+    Contender(REFERENCE, "one process, whole batch", "single"),
+    Contender("alone", "forwards and backwards alone, nothing sent or updated", "alone", only_when_named=True),
+    Contender(DDP, "DDP", "ddp"),
+    Contender("ddp-each", "DDP, sums of each microbatch", "ddp", {"sums_each": True}),
+    Contender("ddp-zero", "DDP + ZeroRedundancyOptimizer", "ddp", {"sharded_optimizer": True}),
+    Contender(FSDP2, "FSDP2", "fsdp2"),
+    Contender("fsdp2-keep", "FSDP2, no reshard after forward", "fsdp2", {"reshard_after_forward": False}),
+    *(Contender(f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}", "deepspeed", {"stage": stage}) for stage in (1, 2, 3)),
+    *(lowtide(f"lowtide-{stage}", "", stage) for stage in (0, 1, 2, 3)),
+    lowtide("lowtide-3-in-backward", ", update in backward", 3, {"update_in_backward": True}),
+    *(
+        lowtide(f"lowtide-{stage}-sockets", ", sockets", stage, communication={"route": "sockets"})
+        for stage in (0, 1, 2, 3)
+    ),
+    _offload("states-cpu", "states on the CPU", states={"device": "cpu"}),
+    _offload("states-nvme", "states in a file", states={}),
+    _offload("half-nvme", "half of the states in a file", states={"ratio": 0.5}),
+    _offload("nvme", "states and parameters in files", states={}, parameters=True),
+    _offload("nvme-overlap", "both in files, speculative", states={"overlap": "speculative"}, parameters=True),
+    _offload(
+        "least",
+        "both in files, least memory",
+        states={},
+        parameters=True,
+        update_in_backward=True,
+        stage3_prefetch_bucket_size=0,
+    ),
+    lowtide("lowtide-3-recompute", ", blocks recomputed", 3, named=True, activation_checkpointing={"every": 1}),
+    lowtide("lowtide-3-tiles", ", tiles", 3, named=True, tiles="auto"),
+    lowtide(
+        "lowtide-3-long",
+        ", tiles, blocks recomputed",
+        3,
+        named=True,
+        tiles="auto",
+        activation_checkpointing={"every": 1},
+    ),
+    *(
+        Contender(
+            f"deepspeed-3-{device}",
+            f"DeepSpeed ZeRO-3, offload to {device}",
+            "deepspeed",
+            {"stage": 3, "offload": device},
+            only_when_named=True,
+        )
+        for device in ("cpu", "nvme")
+    ),
+)
+
+
+Model = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One row of the comparison; `options` go to the builder of its `kind` in `_trainers.py`."""
+class Setup:
+    """What is asked of every contender alike, besides the model."""
 
-    name: str
-    label: str
-    kind: str  # "single", "alone", "ddp", "fsdp2", "deepspeed" or "lowtide"
-    options: dict[str, Any]
-    only_when_named: bool = False
+    microbatch: int = 1  # sequences of a rank in a forward
+    accumulation: int = 1  # forwards and backwards of a step
+    clip: float = 0.0  # the largest norm of all gradients together; 0: any
+    device: str = "cpu"  # or the type of an accelerator: the current one
+    dtype: str = "fp32"  # or "bf16": in which a model computes; its weights and the optimizer stay in fp32
+    recompute_blocks: bool = False  # blocks keep their input alone, and run again in the backward
 
-    @property
-    def trains(self) -> bool:
-        """Whether its weights are updated, so that its losses can be right or wrong."""
-        return self.kind != "alone"
+    def microbatches(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Gives a rank's batch in parts; tokens, targets: (accumulation x microbatch, sequence)."""
+        parts = (torch.split(one, self.microbatch) for one in (tokens, targets))
+        return list(zip(*parts, strict=True))
 
-    def num_processes(self, ranks: int) -> int:
-        """Gives how many processes train it: one for the reference, else all ranks."""
-        return 1 if self.kind == "single" else ranks
+    def computing(self) -> AbstractContextManager[Any]:
+        """In which a forward of plain torch runs."""
+        return torch.autocast(self.device, torch.bfloat16) if self.dtype == "bf16" else nullcontext()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Gives the fields, for JSON."""
-        return asdict(self)
-
-
-def _lowtide(stage: int, route: str, *, update_in_backward: bool = False) -> Contender:
-    suffix = ("-in-backward" if update_in_backward else "") + ("-sockets" if route == "sockets" else "")
-    words = [f"lowtide stage {stage}"] + ["update in backward"] * update_in_backward + [route] * (route == "sockets")
-    options = {"stage": stage, "route": route, "update_in_backward": update_in_backward}
-    return Contender(f"lowtide-{stage}{suffix}", ", ".join(words), "lowtide", options)
+    def join(self) -> str:
+        """Makes the process group, unless there is one already, and gives its backend."""
+        if not dist.is_initialized():
+            dist.init_process_group(dist.get_default_backend_for_device(self.device))
+        return str(dist.get_backend())
 
 
-def _lowtide_offload(name: str, label: str, stage: int, **options: Any) -> Contender:
-    options = {"stage": stage, "route": "auto", "update_in_backward": False, **options}
-    return Contender(f"lowtide-{stage}-{name}", f"lowtide stage {stage}, {label}", "lowtide", options, True)
+@dataclass(frozen=True)
+class Trainer:
+    """`step(tokens, targets)` trains one step and gives the loss; `close()` returns when every rank is done.
+
+    engine: of lowtide or DeepSpeed. model, optimizer: of torch.
+    """
+
+    step: Callable[[Tensor, Tensor], Tensor]
+    close: Callable[[], None]
+    engine: Any = None
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
 
-def _deepspeed_offload(device: str) -> Contender:
-    options = {"stage": 3, "offload": device}
-    return Contender(f"deepspeed-3-{device}", f"DeepSpeed ZeRO-3, offload to {device}", "deepspeed", options, True)
+def _plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    setup: Setup,
+    close: Callable[[], None],
+    unsummed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trainer:
+    """unsummed: within it a backward keeps its gradients on its rank, as all but the last of a step may.
+
+    computing: in it a forward runs.
+    """
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        losses = []
+        microbatches = setup.microbatches(tokens, targets)  # those of all ranks, where one process has the whole batch
+        for number, microbatch in enumerate(microbatches, 1):
+            with nullcontext() if number == len(microbatches) else unsummed():
+                with computing():
+                    loss: Tensor = model(*microbatch) / len(microbatches)
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        if setup.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    return Trainer(step, close, model=model, optimizer=optimizer)
 
 
-REFERENCE = "single"
-DDP = "ddp"
-FSDP2 = "fsdp2"
+def _wait_for_all() -> None:
+    dist.barrier()
 
-CONTENDERS = {
-    contender.name: contender
-    for contender in [
-        Contender(REFERENCE, "one process, whole batch", "single", {}),
-        Contender("alone", "forwards and backwards alone, nothing sent or updated", "alone", {}, True),
-        Contender(DDP, "DDP", "ddp", {"sharded_optimizer": False}),
-        Contender("ddp-each", "DDP, sums of each microbatch", "ddp", {"sharded_optimizer": False, "sums_each": True}),
-        Contender("ddp-zero", "DDP + ZeroRedundancyOptimizer", "ddp", {"sharded_optimizer": True}),
-        Contender(FSDP2, "FSDP2", "fsdp2", {"reshard_after_forward": True}),
-        Contender("fsdp2-keep", "FSDP2, no reshard after forward", "fsdp2", {"reshard_after_forward": False}),
-        *(
-            Contender(f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}", "deepspeed", {"stage": stage})
-            for stage in (1, 2, 3)
-        ),
-        *(_lowtide(stage, "auto") for stage in (0, 1, 2, 3)),
-        _lowtide(3, "auto", update_in_backward=True),
-        *(_lowtide(stage, "sockets") for stage in (0, 1, 2, 3)),
-        _lowtide_offload("states-cpu", "states on the CPU", 3, states="cpu"),
-        _lowtide_offload("states-nvme", "states in a file", 3, states="nvme"),
-        _lowtide_offload("half-nvme", "half of the states in a file", 3, states="nvme", ratio=0.5),
-        _lowtide_offload("nvme", "states and parameters in files", 3, states="nvme", parameters="nvme"),
-        _lowtide_offload(
-            "nvme-overlap", "both in files, speculative", 3, states="nvme", parameters="nvme", overlap=True
-        ),
-        _lowtide_offload(
-            "least",
-            "both in files, least memory",
-            3,
-            states="nvme",
-            parameters="nvme",
-            update_in_backward=True,
-            prefetch_numel=0,
-        ),
-        _lowtide_offload("recompute", "blocks recomputed", 3, recomputes=True),
-        _lowtide_offload("tiles", "tiles", 3, tiles="auto"),
-        _lowtide_offload("long", "tiles, blocks recomputed", 3, tiles="auto", recomputes=True),
-        _deepspeed_offload("cpu"),
-        _deepspeed_offload("nvme"),
-    ]
+
+def _built(model: Model, setup: Setup, device: str) -> nn.Module:
+    """Gives the model on a device, with blocks that are recomputed where that is asked for, as torchtitan does it."""
+    if isinstance(model, nn.Module):
+        model = model.to(device)
+    else:
+        with torch.device(device):
+            model = model()
+    if setup.recompute_blocks:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        blocks = model.get_submodule("blocks")
+        for name, block in list(blocks.named_children()):
+            setattr(blocks, name, checkpoint_wrapper(block, preserve_rng_state=False))  # a block draws no numbers
+    return model
+
+
+def build_single(model: Model, setup: Setup) -> Trainer:
+    """Gives plain torch in one process."""
+    module = _built(model, setup, setup.device)
+    optimizer = AdamW(module.parameters(), fused=True, **ADAMW)
+    return _plain(module, optimizer, setup, lambda: None, computing=setup.computing)
+
+
+def build_alone(model: Model, setup: Setup) -> Trainer:
+    """Gives forwards and backwards with plain torch on each rank, and nothing else: the least that a step can take."""
+    setup.join()
+    module = _built(model, setup, setup.device)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        losses = []
+        for microbatch in setup.microbatches(tokens, targets):
+            with setup.computing():
+                loss: Tensor = module(*microbatch) / setup.accumulation
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        module.zero_grad()
+        return torch.stack(losses).sum()
+
+    return Trainer(step, _wait_for_all)
+
+
+def build_ddp(
+    model: Model, setup: Setup, *, sharded_optimizer: bool = False, sums_each: bool = False, hook: str | None = None
+) -> Trainer:
+    """Gives DistributedDataParallel with bucket views; `sharded_optimizer` shards the optimizer state (ZeRO-1).
+
+    sums_each: a loop that does not know `no_sync`, with which gradients are summed over ranks once a step. hook:
+    "fp16" or "powersgd", torch's own for shorter messages.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    setup.join()
+    # One bucket: the hook starts sums of several in the order in which earlier ones end, which differs between ranks.
+    cap = 1000 if hook == "powersgd" else 25
+    module = _built(model, setup, setup.device)
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=cap)
+    if hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer: torch.optim.Optimizer
+    if sharded_optimizer:
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, fused=True, **ADAMW)
+    else:
+        optimizer = AdamW(wrapped.parameters(), fused=True, **ADAMW)
+    unsummed = nullcontext if sums_each else wrapped.no_sync
+    return _plain(wrapped, optimizer, setup, _wait_for_all, unsummed, setup.computing)
+
+
+def build_fsdp2(
+    model: Model, setup: Setup, *, reshard_after_forward: bool = True, reduce_dtype: str = "float32"
+) -> Trainer:
+    """Gives FSDP2: `fully_shard` on every block, then on the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    setup.join()
+    narrow = torch.bfloat16 if setup.dtype == "bf16" else None
+    precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=getattr(torch, reduce_dtype))
+    mesh = init_device_mesh(setup.device, (dist.get_world_size(),))
+    is_empty = not isinstance(model, nn.Module)
+    module = _built(model, setup, "meta" if is_empty else setup.device)
+    for block in module.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    if is_empty:
+        module.to_empty(device=setup.device)
+        initialize_in_place(module)
+    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), setup, _wait_for_all)
+
+
+def _choose_accelerator(setup: Setup) -> None:
+    """Tells DeepSpeed, which asks when it is imported."""
+    if setup.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "none") -> Trainer:
+    """Gives DeepSpeed ZeRO, with torch's AdamW as the client optimizer.
+
+    offload: "cpu" or "nvme", for states and parameters; then with DeepSpeed's own CPU Adam, which it asks for.
+    """
+    _choose_accelerator(setup)
+    import deepspeed  # type: ignore[import-not-found, unused-ignore]
+
+    deepspeed.init_distributed(dist_backend=setup.join(), verbose=False)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": setup.microbatch,
+        "gradient_accumulation_steps": setup.accumulation,
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "steps_per_print": 10**9,
+        "gradient_clipping": setup.clip,  # left out, it means 1.0
+        "bf16": {"enabled": setup.dtype == "bf16"},
+    }
+    if offload != "none":
+        place = {"device": offload, "nvme_path": os.environ[OFFLOAD_FOLDER]}
+        config["zero_optimization"] = {"stage": stage, "offload_optimizer": place, "offload_param": place}
+        config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}}
+    is_sharded_at_once = stage == 3 and not isinstance(model, nn.Module)
+    with deepspeed.zero.Init(config_dict_or_path=config) if is_sharded_at_once else nullcontext():
+        module = _built(model, setup, setup.device)
+    optimizer = AdamW(module.parameters(), fused=True, **ADAMW) if offload == "none" else None
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        losses = []
+        for microbatch in setup.microbatches(tokens, targets):
+            loss: Tensor = engine(*microbatch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    return Trainer(step, _wait_for_all, engine=engine)
+
+
+def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dict[str, Any]) -> Trainer:
+    """Gives lowtide as a user's script has it: the model and one config. zero: its section; more: other sections."""
+    import lowtide
+
+    folder = os.environ.get(OFFLOAD_FOLDER)
+    config = {
+        "train_micro_batch_size_per_gpu": setup.microbatch,
+        "gradient_accumulation_steps": setup.accumulation,
+        "zero_optimization": zero,
+        "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "gradient_clipping": setup.clip,
+        "activation_checkpointing": {"every": 1 if setup.recompute_blocks else 0},
+        "bf16": {"enabled": setup.dtype == "bf16"},
+        "device": "cpu" if setup.device == "cpu" else "auto",
+        **more,
+    }
+    engine = lowtide.initialize(model, _with_folder(config, folder))
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine.train_step((tokens, targets)).loss
+        return loss
+
+    return Trainer(step, engine.close, engine=engine)
+
+
+def _with_folder(value: Any, folder: str | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_folder(one, folder) for key, one in value.items()}
+    return folder if value == _FOLDER else value
+
+
+_LIBRARIES = {
+    "single": [],
+    "alone": [],
+    "ddp": ["torch.nn.parallel", "torch.distributed.optim"],
+    "fsdp2": ["torch.distributed.device_mesh", "torch.distributed.fsdp"],
+    "deepspeed": ["deepspeed"],
+    "lowtide": ["lowtide.engine.build"],
 }
 
 
-def choose(names: list[str] | None, *, with_deepspeed: bool) -> list[Contender]:
-    """Gives the contenders to run: those named, or all that can run here.
+def import_libraries(kind: str, setup: Setup) -> None:
+    """Imports what the builder of a kind imports, so that its memory can be told from that of the training."""
+    _choose_accelerator(setup)
+    for name in ["torch._dynamo", *_LIBRARIES[kind]]:  # the first optimizer imports torch's compiler, some 70 MiB
+        importlib.import_module(name)
 
-    A name may end in `*`: `lowtide*` stands for every contender that begins so.
-    Raises ValueError for a name that fits none, and for DeepSpeed without an interpreter that has it.
-    """
-    if names is None:
-        everyone = [c for c in CONTENDERS.values() if not c.only_when_named]
-        return [c for c in everyone if with_deepspeed or c.kind != "deepspeed"]
-    chosen: dict[str, Contender] = {}
-    for name in names:
-        fits = [c for c in CONTENDERS.values() if c.name == name or (name[-1:] == "*" and c.name.startswith(name[:-1]))]
-        if not fits:
-            raise ValueError(f"--contenders: expected one of {', '.join(CONTENDERS)}; found {name!r}")
-        chosen.update((c.name, c) for c in fits)
-    if not with_deepspeed and any(c.kind == "deepspeed" for c in chosen.values()):
-        raise ValueError(
-            "--contenders: DeepSpeed is not installed in this environment; name one with --deepspeed-python"
-        )
-    return [c for c in CONTENDERS.values() if c.name in chosen]
+
+BUILDERS: dict[str, Callable[..., Trainer]] = {
+    "single": build_single,
+    "alone": build_alone,
+    "ddp": build_ddp,
+    "fsdp2": build_fsdp2,
+    "deepspeed": build_deepspeed,
+    "lowtide": build_lowtide,
+}

@@ -1,19 +1,27 @@
-"""Part `models` of benchmarks/gpu.sh: tokens/s and peak memory of real sizes, beside plain torch, FSDP2, DeepSpeed.
+"""Parts `models` and `largest` of benchmarks/gpu.sh: models of real sizes, and the largest in the device's memory.
 
-Each is a job of its own, trained in bf16 with fp32 weights: autocast for plain torch, a precision policy for FSDP2.
+Part `models` has tokens/s and peak memory beside plain torch, FSDP2 and DeepSpeed. Each is a job of its own, trained in
+bf16 with fp32 weights: autocast for plain torch, a precision policy for FSDP2. Part `largest` is the search of
+largest.py, contender by contender. Each begins at the number of layers that arithmetic gives, and no model is tried
+whose offloaded state is more than the host, or the drive of the folder, has room for.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+from dataclasses import dataclass
 
 import _device
-from _contenders import CONTENDERS, Contender
-from _gpu_record import Record
-from _largest_job import BudgetResult, BudgetWork, run_budget_job
-from _model import SIZES
-from _ranks import JobError, OverBudget
+import largest
+import psutil
+from _contenders import CONTENDERS
+from _gpu_part import Record
+from _harness import Contender, JobError, OverBudget, Result
+from _model import SIZES, sized
+from largest import BudgetWork, run_budget_job
+from rich.console import Console
 
 CHOSEN = ("single", "fsdp2", "lowtide-0", "lowtide-3", "lowtide-3-states-cpu", "deepspeed-3-cpu")
 REHEARSED = ("single",)  # parts `largest` and `ranks` rehearse lowtide's trainer
@@ -37,7 +45,7 @@ def work_of(size: str, microbatch: int, recompute_blocks: bool, limit_seconds: f
         device=_device.type_of_device(),
         recompute_blocks=recompute_blocks,
         budget_bytes=_device.total_bytes() or NO_LIMIT,
-        timeout_seconds=limit_seconds,
+        timeout=limit_seconds,
         dtype="bf16",
     )
 
@@ -51,10 +59,7 @@ def measure(record: Record) -> None:
     for size, (microbatch, recompute_blocks) in shapes.items():
         for contender in [CONTENDERS[name] for name in names]:
             what = f"{size} {contender.name}"
-            if not record.wants(what) or (contender.kind == "deepspeed" and not has_deepspeed):
-                continue
-            if record.left_seconds < LEAST_SECONDS:
-                record.note(f"{what}: no time was left; `benchmarks/gpu.sh models --only '{what}'`")
+            if (contender.needs_deepspeed and not has_deepspeed) or not record.wants(what, LEAST_SECONDS):
                 continue
             work = work_of(size, microbatch, recompute_blocks, record.job_seconds(MOST_SECONDS))
             with record.measuring(what):
@@ -63,7 +68,7 @@ def measure(record: Record) -> None:
 
 def train(record: Record, contender: Contender, work: BudgetWork) -> None:
     """A row; what needs more memory than there is has one too."""
-    found: BudgetResult | None = None
+    found: Result | None = None
     try:
         found = run_budget_job(contender, work, sys.executable, record.folder, None)
     except OverBudget:
@@ -86,3 +91,92 @@ def train(record: Record, contender: Contender, work: BudgetWork) -> None:
         peak_reserved_MiB=None if peak_bytes is None else peak_bytes / _device.MIB,
         loss=found.losses[-1] if found else None,
     )
+
+
+# -- part largest ----------------------------------------------------------------------------------------------------
+
+
+SIZE = "1.3B"
+BYTES_OF_PARAMETER = 16  # of AdamW's states, weights and gradients with bf16; what is offloaded is not with the model
+ROOM_SHARE = 0.75  # of what is free on the host, or the drive
+LEAST_SECONDS_OF_SEARCH = 60.0
+MOST_SECONDS_OF_TRY = 170.0  # so that a slow one leaves time for the next contender
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Bytes of a parameter with the model at least, and where the rest of the 16 is."""
+
+    contender: str
+    on_device: float
+    on_host: float = 0.0
+    in_files: float = 0.0
+
+
+PLACEMENTS = (
+    Placement("lowtide-3", BYTES_OF_PARAMETER),
+    Placement("lowtide-3-states-cpu", 2, on_host=12 + 4),  # gradients leave too
+    Placement("fsdp2", BYTES_OF_PARAMETER),
+    Placement("lowtide-3-states-nvme", 2, in_files=12),
+    Placement("lowtide-3-nvme", 0.5, in_files=14),
+    Placement("lowtide-3-least", 0.5, in_files=14),
+    Placement("single", BYTES_OF_PARAMETER),
+)
+REHEARSED_PLACEMENTS = ("lowtide-3-nvme",)
+
+
+def measure_largest(record: Record) -> None:
+    is_rehearsal = _device.is_rehearsal()
+    size = "tiny" if is_rehearsal else SIZE
+    for placement in PLACEMENTS:
+        name = placement.contender
+        if (is_rehearsal and name not in REHEARSED_PLACEMENTS) or not record.wants(name, LEAST_SECONDS_OF_SEARCH):
+            continue
+        with record.measuring(name):
+            search(record, placement, size)
+
+
+def search(record: Record, placement: Placement, size: str) -> None:
+    """A row with what was found, and one for each model that was tried."""
+    is_rehearsal = _device.is_rehearsal()
+    budget_bytes = (64 << 20) if is_rehearsal else _device.total_bytes() or 0
+    per_layer = sized(size, 2).num_parameters - sized(size, 1).num_parameters
+    most, room = room_for(record, placement, per_layer)
+    first = 1 if is_rehearsal else max(1, int(0.8 * budget_bytes / (placement.on_device * per_layer)))
+    most = 1 if is_rehearsal else min(most, 1024)
+    arguments = ["--device", _device.type_of_device(), "--size", size, "--contenders", placement.contender]
+    arguments += ["--budget-mib", str(budget_bytes // _device.MIB), "--dtype", "bf16", "--recompute-blocks"]
+    arguments += ["--start-layers", str(min(first, most)), "--max-layers", str(most), "--resolution", "0.1"]
+    arguments += ["--ranks", "1", "--threads", str(_device.num_threads()), "--steps", "2", "--timed-steps", "3"]
+    arguments += ["--timeout", str(record.job_seconds(MOST_SECONDS_OF_TRY)), "--offload-folder", str(record.folder)]
+    searching = largest.Search(largest.parse_arguments(arguments), Console(width=140))
+    searching.run()
+    (row,) = searching.found.rows
+    found = row.largest
+    for one in row.tries:
+        peak = "more than there is" if one.peak_bytes is None else one.peak_bytes / _device.MIB
+        record.add("models tried", contender=placement.contender, layers=one.num_layers, peak_MiB=peak)
+    record.add(
+        "the largest model",
+        contender=row.contender.label,
+        layers=found.num_layers if found else 0,
+        parameters_M=found.num_parameters / 1e6 if found else None,
+        peak_MiB=found.peak_bytes / _device.MIB if found and found.peak_bytes is not None else None,
+        tokens_per_s=searching.found.tokens_per_second(row.own) if row.own else None,
+        bound_by=room if found and found.num_layers == most else "the device",
+    )
+    if row.failure:
+        record.fail(placement.contender, row.failure)
+
+
+def room_for(record: Record, placement: Placement, per_layer: int) -> tuple[int, str]:
+    """The most layers whose offloaded state has room, and what that room is."""
+    rooms = {
+        "host memory": (psutil.virtual_memory().available, placement.on_host),
+        "the drive": (shutil.disk_usage(record.folder).free, placement.in_files),
+    }
+    most = {what: int(ROOM_SHARE * room / (each * per_layer)) for what, (room, each) in rooms.items() if each}
+    if not most:
+        return 1 << 20, "the device"
+    what = min(most, key=lambda one: most[one])
+    return max(1, most[what]), what

@@ -1,9 +1,10 @@
-"""Part `splits` of benchmarks/gpu.sh: layers, sequences and experts that ranks share.
+"""Parts `ranks` and `splits` of benchmarks/gpu.sh: states, layers, sequences and experts that ranks share.
 
 Two ranks on one device, by gloo, and by NCCL where it lets them: their losses are compared with those of one rank that
-has it all. And one of eight simulated ranks, as in part `trace`: what a rank's share costs the host and the device,
-with collectives that take no time. What ranks compare is left out there, since the simulated ones send nothing: whether
-all have the same batch, and, tried once, whether a split model computes what the whole one does.
+has it all. NCCL refuses two ranks on one GPU in most versions: then a row says so in its words. And one of eight
+simulated ranks, as in part `trace`: what a rank's share costs the host and the device, with collectives that take no
+time. What ranks compare is left out there, since the simulated ones send nothing: whether all have the same batch, and,
+tried once, whether a split model computes what the whole one does.
 """
 
 from __future__ import annotations
@@ -14,44 +15,37 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 from unittest import mock
 
 import _device
+import torch
 import torch.distributed as dist
-from _gpu_ranks import LEAST_SECONDS, MOST_SECONDS, TOLERANCE
-from _gpu_record import Record, one_line
+from _gpu_part import Record, one_line
 from _gpu_trace import NUM_RANKS as NUM_SIMULATED
-from _gpu_trace import TIMED_STEPS, WARMUP_STEPS, fake_group
-from _ranks import JobError, environment_of, run_ranks
+from _gpu_trace import fake_group, timed_steps
+from _harness import JobError, environment_of, run_ranks
 from _report import loss_difference
-from _splits_model import SplitSize, build_batch, build_model
-from _splits_worker import config_of, train
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lowtide
 from lowtide.engine.model_call import ModelCall
 from lowtide.engine.same_batch import SameBatch
 
 NUM_RANKS, ROWS, STEPS = 2, 2, 3
-SPLITS = ("tensor", "sequence", "expert")
+DATA, SPLITS = "data", ("tensor", "sequence", "expert")
 STAGES = (0, 3)
-SIZE = SplitSize(num_layers=8, width=1024, num_heads=16, sequence_length=1024)
-REHEARSED = SplitSize(num_layers=1, width=32, num_heads=8, sequence_length=16)
-WORKER = Path(__file__).with_name("_splits_worker.py")
+LEAST_SECONDS = 30.0
+MOST_SECONDS = 60.0  # of a job: a hang is told, and does not take the part's time
+TOLERANCE = 1e-4
 Case = tuple[str, int]  # what is split, ZeRO stage
 
 
-def size_of(split: str) -> SplitSize:
-    """Experts make the model larger."""
-    size = REHEARSED if _device.is_rehearsal() else SIZE
-    return replace(size, num_experts=NUM_SIMULATED) if split == "expert" else size
-
-
 def measure(record: Record) -> None:
-    stages = (3,) if _device.is_rehearsal() else STAGES
     record.note("the model's experts ask the host for the rows of each: most waits beside experts are its own")
-    cases = [(split, stage) for split in SPLITS for stage in stages]
+    cases = [(split, stage) for split in SPLITS for stage in ((3,) if _device.is_rehearsal() else STAGES)]
     compare(record, cases)
     for split, stage in cases:
         what = f"simulated, {split}, stage {stage}"
@@ -60,13 +54,191 @@ def measure(record: Record) -> None:
                 simulate(record, split, stage)
 
 
-# -- two ranks on one device ----------------------------------------------------------------------------------------
+def measure_ranks(record: Record) -> None:
+    """Part `ranks`: the ranks share ZeRO's states alone."""
+    compare(record, [(DATA, stage) for stage in ((3,) if _device.is_rehearsal() else (0, 1, 2, 3))])
+
+
+def size_of(split: str) -> SplitSize:
+    """Experts make the model larger."""
+    size = REHEARSED if _device.is_rehearsal() else SIZE
+    return replace(size, num_experts=NUM_SIMULATED) if split == "expert" else size
+
+
+def parallel_of(split: str, ranks: int) -> dict[str, int]:
+    return {} if split == DATA else {split: ranks}
+
+
+# -- the model: names as common families have them, with experts or without ------------------------------------------
+
+
+VOCABULARY = 256
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class SplitSize:
+    """`num_layers` blocks of `width`, each with experts where num_experts is not 0; sequences of so many tokens."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    sequence_length: int
+    num_experts: int = 0
+
+
+class Attention(nn.Module):
+    def __init__(self, size: SplitSize) -> None:
+        super().__init__()
+        self.head_dim = size.width // size.num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(size.width, size.width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        heads = [layer(x).view(rows, tokens, -1, self.head_dim) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key, value = (one.transpose(1, 2) for one in heads)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Experts(nn.Module):
+    """Two experts for each token, of a list."""
+
+    def __init__(self, size: SplitSize) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.width, size.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(size.width) for _ in range(size.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, choices = self.gate(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            at, place = torch.where(choices == number)
+            out = out.index_add(0, at, expert(rows[at]) * weights[at, place, None])
+        return out.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, size: SplitSize) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.attention = Attention(size)
+        self.mlp = Experts(size) if size.num_experts else MLP(size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Gives the mean cross-entropy over what is not -100; all (rows, tokens) int64 -> () float32.
+
+    shift_labels: the token after each. position_ids are asked for by `parallel.sequence`; the model knows no positions.
+    """
+
+    def __init__(self, size: SplitSize) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, size.width)
+        self.layers = nn.ModuleList(Block(size) for _ in range(size.num_layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.lm_head = nn.Linear(size.width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.lm_head(self.norm(x)).float().flatten(0, 1), shift_labels.flatten())
+
+
+def build_model(size: SplitSize) -> Decoder:
+    """The same weights in every process."""
+    torch.manual_seed(SEED)
+    return Decoder(size)
+
+
+def build_batch(size: SplitSize, rows: int, device: str) -> dict[str, Tensor]:
+    """The same rows in every process."""
+    numbers = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(VOCABULARY, (rows, size.sequence_length + 1), generator=numbers).to(device)
+    positions = torch.arange(size.sequence_length, device=device).expand(rows, -1)
+    return {"input_ids": tokens[:, :-1], "position_ids": positions, "shift_labels": tokens[:, 1:].contiguous()}
+
+
+SIZE = SplitSize(num_layers=8, width=1024, num_heads=16, sequence_length=1024)
+REHEARSED = SplitSize(num_layers=1, width=32, num_heads=8, sequence_length=16)
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(parallel: dict[str, int], stage: int) -> dict[str, Any]:
+    whole = {"embed_tokens": "whole", "lm_head": "whole"}
+    return {
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "adamw"},
+        "gradient_clipping": 1.0,
+        "parallel": parallel,
+        **({"tensor_parallel": {"plan": whole}} if "tensor" in parallel else {}),
+        "kernels": {"fuse_modules": False},
+        "device": _device.config_name(),
+        "steps_per_print": 0,
+    }
+
+
+def train(size: SplitSize, rows: int, parallel: dict[str, int], stage: int, steps: int) -> dict[str, Any]:
+    """Losses and seconds of every step, and the most memory of this rank. rows: of the global batch."""
+    _device.forget_memory()
+    engine = lowtide.initialize(build_model(size), config_of(parallel, stage))
+    of_rank = rows // engine.data_size
+    share = slice(engine.data_rank * of_rank, (engine.data_rank + 1) * of_rank)
+    batch = {name: values[share] for name, values in build_batch(size, rows, _device.type_of_device()).items()}
+    losses, seconds = [], []
+    for _ in range(steps):
+        started = time.perf_counter()
+        losses.append(engine.train_step(batch).loss.item())
+        _device.synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak = _device.Memory.now().peak
+    engine.close()
+    return {"losses": losses, "seconds": seconds, "peak_bytes": peak}
+
+
+def train_cases(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """On a rank. job: "backend", "rows", "steps", and "cases": [size, parallel, stage] of each."""
+    _device.prepare()
+    _device.choose(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(job["backend"])
+    found = [
+        train(SplitSize(**size), job["rows"], parallel, stage, job["steps"]) for size, parallel, stage in job["cases"]
+    ]
+    dist.barrier()
+    return found
+
+
+# -- two ranks on one device -----------------------------------------------------------------------------------------
 
 
 def compare(record: Record, cases: list[Case]) -> None:
     device = _device.type_of_device()
     own = dist.get_default_backend_for_device(device)
     backends = dict.fromkeys(name for name in ("gloo", own) if device in dist.Backend.backend_capability[name])
+    record.note(f"of gloo and NCCL, this torch has for {device}: {', '.join(backends)}")
     if device == "cuda":  # all ranks see one device alone
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     wanted = {
@@ -80,8 +252,8 @@ def compare(record: Record, cases: list[Case]) -> None:
     for backend, chosen in wanted.items():
         # A job of its own for each, as one may hang; in a rehearsal the start of ranks is what takes the time.
         for job in [chosen] if _device.is_rehearsal() else [[case] for case in chosen]:
-            if record.left_seconds < LEAST_SECONDS:
-                record.note(f"{backend}, {job}: no time was left; `benchmarks/gpu.sh splits --only '{backend}'`")
+            if not job or record.left_seconds < LEAST_SECONDS:
+                record.note(f"{backend}: no time was left for {len(job)} of its trainings")
                 continue
             with record.measuring(f"{backend}, {job}"):
                 run(record, backend, job, expected)
@@ -89,12 +261,19 @@ def compare(record: Record, cases: list[Case]) -> None:
 
 def run(record: Record, backend: str, cases: list[Case], expected: dict[str, list[float]]) -> None:
     """A row for each. That NCCL does not start is no failure; that losses differ is one."""
-    chosen = [(asdict(size_of(split)), {split: NUM_RANKS}, stage) for split, stage in cases]
-    job = {"backend": backend, "rows": ROWS, "steps": STEPS, "cases": chosen}
+    chosen = [(asdict(size_of(split)), parallel_of(split, NUM_RANKS), stage) for split, stage in cases]
+    job = {
+        "worker": "_gpu_splits:train_cases",
+        "threads": 1,
+        "backend": backend,
+        "rows": ROWS,
+        "steps": STEPS,
+        "cases": chosen,
+    }
     environment = environment_of(1, None, _device.type_of_device())
     try:
         limit = record.job_seconds(MOST_SECONDS)
-        found = run_ranks(WORKER, job, NUM_RANKS, sys.executable, environment, limit)
+        found = run_ranks(job, NUM_RANKS, sys.executable, environment, limit)
     except JobError as error:
         for split, stage in cases:
             record.add(
@@ -105,7 +284,7 @@ def run(record: Record, backend: str, cases: list[Case], expected: dict[str, lis
             raise
         return
     for number, (split, stage) in enumerate(cases):
-        of_ranks = [one["cases"][number] for one in found]
+        of_ranks = [one[number] for one in found]
         difference = loss_difference([one["losses"] for one in of_ranks], expected[split])
         peaks = [one["peak_bytes"] for one in of_ranks if one["peak_bytes"] is not None]
         record.add(
@@ -123,7 +302,7 @@ def run(record: Record, backend: str, cases: list[Case], expected: dict[str, lis
             record.fail(f"{backend}, {split}, stage {stage}", text)
 
 
-# -- one of eight ---------------------------------------------------------------------------------------------------
+# -- one of eight ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -142,25 +321,15 @@ def nothing_is_compared() -> Iterator[None]:
 
 def simulate(record: Record, split: str, stage: int) -> None:
     _device.forget_memory()
-    engine = lowtide.initialize(build_model(size_of(split)), config_of({split: NUM_SIMULATED}, stage))
+    engine = lowtide.initialize(build_model(size_of(split)), config_of(parallel_of(split, NUM_SIMULATED), stage))
     batch = build_batch(size_of(split), ROWS, _device.type_of_device())
     try:
-        for _ in range(WARMUP_STEPS):
-            engine.train_step(batch)
-        seconds = []
-        for _ in range(TIMED_STEPS):
-            _device.synchronize()
-            started = time.perf_counter()
-            engine.train_step(batch)
-            launched = time.perf_counter()
-            _device.synchronize()
-            seconds.append((time.perf_counter() - started, launched - started))
+        whole, until_launched = timed_steps(engine, batch)
         with _device.host_waits() as waits:
             engine.train_step(batch)
         found = _device.Memory.now()
     finally:
         engine.close()
-    whole, until_launched = (statistics.median(one) * 1e3 for one in zip(*seconds, strict=True))
     record.add(
         f"one of {NUM_SIMULATED} ranks that share",
         split=split,

@@ -1,6 +1,8 @@
-"""Part `training` of benchmarks/gpu.sh: one rank, at each stage, precision and placement, beside the same on the CPU.
+"""Parts `training` and `compiled` of benchmarks/gpu.sh: one rank, and compiled blocks beside plain ones.
 
-The host's waits are those of steps after the first ones, whose results nobody reads meanwhile.
+Part `training` trains at each stage, precision and placement, beside the same on the CPU. The host's waits are those of
+steps after the first ones, whose results nobody reads meanwhile. Part `compiled` counts torch.compile's graphs after
+the first step and at its end: a graph more is a recompile. Graph breaks are those that torch's compiler counts.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import functools
 import statistics
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +20,10 @@ from typing import Any
 
 import _device
 import torch
-from _gpu_record import Record
-from _model import build_batches, build_model
+from _gpu_part import Record
+from _model import GPT, SEED, SIZES, build_batches, build_model
 from _report import loss_difference
+from torch._dynamo.utils import counters
 
 import lowtide
 
@@ -206,3 +210,108 @@ def add(record: Record, case: Case, dtype: str, length: Length, found: Trained, 
 
 def _mib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / _device.MIB
+
+
+# -- part compiled ---------------------------------------------------------------------------------------------------
+
+
+COMPILED_STAGES = (0, 3)
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """first_seconds: of the step that compiles. graphs: after the first step and after the last one."""
+
+    losses: list[float]
+    first_seconds: float
+    milliseconds: float
+    graphs: tuple[int, int]
+    breaks: int
+    peak_bytes: int | None
+
+
+def measure_compiled(record: Record) -> None:
+    is_rehearsal = _device.is_rehearsal()
+    size, microbatch, timed_steps = ("tiny", 1, 1) if is_rehearsal else ("350M", 4, 10)
+    backend = "eager" if is_rehearsal else "inductor"
+    record.note(f"GPT {size}, bf16, {microbatch} x {SIZES[size].sequence_length} tokens, torch.compile {backend}")
+    for stage in COMPILED_STAGES:
+        what = f"stage {stage}"
+        if record.wants(what):
+            with record.measuring(what):
+                plain = train_compiled(stage, size, microbatch, timed_steps, None)
+                add_compiled(record, stage, "plain", plain, plain)
+                add_compiled(
+                    record,
+                    stage,
+                    "compiled blocks",
+                    train_compiled(stage, size, microbatch, timed_steps, backend),
+                    plain,
+                )
+
+
+def train_compiled(stage: int, size: str, microbatch: int, timed_steps: int, backend: str | None) -> Compiled:
+    """backend: of torch.compile; None: nothing is compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    _device.forget_memory()
+    torch.manual_seed(SEED)
+    model = GPT(SIZES[size])
+    if backend is not None:
+        for block in model.blocks:
+            block.compile(backend=backend)
+    config = {
+        "train_micro_batch_size_per_gpu": microbatch,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "adamw"},
+        "steps_per_print": 0,
+        "device": _device.config_name(),
+    }
+    engine = lowtide.initialize(model, config)
+    try:
+        batches = build_batches(size, argparse.__file__, WARMUP_STEPS + timed_steps, microbatch)
+        losses, seconds, graphs = [], [], []
+        for batch in batches:
+            _device.synchronize()
+            started = time.perf_counter()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's compiler, about itself
+                losses.append(engine.train_step(batch).loss)
+            _device.synchronize()
+            seconds.append(time.perf_counter() - started)
+            graphs.append(int(counters["stats"]["unique_graphs"]))
+        return Compiled(
+            losses=[float(loss) for loss in losses],
+            first_seconds=seconds[0],
+            milliseconds=statistics.median(seconds[WARMUP_STEPS:]) * 1e3,
+            graphs=(graphs[0], graphs[-1]),
+            breaks=sum(counters["graph_break"].values()),
+            peak_bytes=_device.Memory.now().peak,
+        )
+    finally:
+        engine.close()
+
+
+def add_compiled(record: Record, stage: int, how: str, found: Compiled, plain: Compiled) -> None:
+    """A row; a failure where a graph is compiled anew or breaks, or the losses are others."""
+    difference = loss_difference([found.losses], plain.losses)
+    cells: dict[str, Any] = {
+        "stage": stage,
+        "blocks": how,
+        "first_step_s": found.first_seconds,
+        "ms_a_step": found.milliseconds,
+        "x_plain": found.milliseconds / plain.milliseconds,
+        "graphs": found.graphs[0],
+        "recompiles": found.graphs[1] - found.graphs[0],
+        "graph_breaks": found.breaks,
+        "largest_difference": difference,
+        "peak_MiB": None if found.peak_bytes is None else found.peak_bytes / _device.MIB,
+    }
+    record.add("compiled blocks, bf16, one rank", **cells)
+    problems = [f"{number} {what}" for what in ("recompiles", "graph_breaks") if (number := cells[what])]
+    if difference is None or not difference <= TOLERANCES["bf16"]:
+        problems.append(f"losses differ by {difference:.2g}, expected at most {TOLERANCES['bf16']} (relative)")
+    if problems:
+        record.fail(f"stage {stage}, {how}", ", ".join(problems))

@@ -30,7 +30,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from _kernel_case import FLOAT32_ROUNDING, Case, Draw, Form, Pass, Size, Tensors
+from _kernel_cases import FLOAT32_ROUNDING, Case, Draw, Form, Pass, Size, Tensors
 from torch import Tensor
 
 WARMUP_ROUNDS = 3

@@ -1,187 +1,132 @@
-"""What a comparison found: the numbers of a row, the table, the JSON file and the picture."""
+"""What comparisons make of their numbers: differences of losses, tables, pictures, and the exit status."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from _contenders import DDP, FSDP2, REFERENCE, Contender
-from _job import JobResult
-from rich.table import Table
+from _harness import Row
 
-MIB = 1024 * 1024
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
-def loss_difference(jobs: list[list[float]], expected: list[float]) -> float | None:
+def loss_difference(jobs: Iterable[Sequence[float]], expected: Sequence[float]) -> float | None:
     """Gives the largest relative difference to the expected losses, over all steps of all jobs; NaN is the largest."""
     differences = [abs(loss - one) / abs(one) for losses in jobs for loss, one in zip(losses, expected, strict=False)]
     return max(differences, key=lambda difference: (math.isnan(difference), difference), default=None)
 
 
-@dataclass
-class Row:
-    """All jobs of one contender: timed ones by round, memory ones by allocator; `failure` ends its part."""
-
-    contender: Contender
-    timed: dict[int, JobResult] = field(default_factory=dict)
-    memory: dict[str, JobResult] = field(default_factory=dict)
-    failure: str | None = None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The median over the rounds of each round's median step."""
-        return statistics.median(job.step_seconds for job in self.timed.values()) if self.timed else None
-
-    def ratios(self, other: Row | None) -> list[float]:
-        """Gives this row's step time over the other's, for every round that both finished."""
-        rounds = sorted(self.timed.keys() & other.timed.keys()) if other else []
-        return [self.timed[r].step_seconds / other.timed[r].step_seconds for r in rounds] if other else []
-
-    def loss_difference(self, reference: Row | None) -> float | None:
-        """Gives `loss_difference` to the reference's first job, None where one has none, or never updates."""
-        if not reference or not reference.losses or not self.contender.trains:
-            return None
-        return loss_difference(self.losses, reference.losses[0])
-
-    @property
-    def losses(self) -> list[list[float]]:
-        """The losses of every job: timed ones first."""
-        return [job.losses for job in [*self.timed.values(), *self.memory.values()]]
-
-
-@dataclass
-class Comparison:
-    """All rows of one run, and how it was made."""
-
-    rows: list[Row]
-    settings: dict[str, Any]
-    loss_tolerance: float
-
-    def row(self, name: str) -> Row | None:
-        """Gives the row of a contender, None where it was not run."""
-        return next((row for row in self.rows if row.contender.name == name), None)
-
-    @property
-    def loss_reference(self) -> Row | None:
-        """The row whose losses are right by definition: one process, else DDP, else the first that ran."""
-        for row in [self.row(REFERENCE), self.row(DDP), *self.rows]:
-            if row and row.losses and row.contender.trains:
-                return row
+def difference_of(row: Row, reference: Row | None) -> float | None:
+    """Gives `loss_difference` to the reference's first job, None where one has none, or never updates."""
+    if not reference or not reference.losses or not row.contender.trains:
         return None
-
-    def judge_losses(self) -> None:
-        """Marks as failed every row whose losses are not those of the reference."""
-        for row in self.rows:
-            difference = row.loss_difference(self.loss_reference)
-            if row.failure is None and difference is not None and not difference <= self.loss_tolerance:
-                row.failure = (
-                    f"losses differ: expected at most {self.loss_tolerance:g} (relative) from "
-                    f"{self.loss_reference.contender.label if self.loss_reference else ''}, found {difference:.1e}"
-                )
-
-    @property
-    def baseline_bytes(self) -> int | None:
-        """What a rank holds after `import torch`, at the median of the memory runs of all ranks."""
-        found = [
-            job.baseline_bytes for row in self.rows if row.contender.name != REFERENCE for job in row.memory.values()
-        ]
-        return int(statistics.median(found)) if found else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Gives every raw number and what was made of it, for JSON."""
-        return {
-            "settings": self.settings,
-            "baseline_bytes": self.baseline_bytes,
-            "contenders": [self._row_as_dict(row) for row in self.rows],
-        }
-
-    def _row_as_dict(self, row: Row) -> dict[str, Any]:
-        return {
-            **row.contender.as_dict(),
-            "failure": row.failure,
-            "step_seconds": row.step_seconds,
-            "ratios_to_ddp": row.ratios(self.row(DDP)),
-            "ratios_to_fsdp2": row.ratios(self.row(FSDP2)),
-            "loss_difference": row.loss_difference(self.loss_reference),
-            "rounds": {str(number): asdict(job) for number, job in row.timed.items()},
-            "memory": {allocator: asdict(job) for allocator, job in row.memory.items()},
-        }
+    return loss_difference(row.losses, reference.losses[0])
 
 
-def _spread(values: list[float]) -> str:
+def judge_losses(rows: Sequence[Row], reference_of: Callable[[Row], Row | None], tolerance: float) -> None:
+    """Marks as failed every row whose losses are not those of its reference."""
+    for row in rows:
+        reference = reference_of(row)
+        difference = difference_of(row, reference)
+        if row.failure is None and reference and difference is not None and not difference <= tolerance:
+            row.failure = (
+                f"losses differ: expected at most {tolerance:g} (relative) from {reference.label}, "
+                f"found {difference:.1e}"
+            )
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and (lowest-highest) where there are several."""
     if not values:
         return "-"
     middle = f"{statistics.median(values):.2f}"
     return middle if len(values) == 1 else f"{middle} [dim]({min(values):.2f}-{max(values):.2f})[/dim]"
 
 
-def _memory_cells(row: Row, fsdp2: Row | None, allocator: str) -> list[str]:
-    job = row.memory.get(allocator)
-    if job is None:
-        return ["-", "-"]
-    other = fsdp2.memory.get(allocator) if fsdp2 else None
-    return [f"{job.peak_bytes / MIB:.0f}", f"{job.peak_bytes / other.peak_bytes:.2f}" if other else "-"]
+def shown(value: float | None, form: str) -> str:
+    """A number in a format such as ".3f", "-" where there is none."""
+    return "-" if value is None else f"{value:{form}}"
 
 
-def make_table(comparison: Comparison, allocators: list[str]) -> Table:
-    """Gives the table: one row a contender, times as medians with (lowest-highest) over the rounds."""
-    ddp, fsdp2 = comparison.row(DDP), comparison.row(FSDP2)
-    table = Table(title=comparison.settings["title"])
-    table.add_column("contender")
-    for heading in ["s/step", "x DDP", "x FSDP2"]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for allocator in allocators:
-        table.add_column(f"peak MiB\n{allocator}", justify="right")
-        table.add_column("x FSDP2", justify="right")
-    table.add_column("loss diff", justify="right")
-    for row in comparison.rows:
-        seconds, difference = row.step_seconds, row.loss_difference(comparison.loss_reference)
-        table.add_row(
-            row.contender.label + (" [red]FAILED[/red]" if row.failure else ""),
-            "-" if seconds is None else f"{seconds:.3f}",
-            _spread(row.ratios(ddp)),
-            _spread(row.ratios(fsdp2)),
-            *(cell for allocator in allocators for cell in _memory_cells(row, fsdp2, allocator)),
-            "-" if difference is None else f"{difference:.0e}",
-        )
+def ratio(value: float | None, other: float | None) -> str:
+    return shown(value / other if value and other else None, ".2f")
+
+
+def label_of(row: Row) -> str:
+    return row.contender.label + (" [red]FAILED[/red]" if row.failure else "")
+
+
+def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
+    """A table whose first columns are texts, the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        is_text = number < num_texts
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    for cells in rows:
+        table.add_row(*cells)
     return table
 
 
-def write_chart(comparison: Comparison, allocators: list[str], path: Path) -> None:
-    """Writes a PNG: bars of the step time over DDP's (with lowest and highest), and bars of the peak memory."""
-    import matplotlib
+@dataclass(frozen=True)
+class Panel:
+    """Bars. values: of each bar, by round: the median is drawn, with lowest and highest; notes: beside the bars."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    label: str
+    values: Sequence[Sequence[float]]
+    line: float | None = None  # dotted
+    notes: Sequence[str] | None = None
 
-    rows = [row for row in comparison.rows if row.losses]
-    labels, places = [row.contender.label for row in rows], range(len(rows))
-    colours = ["tab:blue" if row.contender.kind == "lowtide" else "tab:gray" for row in rows]
-    panels = 2 if allocators else 1
-    figure, grid = pyplot.subplots(
-        1, panels, figsize=(7 * panels, 1.5 + 0.38 * len(rows)), sharey=True, squeeze=False, layout="constrained"
-    )
-    time_axes = grid[0][0]
-    ratios = [row.ratios(comparison.row(DDP)) or [0.0] for row in rows]
-    middle = [statistics.median(values) for values in ratios]
-    errors = [[m - min(v) for m, v in zip(middle, ratios, strict=True)]]
-    errors.append([max(v) - m for m, v in zip(middle, ratios, strict=True)])
-    time_axes.barh(places, middle, xerr=errors, color=colours, ecolor="black", capsize=2)
-    time_axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-    time_axes.set_xlabel("step time / DDP's in the same round (less is better)")
-    time_axes.set_yticks(places, labels)
-    time_axes.invert_yaxis()
-    for number, allocator in enumerate(allocators):
-        peaks = [row.memory[allocator].peak_bytes / MIB if allocator in row.memory else 0.0 for row in rows]
-        height = 0.8 / len(allocators)
-        where = [place - 0.4 + height * (number + 0.5) for place in places]
-        grid[0][1].barh(where, peaks, height=height, color=colours, alpha=0.5 + 0.5 * (number == 0), label=allocator)
-    if allocators:
-        grid[0][1].set_xlabel("peak memory of a rank in training, MiB (less is better)")
-        grid[0][1].legend(title="allocator (dark first)", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(comparison.settings["title"])
+
+def write_bars(path: Path, title: str, labels: Sequence[str], is_ours: Sequence[bool], panels: Sequence[Panel]) -> None:
+    """Writes a PNG: a bar a contender in each panel, lowtide's in blue."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 + 4 * len(panels), 1.5 + 0.38 * len(labels)), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    places = range(len(labels))
+    for axes, panel in zip(grid, panels, strict=True):
+        values = [one or [0.0] for one in panel.values]
+        middle = [statistics.median(one) for one in values]
+        errors = [[m - min(one) for m, one in zip(middle, values, strict=True)]]
+        errors.append([max(one) - m for m, one in zip(middle, values, strict=True)])
+        colours = ["tab:blue" if ours else "tab:gray" for ours in is_ours]
+        bars = axes.barh(places, middle, xerr=errors, color=colours, ecolor="black", capsize=2)
+        if panel.notes:
+            axes.bar_label(bars, panel.notes, padding=3)
+            axes.margins(x=0.12)
+        if panel.line is not None:
+            axes.axvline(panel.line, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xlabel(panel.label)
+    grid[0].set_yticks(places, labels)
+    grid[0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+
+
+def write_row_bars(path: Path, title: str, rows: Sequence[Row], panels: Sequence[Panel]) -> None:
+    labels, is_ours = [row.contender.label for row in rows], [row.contender.kind == "lowtide" for row in rows]
+    write_bars(path, title, labels, is_ours, panels)
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    """One line for each contender that failed."""
+    return [f"{row.contender.name} FAILED: {row.failure}" for row in rows if row.failure]
+
+
+def conclude(console: Console, rows: Iterable[Row], numbers: dict[str, Any], path: Path | None) -> int:
+    """Prints `failures`, writes the numbers to `path` as JSON; 1 where a contender failed, else 0."""
+    lines = failures(rows)
+    for line in lines:
+        console.print(line, style="red", markup=False, highlight=False)
+    if path:
+        path.write_text(json.dumps(numbers, indent=1) + "\n")
+    return 1 if lines else 0

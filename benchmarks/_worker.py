@@ -1,74 +1,147 @@
-"""One rank of one job: trains a contender for some steps and writes what it saw as JSON.
+"""One rank of a job: `_worker.py JOB.json`, with torchrun's environment variables, as `_harness.py` starts it.
 
-Called by `_job.py` as `_worker.py JOB.json`, with torchrun's environment variables. It needs torch alone, so that the
-interpreter of another environment can run it.
+It calls the function that the job names ("compare:train"), with the job, and writes what that gives as JSON. Scripts
+that compare with DeepSpeed import torch and these helpers alone outside of functions, so that the interpreter of
+another environment can run them.
 
 [Note: Leaving]
 A worker leaves with `os._exit` after its file is written. Torch 2.13 can deadlock when a gloo group is destroyed: the
 destructor holds the interpreter's lock and joins a thread that waits for that lock to drop a tensor. It met about half
-of the jobs with ZeroRedundancyOptimizer.
+of the jobs with ZeroRedundancyOptimizer. Rank 0 has the store, through which the others may still end a collective: it
+leaves last.
+
+[Note: Memory of a rank]
+It is what the rank costs the host:
+
+    bytes of a rank = private bytes + shared-memory bytes / processes that map them + library bytes / ranks
+
+- private: `RssAnon` of `/proc/self/status`: heap, stacks, anonymous maps. Nobody else holds them.
+- shared memory: `Pss_Shmem` of `/proc/self/smaps_rollup` (files of `/dev/shm`): the kernel counts a page that k
+  have touched as 1/k in each of them. A page that one rank alone has touched counts whole for that rank and not at all
+  for the others, so the sum over the ranks is always what the host holds.
+- libraries: `RssFile` divided by the ranks of the job: code that every rank maps. `Pss_File` would say the same on an
+  empty machine, but becomes smaller as soon as somebody else on the machine runs torch too.
+
+Nothing is subtracted. What torch itself takes after `import torch` is reported beside it. RSS alone would count shared
+memory once for every rank.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
+import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
-import torch
-from _memory import PeakSampler, rank_bytes
-from _model import build_batches, build_model
-from _trainers import BUILDERS, Setup
+STATUS = Path("/proc/self/status")
+ROLLUP = Path("/proc/self/smaps_rollup")
+KIB = 1024
+OVER_BUDGET_STATUS = 75
+"""A rank ends with it when the model needs more memory than the rank may take; nothing else ends so."""
+_LAST_SECONDS = 30.0  # between the first rank that is done and the last one
 
 
-def train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """Gives losses and seconds of every step (warm-up too) and, in a memory run, the bytes of this rank."""
-    measure_memory = job["allocator"] is not None
-    baseline_bytes = rank_bytes(ranks) if measure_memory else None
-    num_steps = job["warmup"] + job["steps"]
-    rows = job["global_rows"]
-    share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
-    batches = [
-        (tokens[share], targets[share])
-        for tokens, targets in build_batches(job["size"], job["text_file"], num_steps, rows)
-    ]
-    model = build_model(job["size"], tied=job["tied"])
-    setup = Setup(job["microbatch"], job["accumulation"], job["clip"])
-    trainer = BUILDERS[job["kind"]](model, setup, **job["options"])
-    del model
-    losses: list[float] = []
-    seconds: list[float] = []
-    sampler = PeakSampler(ranks) if measure_memory else None
-    with sampler or nullcontext():
-        for tokens, targets in batches:
+def supported() -> bool:
+    """Says whether this system tells what is needed (Linux 5.0 or newer)."""
+    return STATUS.exists() and ROLLUP.exists() and "Pss_Shmem:" in ROLLUP.read_text()
+
+
+def _kib(text: str, key: str) -> int:
+    return int(text.split(f"{key}:", 1)[1].split(None, 1)[0])
+
+
+def rank_bytes(ranks: int, above: int = 0) -> int:
+    """Gives the bytes that this process costs the host now, as [Note: Memory of a rank] has it.
+
+    The roll-up walks the page table (about 10 ms a GiB) and blocks page faults meanwhile. It is left out, and 0 given,
+    where even shared memory counted whole would not bring the sum over `above`; and where there is no shared memory.
+    """
+    status = STATUS.read_text()
+    shared_kib = _kib(status, "RssShmem")
+    others_kib = _kib(status, "RssAnon") + _kib(status, "RssFile") // ranks
+    if (others_kib + shared_kib) * KIB <= above:
+        return 0
+    if shared_kib:
+        shared_kib = _kib(ROLLUP.read_text(), "Pss_Shmem")
+    return (others_kib + shared_kib) * KIB
+
+
+class PeakSampler:
+    """Keeps the highest `rank_bytes` seen between `with` and its end, from a thread, every `interval_seconds`.
+
+    It uses at most half of the time for itself, and so slows the training: use it in runs that are not timed.
+    on_peak: called with every new peak, from the thread.
+    """
+
+    def __init__(
+        self, ranks: int, interval_seconds: float = 0.02, on_peak: Callable[[int], None] | None = None
+    ) -> None:
+        self.peak_bytes = 0
+        self._ranks = ranks
+        self._on_peak = on_peak
+        self._interval_seconds = interval_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+
+    def sample(self) -> None:
+        """Takes one sample now."""
+        found = rank_bytes(self._ranks, above=self.peak_bytes)
+        if found > self.peak_bytes:
+            self.peak_bytes = found
+            if self._on_peak:
+                self._on_peak(found)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
             started = time.perf_counter()
-            loss = trainer.step(tokens, targets)
-            seconds.append(time.perf_counter() - started)
-            losses.append(float(loss))
-    rest_bytes = rank_bytes(ranks) if measure_memory else None
-    trainer.close()
-    return {
-        "losses": losses,
-        "seconds": seconds,
-        "baseline_bytes": baseline_bytes,
-        "peak_bytes": sampler.peak_bytes if sampler else None,
-        "rest_bytes": rest_bytes,
-    }
+            self.sample()
+            cost_seconds = time.perf_counter() - started
+            self._stopped.wait(max(self._interval_seconds - cost_seconds, cost_seconds))
+
+    def __enter__(self) -> PeakSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self.sample()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once. [Note: Leaving]"""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    path = Path(sys.argv[1])
+    job: dict[str, Any] = json.loads(path.read_text())
+    if "cgroup" in job:  # joined before anything has taken memory
+        Path(job["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
+    import torch
+
     torch.set_num_threads(job["threads"])
-    found = train(job, rank, ranks)
-    Path(sys.argv[1]).with_name(f"rank{rank}.json").write_text(json.dumps(found))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # [Note: Leaving]
+    module, function = job["worker"].split(":")
+    found = getattr(importlib.import_module(module), function)(job)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    files = [path.with_name(f"rank{number}.json") for number in range(ranks)]
+    unfinished = files[rank].with_suffix(".part")
+    unfinished.write_text(json.dumps(found))
+    unfinished.replace(files[rank])
+    deadline = time.monotonic() + _LAST_SECONDS
+    while rank == 0 and not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    leave(0)
 
 
 if __name__ == "__main__":

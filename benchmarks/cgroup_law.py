@@ -14,26 +14,95 @@ Example:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from _cgroup import MemoryGroup, NoCgroup
+from _harness import JobError, check_counts, environment_of, run_ranks
 from _model import GPTSize
-from _planned import Case, estimate_of
-from _ranks import JobError, environment_of, run_ranks
+from predicted import Case, estimate_of
 
 from lowtide.engine.measuring.process import EXACT, name_of
 from lowtide.engine.planning.measured import Measured, default_path
 
-WORKER = Path(__file__).with_name("_cgroup_worker.py")
 MARGIN = 0.03
 _PAGE_TABLES = 1 / 512  # of what is mapped: 8 bytes for each page of 4 KiB
+ROOT = Path("/sys/fs/cgroup")
+_UNLIMITED = {1: "-1", 2: "max"}
+_SECONDS_TO_EMPTY = 10.0
+
+
+class NoCgroup(Exception):
+    """A memory cgroup cannot be made here; the text says why."""
+
+
+class MemoryGroup:
+    """A memory cgroup of version 1 or 2, which is removed at the end. limit: bytes; None, to see the most.
+
+    Without swap: what does not fit is killed. Raises NoCgroup.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._version = 1 if (ROOT / "memory").is_dir() else 2
+        parent = ROOT / "memory" if self._version == 1 else ROOT
+        self.folder = parent / f"lowtide-law-{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            self.folder.mkdir()
+        except OSError as error:
+            raise NoCgroup(
+                f"cannot make {self.folder}: {error.strerror}; it takes root and a writable {parent}"
+            ) from error
+        names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes") if self._version == 1 else ("memory.max",)
+        if not (self.folder / names[0]).exists():
+            self.close()
+            raise NoCgroup(f"{parent} has no memory controller; it must be in {parent}/cgroup.subtree_control")
+        value = _UNLIMITED[self._version] if limit is None else str(limit)
+        for name in names:
+            with contextlib.suppress(OSError):  # swap is not accounted for everywhere
+                (self.folder / name).write_text(value)
+        if self._version == 2:
+            with contextlib.suppress(OSError):
+                (self.folder / "memory.swap.max").write_text("0")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was charged, with page cache that might have been given back."""
+        name = "memory.max_usage_in_bytes" if self._version == 1 else "memory.peak"
+        return int((self.folder / name).read_text())
+
+    @property
+    def num_killed(self) -> int:
+        """Processes that were killed for the limit."""
+        name = "memory.oom_control" if self._version == 1 else "memory.events"
+        for line in (self.folder / name).read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+        return 0
+
+    def close(self) -> None:
+        """Removes it, when its processes are gone."""
+        deadline = time.monotonic() + _SECONDS_TO_EMPTY
+        while self.folder.exists():
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+
+    def __enter__(self) -> MemoryGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass
@@ -96,9 +165,10 @@ def run(case: Case, limit: int | None, steps: int, timeout: float) -> tuple[bool
     """(whether it was killed for its memory, the most bytes). Raises JobError for any other end, NoCgroup."""
     environment = environment_of(1, None) | EXACT
     with MemoryGroup(limit) as group:
-        job = {"case": case.as_job(), "steps": steps, "cgroup": str(group.folder)}
+        job = {"worker": "predicted:train", "threads": 1, "cases": [asdict(case)], "rounds": 1}
+        job |= {"steps": steps, "cgroup": str(group.folder)}
         try:
-            run_ranks(WORKER, job, case.ranks, sys.executable, environment, timeout)
+            run_ranks(job, case.ranks, sys.executable, environment, timeout)
         except JobError:
             if not group.num_killed:
                 raise
@@ -134,9 +204,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a run (300)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    for name in ("cases", "first", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    check_counts(parser, options, ["cases", "first", "steps"])
     return options
 
 

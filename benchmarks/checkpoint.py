@@ -19,150 +19,523 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
-import importlib.util
+import mmap
 import os
-import platform
 import shutil
-import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _checkpoint_disk
-import _memory
-import torch
-from _checkpoint_contenders import DEFAULT_SAVERS, SAVERS, STATE_BYTES_PER_PARAMETER
-from _checkpoint_job import SaveResult, SaveWork, run_save_job
-from _checkpoint_report import SaveComparison, SaveRow, disk_lines, make_table, write_chart
-from _conclusion import conclude
-from _contenders import Contender
-from _model import SIZES, build_model
-from _ranks import ALLOCATORS, JobError
-from rich.console import Console
+import _contenders
+import torch.distributed as dist
+from _contenders import BUILDERS, FSDP2, Setup, Trainer, lowtide
+from _harness import (
+    ALLOCATORS,
+    MIB,
+    JobError,
+    Result,
+    Row,
+    Runner,
+    add_job_options,
+    begin,
+    by_name,
+    check_counts,
+    check_job_options,
+    find,
+    python_of,
+    run_job,
+    settings_of,
+)
+from _model import SIZES, build_batches, build_model
+from _report import Panel, conclude, label_of, make_table, spread, write_row_bars
+from _worker import PeakSampler, rank_bytes
 
+STATE_BYTES_PER_PARAMETER = 12  # the parameter and two moments, fp32
+WEIGHT_BYTES_PER_PARAMETER = 4
+BLOCK_BYTES = 4 << 20
+ALIGNMENT_BYTES = 4096
 _COPIES = 4  # of the state that are on the disk at once, at most: two checkpoints, their exports, a scratch file
+_POLL_SECONDS = 0.002
+_NUM_REPLAYED = 2  # steps whose losses must be the same after a load: the second one also depends on the moments
+_SAMPLE_SECONDS = 0.004
+
+
+# -- how a contender saves -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saver:
+    """A training's state goes to disk and back. Every function is called by all ranks.
+
+    save: returns when the contender lets the training go on; finish: when it says that the save is complete.
+    export: full weights under the model's own names, for others to load.
+    """
+
+    save: Callable[[Path], object]
+    load: Callable[[Path], object]
+    export: Callable[[Path], object]
+    finish: Callable[[Path], object]
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+def lowtide_saver(trainer: Trainer) -> Saver:
+    engine = trainer.engine
+
+    def finish(folder: Path) -> None:
+        while not (folder / "latest").exists():
+            time.sleep(_POLL_SECONDS)
+
+    return Saver(engine.save_checkpoint, engine.load_checkpoint, engine.export, finish)
+
+
+def fsdp2_saver(trainer: Trainer) -> Saver:
+    """torch.distributed.checkpoint; the export is a gathered state dict in safetensors."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    model, optimizer = trainer.model, trainer.optimizer
+    assert model is not None and optimizer is not None
+
+    def save(folder: Path) -> None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+
+    def load(folder: Path) -> None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+    def export(folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights: dict[str, Any] = get_model_state_dict(model, options=options)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+            save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+        dist.barrier()
+
+    return Saver(save, load, export, _nothing)
+
+
+def deepspeed_saver(trainer: Trainer) -> Saver:
+    """The export is `save_16bit_model`, here in fp32 as the model is."""
+    engine = trainer.engine
+
+    def load(folder: Path) -> None:
+        found, _ = engine.load_checkpoint(str(folder))
+        if found is None:
+            raise FileNotFoundError(f"DeepSpeed found no checkpoint in {folder}")
+
+    def save(folder: Path) -> None:
+        engine.save_checkpoint(str(folder))
+
+    def export(folder: Path) -> None:
+        engine.save_16bit_model(str(folder))
+
+    return Saver(save, load, export, _nothing)
+
+
+SAVERS: dict[str, Callable[[Trainer], Saver]] = {
+    "lowtide": lowtide_saver,
+    "fsdp2": fsdp2_saver,
+    "deepspeed": deepspeed_saver,
+}
+DEEPSPEED = "deepspeed-3"
+_NAMES = [FSDP2, *(f"deepspeed-{stage}" for stage in (1, 2, 3)), *(f"lowtide-{stage}" for stage in (0, 1, 2, 3))]
+CONTENDERS = by_name(
+    *(_contenders.CONTENDERS[name] for name in _NAMES),
+    lowtide("lowtide-3-async", ", async", 3, checkpoint={"async": True}),
+)
+DEFAULT = [FSDP2, DEEPSPEED, "lowtide-3"]
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def _barrier() -> None:
+    """Waits for all ranks, where there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class Stopwatch:
+    """Times what all ranks do together, and in a memory job counts the bytes that it takes above what was there.
+
+    cpu_seconds: of all threads of this rank, the wait for the others included, which polls little.
+    """
+
+    def __init__(self, ranks: int, counts_memory: bool) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.cpu_seconds: dict[str, list[float]] = {}
+        self.extra_bytes: dict[str, int] = {}
+        self._ranks = ranks
+        self._counts_memory = counts_memory
+
+    def run(self, name: str, work: Callable[[], Any], then: Callable[[], Any] | None = None) -> None:
+        """Times `work` as `name`, and both together as `name.done`; each ends when all ranks are through."""
+        before = rank_bytes(self._ranks) if self._counts_memory else 0
+        sampler = PeakSampler(self._ranks, _SAMPLE_SECONDS) if self._counts_memory else None
+        _barrier()
+        with sampler or nullcontext():
+            started, cpu_started = time.perf_counter(), time.process_time()
+            work()
+            _barrier()
+            returned = time.perf_counter()
+        if then is not None:
+            then()
+            _barrier()
+            self.seconds.setdefault(f"{name}.done", []).append(time.perf_counter() - started)
+        self.cpu_seconds.setdefault(name, []).append(time.process_time() - cpu_started)
+        self.seconds.setdefault(name, []).append(returned - started)
+        if sampler:
+            extra = max(sampler.peak_bytes - before, 0)
+            self.extra_bytes[name] = max(self.extra_bytes.get(name, 0), extra)
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: seconds and extra bytes of every operation, and whether training goes on the same after a load."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    batches = [
+        (tokens[rank::ranks], targets[rank::ranks])
+        for tokens, targets in build_batches(job["size"], argparse.__file__, 1 + _NUM_REPLAYED, ranks)
+    ]
+    trainer = BUILDERS[job["kind"]](build_model(job["size"], tied=False), Setup(), **job["options"])
+    saver = SAVERS[job["kind"]](trainer)
+    trainer.step(*batches[0])
+    watch = Stopwatch(ranks, job["allocator"] is not None)
+
+    def into_new_folders(name: str, write: Callable[[Path], object], finish: Callable[[Path], object]) -> Path:
+        """Writes into one new folder after the other, and gives the last one, which stays."""
+        folder = Path(job["folder"])
+        for number in range(job["repeats"]):
+            if rank == 0 and number:
+                shutil.rmtree(folder)
+            folder = Path(job["folder"]) / f"{name}{number}"
+
+            def to_disk(folder: Path = folder) -> None:
+                if rank == 0:
+                    finish(folder)
+                    sync_files(folder)
+
+            watch.run(name, partial(write, folder), to_disk)
+        return folder
+
+    folder = into_new_folders("save", saver.save, saver.finish)
+    expected = [float(trainer.step(*batch)) for batch in batches[1:]]
+    for _ in range(job["repeats"]):
+        if rank == 0:
+            drop_from_cache(files_below(folder))
+        watch.run("load cold", lambda: saver.load(folder))
+        if rank == 0:
+            _read(files_below(folder))  # into the cache: a cold load may have read past it
+        watch.run("load warm", lambda: saver.load(folder))
+    found = [float(trainer.step(*batch)) for batch in batches[1:]]
+    into_new_folders("export", saver.export, _nothing)
+    return {
+        "seconds": watch.seconds,
+        "cpu_seconds": watch.cpu_seconds,
+        "extra_bytes": watch.extra_bytes,
+        "losses_are_equal": expected == found,
+    }
+
+
+# -- the disk --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Seconds of one process for plain work on as many bytes as a checkpoint has, at the median of some repeats."""
+
+    write: float  # write() and fsync
+    write_direct: float | None  # the same with O_DIRECT; None where the file system refuses it
+    read_cold: float  # read() of the checkpoint's own files, out of the page cache
+    read_warm: float  # the same again, from the page cache
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file in the folder, at any depth."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def sync_files(folder: Path) -> None:
+    """Returns when every file below the folder, and its name, is on the disk."""
+    for path in [*files_below(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drop_from_cache(paths: Iterable[Path]) -> None:
+    """Takes files out of the page cache; what is not on the disk yet is written first."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def measure_disk(folder: Path, nbytes: int, files: list[Path], repeats: int) -> DiskSpeed:
+    """Writes `nbytes` into a file of its own in the folder, both ways, and reads the given files, cold and warm.
+
+    Repeated as a contender's saves are: the first write into memory that a virtual machine has not touched for a while
+    can take five times as long as the next.
+    """
+    found: dict[str, list[float]] = {"write": [], "write_direct": [], "read_cold": [], "read_warm": []}
+    scratch = folder / "disk-speed"
+    for _ in range(repeats):
+        found["write"].append(_written(scratch, nbytes, 0))
+        with contextlib.suppress(OSError):  # some file systems refuse it
+            found["write_direct"].append(_written(scratch, nbytes, os.O_DIRECT))
+        drop_from_cache(files)
+        found["read_cold"].append(_read(files))
+        found["read_warm"].append(_read(files))
+    medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in found.items()}
+    return DiskSpeed(**medians)
+
+
+def _written(path: Path, nbytes: int, flags: int) -> float:
+    try:
+        return _write(path, nbytes, flags)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, nbytes: int, flags: int) -> float:
+    block = mmap.mmap(-1, BLOCK_BYTES)  # begins at a page, as O_DIRECT wants it
+    block[:] = os.urandom(BLOCK_BYTES)
+    view = memoryview(block)
+    started = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o666)
+    try:
+        left = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        while left:
+            left -= os.write(descriptor, view[: min(left, BLOCK_BYTES)])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return time.perf_counter() - started
+
+
+def _read(files: Iterable[Path]) -> float:
+    block = bytearray(BLOCK_BYTES)
+    started = time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+    return time.perf_counter() - started
+
+
+# -- what was found --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing that is timed. plain, direct: the seconds of the disk's own work that it is held against."""
+
+    key: str  # of what a job found, "seconds"
+    label: str
+    bytes_per_parameter: int
+    plain: Callable[[DiskSpeed], float]
+    direct: Callable[[DiskSpeed], float | None] = lambda disk: None
+
+    @property
+    def work_key(self) -> str:
+        """The key of "extra_bytes" and "cpu_seconds", which know no difference before and after the return."""
+        return self.key.removesuffix(".done")
+
+
+OPERATIONS = [
+    Operation("save.done", "save, on the disk", STATE_BYTES_PER_PARAMETER, lambda d: d.write, lambda d: d.write_direct),
+    Operation("save", "save, returned", STATE_BYTES_PER_PARAMETER, lambda d: d.write, lambda d: d.write_direct),
+    Operation("load cold", "load, cold", STATE_BYTES_PER_PARAMETER, lambda d: d.read_cold),
+    Operation("load warm", "load, warm", STATE_BYTES_PER_PARAMETER, lambda d: d.read_warm),
+    Operation("export.done", "export, on the disk", WEIGHT_BYTES_PER_PARAMETER, lambda d: d.write),
+    Operation("export", "export, returned", WEIGHT_BYTES_PER_PARAMETER, lambda d: d.write),
+]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a row's jobs say of one operation. state_bytes: of a checkpoint."""
+
+    row: Row
+    operation: Operation
+    state_bytes: int
+
+    @property
+    def nbytes(self) -> float:
+        return self.state_bytes * self.operation.bytes_per_parameter / STATE_BYTES_PER_PARAMETER
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """The median of each round."""
+        key = self.operation.key
+        return {number: statistics.median(job.more["seconds"][key]) for number, job in self.row.timed.items()}
+
+    @property
+    def speeds(self) -> list[float]:
+        """Bytes of state a second, of each round."""
+        return [self.nbytes / seconds for seconds in self.seconds.values()]
+
+    @property
+    def best(self) -> float:
+        """Of all repeats."""
+        return self.nbytes / min(self._repeats("seconds", self.operation.key))
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of the processor, all ranks together: the median of all repeats. Others on the machine hardly change it."""
+        return statistics.median(self._repeats("cpu_seconds", self.operation.work_key))
+
+    def _repeats(self, kind: str, key: str) -> list[float]:
+        return [value for job in self.row.timed.values() for value in job.more[kind][key]]
+
+    @property
+    def extra_bytes(self) -> int | None:
+        found = [job.more["extra_bytes"].get(self.operation.work_key) for job in self.row.memory.values()]
+        return found[0] if found else None
+
+    def ratios_to_disk(self, work: Callable[[DiskSpeed], float | None]) -> list[float]:
+        """This contender's speed over the disk's own in the same minute, for every round."""
+        scale = self.nbytes / self.state_bytes  # the disk was given the whole state
+        found = [(work(self.row.timed[number].more["disk"]), value) for number, value in self.seconds.items()]
+        return [seconds * scale / value for seconds, value in found if seconds is not None]
+
+    def ratios_to(self, other: Row | None) -> list[float]:
+        """This contender's speed over the other's, for every round that both finished."""
+        if other is None:
+            return []
+        own, theirs = self.seconds, Speeds(other, self.operation, self.state_bytes).seconds
+        return [theirs[number] / own[number] for number in sorted(own.keys() & theirs.keys())]
+
+
+def table(rows: Sequence[Row], title: str, state_bytes: int) -> Any:
+    """A section an operation, a row a contender; ratios of speeds, so that more is better."""
+    headings = ["contender", "MB/s\nmedian", "MB/s\nbest", "x plain\nwrite or read", "x O_DIRECT\nwrite"]
+    headings += ["x FSDP2", "x DeepSpeed", "CPU s\nall ranks", "extra\nMiB a rank"]
+    found = make_table(title, headings, [])
+    for operation in OPERATIONS:
+        found.add_section()
+        found.add_row(f"[bold]{operation.label}[/bold]")
+        for row in rows:
+            if not row.timed:
+                found.add_row("  " + label_of(row))
+                continue
+            one = Speeds(row, operation, state_bytes)
+            found.add_row(
+                "  " + label_of(row),
+                f"{statistics.median(one.speeds) / 1e6:.0f}",
+                f"{one.best / 1e6:.0f}",
+                spread(one.ratios_to_disk(operation.plain)),
+                spread(one.ratios_to_disk(operation.direct)),
+                spread(one.ratios_to(find(rows, FSDP2))),
+                spread(one.ratios_to(find(rows, DEEPSPEED))),
+                f"{one.cpu_seconds:.2f}",
+                "-" if one.extra_bytes is None else f"{one.extra_bytes / MIB:.0f}",
+            )
+    return found
+
+
+def disks_of(rows: Sequence[Row]) -> list[DiskSpeed]:
+    """After all timed jobs."""
+    return [job.more["disk"] for row in rows for job in row.timed.values()]
+
+
+def disk_lines(rows: Sequence[Row], state_bytes: int) -> list[str]:
+    """What the disk itself did, over all rounds."""
+    named: dict[str, Callable[[DiskSpeed], float | None]] = {
+        "plain write and fsync": lambda disk: disk.write,
+        "the same with O_DIRECT": lambda disk: disk.write_direct,
+        "plain read, cold": lambda disk: disk.read_cold,
+        "plain read, from the page cache": lambda disk: disk.read_warm,
+    }
+    lines = []
+    for label, work in named.items():
+        seconds = [work(disk) for disk in disks_of(rows)]
+        speeds = [state_bytes / value / 1e6 for value in seconds if value is not None]
+        if speeds:
+            least_and_most = f"({min(speeds):.0f}-{max(speeds):.0f}, after {len(speeds)} jobs)"
+            lines.append(f"{label}: {statistics.median(speeds):.0f} MB/s {least_and_most}")
+    return lines
+
+
+def write_chart(rows: Sequence[Row], title: str, state_bytes: int, path: Path) -> None:
+    """Bars of the speeds, and the disk's own speed as a line."""
+    rows, panels = [row for row in rows if row.timed], []
+    for operation in [one for one in OPERATIONS if one.key not in ("save", "export")]:
+        speeds = [[speed / 1e9 for speed in Speeds(row, operation, state_bytes).speeds] for row in rows]
+        plain = statistics.median(state_bytes / operation.plain(disk) / 1e9 for disk in disks_of(rows))
+        panels.append(Panel(f"{operation.label}, GB/s", speeds, line=plain))
+    write_row_bars(path, f"{title}; dotted: plain write and fsync, plain read (more is better)", rows, panels)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_job_options(parser, CONTENDERS)
     add = parser.add_argument
     add("--size", choices=SIZES, default="10M", help="parameters of the model (default: 10M)")
-    add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(SAVERS)}")
-    add("--rounds", type=int, default=3, help="timed jobs of each contender (default: 3)")
     add("--repeats", type=int, default=3, help="saves, loads and exports of a job (default: 3)")
     add("--memory", choices=[*ALLOCATORS, "none"], default="exact", help="allocator of the memory jobs, default: exact")
     add("--ranks", type=int, default=2, help="processes of a job (default: 2)")
-    add("--threads", type=int, default=1, help="threads of a process (default: 1)")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
     add("--folder", type=Path, help="where to write (default: a temporary folder in the working directory)")
-    add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter of an environment that has DeepSpeed")
-    add("--json", type=Path, metavar="FILE", help="write every raw number")
-    add("--png", type=Path, metavar="FILE", help="write a bar chart")
     options = parser.parse_args(arguments)
-    for name in ["rounds", "repeats", "ranks", "threads"]:
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
-    if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
-        parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
-    if options.memory != "none" and not _memory.supported():
-        parser.error(f"memory jobs need {_memory.ROLLUP} with Pss_Shmem (Linux 5.0 or newer); use --memory none")
-    has_deepspeed = options.deepspeed_python is not None or importlib.util.find_spec("deepspeed") is not None
-    try:
-        options.contenders = choose(options.contenders, has_deepspeed)
-    except ValueError as error:
-        parser.error(str(error))
+    check_counts(parser, options, ["repeats", "ranks"])
+    check_job_options(parser, options, CONTENDERS, default=DEFAULT)
     return options
 
 
-def choose(names: list[str] | None, has_deepspeed: bool) -> list[Contender]:
-    """Gives the contenders to run: those named, or the peers and lowtide's stage 3.
+def run(row: Row, options: argparse.Namespace, base: Path, state_bytes: int, allocator: str | None) -> Result:
+    """One job in a folder of its own; after a timed one what the disk does. Raises JobError."""
+    folder = base / "job"
+    folder.mkdir()
+    job = {name: getattr(options, name) for name in ("size", "ranks", "threads", "timeout")}
+    job |= {"repeats": 1 if allocator else options.repeats, "folder": str(folder)}
+    try:
+        found = run_job("checkpoint:train", row.contender, job, python_of(row.contender, options), allocator)
+        if not all(one["losses_are_equal"] for one in found):
+            raise JobError("expected the same losses after a load as before, found others")
 
-    Raises ValueError for a name that there is not, and for DeepSpeed without an interpreter that has it.
-    """
-    if names is None:
-        return [SAVERS[name] for name in DEFAULT_SAVERS if has_deepspeed or SAVERS[name].kind != "deepspeed"]
-    unknown = [name for name in names if name not in SAVERS]
-    if unknown:
-        raise ValueError(f"--contenders: expected some of {', '.join(SAVERS)}; found {', '.join(unknown)}")
-    if not has_deepspeed and any(SAVERS[name].kind == "deepspeed" for name in names):
-        raise ValueError(
-            "--contenders: DeepSpeed is not installed in this environment; name one with --deepspeed-python"
-        )
-    return [SAVERS[name] for name in dict.fromkeys(names)]
+        def over_ranks(key: str, combine: Callable[[Iterable[float]], float]) -> dict[str, list[float]]:
+            columns = {name: zip(*(one[key][name] for one in found), strict=True) for name in found[0][key]}
+            return {name: [combine(of_ranks) for of_ranks in column] for name, column in columns.items()}
 
-
-class Runner:
-    """Runs the jobs one after the other, with the disk's own speed after each, and says what it does."""
-
-    def __init__(self, options: argparse.Namespace, folder: Path, num_params: int, console: Console) -> None:
-        self.options = options
-        self.folder = folder
-        self.num_params = num_params
-        self.console = console
-        self.rows = [SaveRow(contender, num_params) for contender in options.contenders]
-        self.num_jobs = len(self.rows) * (options.rounds + (options.memory != "none"))
-        self.num_done = 0
-
-    def run(self) -> None:
-        """Runs all rounds, then the memory jobs; a contender that failed is left out from there on."""
-        for number in range(self.options.rounds):
-            first = number * len(self.rows) // self.options.rounds
-            for row in self.rows[first:] + self.rows[:first]:
-                self._timed_job(row, number)
-        if self.options.memory != "none":
-            for row in self.rows:
-                with self._job(row, f"memory {self.options.memory}", self.options.memory) as (job, _):
-                    row.memory = job
-
-    def _timed_job(self, row: SaveRow, number: int) -> None:
-        with self._job(row, f"round {number + 1}", None) as (job, folder):
-            if job is None:
-                return
-            if not job.losses_are_equal:
-                row.failure = f"round {number + 1}: expected the same losses after a load as before, found others"
-                return
-            files = [file for saved in folder.glob("save*") for file in _checkpoint_disk.files_below(saved)]
-            nbytes = self.num_params * STATE_BYTES_PER_PARAMETER
-            row.disk[number] = _checkpoint_disk.measure(folder, nbytes, files, self.options.repeats)
-            row.timed[number] = job
-
-    @contextlib.contextmanager
-    def _job(self, row: SaveRow, what: str, allocator: str | None) -> Iterator[tuple[SaveResult | None, Path]]:
-        """Runs one job in a folder of its own, which is there until the end of the block."""
-        self.num_done += 1
-        o = self.options
-        repeats = 1 if allocator else o.repeats
-        work = SaveWork(o.size, o.ranks, o.threads, repeats, o.timeout, argparse.__file__)
-        other = o.deepspeed_python if row.contender.kind == "deepspeed" else None
-        folder = self.folder / "job"
-        folder.mkdir()
-        job = None
-        try:
-            if row.failure is None:
-                try:
-                    job = run_save_job(row.contender, work, str(other or sys.executable), folder, allocator)
-                    self._say(row, what, job)
-                except JobError as error:
-                    row.failure = f"{what}: {error}"
-                    self._say(row, what, None)
-            yield job, folder
-        finally:
-            shutil.rmtree(folder)
-
-    def _say(self, row: SaveRow, what: str, job: SaveResult | None) -> None:
-        place = f"[{self.num_done}/{self.num_jobs}]".replace("[", r"\[")
-        if job is None:
-            self.console.print(place, f"{what}  {row.contender.label}: [red]FAILED[/red]", highlight=False)
-            self.console.print("   ", row.failure, markup=False, highlight=False)
-            return
-        times = ", ".join(f"{name} {min(values):.2f} s" for name, values in job.seconds.items())
-        line = f"{what}  {row.contender.label}: {times} [dim](job {job.wall_seconds:.0f} s)[/dim]"
-        self.console.print(place, line, highlight=False)
+        extra_bytes = {name: max(one["extra_bytes"][name] for one in found) for name in found[0]["extra_bytes"]}
+        more: dict[str, Any] = {
+            "seconds": over_ranks("seconds", max),
+            "cpu_seconds": over_ranks("cpu_seconds", sum),
+            "extra_bytes": extra_bytes,
+        }
+        if allocator is None:
+            files = [file for saved in folder.glob("save*") for file in files_below(saved)]
+            more["disk"] = measure_disk(folder, state_bytes, files, options.repeats)
+        return Result([], [], more=more)
+    finally:
+        shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -180,44 +553,60 @@ def scratch_folder(wanted: Path | None, needed_bytes: int) -> Iterator[Path]:
         yield Path(name).resolve()
 
 
-def _num_params(size: str) -> int:
-    with torch.device("meta"):
-        return sum(param.numel() for param in build_model(size, tied=False).parameters())
+def as_dict(rows: Sequence[Row], settings: dict[str, Any], state_bytes: int) -> dict[str, Any]:
+    """Gives every raw number and what was made of it, for JSON."""
 
+    def numbers(one: Speeds) -> dict[str, Any]:
+        return {
+            "bytes_per_second": statistics.median(one.speeds),
+            "best_bytes_per_second": one.best,
+            "cpu_seconds": one.cpu_seconds,
+            "ratios_to_plain": one.ratios_to_disk(one.operation.plain),
+            "ratios_to_direct": one.ratios_to_disk(one.operation.direct),
+            "ratios_to_fsdp2": one.ratios_to(find(rows, FSDP2)),
+            "ratios_to_deepspeed": one.ratios_to(find(rows, DEEPSPEED)),
+        }
 
-def _settings(options: argparse.Namespace, num_params: int) -> dict[str, Any]:
-    title = (
-        f"GPT {options.size}, AdamW fp32, {num_params * STATE_BYTES_PER_PARAMETER / 1e6:.0f} MB of state, "
-        f"{options.ranks} ranks x {options.threads} thread(s), {options.rounds} round(s) x {options.repeats}"
-    )
-    chosen = {key: value for key, value in vars(options).items() if key not in ("contenders", "json", "png")}
-    machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
-    versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
-    texts = {key: str(value) if isinstance(value, Path) else value for key, value in chosen.items()}
-    return {"title": title, "num_params": num_params, **texts, **machine, **versions}
+    contenders = [
+        {
+            **row.as_dict(),
+            "operations": {op.key: numbers(Speeds(row, op, state_bytes)) for op in OPERATIONS if row.timed},
+        }
+        for row in rows
+    ]
+    return {"settings": settings, "contenders": contenders}
 
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is stopped, and its files removed
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    started = time.monotonic()
-    num_params = _num_params(options.size)
+    console, started = begin(), time.monotonic()
+    rows = [Row(contender) for contender in options.contenders]
+    num_params = SIZES[options.size].num_parameters
+    state_bytes = STATE_BYTES_PER_PARAMETER * num_params
     try:
-        with scratch_folder(options.folder, _COPIES * STATE_BYTES_PER_PARAMETER * num_params) as folder:
-            runner = Runner(options, folder, num_params, console)
-            runner.run()
+        with scratch_folder(options.folder, _COPIES * state_bytes) as folder:
+
+            def run_row(row: Row, allocator: str | None) -> Result:
+                return run(row, options, folder, state_bytes, allocator)
+
+            allocators = [] if options.memory == "none" else [options.memory]
+            runner = Runner(rows, run_row, options.rounds, allocators, console)
+            runner.run_all()
     except OSError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
-    comparison = SaveComparison(runner.rows, _settings(options, num_params))
-    console.print(make_table(comparison))
-    for line in disk_lines(comparison):
+    title = (
+        f"GPT {options.size}, AdamW fp32, {state_bytes / 1e6:.0f} MB of state, "
+        f"{options.ranks} ranks x {options.threads} thread(s), {options.rounds} round(s) x {options.repeats}"
+    )
+    console.print(table(rows, title, state_bytes))
+    for line in disk_lines(rows, state_bytes):
         console.print(line, highlight=False)
     console.print(f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
-    status = conclude(console, comparison.rows, comparison.as_dict(), options.json)
+    settings = settings_of(options, title, num_params=num_params)
+    status = conclude(console, rows, as_dict(rows, settings, state_bytes), options.json)
     if options.png:
-        write_chart(comparison, options.png)
+        write_chart(rows, title, state_bytes, options.png)
     return status
 
 

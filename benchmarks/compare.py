@@ -2,7 +2,7 @@
 
 A round runs every contender once, each as a fresh job of its own; the next round begins with another contender. So a
 slow minute of the machine meets all of them, and a ratio compares two jobs of the same round. Memory is measured in
-jobs that are not timed, once for each allocator setting; `_memory.py` says what is counted.
+jobs that are not timed, once for each allocator setting; `_worker.py` says what is counted.
 
 Example, the whole comparison and then a quick look:
 
@@ -14,165 +14,203 @@ Example, the whole comparison and then a quick look:
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import os
-import platform
-import signal
+import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import _memory
-from _conclusion import conclude
-from _contenders import CONTENDERS, Contender, choose
-from _job import JobResult, Work, run_job
-from _ranks import ALLOCATORS, JobError
-from _report import Comparison, Row, make_table, write_chart
-from rich.console import Console
+from _contenders import BUILDERS, CONTENDERS, DDP, FSDP2, OFFLOAD_FOLDER, REFERENCE, Setup
+from _harness import (
+    ALLOCATORS,
+    MIB,
+    Result,
+    Row,
+    Runner,
+    add_job_options,
+    begin,
+    check_counts,
+    check_job_options,
+    find,
+    gathered,
+    python_of,
+    run_job,
+    settings_of,
+)
+from _model import build_batches, build_model
+from _report import (
+    Panel,
+    conclude,
+    difference_of,
+    judge_losses,
+    label_of,
+    make_table,
+    ratio,
+    shown,
+    spread,
+    write_row_bars,
+)
+from _worker import PeakSampler, rank_bytes
 
 DEFAULT_STEPS = {"tiny": 5, "10M": 10, "85M": 3}
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: losses and seconds of every step (warm-up too) and, in a memory run, the bytes of this rank."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    measures_memory = job["allocator"] is not None
+    baseline_bytes = rank_bytes(ranks) if measures_memory else None
+    rows = job["ranks"] * job["microbatch"] * job["accumulation"]
+    share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
+    batches = [
+        (tokens[share], targets[share])
+        # Real text that does not change in a run.
+        for tokens, targets in build_batches(job["size"], argparse.__file__, job["warmup"] + job["steps"], rows)
+    ]
+    model = build_model(job["size"], tied=job["tied"])
+    setup = Setup(job["microbatch"], job["accumulation"], job["clip"])
+    trainer = BUILDERS[job["kind"]](model, setup, **job["options"])
+    del model
+    losses: list[float] = []
+    seconds: list[float] = []
+    sampler = PeakSampler(ranks) if measures_memory else None
+    with sampler or nullcontext():
+        for tokens, targets in batches:
+            started = time.perf_counter()
+            loss = trainer.step(tokens, targets)
+            seconds.append(time.perf_counter() - started)
+            losses.append(float(loss))
+    peak_bytes = sampler.peak_bytes if sampler else None
+    trainer.close()
+    return {"losses": losses, "seconds": seconds, "baseline_bytes": baseline_bytes, "peak_bytes": peak_bytes}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_job_options(parser, CONTENDERS)
     add = parser.add_argument
     add("--size", choices=DEFAULT_STEPS, default="10M", help="parameters of the model (default: 10M)")
-    add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(CONTENDERS)}; 'lowtide*' stands for many")
-    add("--rounds", type=int, default=3, help="timed jobs of each contender (default: 3)")
     add("--warmup", type=int, default=1, help="steps before the timed ones (default: 1)")
     add("--steps", type=int, help="timed steps of a job (default: 3 for 85M, 10 for 10M, 5 for tiny)")
     add("--memory", choices=[*ALLOCATORS, "both", "none"], default="both", help="allocator settings of the memory jobs")
     add("--memory-steps", type=int, default=4, help="steps of a memory job; with glibc, peaks still grow (default: 4)")
     add("--ranks", type=int, default=2, help="processes of a job (default: 2)")
-    add("--threads", type=int, default=1, help="threads of a process (default: 1)")
     add("--microbatch", type=int, default=1, help="sequences of a rank in a forward (default: 1)")
     add("--accumulation", type=int, default=1, help="forwards and backwards of a step (default: 1)")
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the norm of the gradients (default: it is not)")
     add("--tied", action="store_true", help="the head is the embedding")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
     add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
-    add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter of an environment that has DeepSpeed")
     add("--offload-folder", type=Path, metavar="FOLDER", help="where offload puts its files (default: a new one, here)")
-    add("--json", type=Path, metavar="FILE", help="write every raw number")
-    add("--png", type=Path, metavar="FILE", help="write a bar chart")
     options = parser.parse_args(arguments)
-    for name in ["rounds", "steps", "ranks", "threads", "microbatch", "accumulation", "memory_steps"]:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1, found {value}")
-    if options.warmup < 0:
-        parser.error(f"--warmup: expected at least 0, found {options.warmup}")
-    if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
-        parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
-    if options.memory != "none" and not _memory.supported():
-        parser.error(f"memory jobs need {_memory.ROLLUP} with Pss_Shmem (Linux 5.0 or newer); use --memory none")
-    has_deepspeed = options.deepspeed_python is not None or importlib.util.find_spec("deepspeed") is not None
-    try:
-        options.contenders = choose(options.contenders, with_deepspeed=has_deepspeed)
-    except ValueError as error:
-        parser.error(str(error))
+    check_counts(parser, options, ["steps", "ranks", "microbatch", "accumulation", "memory_steps"])
+    check_counts(parser, options, ["warmup"], least=0)
+    check_job_options(parser, options, CONTENDERS)
+    options.steps = options.steps or DEFAULT_STEPS[options.size]
+    options.allocators = {"both": list(ALLOCATORS), "none": []}.get(options.memory, [options.memory])
     return options
 
 
-class Runner:
-    """Runs the jobs of a comparison one after the other and says what it does."""
-
-    def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        self.options = options
-        self.console = console
-        self.allocators = {"both": list(ALLOCATORS), "none": []}.get(options.memory, [options.memory])
-        self.rows = [Row(contender) for contender in options.contenders]
-        self.num_jobs = len(self.rows) * (options.rounds + len(self.allocators))
-        self.num_done = 0
-
-    def work(self, warmup: int, steps: int) -> Work:
-        """Gives what a job does, from the command line."""
-        o = self.options
-        return Work(o.size, o.ranks, o.threads, o.microbatch, o.accumulation, o.clip, warmup, steps, o.tied, o.timeout)
-
-    def timed_work(self) -> Work:
-        """Gives what a timed job does."""
-        return self.work(self.options.warmup, self.options.steps or DEFAULT_STEPS[self.options.size])
-
-    def _python(self, contender: Contender) -> str:
-        other = self.options.deepspeed_python if contender.kind == "deepspeed" else None
-        return str(other or sys.executable)
-
-    def _run(self, row: Row, what: str, work: Work, allocator: str | None) -> JobResult | None:
-        self.num_done += 1
-        if row.failure:
-            return None
-        try:
-            job = run_job(row.contender, work, self._python(row.contender), allocator)
-        except JobError as error:
-            row.failure = f"{what}: {error}"
-            self._say(f"{what}  {row.contender.label}: [red]FAILED[/red]", str(error))
-            return None
-        peak = f", peak {job.peak_bytes / 2**20:.0f} MiB" if allocator else f", {job.step_seconds:.3f} s/step"
-        self._say(
-            f"{what}  {row.contender.label}{peak}, loss {job.losses[-1]:.5f} [dim](job {job.wall_seconds:.0f} s)[/dim]"
-        )
-        return job
-
-    def _say(self, line: str, detail: str = "") -> None:
-        self.console.print(f"[{self.num_done}/{self.num_jobs}]".replace("[", r"\["), line, highlight=False)
-        if detail:
-            self.console.print("   ", detail, markup=False, highlight=False)
-
-    def run(self) -> None:
-        """Runs all rounds, then the memory jobs; a contender that failed is left out from there on."""
-        timed = self.timed_work()
-        for number in range(self.options.rounds):
-            first = number * len(self.rows) // self.options.rounds
-            for row in self.rows[first:] + self.rows[:first]:
-                job = self._run(row, f"round {number + 1}", timed, None)
-                if job:
-                    row.timed[number] = job
-        for allocator in self.allocators:
-            for row in self.rows:
-                job = self._run(row, f"memory {allocator}", self.work(0, self.options.memory_steps), allocator)
-                if job:
-                    row.memory[allocator] = job
+def run(row: Row, options: argparse.Namespace, allocator: str | None) -> Result:
+    """One job: with an `allocator` a memory job, else a timed one. Raises JobError."""
+    names = ("size", "ranks", "threads", "microbatch", "accumulation", "clip", "tied", "timeout")
+    job = {name: getattr(options, name) for name in names}
+    warmup, steps = (0, options.memory_steps) if allocator else (options.warmup, options.steps)
+    job |= {"warmup": warmup, "steps": steps}
+    python = python_of(row.contender, options)
+    return gathered(run_job("compare:train", row.contender, job, python, allocator), warmup)
 
 
-def _settings(options: argparse.Namespace, timed: Work) -> dict[str, Any]:
-    clipping = f"clipped at {options.clip:g}, " if options.clip else ""
-    title = (
-        f"GPT {options.size}, fp32, {options.ranks} ranks x {options.threads} thread(s), "
-        f"{options.accumulation} x microbatch {options.microbatch}, {clipping}"
-        f"{options.rounds} round(s) of {timed.steps} steps"
-    )
-    machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
-    versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
-    return {"title": title, **asdict(timed), "rounds": options.rounds, "allocators": ALLOCATORS, **machine, **versions}
+def reference_of(rows: Sequence[Row]) -> Row | None:
+    """The row whose losses are right by definition: one process, else DDP, else the first that ran."""
+    candidates = [find(rows, REFERENCE), find(rows, DDP), *rows]
+    return next((row for row in candidates if row and row.losses and row.contender.trains), None)
+
+
+def baseline_bytes(rows: Sequence[Row]) -> int | None:
+    """What a rank holds after `import torch`, at the median of the memory runs of all ranks."""
+    jobs = [job for row in rows if row.contender.name != REFERENCE for job in row.memory.values()]
+    return int(statistics.median(job.baseline_bytes or 0 for job in jobs)) if jobs else None
+
+
+def peak_of(row: Row | None, allocator: str) -> int | None:
+    job = row.memory.get(allocator) if row else None
+    return job.peak_bytes if job else None
+
+
+def table(rows: Sequence[Row], title: str, allocators: Sequence[str]) -> Any:
+    """One row a contender, times as medians with (lowest-highest) over the rounds."""
+    ddp, fsdp2, reference = find(rows, DDP), find(rows, FSDP2), reference_of(rows)
+    headings = ["contender", "s/step", "x DDP", "x FSDP2"]
+    headings += [heading for allocator in allocators for heading in (f"peak MiB\n{allocator}", "x FSDP2")]
+    lines = []
+    for row in rows:
+        cells = [label_of(row), shown(row.step_seconds, ".3f"), spread(row.ratios(ddp)), spread(row.ratios(fsdp2))]
+        for allocator in allocators:
+            peak = peak_of(row, allocator)
+            cells += [shown(peak and peak / MIB, ".0f"), ratio(peak, peak_of(fsdp2, allocator))]
+        lines.append([*cells, shown(difference_of(row, reference), ".0e")])
+    return make_table(title, [*headings, "loss diff"], lines)
+
+
+def as_dict(rows: Sequence[Row], settings: dict[str, Any]) -> dict[str, Any]:
+    """Gives every raw number and what was made of it, for JSON."""
+    ddp, fsdp2, reference = find(rows, DDP), find(rows, FSDP2), reference_of(rows)
+    contenders = [
+        {
+            **row.as_dict(),
+            "ratios_to_ddp": row.ratios(ddp),
+            "ratios_to_fsdp2": row.ratios(fsdp2),
+            "loss_difference": difference_of(row, reference),
+        }
+        for row in rows
+    ]
+    return {"settings": settings, "baseline_bytes": baseline_bytes(rows), "contenders": contenders}
+
+
+def write_chart(rows: Sequence[Row], title: str, allocators: Sequence[str], path: Path) -> None:
+    """Bars of the step time over DDP's, and of the peak memory."""
+    rows = [row for row in rows if row.losses]
+    ddp = find(rows, DDP)
+    times = [row.ratios(ddp) for row in rows]
+    panels = [Panel("step time / DDP's in the same round (less is better)", times, line=1.0)]
+    for allocator in allocators:
+        peaks = [[(peak_of(row, allocator) or 0) / MIB] for row in rows]
+        panels.append(Panel(f"peak memory of a rank in training, MiB, {allocator} (less is better)", peaks))
+    write_row_bars(path, title, rows, panels)
 
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is stopped too
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    started = time.monotonic()
-    runner = Runner(options, console)
+    console, started = begin(), time.monotonic()
+    rows = [Row(contender) for contender in options.contenders]
+
+    def run_row(row: Row, allocator: str | None) -> Result:
+        return run(row, options, allocator)
+
+    runner = Runner(rows, run_row, options.rounds, options.allocators, console)
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.offload_folder or Path.cwd()) as folder:
-        os.environ["LOWTIDE_OFFLOAD_FOLDER"] = folder
-        runner.run()
-    timed = runner.timed_work()
-    comparison = Comparison(runner.rows, _settings(options, timed), options.loss_tolerance)
-    comparison.judge_losses()
-    console.print(make_table(comparison, runner.allocators))
-    if comparison.baseline_bytes:
-        console.print(
-            f"Peaks hold torch itself: {comparison.baseline_bytes / 2**20:.0f} MiB a rank after `import torch`."
-        )
+        os.environ[OFFLOAD_FOLDER] = folder
+        runner.run_all()
+    reference = reference_of(rows)
+    judge_losses(rows, lambda _: reference, options.loss_tolerance)
+    clipping = f"clipped at {options.clip:g}, " if options.clip else ""
+    title = (
+        f"GPT {options.size}, fp32, {options.ranks} ranks x {options.threads} thread(s), "
+        f"{options.accumulation} x microbatch {options.microbatch}, {clipping}"
+        f"{options.rounds} round(s) of {options.steps} steps"
+    )
+    console.print(table(rows, title, options.allocators))
+    if baseline := baseline_bytes(rows):
+        console.print(f"Peaks hold torch itself: {baseline / MIB:.0f} MiB a rank after `import torch`.")
     console.print(f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
-    status = conclude(console, comparison.rows, comparison.as_dict(), options.json)
+    status = conclude(console, rows, as_dict(rows, settings_of(options, title)), options.json)
     if options.png:
-        write_chart(comparison, runner.allocators, options.png)
+        write_chart(rows, title, options.allocators, options.png)
     return status
 
 

@@ -46,9 +46,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import _gpu_record
+import _gpu_part
 
-PARTS = ("checks", "training", "trace", "bandwidth", "models", "largest", "ranks", "splits", "compiled")
+PARTS = tuple(_gpu_part.MEASURES)
 LIMIT_SECONDS = 540.0
 LEAVING_SECONDS = 20.0  # that a part has to stop its ranks
 NEEDED = ("torch", "numpy", "pydantic", "psutil", "rich")
@@ -165,10 +165,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def correct(folder: Path, part: str, ended: str) -> dict[str, Any]:
     """What a part has found. How it ended is known here alone where it was cut off, or has died."""
-    found: dict[str, Any] = _gpu_record.read(folder).get(part) or _gpu_record.nothing({})
-    if found["status"] == _gpu_record.RUNNING:
+    found: dict[str, Any] = _gpu_part.read(folder).get(part) or _gpu_part.nothing({})
+    if found["status"] == _gpu_part.RUNNING:
         found["status"] = ended
-        _gpu_record.change(folder, part, found)
+        _gpu_part.change(folder, part, found)
     return found
 
 
@@ -178,14 +178,14 @@ def main() -> int:
     # A rehearsal needs no time limit for each part, and the imports of one process are enough for all.
     groups = [options.parts] if options.rehearse else [[part] for part in options.parts]
     for part in options.parts:
-        _gpu_record.change(options.out, part, _gpu_record.nothing({}))
+        _gpu_part.change(options.out, part, _gpu_part.nothing({}))
     with python_path() as path:
         environment = environment_of(options, path)
         for parts in groups:
             ended = run_parts(parts, options, environment)
             for part in parts:
                 correct(options.out, part, ended)
-    parts = _gpu_record.read(options.out)
+    parts = _gpu_part.read(options.out)
     is_done = True
     for part in options.parts:
         found = parts[part]
@@ -194,7 +194,7 @@ def main() -> int:
         print(f"{part:<10} {found['status']:<20} {found['seconds']:>6.0f} s  {rows:>3} rows")
         for failure in found["failures"]:
             print(f"           {failure}")
-    print(f"{options.out / _gpu_record.JSON_FILE}, {_gpu_record.MARKDOWN_FILE}, {LOG_FILE}")
+    print(f"{options.out / _gpu_part.JSON_FILE}, {_gpu_part.MARKDOWN_FILE}, {LOG_FILE}")
     return 0 if is_done else 1
 
 

@@ -17,155 +17,331 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
-import importlib.metadata
-import json
+import importlib
 import os
-import random
-import signal
 import socket
 import statistics
 import struct
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import _memory
-from _conclusion import conclude
-from _ranks import ALLOCATORS, JobError, environment_of, run_ranks
-from _report import loss_difference
+import torch
+import torch.distributed as dist
+from _contenders import ADAMW
+from _harness import (
+    ALLOCATORS,
+    MIB,
+    Contender,
+    Result,
+    Row,
+    Runner,
+    add_job_options,
+    begin,
+    by_name,
+    check_counts,
+    check_job_options,
+    find,
+    gathered,
+    run_job,
+    settings_of,
+)
+from _report import (
+    Panel,
+    conclude,
+    difference_of,
+    judge_losses,
+    label_of,
+    make_table,
+    ratio,
+    shown,
+    spread,
+    write_row_bars,
+)
+from _worker import PeakSampler, rank_bytes
 from gpu import python_path
-from rich.console import Console
-from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
 
-WORKER = Path(__file__).with_name("_parallel_worker.py")
-MIB = 1 << 20
+SIZE = ("layers", "width", "inner", "heads", "key_heads", "vocabulary", "tokens", "rows")
 _NEW_NETWORK, _GET_FLAGS, _SET_FLAGS, _UP = 0x40000000, 0x8913, 0x8914, 1
+_NETWORK = Path("/proc/self/net/dev")  # of the network that this process is in
+
+
+def _split(name: str, label: str, peer: str, parallel: dict[str, Any]) -> list[Contender]:
+    """lowtide through shared memory, and over sockets."""
+    return [
+        Contender(
+            f"lowtide-{name}{suffix}",
+            f"lowtide {label}{words}",
+            "lowtide",
+            {"parallel": parallel, "route": route},
+            peer=peer,
+        )
+        for route, suffix, words in (("auto", "", ""), ("sockets", "-sockets", ", sockets"))
+    ]
+
+
+def contenders(ranks: int) -> dict[str, Contender]:
+    """By name, peers before those who are compared with them."""
+    with_parts = {"tensor": ranks, "tensor_sequence": True}
+    return by_name(
+        Contender("single", "one process", "single"),
+        Contender("dtensor", "torch DTensor", "dtensor", {"sequence": False}),
+        Contender("autotp", "DeepSpeed AutoTP", "autotp"),
+        *_split("tensor", "tensor", "dtensor", {"tensor": ranks}),
+        Contender("dtensor-sequence", "torch DTensor, norms on parts", "dtensor", {"sequence": True}),
+        *_split("tensor-sequence", "tensor, norms on parts", "dtensor-sequence", with_parts),
+        Contender("ulysses", "DeepSpeed Ulysses", "ulysses"),
+        *_split("sequence", "sequence", "ulysses", {"sequence": ranks}),
+    )
+
+
+# -- how each splits a Llama: a builder a kind -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ParallelContender:
-    """One row; `options` go to the builder of its `kind` in `_parallel_trainers.py`. peer: whom it is compared with."""
+class Trainer:
+    """`step(tokens)`, (rows, tokens), trains one step and gives the loss of the whole batch."""
 
-    name: str
-    label: str
-    kind: str
-    options: dict[str, Any] = field(default_factory=dict)
-    peer: str | None = None
+    step: Callable[[Tensor], float]
+    close: Callable[[], None]
 
 
-def _lowtide(name: str, label: str, peer: str, parallel: dict[str, Any], route: str) -> ParallelContender:
-    options = {"parallel": parallel, "route": route}
-    on_wire = route == "sockets"
-    return ParallelContender(
-        f"lowtide-{name}" + "-sockets" * on_wire, f"lowtide {label}" + ", sockets" * on_wire, "lowtide", options, peer
+def _single(model: nn.Module, size: dict[str, int]) -> Trainer:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(tokens: Tensor) -> float:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return Trainer(step, lambda: None)
+
+
+def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
+    """torch's own tensor parallelism; sequence: norms on parts of the tokens. The loss over parts of the logits."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = Shard(1) if sequence else Replicate()
+    columns = ColwiseParallel()
+    rows = RowwiseParallel(output_layouts=part)
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
+        "lm_head": ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False),
+    }
+    if sequence:
+        plan["model.norm"] = SequenceParallel()
+    for number in range(size["layers"]):
+        layer = f"model.layers.{number}"
+        plan |= {f"{layer}.self_attn.{name}_proj": columns for name in "qkv"} | {f"{layer}.self_attn.o_proj": rows}
+        plan |= {f"{layer}.mlp.gate_proj": columns, f"{layer}.mlp.up_proj": columns, f"{layer}.mlp.down_proj": rows}
+        if sequence:
+            plan |= {
+                f"{layer}.input_layernorm": SequenceParallel(),
+                f"{layer}.post_attention_layernorm": SequenceParallel(),
+            }
+            whole = (Replicate(),)
+            plan[f"{layer}.self_attn"] = PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": whole[0]}
+            )
+            plan[f"{layer}.mlp"] = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=whole)
+    parallelize_module(model, mesh, plan)
+    split = [param for param in model.parameters() if isinstance(param, DTensor)]
+    others = [param for param in model.parameters() if not isinstance(param, DTensor)]
+    optimizers = [torch.optim.AdamW(some, fused=True, **ADAMW) for some in (split, others) if some]
+
+    positions = torch.arange(size["tokens"])[None]
+
+    def step(tokens: Tensor) -> float:
+        with loss_parallel():
+            logits = model(input_ids=tokens, position_ids=positions).logits
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()  # type: ignore[no-untyped-call]  # as torch has it for what may be a DTensor
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        value = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return float(value.detach())
+
+    return Trainer(step, dist.barrier)
+
+
+def _autotp(model: nn.Module, size: dict[str, int]) -> Trainer:
+    """DeepSpeed's training with AutoTP."""
+    deepspeed = importlib.import_module("deepspeed")
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": size["rows"],
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "zero_optimization": {"stage": 0},
+        "tensor_parallel": {"autotp_size": ranks},
+        "steps_per_print": 1 << 30,
+    }
+    model = deepspeed.tp_model_init(model, tp_size=ranks, dtype=torch.float32)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return Trainer(
+        lambda tokens: _deepspeed_step(engine, lambda: engine(input_ids=tokens, labels=tokens).loss), dist.barrier
     )
 
 
-SINGLE = "single"
-
-
-def contenders(ranks: int) -> dict[str, ParallelContender]:
-    """By name, peers before those who are compared with them."""
-    with_parts = {"tensor": ranks, "tensor_sequence": True}
-    found = [
-        ParallelContender(SINGLE, "one process", "single"),
-        ParallelContender("dtensor", "torch DTensor", "dtensor", {"sequence": False}),
-        ParallelContender("autotp", "DeepSpeed AutoTP", "autotp"),
-        *(_lowtide("tensor", "tensor", "dtensor", {"tensor": ranks}, route) for route in ("auto", "sockets")),
-        ParallelContender("dtensor-sequence", "torch DTensor, norms on parts", "dtensor", {"sequence": True}),
-        *(
-            _lowtide("tensor-sequence", "tensor, norms on parts", "dtensor-sequence", with_parts, route)
-            for route in ("auto", "sockets")
-        ),
-        ParallelContender("ulysses", "DeepSpeed Ulysses", "ulysses"),
-        *(_lowtide("sequence", "sequence", "ulysses", {"sequence": ranks}, route) for route in ("auto", "sockets")),
-    ]
-    return {one.name: one for one in found}
-
-
-@dataclass
-class Job:
-    """What one job gave, of the slowest or largest rank; warm-up left out of seconds and bytes."""
-
-    losses: list[float]
-    seconds: list[float]
-    sent: int  # by all ranks, of a step, as the kernel counts
-    peak_bytes: int
-
-    @property
-    def step_seconds(self) -> float:
-        return statistics.median(self.seconds)
-
-
-@dataclass
-class Row:
-    """All jobs of a contender; `failure` ends its part."""
-
-    contender: ParallelContender
-    timed: dict[int, Job] = field(default_factory=dict)
-    memory: Job | None = None
-    failure: str | None = None
-
-    @property
-    def losses(self) -> list[list[float]]:
-        return [job.losses for job in [*self.timed.values(), *([self.memory] if self.memory else [])]]
-
-    @property
-    def step_seconds(self) -> float | None:
-        return statistics.median(job.step_seconds for job in self.timed.values()) if self.timed else None
-
-    @property
-    def sent(self) -> float | None:
-        return statistics.median(job.sent for job in self.timed.values()) if self.timed else None
-
-    def ratios(self, peer: Row | None) -> list[float]:
-        rounds = sorted(self.timed.keys() & peer.timed.keys()) if peer else []
-        return [self.timed[n].step_seconds / peer.timed[n].step_seconds for n in rounds] if peer else []
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Ends the program with what was expected and found where the command line cannot mean anything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(contenders(2))} (default: all)")
-    add("--ranks", type=int, default=2, help="that share layers or sequences (default: 2)")
-    for name, default in (("layers", 4), ("width", 512), ("inner", 1408), ("heads", 8), ("key-heads", 4)):
-        add(f"--{name}", type=int, default=default, help=f"of the Llama (default: {default})")
-    add("--vocabulary", type=int, default=8192, help="tokens that there are (default: 8192)")
-    add("--tokens", type=int, default=256, help="of a sequence (default: 256)")
-    add("--rows", type=int, default=2, help="sequences of a step (default: 2)")
-    add("--rounds", type=int, default=5, help="timed jobs of each contender (default: 5)")
-    add("--warmup", type=int, default=2, help="steps before the timed ones (default: 2)")
-    add("--steps", type=int, default=8, help="timed steps of a job (default: 8)")
-    add("--memory", choices=[*ALLOCATORS, "none"], default="exact", help="allocator of the memory jobs")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
-    add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
-    add("--seed", type=int, default=0, help="of the order of a round (default: 0)")
-    add(
-        "--deepspeed-python",
-        type=Path,
-        metavar="PATH",
-        help="runs all: has DeepSpeed, and what lowtide needs",
+def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:
+    """DeepSpeed's sequence parallelism for models of Hugging Face (ALST, arXiv 2506.13996)."""
+    deepspeed = importlib.import_module("deepspeed")
+    ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mpu = ulysses.UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=ranks,
+        micro_batch_size=size["rows"],
+        seq_length=size["tokens"],
+        seq_length_is_variable=False,
     )
-    add("--json", type=Path, metavar="FILE", help="write every number")
-    add("--png", type=Path, metavar="FILE", help="write a bar chart")
-    options = parser.parse_args(arguments)
-    for name in ("ranks", "layers", "rounds", "warmup", "steps", "rows"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
-    if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
-        parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
-    known = contenders(options.ranks)
-    for name in options.contenders or ():
-        if name not in known:
-            parser.error(f"--contenders: expected some of {', '.join(known)}, found {name!r}")
-    chosen = [known[name] for name in options.contenders or known]
-    if options.contenders is None and options.deepspeed_python is None:
-        chosen = [one for one in chosen if one.kind not in ("autotp", "ulysses")]
-    options.contenders = chosen
-    return options
+    config = {
+        "train_micro_batch_size_per_gpu": size["rows"],
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "zero_optimization": {"stage": 0},
+        "sequence_parallel_size": ranks,
+        "steps_per_print": 1 << 30,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+    length = size["tokens"] // ranks
+
+    def step(tokens: Tensor) -> float:
+        shifted = functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        mine = slice(rank * length, (rank + 1) * length)
+        labels, positions = shifted[:, mine], torch.arange(size["tokens"])[None, mine].expand(size["rows"], -1)
+        whole = (shifted != -100).sum()
+
+        def loss() -> Tensor:
+            logits = engine(input_ids=tokens[:, mine], position_ids=positions).logits
+            total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return total * ranks / whole  # gradients of the ranks are averaged
+
+        own = torch.tensor(_deepspeed_step(engine, loss)) / ranks
+        dist.all_reduce(own)
+        return float(own)
+
+    return Trainer(step, dist.barrier)
+
+
+def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
+    loss = loss_of()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _lowtide(model: nn.Module, size: dict[str, int], parallel: dict[str, Any], route: str, **more: Any) -> Trainer:
+    lowtide = importlib.import_module("lowtide")
+    config = {
+        "train_micro_batch_size_per_gpu": size["rows"],
+        "steps_per_print": 0,
+        "device": "cpu",
+        "optimizer": {"type": "adamw", "params": ADAMW},
+        "zero_optimization": {"stage": 0},
+        "parallel": parallel,
+        "communication": {"route": route},
+        **more,
+    }
+    engine = lowtide.initialize(model, config)
+    return Trainer(lambda tokens: float(engine.train_step({"input_ids": tokens, "labels": tokens}).loss), engine.close)
+
+
+BUILDERS: dict[str, Callable[..., Trainer]] = {
+    "single": _single,
+    "dtensor": _dtensor,
+    "autotp": _autotp,
+    "ulysses": _ulysses,
+    "lowtide": _lowtide,
+}
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def build_model(size: dict[str, int]) -> torch.nn.Module:
+    """A Llama of Hugging Face's, with the same weights in each process."""
+    here = str(Path(__file__).parent)
+    sys.path[:] = [folder for folder in sys.path if folder != here]  # or transformers takes kernels.py for a package
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=size["vocabulary"],
+        hidden_size=size["width"],
+        intermediate_size=size["inner"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["heads"],
+        num_key_value_heads=size["key_heads"],
+        max_position_embeddings=size["tokens"],
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: losses, seconds and bytes on the wire of every step (warm-up too), and in a memory run the peak."""
+    size, is_memory_run, ranks = job["size"], job["allocator"] is not None, int(os.environ["WORLD_SIZE"])
+    baseline_bytes = rank_bytes(ranks) if is_memory_run else None
+    numbers = torch.Generator().manual_seed(1)
+    shape = (job["warmup"] + job["steps"], size["rows"], size["tokens"])
+    batches = torch.randint(size["vocabulary"], shape, generator=numbers)
+    trainer = BUILDERS[job["kind"]](build_model(size), size, **job["options"])
+    losses: list[float] = []
+    seconds: list[float] = []
+    sent: list[int] = []
+    sampler = PeakSampler(ranks) if is_memory_run else None
+    with sampler or nullcontext():
+        for tokens in batches:
+            _meet()
+            before, started = _sent(), time.perf_counter()
+            loss = trainer.step(tokens)
+            seconds.append(time.perf_counter() - started)
+            losses.append(float(loss))
+            _meet()
+            sent.append(_sent() - before)
+    result = {
+        "losses": losses,
+        "seconds": seconds,
+        "sent": sent,
+        "baseline_bytes": baseline_bytes,
+        "peak_bytes": sampler.peak_bytes if sampler else None,
+    }
+    trainer.close()
+    return result
+
+
+def _sent() -> int:
+    """Bytes that went over the loopback device."""
+    (line,) = (line for line in _NETWORK.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[9])
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def network_of_its_own() -> bool:
@@ -183,142 +359,104 @@ def network_of_its_own() -> bool:
     return True
 
 
-def run_job(contender: ParallelContender, options: argparse.Namespace, allocator: str | None) -> Job:
-    """Raises JobError when a rank fails or the time is over; no process is left behind."""
-    names = ("layers", "width", "inner", "heads", "key_heads", "vocabulary", "tokens", "rows")
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Gives the checked command line; ends the program with a message where it is not legal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_job_options(parser, contenders(2), rounds=5)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="that share layers or sequences (default: 2)")
+    for name, default in (("layers", 4), ("width", 512), ("inner", 1408), ("heads", 8), ("key-heads", 4)):
+        add(f"--{name}", type=int, default=default, help=f"of the Llama (default: {default})")
+    add("--vocabulary", type=int, default=8192, help="tokens that there are (default: 8192)")
+    add("--tokens", type=int, default=256, help="of a sequence (default: 256)")
+    add("--rows", type=int, default=2, help="sequences of a step (default: 2)")
+    add("--warmup", type=int, default=2, help="steps before the timed ones (default: 2)")
+    add("--steps", type=int, default=8, help="timed steps of a job (default: 8)")
+    add("--memory", choices=[*ALLOCATORS, "none"], default="exact", help="allocator of the memory jobs")
+    add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
+    add("--seed", type=int, default=0, help="of the order of a round (default: 0)")
+    options = parser.parse_args(arguments)
+    check_counts(parser, options, ["ranks", "layers", "warmup", "steps", "rows"])
+    check_job_options(parser, options, contenders(options.ranks))
+    return options
+
+
+def run(row: Row, options: argparse.Namespace, path: str, allocator: str | None) -> Result:
+    """One job, in the same interpreter for all. Raises JobError."""
     warmup, steps = (options.warmup, options.steps) if allocator is None else (0, 3)
-    job = {
-        "kind": contender.kind,
-        "options": contender.options,
-        "size": {name: getattr(options, name) for name in names},
-        "warmup": warmup,
-        "steps": steps,
-        "threads": 1,
-        "allocator": allocator,
-    }
-    ranks = 1 if contender.kind == "single" else options.ranks
-    environment = environment_of(1, allocator) | {"HF_HUB_OFFLINE": "1"}
-    with python_path() as path:
-        environment |= {"PYTHONPATH": path}
-        python = str(options.deepspeed_python or sys.executable)
-        found = run_ranks(WORKER, job, ranks, python, environment, options.timeout)
-    return Job(
-        losses=found[0]["losses"],
-        seconds=[max(step) for step in zip(*(one["seconds"] for one in found), strict=True)][warmup:],
-        sent=int(statistics.median(found[0]["sent"][warmup:])),
-        peak_bytes=max(one["peak_bytes"] or 0 for one in found),
-    )
+    job = {name: getattr(options, name) for name in ("ranks", "threads", "timeout")}
+    job |= {"size": {name: getattr(options, name) for name in SIZE}, "warmup": warmup, "steps": steps}
+    python = str(options.deepspeed_python or sys.executable)
+    with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}):
+        found = run_job("parallel:train", row.contender, job, python, allocator)
+    result = gathered(found, warmup)
+    result.more["sent"] = statistics.median(found[0]["sent"][warmup:])  # by all ranks, of a step, as the kernel counts
+    return result
 
 
-def run(options: argparse.Namespace, console: Console) -> list[Row]:
-    """All rounds, then the memory jobs; a contender that failed is left out from there on."""
-    rows, order = [Row(one) for one in options.contenders], random.Random(options.seed)
-    for number in range(options.rounds):
-        for row in order.sample(rows, len(rows)):
-            job = _try(row, options, console, f"round {number + 1}", None)
-            if job is not None:
-                row.timed[number] = job
-    if options.memory != "none":
-        for row in rows:
-            row.memory = _try(row, options, console, "memory", options.memory)
-    return rows
+def sent_of(row: Row) -> float | None:
+    return statistics.median(job.more["sent"] for job in row.timed.values()) if row.timed else None
 
 
-def _try(row: Row, options: argparse.Namespace, console: Console, what: str, allocator: str | None) -> Job | None:
-    if row.failure:
-        return None
-    try:
-        job = run_job(row.contender, options, allocator)
-    except JobError as error:
-        row.failure = f"{what}: {error}"
-        console.print(f"{what}  {row.contender.label}: FAILED, {error}", markup=False, highlight=False)
-        return None
-    found = f"peak {job.peak_bytes / MIB:.0f} MiB" if allocator else f"{job.step_seconds:.3f} s/step"
-    console.print(f"{what}  {row.contender.label}: {found}, loss {job.losses[-1]:.5f}", highlight=False)
-    return job
-
-
-def judge_losses(rows: list[Row], tolerance: float) -> None:
-    """Marks as failed whoever's losses are not those of the first row."""
-    expected = next((row.losses[0] for row in rows if row.losses), None)
-    for row in rows:
-        difference = loss_difference(row.losses, expected) if expected and row.losses else None
-        if row.failure is None and difference is not None and not difference <= tolerance:
-            row.failure = f"losses differ: expected at most {tolerance:g} (relative), found {difference:.1e}"
-
-
-def table(rows: list[Row], title: str, counts_bytes: bool) -> Table:
+def table(rows: Sequence[Row], title: str, counts_bytes: bool) -> Any:
     """One line a contender, times as medians with (lowest-highest) over the rounds."""
-    by_name = {row.contender.name: row for row in rows}
-    found = Table(title=title)
-    found.add_column("contender")
-    for heading in ("s/step", "x its peer", "peak MiB", "x its peer", "sent MiB/step", "loss difference"):
-        found.add_column(heading, justify="right")
+    lines = []
     for row in rows:
-        peer = by_name.get(row.contender.peer or "")
-        ratios = row.ratios(peer)
-        peaks = row.memory, peer.memory if peer else None
-        difference = loss_difference(row.losses, rows[0].losses[0]) if row.losses and rows[0].losses else None
-        found.add_row(
-            row.contender.label + (" FAILED" if row.failure else ""),
-            "-" if row.step_seconds is None else f"{row.step_seconds:.3f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-",
-            "-" if row.memory is None else f"{row.memory.peak_bytes / MIB:.0f}",
-            f"{peaks[0].peak_bytes / peaks[1].peak_bytes:.2f}" if peaks[0] and peaks[1] else "-",
-            "-" if row.sent is None or not counts_bytes else f"{row.sent / MIB:.1f}",
-            "-" if difference is None else f"{difference:.0e}",
+        peer, peak, sent = find(rows, row.contender.peer), row.peak_bytes, sent_of(row)
+        lines.append(
+            [
+                label_of(row),
+                shown(row.step_seconds, ".3f"),
+                spread(row.ratios(peer)),
+                shown(peak and peak / MIB, ".0f"),
+                ratio(peak, peer.peak_bytes if peer else None),
+                shown(sent / MIB if sent is not None and counts_bytes else None, ".1f"),
+                shown(difference_of(row, rows[0]), ".0e"),
+            ]
         )
-    return found
+    headings = ["contender", "s/step", "x its peer", "peak MiB", "x its peer", "sent MiB/step", "loss difference"]
+    return make_table(title, headings, lines)
 
 
-def write_chart(rows: list[Row], title: str, path: Path) -> None:
-    """Bars of step time, peak and bytes sent; lowtide's in blue."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def write_chart(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Bars of step time, peak and bytes sent."""
     rows = [row for row in rows if row.losses]
-    colours = ["tab:blue" if row.contender.kind == "lowtide" else "tab:gray" for row in rows]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 1.5 + 0.4 * len(rows)), sharey=True, layout="constrained")
-    panels = (
-        ("seconds of a step", [row.step_seconds or 0.0 for row in rows]),
-        ("peak of a rank, MiB", [row.memory.peak_bytes / MIB if row.memory else 0.0 for row in rows]),
-        ("sent by all ranks in a step, MiB", [(row.sent or 0) / MIB for row in rows]),
-    )
-    for panel, (label, values) in zip(axes, panels, strict=True):
-        panel.barh(range(len(rows)), values, color=colours)
-        panel.set_xlabel(label)
-    axes[0].set_yticks(range(len(rows)), [row.contender.label for row in rows])
-    axes[0].invert_yaxis()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    panels = [
+        Panel("seconds of a step", [[row.step_seconds or 0.0] for row in rows]),
+        Panel("peak of a rank, MiB", [[(row.peak_bytes or 0) / MIB] for row in rows]),
+        Panel("sent by all ranks in a step, MiB", [[(sent_of(row) or 0) / MIB] for row in rows]),
+    ]
+    write_row_bars(path, title, rows, panels)
 
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is stopped too
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    started, counts_bytes = time.monotonic(), network_of_its_own()
+    console, started, counts_bytes = begin(), time.monotonic(), network_of_its_own()
     if not counts_bytes:
         console.print("What is sent is not counted: a network of its own takes root on Linux.", highlight=False)
-    if options.memory != "none" and not _memory.supported():
-        console.print(f"Peaks are not taken: they need {_memory.ROLLUP}.", highlight=False)
-        options.memory = "none"
-    rows = run(options, console)
-    judge_losses(rows, options.loss_tolerance)
+    rows = [Row(contender) for contender in options.contenders]
+    with python_path() as path:
+
+        def run_row(row: Row, allocator: str | None) -> Result:
+            return run(row, options, path, allocator)
+
+        allocators = [] if options.memory == "none" else [options.memory]
+        Runner(rows, run_row, options.rounds, allocators, console, options.seed).run_all()
+    expected = next((row for row in rows if row.losses), None)
+    judge_losses(rows, lambda _: expected, options.loss_tolerance)
     title = (
         f"Llama {options.layers} x {options.width}, {options.rows} x {options.tokens} tokens, fp32, "
-        f"{options.ranks} ranks, "
-        f"{options.rounds} round(s) of {options.steps} steps"
+        f"{options.ranks} ranks, {options.rounds} round(s) of {options.steps} steps"
     )
     console.print(table(rows, title, counts_bytes))
     console.print(f"done in {time.monotonic() - started:.0f} s", highlight=False)
-    numbers = {"title": title, "torch": importlib.metadata.version("torch"), "rows": [asdict(row) for row in rows]}
+    numbers = {"settings": settings_of(options, title), "contenders": [row.as_dict() for row in rows]}
     if options.png:
         write_chart(rows, title, options.png)
-    return conclude(console, rows, json.loads(json.dumps(numbers)), options.json)
+    return conclude(console, rows, numbers, options.json)
 
 
 if __name__ == "__main__":

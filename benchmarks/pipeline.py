@@ -2,7 +2,7 @@
 
 --mode work: a GPT with AdamW, the same blocks in the same stages for every contender. A round runs all of them once,
 in random order, each as a fresh job; a ratio compares a schedule with torch's same one in the same round. Memory is
-measured in jobs that are not timed; `_memory.py` says what is counted. A step is the schedule and the update.
+measured in jobs that are not timed; `_worker.py` says what is counted. A step is the schedule and the update.
 
 --mode sleep: sleeps in place of work, so that a few cores do for many ranks. Measured makespans and bubbles stand
 beside those that the simulator predicts for the same costs, and beside torch's steps with the same sleeps.
@@ -13,55 +13,633 @@ Example, both parts whole, and then a quick look at each:
     python benchmarks/pipeline.py --mode sleep --ranks 2 4 --json sleep.json --png docs/images/pipeline_measured.png
     python benchmarks/pipeline.py --mode work --size tiny-deep --ranks 2 --rounds 1 --memory none
     python benchmarks/pipeline.py --mode sleep --ranks 2 --rounds 1 --contenders 1f1b zb-v torch-zb-v
+
+[Note: Sleeps in place of work]
+A `SleepingModel` has one linear layer a block, too small to take any time. Under `SleepingProducts` the three matrix
+products of such a layer sleep: the forward, the gradient of the input, the gradient of the weight. Whoever splits a
+backward, however it is done, splits it between the second and the third. So any number of ranks run on any number of
+cores as if each had a processor of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
-import platform
-import random
-import signal
+import statistics
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import _memory
-from _conclusion import conclude
-from _pipeline_contenders import CONTENDERS, choose
-from _pipeline_job import PipelineResult, PipelineWork, run_pipeline_job
-from _pipeline_models import PIPELINE_SIZES, SLEEPING_ROWS
-from _pipeline_report import PipelineRow, as_dict, judge_losses, sleep_table, work_table, write_timelines
-from _ranks import ALLOCATORS, JobError
-from rich.console import Console
+import torch
+import torch.distributed as dist
+from _contenders import ADAMW
+from _harness import (
+    ALLOCATORS,
+    MIB,
+    Contender,
+    Result,
+    Row,
+    Runner,
+    add_job_options,
+    begin,
+    by_name,
+    check_counts,
+    check_job_options,
+    find,
+    gathered,
+    python_of,
+    run_job,
+    settings_of,
+)
+from _model import SEED, SIZES, VOCABULARY, Block, GPTSize
+from _report import conclude, difference_of, judge_losses, label_of, make_table, ratio, shown, spread
+from _worker import PeakSampler, rank_bytes
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Timeline = list[tuple[str, int, int, float, float]]
+"""(op, stage, microbatch, start, end) of a rank's F, B, I and W, in seconds of a clock that all processes share."""
+
+PIPELINE_SIZES = {
+    **SIZES,
+    "tiny-deep": GPTSize(num_layers=16, width=64, num_heads=4, sequence_length=32),  # 0.8M parameters
+    "100M": GPTSize(num_layers=16, width=720, num_heads=12, sequence_length=128),  # 100.1M parameters
+}
+SLEEPING_ROWS, SLEEPING_WIDTH = 2, 3  # by the shape of a product one sees which of the three it is
+_COLOURS = {
+    "F": ("#4292c6", "#9ecae1"),
+    "B": ("#41ab5d", "#a1d99b"),
+    "I": ("#1d91a3", "#8fd1cf"),
+    "W": ("#fd8d3c", "#fdd0a2"),
+}
+
+
+# -- contenders ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the stages of a schedule are. chunks: on each rank; is_v: as a V."""
+
+    chunks: int
+    is_v: bool
+
+    def stages_of_rank(self, rank: int, ranks: int) -> list[int]:
+        """The stages of a rank, ascending."""
+        if self.is_v:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + chunk * ranks for chunk in range(self.chunks)]
+
+    def blocks_of_stage(self, stage: int, ranks: int, num_blocks: int) -> range:
+        """The blocks of a stage. The first stages have one more where they cannot all have as many."""
+        counts = self.blocks_of_stages(ranks, num_blocks)
+        ends = list(accumulate(counts))
+        return range(ends[stage] - counts[stage], ends[stage])
+
+    def blocks_of_stages(self, ranks: int, num_blocks: int) -> list[int]:
+        """How many blocks each stage has."""
+        least, more = divmod(num_blocks, ranks * self.chunks)
+        return [least + (stage < more) for stage in range(ranks * self.chunks)]
+
+
+def _schedule(
+    name: str, kind: str, schedule: str, chunks: int, *, is_v: bool = False, peer: str | None = None
+) -> Contender:
+    """schedule: as the kind calls it. peer: the contender with the same schedule."""
+    return Contender(name, name, kind, {"schedule": schedule, "chunks": chunks, "is_v": is_v}, peer=peer)
+
+
+def placement_of(contender: Contender) -> Placement:
+    return Placement(contender.options["chunks"], contender.options["is_v"])
+
+
+CONTENDERS = by_name(
+    _schedule("torch-gpipe", "torch", "ScheduleGPipe", 1),
+    _schedule("gpipe", "lowtide", "gpipe", 1, peer="torch-gpipe"),
+    _schedule("torch-1f1b", "torch", "Schedule1F1B", 1),
+    _schedule("1f1b", "lowtide", "1f1b", 1, peer="torch-1f1b"),
+    _schedule("torch-interleaved", "torch", "ScheduleInterleaved1F1B", 2),
+    _schedule("interleaved", "lowtide", "interleaved", 2, peer="torch-interleaved"),
+    _schedule("zb-h1", "lowtide", "zb-h1", 1, peer="torch-1f1b"),
+    _schedule("torch-interleaved-zb", "torch", "ScheduleInterleavedZeroBubble", 2),
+    _schedule("zb-h1-2", "lowtide", "zb-h1", 2, peer="torch-interleaved-zb"),
+    _schedule("torch-zb-v", "torch", "ScheduleZBVZeroBubble", 2, is_v=True),
+    _schedule("zb-v", "lowtide", "zb-v", 2, is_v=True, peer="torch-zb-v"),
+    _schedule("torch-dualpipe-v", "torch", "ScheduleDualPipeV", 2, is_v=True),
+    _schedule("dualpipe-v", "lowtide", "dualpipe-v", 2, is_v=True, peer="torch-dualpipe-v"),
+    _schedule("deepspeed", "deepspeed", "1f1b", 1, peer="torch-1f1b"),
+)
+
+
+# -- models, each of what is before its blocks, they, and what is behind ---------------------------------------------
+
+
+class Begin(nn.Module):
+    """Tokens and positions: (batch, sequence) int64 -> (batch, sequence, width)."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, size.width)
+        self.positions = nn.Embedding(size.sequence_length, size.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return out
+
+
+class SleepingBlock(nn.Module):
+    """(rows, width) -> the same, by way of one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SLEEPING_WIDTH, SLEEPING_WIDTH + 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out[:, :SLEEPING_WIDTH].contiguous()
+
+
+class PipelineModel(nn.Module):
+    """Begin, blocks and end; its output is its loss, () float32."""
+
+    def __init__(self, begin: nn.Module, blocks: list[nn.Module], end: nn.Module) -> None:
+        super().__init__()
+        self.begin = begin
+        self.blocks = nn.ModuleList(blocks)
+        self.end = end
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.begin(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(self.end(x), targets)
+
+
+class Part(nn.Module):
+    """The blocks of one stage, and the begin or the end of the model where they belong to it."""
+
+    def __init__(self, model: PipelineModel, blocks: range) -> None:
+        super().__init__()
+        self.begin = model.begin if blocks.start == 0 else nn.Identity()
+        self.blocks = nn.ModuleList(model.blocks[index] for index in blocks)
+        self.end = model.end if blocks.stop == len(model.blocks) else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.end(x)
+        return out
+
+
+class SleepingProducts(TorchDispatchMode):
+    """In the context the products of a `SleepingBlock` sleep. [Note: Sleeps in place of work]"""
+
+    def __init__(self, forward: float, input_half: float, weight_half: float) -> None:
+        """Seconds of each of the three products of one block."""
+        super().__init__()
+        self._seconds = {
+            (SLEEPING_ROWS, SLEEPING_WIDTH + 1): forward,
+            (SLEEPING_ROWS, SLEEPING_WIDTH): input_half,
+            (SLEEPING_WIDTH, SLEEPING_WIDTH + 1): weight_half,
+            (SLEEPING_WIDTH + 1, SLEEPING_WIDTH): weight_half,
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            time.sleep(self._seconds[tuple(out.shape)])
+        return out
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy."""
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+def build_model(size_name: str) -> PipelineModel:
+    """Gives the GPT of that size with the same initial weights in every process."""
+    torch.manual_seed(SEED)
+    size = PIPELINE_SIZES[size_name]
+    head = nn.Linear(size.width, VOCABULARY, bias=False)
+    blocks: list[nn.Module] = [Block(size.width, size.num_heads) for _ in range(size.num_layers)]
+    model = PipelineModel(Begin(size), blocks, nn.Sequential(nn.LayerNorm(size.width), head))
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+    return model
+
+
+def build_batches(size_name: str, num_steps: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Gives the batch of each step: random bytes and what follows them, both (rows, sequence) int64."""
+    generator = torch.Generator().manual_seed(SEED)
+    shape = num_steps, rows, PIPELINE_SIZES[size_name].sequence_length + 1
+    windows = torch.randint(VOCABULARY, shape, generator=generator)
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in windows]
+
+
+def build_sleeping_model(num_blocks: int) -> PipelineModel:
+    """Gives the model whose blocks can sleep; the same in every process."""
+    torch.manual_seed(SEED)
+    blocks: list[nn.Module] = [SleepingBlock() for _ in range(num_blocks)]
+    return PipelineModel(nn.Embedding(VOCABULARY, SLEEPING_WIDTH), blocks, nn.Identity())
+
+
+def build_sleeping_batches(num_steps: int, num_microbatches: int) -> list[tuple[Tensor, Tensor]]:
+    """Gives the batch of each step: tokens and classes, both (microbatches x rows,) int64."""
+    tokens = torch.arange(num_microbatches * SLEEPING_ROWS)
+    return [(tokens % VOCABULARY, tokens % SLEEPING_WIDTH) for _ in range(num_steps)]
+
+
+# -- how each trains: a builder a kind -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PipelineTrainer:
+    """step(tokens, targets): the whole batch -> its mean loss, None where this rank does not know it.
+
+    predicted, timeline: for lowtide alone. predicted(seconds of an F, B, I and W, seconds of a message) -> what the
+    simulator says of the schedule that runs; timeline() -> of the last step.
+    """
+
+    step: Callable[[Tensor, Tensor], float | None]
+    timeline: Callable[[], Timeline] | None = None
+    predicted: Callable[[Mapping[str, float], float], dict[str, float]] | None = None
+
+
+def build_lowtide(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
+    """Gives lowtide as a user's script has it. rows: of a microbatch."""
+    import lowtide
+    from lowtide.engine.pipeline import Pipeline
+
+    placement = placement_of(contender)
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "parallel": {"pipeline": ranks},
+        "pipeline": {
+            "schedule": contender.options["schedule"],
+            "chunks": placement.chunks,
+            "microbatches": microbatches,
+            "balance": placement.blocks_of_stages(ranks, len(model.blocks)),
+        },
+        "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "steps_per_print": 0,
+    }
+    engine = lowtide.initialize(model, config)
+    pipeline = engine._driver
+    assert isinstance(pipeline, Pipeline)
+    found: Timeline = []
+
+    def note(action: Any, start: float, end: float) -> None:
+        if action.op.value in ("F", "B", "I", "W"):
+            found.append((action.op.value, action.stage, action.microbatch, start, end))
+
+    pipeline.executor.on_action = note
+
+    def step(tokens: Tensor, targets: Tensor) -> float:
+        found.clear()
+        return float(engine.train_step((tokens, targets)).loss)
+
+    def predicted(seconds: Mapping[str, float], message_seconds: float) -> dict[str, float]:
+        from lowtide.pipe.schedules.costs import Costs
+        from lowtide.pipe.schedules.simulator import simulate
+
+        costs = Costs.uniform(
+            pipeline.schedule.num_stages,
+            forward=seconds["F"],
+            backward=seconds["B"],
+            input_backward=seconds["I"],
+            weight_backward=seconds["W"],
+            send=message_seconds,
+        )
+        simulation = simulate(pipeline.schedule, costs)
+        return {"makespan": simulation.makespan, "bubble": simulation.bubble}
+
+    return PipelineTrainer(step, lambda: list(found), predicted)
+
+
+def build_torch(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
+    """Gives torch.distributed.pipelining with its own schedule classes, stages cut by hand."""
+    from torch.distributed import pipelining
+
+    rank, placement = dist.get_rank(), placement_of(contender)
+    num_stages = ranks * placement.chunks
+    parts = {
+        stage: Part(model, placement.blocks_of_stage(stage, ranks, len(model.blocks)))
+        for stage in placement.stages_of_rank(rank, ranks)
+    }
+    stages = [pipelining.PipelineStage(part, stage, num_stages, torch.device("cpu")) for stage, part in parts.items()]
+    takes_one = contender.options["schedule"] in ("ScheduleGPipe", "Schedule1F1B")
+    kind = getattr(pipelining, contender.options["schedule"])
+    schedule = kind(stages[0] if takes_one else stages, n_microbatches=microbatches, loss_fn=loss_of)
+    optimizer = AdamW((param for part in parts.values() for param in part.parameters()), fused=True, **ADAMW)
+
+    def step(tokens: Tensor, targets: Tensor) -> float | None:
+        losses: list[Tensor] = []
+        is_last = num_stages - 1 in parts
+        schedule.step(
+            *([tokens] if 0 in parts else []),
+            target=targets if is_last else None,
+            losses=losses if is_last else None,
+            return_outputs=False,
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(torch.stack(losses).mean()) if is_last else None
+
+    return PipelineTrainer(step)
+
+
+def build_deepspeed(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
+    """Gives DeepSpeed's PipelineModule on the CPU accelerator, its stages balanced by blocks."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # type: ignore[import-not-found, unused-ignore]
+    from deepspeed.pipe import PipelineModule  # type: ignore[import-not-found, unused-ignore]
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    module = PipelineModule(
+        layers=[model.begin, *model.blocks, model.end],
+        num_stages=ranks,
+        loss_fn=loss_of,
+        partition_method=f"type:{type(model.blocks[0]).__name__}",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": microbatches,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+    }
+    optimizer = AdamW([param for param in module.parameters() if param.requires_grad], fused=True, **ADAMW)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> float:
+        batches = zip(tokens.split(rows), targets.split(rows), strict=True)
+        return float(engine.train_batch(batches))
+
+    return PipelineTrainer(step)
+
+
+BUILDERS: dict[str, Callable[..., PipelineTrainer]] = {
+    "lowtide": build_lowtide,
+    "torch": build_torch,
+    "deepspeed": build_deepspeed,
+}
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: losses, seconds and the timeline of every step (warm-up too), and in memory jobs the peak.
+
+    A step's seconds are from a barrier to this rank's end of it.
+    """
+    contender, microbatches, ranks = CONTENDERS[job["name"]], job["microbatches"], job["ranks"]
+    num_steps = job["warmup"] + job["steps"]
+    sleeps = job["sleeps"]  # seconds of a rank's share: forward, input half, weight half
+    if sleeps is None:
+        rows, model = job["rows"], build_model(job["size"])
+        batches = build_batches(job["size"], num_steps, rows * microbatches)
+    else:
+        rows, model = SLEEPING_ROWS, build_sleeping_model(2 * ranks)
+        batches = build_sleeping_batches(num_steps, microbatches)
+    work = SleepingProducts(*(seconds / 2 for seconds in sleeps)) if sleeps else nullcontext()  # 2 blocks a rank
+    dist.init_process_group("gloo")
+    message_seconds = time_of_a_message() if sleeps else 0.0
+    trainer = BUILDERS[contender.kind](model, contender, ranks, microbatches, rows)
+    del model
+    found: dict[str, Any] = {"losses": [], "seconds": [], "timelines": [], "started": []}
+    sampler = PeakSampler(ranks) if job["allocator"] else None
+    baseline_bytes = rank_bytes(ranks) if sampler else None
+    with sampler or nullcontext():
+        for tokens, targets in batches:
+            dist.barrier()
+            started = time.perf_counter()
+            with work:
+                loss = trainer.step(tokens, targets)
+            found["seconds"].append(time.perf_counter() - started)
+            found["started"].append(started)
+            found["losses"].append(loss)
+            if trainer.timeline:
+                found["timelines"].append(trainer.timeline())
+    dist.barrier()
+    if sleeps and trainer.predicted:
+        told = {op: seconds / placement_of(contender).chunks for op, seconds in zip("FIW", sleeps, strict=True)}
+        told["B"] = told["I"] + told["W"]
+        timed = told | medians_by_op([action for step in found["timelines"][job["warmup"] :] for action in step])
+        found["predicted"] = trainer.predicted(told, 0.0)
+        found["predicted_as_timed"] = trainer.predicted(timed, message_seconds)
+    peak_bytes = sampler.peak_bytes if sampler else None
+    return found | {"baseline_bytes": baseline_bytes, "peak_bytes": peak_bytes}
+
+
+def time_of_a_message(count: int = 20) -> float:
+    """Seconds from the send of a small tensor to its arrival at a rank that waits for it; the median, on every rank."""
+    rank, took = dist.get_rank(), torch.zeros(count, dtype=torch.float64)
+    for index in range(count):
+        sent = torch.zeros(1, dtype=torch.float64)
+        if rank == 0:
+            time.sleep(0.02)
+            dist.send(sent.fill_(time.perf_counter()), 1)
+        elif rank == 1:
+            dist.recv(sent, 0)
+            took[index] = time.perf_counter() - sent  # one clock for all processes of a host
+    dist.broadcast(took, 1)
+    return float(took.median())
+
+
+def medians_by_op(actions: Timeline) -> dict[str, float]:
+    """Seconds of the actions of each kind that there are."""
+    seconds: dict[str, list[float]] = {}
+    for op, _, _, start, end in actions:
+        seconds.setdefault(op, []).append(end - start)
+    return {op: statistics.median(values) for op, values in seconds.items()}
+
+
+# -- what was found --------------------------------------------------------------------------------------------------
+
+
+def makespan(timeline: Sequence[Timeline]) -> float:
+    """Seconds from the first start to the last end, of all ranks."""
+    return max(end for row in timeline for *_, end in row) - min(start for row in timeline for *_, start, _ in row)
+
+
+def bubble(timeline: Sequence[Timeline]) -> float:
+    """The share of all ranks' time in which they do no action, 0 to 1."""
+    busy = sum(end - start for row in timeline for *_, start, end in row)
+    return 1 - busy / (makespan(timeline) * len(timeline))
+
+
+def result_of(found: Sequence[Mapping[str, Any]], warmup: int) -> Result:
+    """A step's seconds are from the last rank that left the barrier before it to the end of its last rank.
+
+    more: "timelines", step by step, by rank, of lowtide alone. "predicted": makespan and bubble as the simulator has
+    them for the sleeps that were asked for; "predicted_as_timed": for the medians of what rank 0's actions and a
+    message took.
+    """
+    result, steps = gathered(found, warmup), range(warmup, len(found[0]["seconds"]))
+
+    def last_rank(step: int) -> float:
+        starts: list[float] = [one["started"][step] for one in found]
+        ends: list[float] = [one["started"][step] + one["seconds"][step] for one in found]
+        return max(ends) - max(starts)
+
+    result.seconds = [last_rank(step) for step in steps]
+    result.more = {
+        "timelines": [[one["timelines"][step] for one in found] for step in steps if found[0]["timelines"]],
+        "predicted": found[0].get("predicted"),
+        "predicted_as_timed": found[0].get("predicted_as_timed"),
+    }
+    return result
+
+
+def timeline_of(job: Result) -> list[Timeline]:
+    """By rank, of the step with the median makespan (the shorter of the middle two)."""
+    timelines: list[list[Timeline]] = job.more["timelines"]
+    return sorted(timelines, key=makespan)[(len(timelines) - 1) // 2]
+
+
+def middle_of(row: Row) -> Result:
+    """The job with the median makespan (the shorter of the middle two); for lowtide alone."""
+    jobs = sorted(row.timed.values(), key=lambda job: makespan(timeline_of(job)))
+    return jobs[(len(jobs) - 1) // 2]
+
+
+def peer_of(rows: Sequence[Row], row: Row) -> Row | None:
+    """The row that this one is compared with, None where it was not run."""
+    return find(rows, row.contender.peer, row.ranks)
+
+
+def reference_of(rows: Sequence[Row], row: Row) -> Row:
+    """Whose losses are right: a peer's if there is one, else the first row's, on as many ranks."""
+    same = [one for one in rows if one.ranks == row.ranks and one.losses]
+    return next((one for one in same if one.contender.kind != "lowtide"), same[0] if same else row)
+
+
+def work_table(rows: Sequence[Row], title: str) -> Any:
+    """One line a contender: medians, and (lowest-highest) over the rounds; "x" compares with torch's same schedule."""
+    lines = []
+    for row in rows:
+        peer, peak = peer_of(rows, row), row.peak_bytes
+        lines.append(
+            [
+                str(row.ranks),
+                label_of(row),
+                shown(row.step_seconds, ".3f"),
+                spread(row.ratios(peer)),
+                shown(peak and peak / MIB, ".0f"),
+                ratio(peak, peer.peak_bytes if peer else None),
+                shown(difference_of(row, reference_of(rows, row)), ".0e"),
+            ]
+        )
+    headings = ["ranks", "contender", "s/step", "x torch", "peak MiB", "x torch", "loss diff"]
+    return make_table(title, headings, lines, num_texts=2)
+
+
+def sleep_table(rows: Sequence[Row], title: str) -> Any:
+    """One line a schedule: predicted and measured, of the job with the median makespan; and torch's step over ours.
+
+    Makespan: from the first start of F, B, I or W to the last end, of all ranks. Bubble: the share of all ranks' time
+    in which they do none of these; as timed: predicted from what actions and messages really took, points: what is
+    above that. Work: how much longer than told the actions themselves took. Torch's time is from a
+    barrier to the end of the last rank, the update of the few parameters included, and compared with ours of the same
+    kind.
+    """
+    headings = ["ranks", "contender", "predicted ms", "measured", "x", "bubble predicted", "as timed", "measured"]
+    headings += ["points", "work", "torch step", "ours"]
+    lines = []
+    for row in rows:
+        if row.contender.kind != "lowtide" or not row.timed:
+            continue
+        job = middle_of(row)
+        told, timed = job.more["predicted"], job.more["predicted_as_timed"]
+        length, share = makespan(timeline_of(job)), bubble(timeline_of(job))
+        work = length * (1 - share) / (told["makespan"] * (1 - told["bubble"]))
+        peer = peer_of(rows, row)
+        other = peer.step_seconds if peer else None
+        lines.append(
+            [
+                str(row.ranks),
+                label_of(row),
+                f"{told['makespan'] * 1e3:.0f}",
+                f"{length * 1e3:.0f}",
+                f"{length / told['makespan']:.3f}",
+                f"{told['bubble']:.1%}",
+                f"{timed['bubble']:.1%}",
+                f"{share:.1%}",
+                f"{(share - timed['bubble']) * 100:+.1f}",
+                f"{work - 1:+.1%}",
+                shown(other and other * 1e3, ".0f"),
+                shown(row.step_seconds and row.step_seconds * 1e3, ".0f"),
+            ]
+        )
+    return make_table(title, headings, lines, num_texts=2)
+
+
+def write_timelines(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Writes a PNG: what each rank did when, on the most ranks of the run; dotted where the simulator sees the end."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.contender.kind == "lowtide" and row.timed]
+    shown = [row for row in shown if row.ranks == max(one.ranks or 0 for one in shown)]
+    ranks = shown[0].ranks or 0
+    figure = Figure(figsize=(12, 1 + len(shown) * (0.6 + 0.3 * ranks)), layout="constrained")
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
+    for (axes,), row in zip(panels, shown, strict=True):
+        job, placement = middle_of(row), placement_of(row.contender)
+        timeline, told = timeline_of(job), job.more["predicted"]
+        length, first = makespan(timeline) * 1e3, min(start for actions in timeline for *_, start, _ in actions)
+        for rank, actions in enumerate(timeline):
+            for op, stage, microbatch, start, end in actions:
+                colour = _COLOURS[op][placement.stages_of_rank(rank, ranks).index(stage) % 2]
+                left, width = (start - first) * 1e3, (end - start) * 1e3
+                axes.barh(rank, width, left=left, height=0.86, color=colour, edgecolor="white", linewidth=0.5)
+                axes.text(left + width / 2, rank, str(microbatch), ha="center", va="center", fontsize=6)
+        axes.axvline(told["makespan"] * 1e3, color="black", linewidth=1, linestyle=":")
+        axes.set_title(
+            f"{row.contender.name}: {length:.0f} ms, predicted {told['makespan'] * 1e3:.0f}; "
+            f"bubble {bubble(timeline):.1%}, predicted {told['bubble']:.1%}",
+            loc="left",
+            fontsize=9,
+        )
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.set_ylim(ranks - 0.5, -0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1][0].set_xlabel("ms; dotted: the end as predicted; light: a rank's second stage")
+    handles = [panels[0][0].barh(0, 0, color=colours[0], label=op) for op, colours in _COLOURS.items()]
+    figure.legend(handles=handles, ncols=4, loc="outside upper right", frameon=False)
+    figure.suptitle(f"measured: {title}", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_job_options(parser, CONTENDERS)
     add = parser.add_argument
     add("--mode", choices=["work", "sleep"], required=True, help="real training, or sleeps in place of it")
     add("--ranks", type=int, nargs="+", default=[2, 4], help="processes of a pipeline, one or several (default: 2 4)")
-    add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(CONTENDERS)}; 'torch-*' for many")
     add("--microbatches", type=int, default=8, help="of a step (default: 8)")
-    add("--rounds", type=int, default=3, help="timed jobs of each contender (default: 3)")
     add("--warmup", type=int, default=1, help="steps before the timed ones (default: 1)")
     add("--steps", type=int, default=3, help="timed steps of a job (default: 3)")
-    add("--threads", type=int, default=1, help="threads of a process (default: 1)")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
     add("--seed", type=int, default=0, help="of the order of the jobs (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="write every raw number")
     work = parser.add_argument_group("with --mode work")
     work.add_argument("--size", choices=PIPELINE_SIZES, default="100M", help="parameters of the model (default: 100M)")
     work.add_argument("--rows", type=int, default=1, help="sequences of a microbatch (default: 1)")
     work.add_argument("--memory", choices=[*ALLOCATORS, "none"], default="exact", help="allocator of the memory jobs")
     work.add_argument("--memory-steps", type=int, default=2, help="steps of a memory job (default: 2)")
     work.add_argument("--loss-tolerance", type=float, default=1e-4, help="relative; what differs more fails")
-    work.add_argument("--deepspeed-python", type=Path, metavar="PATH", help="interpreter that has DeepSpeed")
-    sleep = parser.add_argument_group("with --mode sleep")
+    sleep = parser.add_argument_group("with --mode sleep, whose picture shows what each rank did when")
     sleep.add_argument(
         "--milliseconds",
         type=float,
@@ -70,111 +648,55 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=[60.0, 60.0, 60.0],
         help="of the forward and the two halves of the backward of a rank's share of the model (default: 60 60 60)",
     )
-    sleep.add_argument("--png", type=Path, metavar="FILE", help="draw what each rank did when")
     options = parser.parse_args(arguments)
-    for name in ["microbatches", "rounds", "steps", "threads", "rows", "memory_steps"]:
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1, found {getattr(options, name)}")
-    if min(options.ranks) < 2:
-        parser.error(f"--ranks: expected at least 2, found {min(options.ranks)}")
+    check_counts(parser, options, ["microbatches", "steps", "rows", "memory_steps"])
+    check_counts(parser, options, ["ranks"], least=2)
     if options.warmup < 1:
         parser.error(f"--warmup: expected at least 1, the step in which shapes are learned; found {options.warmup}")
-    if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
-        parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
     if options.mode == "sleep":
         options.memory, options.deepspeed_python = "none", None
-    elif options.memory != "none" and not _memory.supported():
-        parser.error(f"memory jobs need {_memory.ROLLUP} with Pss_Shmem (Linux 5.0 or newer); use --memory none")
-    try:
-        options.contenders = choose(options.contenders, with_deepspeed=options.deepspeed_python is not None)
-    except ValueError as error:
-        parser.error(str(error))
+    default = [name for name in CONTENDERS if name != "deepspeed" or options.deepspeed_python]
+    check_job_options(parser, options, CONTENDERS, default=default)
     return options
 
 
-class Runner:
-    """Runs the jobs one after the other and says what it does."""
-
-    def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        self.options = options
-        self.console = console
-        self.rows = [PipelineRow(contender, ranks) for ranks in options.ranks for contender in options.contenders]
-        self.num_jobs = len(self.rows) * (options.rounds + (options.memory != "none"))
-        self.num_done = 0
-
-    def work(self, ranks: int, warmup: int, steps: int) -> PipelineWork:
-        """Gives what a job does, from the command line."""
-        o = self.options
-        sleeps = tuple(milliseconds / 1000 for milliseconds in o.milliseconds) if o.mode == "sleep" else None
-        rows = SLEEPING_ROWS if sleeps else o.rows
-        return PipelineWork(o.size, ranks, o.microbatches, rows, o.threads, warmup, steps, sleeps, o.timeout)
-
-    def run(self) -> None:
-        """Runs all rounds, then the memory jobs; a contender that failed is left out from there on."""
-        order = random.Random(self.options.seed)
-        for number in range(self.options.rounds):
-            for ranks in self.options.ranks:
-                rows = [row for row in self.rows if row.ranks == ranks]
-                for row in order.sample(rows, len(rows)):
-                    work = self.work(ranks, self.options.warmup, self.options.steps)
-                    job = self._run(row, f"round {number + 1}", work, None)
-                    if job:
-                        row.timed[number] = job
-        if self.options.memory != "none":
-            for row in self.rows:
-                work = self.work(row.ranks, 0, self.options.memory_steps)
-                row.memory = self._run(row, "memory", work, self.options.memory)
-
-    def _run(self, row: PipelineRow, what: str, work: PipelineWork, allocator: str | None) -> PipelineResult | None:
-        self.num_done += 1
-        if row.failure:
-            return None
-        python = str(self.options.deepspeed_python) if row.contender.kind == "deepspeed" else sys.executable
-        what = f"{what}  {row.ranks} ranks, {row.contender.name}"
-        try:
-            job = run_pipeline_job(row.contender, work, python, allocator)
-        except JobError as error:
-            row.failure = f"{what}: {error}"
-            self._say(f"{what}: [red]FAILED[/red]")
-            self.console.print("   ", str(error), markup=False, highlight=False)
-            return None
-        found = f"peak {job.peak_bytes / 2**20:.0f} MiB" if allocator else f"{job.step_seconds:.3f} s/step"
-        self._say(f"{what}: {found}, loss {job.losses[-1]:.5f} [dim](job {job.wall_seconds:.0f} s)[/dim]")
-        return job
-
-    def _say(self, line: str) -> None:
-        self.console.print(f"\\[{self.num_done}/{self.num_jobs}]", line, highlight=False)
-
-
-def _settings(options: argparse.Namespace, work: PipelineWork) -> dict[str, Any]:
-    what = f"GPT {options.size}, fp32, " if options.mode == "work" else "F, I, W = {:g}, {:g}, {:g} ms, "
-    what = what.format(*options.milliseconds)
-    repeats = f"{options.rounds} round(s) of {options.steps} steps"
-    title = f"{what}{options.microbatches} microbatches, {options.threads} thread(s) a rank, {repeats}"
-    machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
-    versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
-    return {"title": title, **asdict(work), "rounds": options.rounds, **machine, **versions}
+def run(row: Row, options: argparse.Namespace, allocator: str | None) -> Result:
+    """One job. Raises JobError."""
+    job = {name: getattr(options, name) for name in ("size", "microbatches", "rows", "threads", "timeout")}
+    warmup, steps = (0, options.memory_steps) if allocator else (options.warmup, options.steps)
+    sleeps = [milliseconds / 1000 for milliseconds in options.milliseconds] if options.mode == "sleep" else None
+    job |= {"ranks": row.ranks, "warmup": warmup, "steps": steps, "sleeps": sleeps}
+    python = python_of(row.contender, options)
+    return result_of(run_job("pipeline:train", row.contender, job, python, allocator), warmup)
 
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is stopped too
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    started, load = time.monotonic(), os.getloadavg()[0]
-    runner = Runner(options, console)
-    runner.run()
-    judge_losses(runner.rows, options.loss_tolerance)
-    settings = _settings(options, runner.work(options.ranks[0], options.warmup, options.steps))
-    settings["load_average"] = [load, os.getloadavg()[0]]
-    console.print((work_table if options.mode == "work" else sleep_table)(runner.rows, settings["title"]))
+    console, started, load = begin(), time.monotonic(), os.getloadavg()[0]
+    rows = [Row(contender, ranks) for ranks in options.ranks for contender in options.contenders]
+
+    def run_row(row: Row, allocator: str | None) -> Result:
+        return run(row, options, allocator)
+
+    allocators = [] if options.memory == "none" else [options.memory]
+    runner = Runner(rows, run_row, options.rounds, allocators, console, options.seed)
+    runner.run_all()
+    judge_losses(rows, lambda row: reference_of(rows, row), options.loss_tolerance)
+    what = f"GPT {options.size}, fp32, " if options.mode == "work" else "F, I, W = {:g}, {:g}, {:g} ms, "
+    what = what.format(*options.milliseconds)
+    repeats = f"{options.rounds} round(s) of {options.steps} steps"
+    title = f"{what}{options.microbatches} microbatches, {options.threads} thread(s) a rank, {repeats}"
+    settings = settings_of(options, title, load_average=[load, os.getloadavg()[0]])
+    console.print((work_table if options.mode == "work" else sleep_table)(rows, title))
     console.print(
         f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s; load average {load:.1f} before, "
         f"{settings['load_average'][1]:.1f} after.",
         highlight=False,
     )
-    status = conclude(console, runner.rows, as_dict(runner.rows, settings), options.json)
+    contenders = [{**row.as_dict(), "ratios": row.ratios(peer_of(rows, row))} for row in rows]
+    status = conclude(console, rows, {"settings": settings, "contenders": contenders}, options.json)
     if options.mode == "sleep" and options.png:
-        write_timelines(runner.rows, settings["title"], options.png)
+        write_timelines(rows, title, options.png)
     return status
 
 

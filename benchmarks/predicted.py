@@ -18,27 +18,98 @@ import json
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from _model import GPTSize
-from _planned import Case, estimate_of
-from _ranks import JobError, environment_of, run_ranks
-from rich.console import Console
-from rich.table import Table
+import torch
+from _harness import JobError, check_counts, environment_of, run_ranks
+from _model import GPT, VOCABULARY, GPTSize
+from _report import make_table
+from torch import Tensor
 
+import lowtide
+from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.config.config import Config
 from lowtide.engine.measuring.measure import num_cores
+from lowtide.engine.planning.choice import Choice
+from lowtide.engine.planning.estimate import Estimate
+from lowtide.engine.planning.machine import Machine
 from lowtide.engine.planning.measured import Measured, default_path
+from lowtide.engine.planning.meta_run import MetaRun
+from lowtide.engine.planning.planner import Planner
 
-WORKER = Path(__file__).with_name("_predicted_worker.py")
 MODELS = {
     "wide": GPTSize(num_layers=2, width=768, num_heads=12, sequence_length=128),
     "even": GPTSize(num_layers=6, width=384, num_heads=6, sequence_length=128),
     "deep": GPTSize(num_layers=24, width=128, num_heads=4, sequence_length=64),
 }
+_ENOUGH = 1e12  # bytes: nothing is left out for not fitting
+
+
+@dataclass(frozen=True)
+class Case:
+    """config: with the microbatch. name: of this case among those it is ranked with; group: those."""
+
+    group: str
+    name: str
+    ranks: int
+    size: GPTSize
+    config: dict[str, Any]
+
+
+def build(size: GPTSize) -> GPT:
+    """With weights of the same seed everywhere."""
+    torch.manual_seed(0)
+    return GPT(size)
+
+
+def batch(size: GPTSize, rows: int) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), (rows, sequence) each."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(VOCABULARY, (rows, size.sequence_length + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def estimate_of(case: Case, measured: Measured | None) -> Estimate:
+    """Of the fullest rank. measured: without it the time means nothing, and bytes are the same."""
+    if measured is not None:
+        machine = Machine.measured(measured, case.ranks, _ENOUGH)
+    else:
+        machine = Machine(devices_per_host=case.ranks, device="cpu", device_bytes=_ENOUGH)
+    with torch.device("meta"):
+        model = GPT(case.size)
+    config = Config.load(case.config)
+
+    def runs(blueprint: Blueprint) -> MetaRun:
+        return MetaRun(model, blueprint.units, blueprint.dtypes, "cpu")
+
+    planner = Planner(model, config.as_dict(), machine, runs, batch(case.size, 1))
+    return planner.estimate(Choice.of(config.resolve(case.ranks)))
+
+
+def _steps_of(case: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    """Seconds of each step: as they pass, and of this process on a processor. The first two are left out."""
+    size = GPTSize(**case["size"])
+    walls, works = [], []
+    with lowtide.initialize(lambda: build(size), case["config"]) as engine:
+        config = engine.config
+        rows = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1)
+        data = batch(size, rows)
+        for _ in range(steps + 2):
+            wall, work = time.perf_counter(), time.process_time()
+            engine.train_step(data)
+            walls.append(time.perf_counter() - wall)
+            works.append(time.process_time() - work)
+    return {"wall": walls[2:], "work": works[2:]}
+
+
+def train(job: dict[str, Any]) -> list[dict[str, list[float]]]:
+    """On a rank: each case of a job, round by round."""
+    return [_steps_of(case, job["steps"]) for _ in range(job["rounds"]) for case in job["cases"]]
 
 
 @dataclass(frozen=True)
@@ -106,15 +177,16 @@ def _config(
 def measured_seconds(some: Sequence[Case], steps: int, rounds: int, statistic: str, timeout: float) -> list[float]:
     """Of each, of the slowest rank. some: of as many ranks all. Raises JobError."""
     ranks = some[0].ranks
-    job = {"cases": [case.as_job() for case in some], "steps": steps, "rounds": rounds}
-    environment = environment_of(max(1, num_cores() // ranks), None)
-    found = run_ranks(WORKER, job, ranks, sys.executable, environment, timeout)
+    threads = max(1, num_cores() // ranks)
+    cases_of_job = [asdict(case) for case in some]
+    job = {"worker": "predicted:train", "threads": threads, "cases": cases_of_job, "steps": steps, "rounds": rounds}
+    environment = environment_of(threads, None)
+    found = run_ranks(job, ranks, sys.executable, environment, timeout)
     of: Callable[[Sequence[float]], float] = statistics.median if statistic == "median" else min
     kind = "work" if statistic == "work" else "wall"
-    by_rank: list[Any] = list(found)  # each the cases of a round, round by round
     seconds = []
     for place in range(len(some)):
-        of_ranks = [[step for run in runs[place :: len(some)] for step in run[kind]] for runs in by_rank]
+        of_ranks = [[step for run in runs[place :: len(some)] for step in run[kind]] for runs in found]
         seconds.append(max(map(of, of_ranks)))
     return seconds
 
@@ -163,11 +235,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     options = parser.parse_args(arguments)
-    for name in ("steps", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
-    if min(options.ranks) < 1:
-        parser.error(f"--ranks: expected at least 1, found {min(options.ranks)}")
+    check_counts(parser, options, ["steps", "rounds", "ranks"])
     return options
 
 
@@ -198,15 +266,16 @@ def main() -> None:
 
 
 def _show(rows: Sequence[Row]) -> None:
-    table = Table(title="a step, ms")
-    for heading in ("group", "config", "predicted", "measured", "ratio", "prediction's parts"):
-        table.add_column(heading, justify="left" if heading in ("group", "config", "prediction's parts") else "right")
+    lines = []
     for row in rows:
         parts = " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in row.parts.items() if seconds > 5e-5)
-        cells = (f"{1e3 * row.predicted:.1f}", f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}", parts)
-        table.add_row(row.group, row.name, *cells)
+        times = (f"{1e3 * row.predicted:.1f}", f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}")
+        lines.append([row.group, row.name, *times, parts])
+    headings = ["group", "config", "predicted", "measured", "ratio", "prediction's parts"]
+    from rich.console import Console
+
     console = Console(width=170)
-    console.print(table)
+    console.print(make_table("a step, ms", headings, lines, num_texts=2))
     found = conclusions(rows)
     for group, one in found["groups"].items():
         tau = "" if one["tau"] is None else f", tau {one['tau']:.2f}"
@@ -215,12 +284,10 @@ def _show(rows: Sequence[Row]) -> None:
 
 
 def _draw(rows: Sequence[Row], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 7))
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    axes = figure.subplots()
     for group in dict.fromkeys(row.group for row in rows):
         own = [row for row in rows if row.group == group]
         axes.scatter([1e3 * row.measured for row in own], [1e3 * row.predicted for row in own], s=18, label=group)
@@ -232,7 +299,6 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_xlabel("measured step, ms")
     axes.set_ylabel("predicted step, ms")
     axes.legend(fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 

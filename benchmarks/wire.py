@@ -1,6 +1,7 @@
 """Step time and bytes on a cable between two hosts, with messages of fewer and fewer bits, beside DDP and FSDP2.
 
-Hosts are network namespaces of this machine, two ranks on each, and the cable has the speed that is asked for (tc tbf).
+Hosts are network namespaces of this machine, two ranks on each, joined by a veth pair, the cable, which has the speed
+that is asked for (tc tbf). Each host has its own network, host name and /dev/shm. Nothing of it outlives the script.
 All contenders train in the same processes, a few steps of each in turn, so that they meet the same machine; rows are
 compared by the median of their ratios to `plain` in the same round. Bytes are what the kernel has counted on one end of
 the cable, headers included. A record has rank 0's processor seconds of a step too, which say what a loaded machine
@@ -14,61 +15,208 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from _namespaces import CABLE, Hosts, fault
-from _wire_contenders import CONTENDERS, RANKS_OF_HOST, REFERENCE, SETTLED
+import torch.distributed as dist
+from _contenders import BUILDERS, Setup, lowtide
+from _harness import Contender, JobError, by_name, environment_of, run_ranks
+from _model import build_batches, build_model
+from _report import Panel, write_bars
 
-WORKER = Path(__file__).with_name("_wire_worker.py")
 SPEEDS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+LEARNING_RATE = 1e-3
+RANKS_OF_HOST = 2
+SETTLED = 4
+"""Steps after which every contender sends what it sends from then on: 1-bit Adam and PowerSGD begin with whole
+gradients."""
+REFERENCE = "plain"
+
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
+PROGRAMS["setpriv"] = "util-linux"
+START_SECONDS = 10.0
+CABLE = "cable"
+_HOST = "hostname {name} && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo made && read -r line"
+
+
+def _lowtide(name: str, label: str, stage: int, zero: dict[str, Any] | None = None, **communication: Any) -> Contender:
+    return lowtide(name, label, stage, zero, **IN_BF16, communication=communication)
+
+
+# In every message that is not of fewer bits.
+IN_BF16: dict[str, Any] = {"communication_data_type": "bf16", "seed": 1, "steps_per_print": 0}
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": LEARNING_RATE, "freeze_step": 2}}
+HPZ = {"zero_hpz_partition_size": 2}
+CONTENDERS = by_name(
+    _lowtide("plain", "", 3),
+    _lowtide("hpz", ", hpZ", 3, HPZ),
+    _lowtide("zero++", ", qwZ 8 + qgZ 4", 3, weight_bits=8, gradient_bits=4),
+    _lowtide("zero++4", ", qwZ 4 + qgZ 4", 3, weight_bits=4, gradient_bits=4),
+    _lowtide("hpz4", ", hpZ, differences 4 + qgZ 4", 3, HPZ, weight_bits=4, gradient_bits=4),
+    _lowtide("plain2", "", 2),
+    _lowtide("both4", ", differences 4 + qgZ 4", 2, weight_bits=4, gradient_bits=4),
+    lowtide("onebit", ", 1-bit Adam", 0, **IN_BF16, optimizer=ONE_BIT),
+    _lowtide("power_sgd", ", PowerSGD of rank 4", 0, power_sgd={"rank": 4, "start_step": 2}),
+    Contender("ddp", "DDP, fp16 messages", "ddp", {"hook": "fp16"}),
+    Contender("powersgd", "DDP, PowerSGD of rank 4", "ddp", {"hook": "powersgd"}),
+    Contender("fsdp2", "FSDP2", "fsdp2", {"reduce_dtype": "bfloat16"}),
+)
+
+
+# -- two hosts -------------------------------------------------------------------------------------------------------
+
+
+def fault() -> str | None:
+    """Why hosts cannot be made on this machine, or None."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if missing:
+        packages = sorted({PROGRAMS[name] for name in missing})
+        return f"{', '.join(missing)} not found; Debian has them in {' '.join(packages)}"
+    if os.getuid() != 0:
+        return "network namespaces need root"
+    trial = "mount -t tmpfs tmpfs /dev/shm && ip link add one type veth peer name two && "
+    trial += "tc qdisc add dev one root tbf rate 1gbit burst 256kb latency 50ms"
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "sh", "-c", trial], capture_output=True, text=True, env=_environment()
+    )
+    return f"namespaces are not permitted here: {done.stderr.strip()}" if done.returncode else None
+
+
+def set_speed(bits_per_second: float) -> None:
+    """Of what the host sends on which this is called."""
+    burst = max(256 << 10, int(bits_per_second / 8 / 1000))  # of a millisecond, and more than a packet that waits
+    rate = ["rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "100ms"]
+    command = ["tc", "qdisc", "replace", "dev", CABLE, "root", "tbf", *rate]
+    subprocess.run(command, check=True, capture_output=True, text=True, env=_environment())
+
+
+def sent_bytes() -> int:
+    """That the kernel has counted on this host's end of the cable, with the headers of packets."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == CABLE:
+            return int(counters.split()[8])
+    raise RuntimeError(f"this host has no {CABLE}")
+
+
+class Hosts:
+    """Two hosts, while the context lasts; at each end of the cable a token bucket (tc tbf) limits what is sent."""
+
+    addresses = ("10.78.0.1", "10.78.0.2")
+
+    def __enter__(self) -> Hosts:
+        self._hosts = [self._start(f"host{number}") for number in range(2)]
+        try:
+            second = str(self._hosts[1].pid)
+            self._run(0, "ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", second)
+            for number, address in enumerate(self.addresses):
+                self._run(number, "ip", "address", "add", f"{address}/24", "dev", CABLE)
+                self._run(number, "ip", "link", "set", CABLE, "up")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for host in self._hosts:
+            host.kill()
+            host.wait()
+            for stream in (host.stdin, host.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def command(self, number: int, command: Sequence[str]) -> list[str]:
+        """That runs a command on a host, and ends it with this process."""
+        with_this = ["setpriv", "--pdeathsig", "KILL", "--"]
+        return [*with_this, "nsenter", "--target", str(self._hosts[number].pid), "--net", "--uts", "--mount", *command]
+
+    def _run(self, number: int, *command: str) -> None:
+        done = subprocess.run(self.command(number, command), capture_output=True, text=True, env=_environment())
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+    def _start(self, name: str) -> subprocess.Popen[str]:
+        command = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--net", "--uts", "--mount", "sh", "-c"]
+        host = subprocess.Popen(
+            [*command, _HOST.format(name=name)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+        )
+        assert host.stdout is not None
+        deadline = time.monotonic() + START_SECONDS
+        if host.stdout.readline() != "made\n" or time.monotonic() > deadline:
+            host.kill()
+            raise RuntimeError(f"{name} was not made: {fault()}")
+        return host
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": PATH}
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def train(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """On a rank: a record of each contender in each round at each speed: seconds and bytes of a step."""
+    rank, ranks, rows = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job["rows"]
+    share = slice(rank * rows, (rank + 1) * rows)
+    batches = [(a[share], b[share]) for a, b in build_batches(job["size"], argparse.__file__, 8, rows * ranks)]
+    setup, trainers = Setup(rows, dtype="bf16"), {}
+    setup.join()
+    for name in job["contenders"]:
+        contender = CONTENDERS[name]
+        model = build_model(job["size"], tied=False)
+        trainers[name] = BUILDERS[contender.kind](model, setup, **contender.options)
+        for number in range(job["warmup"]):
+            trainers[name].step(*batches[number % len(batches)])
+    found = []
+    for speed in job["speeds"]:
+        if os.environ["LOCAL_RANK"] == "0":
+            set_speed(speed)
+        for number in range(job["rounds"]):
+            for name, trainer in trainers.items():
+                dist.barrier()
+                before, worked, started = sent_bytes(), time.process_time(), time.perf_counter()
+                for count in range(job["steps"]):
+                    loss = trainer.step(*batches[count % len(batches)])
+                dist.barrier()  # a packet that waits still counts as the step's
+                seconds, sent = time.perf_counter() - started, sent_bytes() - before
+                each = {"seconds": seconds / job["steps"], "bytes": sent / job["steps"], "loss": float(loss)}
+                each["processor_seconds"] = (time.process_time() - worked) / job["steps"]
+                found.append({"contender": name, "speed": speed, "round": number, **each})
+    return found
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    """What rank 0 has measured. Raises SystemExit where a rank fails or the time is over."""
-    with Hosts() as hosts, tempfile.TemporaryDirectory(prefix="wire-") as name:
-        folder = Path(name)
-        description = folder / "job.json"
-        description.write_text(json.dumps(job))
-        ranks = 2 * RANKS_OF_HOST
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE, "WORLD_SIZE": str(ranks)}
-        environment |= {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500"}
-        environment["LOCAL_WORLD_SIZE"] = str(RANKS_OF_HOST)
-        processes, logs = [], []
-        for rank in range(ranks):
-            ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % RANKS_OF_HOST)}
-            logs.append(folder / f"rank{rank}.log")
-            with logs[-1].open("wb") as stream:
-                command = hosts.command(rank // RANKS_OF_HOST, [sys.executable, str(WORKER), str(description)])
-                processes.append(subprocess.Popen(command, env=ranked, stdout=stream, stderr=stream))
-        try:
-            _wait(processes, logs, timeout_seconds)
-        finally:
-            for one in processes:
-                one.kill()
-                one.wait()
-        found: list[dict[str, Any]] = json.loads((folder / "rank0.json").read_text())
+    """What rank 0 has measured. Raises JobError where a rank fails or the time is over."""
+    with Hosts() as hosts:
+
+        def place(rank: int) -> tuple[list[str], dict[str, str]]:
+            local = {"LOCAL_RANK": str(rank % RANKS_OF_HOST), "LOCAL_WORLD_SIZE": str(RANKS_OF_HOST)}
+            return hosts.command(rank // RANKS_OF_HOST, []), {**local, "MASTER_ADDR": hosts.addresses[0]}
+
+        environment = environment_of(1, None) | {"GLOO_SOCKET_IFNAME": CABLE}
+        job = {**job, "worker": "wire:train", "threads": 1}
+        found: list[dict[str, Any]] = run_ranks(
+            job, 2 * RANKS_OF_HOST, sys.executable, environment, timeout_seconds, place=place
+        )[0]
         return found
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_seconds: float) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while any(one.poll() is None for one in processes):
-        failed = [rank for rank, one in enumerate(processes) if one.poll()]
-        if failed or time.monotonic() > deadline:
-            why = f"rank {failed[0]} failed" if failed else f"not done after {timeout_seconds:.0f} s (--timeout)"
-            text = logs[failed[0] if failed else 0].read_text(errors="replace")
-            raise SystemExit(f"wire: {why}:\n{text[-3000:]}")
-        time.sleep(0.1)
-    if any(one.returncode for one in processes):
-        failed = [rank for rank, one in enumerate(processes) if one.returncode]
-        raise SystemExit(f"wire: rank {failed[0]} failed:\n{logs[failed[0]].read_text(errors='replace')[-3000:]}")
 
 
 def summary(records: Sequence[dict[str, Any]], speeds: Sequence[float]) -> list[dict[str, Any]]:
@@ -107,25 +255,13 @@ def table(rows: Sequence[dict[str, Any]], speeds: dict[str, float]) -> str:
 
 def draw(rows: Sequence[dict[str, Any]], speeds: dict[str, float], path: Path) -> None:
     """The rate of each contender over plain's, at each speed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    labels = [CONTENDERS[row["contender"]].label for row in rows]
-    colours = ["tab:blue" if CONTENDERS[row["contender"]].kind == "lowtide" else "tab:gray" for row in rows]
-    figure, grid = pyplot.subplots(
-        1, len(speeds), figsize=(4 * len(speeds) + 2, 1.5 + 0.35 * len(rows)), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axes, (name, speed) in zip(grid[0], speeds.items(), strict=True):
-        axes.barh(range(len(rows)), [row[f"times at {speed:.0f}"] or 0.0 for row in rows], color=colours)
-        axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        axes.set_title(name)
-        axes.set_xlabel("steps a second / plain stage 3's (more is better)")
-        axes.set_yticks(range(len(rows)), labels)
-    grid[0][0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+    contenders = [CONTENDERS[row["contender"]] for row in rows]
+    panels = []
+    for name, speed in speeds.items():
+        rates = [[row[f"times at {speed:.0f}"] or 0.0] for row in rows]
+        panels.append(Panel(f"{name}: steps a second / plain stage 3's (more is better)", rates, line=1.0))
+    is_ours = [one.kind == "lowtide" for one in contenders]
+    write_bars(path, "on the wire", [one.label for one in contenders], is_ours, panels)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -151,7 +287,10 @@ def main(argv: list[str] | None = None) -> None:
         "speeds": list(speeds.values()),
         **{key: getattr(options, key) for key in ("size", "rows", "warmup", "steps", "rounds")},
     }
-    records = run(job, options.timeout)
+    try:
+        records = run(job, options.timeout)
+    except JobError as error:
+        raise SystemExit(f"wire: {error}") from error
     rows = summary(records, list(speeds.values()))
     print(table(rows, speeds))
     if options.json is not None:

@@ -14,9 +14,9 @@ from lowtide.engine.planning.measured import Measured, Speeds
 
 
 def test_where_no_cgroup_can_be_made_it_is_said(
-    helper: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cgroup = helper("_cgroup")
+    cgroup = script("cgroup_law")
     monkeypatch.setattr(cgroup, "ROOT", tmp_path / "missing")
     said = re.escape("No such file or directory; it takes root and a writable")
     with pytest.raises(cgroup.NoCgroup, match=f"cannot make .*{said}"):
@@ -27,12 +27,12 @@ def test_where_no_cgroup_can_be_made_it_is_said(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_law(script: Callable[[str], ModuleType], helper: Callable[[str], ModuleType]) -> None:
-    try:
-        helper("_cgroup").MemoryGroup(None).close()
-    except helper("_cgroup").NoCgroup as error:
-        pytest.skip(str(error))
+def test_the_law(script: Callable[[str], ModuleType]) -> None:
     law = script("cgroup_law")
+    try:
+        law.MemoryGroup(None).close()
+    except law.NoCgroup as error:
+        pytest.skip(str(error))
     case = law.drawn(random.Random(2), 2)  # a small one
     kind = bool(case.config["activation_checkpointing"]["every"]), "bf16" in case.config
     taken = process_bytes(lambda count, rank: environment_of(count, rank, 0), [(1, *kind)])

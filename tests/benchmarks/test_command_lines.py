@@ -13,12 +13,13 @@ Script = Callable[[str], ModuleType]
 
 # What each script cannot do without.
 NEEDED = {"pipeline": ["--mode", "work"], "largest": ["--device", "cpu", "--budget-mib", "200"]}
-WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest"]
+WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest", "parallel"]
 COUNTS = {
     "compare": ["rounds", "steps", "ranks", "threads", "microbatch", "accumulation", "memory-steps"],
     "pipeline": ["microbatches", "rounds", "steps", "threads", "rows", "memory-steps"],
     "checkpoint": ["rounds", "repeats", "ranks", "threads"],
     "largest": ["budget-mib", "start-layers", "max-layers", "timed-steps", "ranks", "threads", "microbatch"],
+    "parallel": ["ranks", "layers", "rounds", "warmup", "steps", "rows"],
     "offload_io": ["size", "unit", "block", "io-threads", "work-threads", "rounds"],
     "cpu_optimizer": ["numel", "threads", "rounds"],
     "host_time": ["ranks", "rounds", "steps"],
@@ -74,7 +75,7 @@ def test_an_unknown_contender_is_named_beside_those_there_are(
 ) -> None:
     arguments = [*NEEDED.get(name, []), "--contenders", "dpp"]
     said = error_of(script(name), arguments, capsys).replace("'", "")
-    assert re.search(r"--contenders: expected (one|some) of \S.*(lowtide-3|1f1b).*; found dpp$", said)
+    assert re.search(r"--contenders: expected some of \S.*(lowtide-3|lowtide-tensor|1f1b).*; found dpp$", said)
 
 
 @pytest.mark.parametrize("name", WITH_JOBS)
@@ -83,7 +84,7 @@ def test_deepspeed_needs_an_interpreter_that_has_it(
 ) -> None:
     loaded = script(name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    contender = "deepspeed" if name == "pipeline" else "deepspeed-3"
+    contender = {"pipeline": "deepspeed", "parallel": "ulysses"}.get(name, "deepspeed-3")
     said = error_of(loaded, [*NEEDED.get(name, []), "--contenders", contender], capsys)
     assert "--contenders: " in said and "--deepspeed-python" in said
 
@@ -106,7 +107,7 @@ def test_a_system_that_does_not_tell_its_memory_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loaded = script(name)
-    monkeypatch.setattr(helper("_memory"), "supported", lambda: False)
+    monkeypatch.setattr(helper("_worker"), "supported", lambda: False)
     said = error_of(loaded, NEEDED.get(name, []), capsys)
     assert "/proc/self/smaps_rollup with Pss_Shmem (Linux 5.0 or newer)" in said
     if name != "largest":

@@ -20,7 +20,7 @@ Run = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def run(helper: Helper, tmp_path: Path) -> Run:
     """Runs lines of Python as the worker of two ranks; they know `rank`, `job` and the `file` of their answer."""
-    ranks = helper("_ranks")
+    ranks = helper("_harness")
 
     def run_lines(lines: str, timeout_seconds: float = 30.0) -> list[dict[str, Any]]:
         worker = tmp_path / "worker.py"
@@ -30,7 +30,7 @@ def run(helper: Helper, tmp_path: Path) -> Run:
             "job, file = json.loads(description.read_text()), description.with_name(f'rank{rank}.json')\n" + lines
         )
         environment = ranks.environment_of(1, None)
-        found: list[dict[str, Any]] = ranks.run_ranks(worker, {"a": 7}, 2, sys.executable, environment, timeout_seconds)
+        found: list[dict[str, Any]] = ranks.run_ranks({"a": 7}, 2, sys.executable, environment, timeout_seconds, worker)
         return found
 
     return run_lines
@@ -44,7 +44,7 @@ def test_every_rank_answers(run: Run) -> None:
 def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: Helper, tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     started = time.monotonic()
-    with pytest.raises(helper("_ranks").JobError) as failed:
+    with pytest.raises(helper("_harness").JobError) as failed:
         run(
             f"pid = pathlib.Path({str(pids)!r})\n"
             "if rank == '0': pid.write_text(str(os.getpid())); time.sleep(600)\n"
@@ -67,13 +67,13 @@ def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: 
     ],
 )
 def test_a_rank_that_names_no_error_is_told_by_its_status(run: Run, helper: Helper, lines: str, expected: str) -> None:
-    with pytest.raises(helper("_ranks").JobError, match=expected):
+    with pytest.raises(helper("_harness").JobError, match=expected):
         run(lines)
 
 
 def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
     seconds = 1.5 * slowness()  # in which rank 0 ends
-    with pytest.raises(helper("_ranks").JobError) as failed:
+    with pytest.raises(helper("_harness").JobError) as failed:
         run("if rank == '1': time.sleep(600)\n", timeout_seconds=seconds)
     assert str(failed.value) == f"not done after {seconds:.0f} s (--timeout); ranks [1] still ran"
 
@@ -81,13 +81,13 @@ def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
 def ends_of_forked(worker: str) -> list[str]:
     """Of two ranks whose worker is this script."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    ranks = importlib.import_module("_ranks")
+    ranks = importlib.import_module("_harness")
     ranks.fork_ranks()
     said = []
     for job in ("answers", "fails", "hangs"):
         try:
             seconds = 1.0 if job == "hangs" else 30.0
-            found = ranks.run_ranks(Path(worker), {"job": job}, 2, "no python", ranks.environment_of(1, None), seconds)
+            found = ranks.run_ranks({"job": job}, 2, "no python", ranks.environment_of(1, None), seconds, Path(worker))
             said += [str(one) for one in found]
         except ranks.JobError as error:
             said.append(str(error))
@@ -112,7 +112,7 @@ def test_so_it_is_where_ranks_are_forked(tmp_path: Path) -> None:
 
 
 def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helper: Helper) -> None:
-    ranks = helper("_ranks")
+    ranks = helper("_harness")
     ended = [SimpleNamespace(poll=lambda: 1), SimpleNamespace(poll=lambda: 75)]
     with pytest.raises(ranks.OverBudget, match=r"^rank 1 needs more memory than it may take$"):
         ranks._wait(ended, [], 30.0)
@@ -123,7 +123,7 @@ def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helpe
 def test_settings_of_the_allocator_are_the_jobs_own(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    ranks = helper("_ranks")
+    ranks = helper("_harness")
     plain, exact, on_gpu = (ranks.environment_of(4, *more) for more in ([None], ["exact"], [None, "cuda"]))
     assert not [name for name in plain if name.startswith("MALLOC_")] and plain["OMP_NUM_THREADS"] == "4"
     assert exact["MALLOC_MMAP_THRESHOLD_"] == "65536" and "MALLOC_ARENA_MAX" not in exact

@@ -99,7 +99,7 @@ def test_a_package_that_is_missing_is_said(
 
 
 def test_what_was_measured_stays_beside_a_failure_and_other_parts(helper: Helper, tmp_path: Path) -> None:
-    records = helper("_gpu_record")
+    records = helper("_gpu_part")
     settings = {"date": "a day", "device": "one", "versions": {"torch": "2"}, "rehearsal": False}
     for part in ("trace", "models"):
         record = records.Record(tmp_path, part, settings, ["fits", "both"], 60.0)
@@ -148,7 +148,7 @@ TRACE = [
 
 
 def test_idle_times_are_those_of_blocks(helper: Helper) -> None:
-    gaps = helper("_gpu_gaps")
+    gaps = helper("_gpu_trace")
     kernels = gaps.kernels_of(TRACE)
     assert [(one.block, one.is_backward) for one in kernels] == [
         ("block 0", False), ("", False), ("block 1", False), ("block 1", True), ("block 0", True),
@@ -164,7 +164,7 @@ def test_idle_times_are_those_of_blocks(helper: Helper) -> None:
 
 
 def test_the_hosts_own_operations_stand_for_kernels(helper: Helper) -> None:
-    gaps = helper("_gpu_gaps")
+    gaps = helper("_gpu_trace")
     found = gaps.kernels_of(TRACE, host_as_device=True)
     assert [(one.start, one.block) for one in found] == [
         (1, "block 0"), (11, "block 1"), (19.5, ""), (20, "block 1"), (26, "block 0"),

@@ -1,6 +1,5 @@
 """The largest models: who is tried, timed and compared with what, with jobs that are made up."""
 
-import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -21,16 +20,16 @@ MIB_OF_A_LAYER = {"ddp": 20, "fsdp2": 8, "lowtide-0": 19, "lowtide-3": 10}
 @pytest.fixture
 def largest(script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose jobs take memory as `MIB_OF_A_LAYER` says and 10 ms a layer."""
-    loaded, jobs, started = script("largest"), helper("_largest_job"), helper("_ranks")
+    loaded, harness = script("largest"), helper("_harness")
 
     def run(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
         if contender.name not in MIB_OF_A_LAYER:
-            raise started.JobError("rank 0 ended with status 1: ValueError: no")
+            raise harness.JobError("rank 0 ended with status 1: ValueError: no")
         peak_bytes = (10 + MIB_OF_A_LAYER[contender.name] * work.num_layers) * MIB
         if peak_bytes > 2 * work.budget_bytes:
-            raise started.OverBudget("rank 0 needs more memory than it may take")
+            raise harness.OverBudget("rank 0 needs more memory than it may take")
         measured = peak_bytes if allocator else None
-        return jobs.BudgetResult([5.0, 4.0], [0.01 * work.num_layers] * work.steps, measured, 1.0)
+        return harness.Result([5.0, 4.0], [0.01 * work.num_layers] * work.steps, measured)
 
     monkeypatch.setattr(loaded, "run_budget_job", run)
     return loaded
@@ -41,9 +40,9 @@ def run(largest: ModuleType, arguments: str, contenders: list[str]) -> tuple[Any
     given = ["--device", "cpu", "--budget-mib", "200", *arguments.split(), "--contenders", *contenders]
     said = io.StringIO()
     console = Console(file=said, width=200)
-    runner = largest.Runner(largest.parse_arguments(given), console)
-    runner.run()
-    return runner.found, said.getvalue()
+    search = largest.Search(largest.parse_arguments(given), console)
+    search.run()
+    return search.found, said.getvalue()
 
 
 def layers_of(found: Any) -> list[int | None]:
@@ -74,7 +73,7 @@ def test_a_contender_that_fails_is_left_out_and_told(largest: ModuleType, tmp_pa
     reason = "4 layers: rank 0 ended with status 1: ValueError: no"
     assert [row.failure for row in found.rows] == [None, reason, None] and reason in said
     assert layers_of(found) == [9, None, 19] and found.rows[1].own is None
-    read = json.loads(json.dumps(found.as_dict()))["contenders"]
+    read = json.loads(json.dumps(found.as_dict({})))["contenders"]
     assert read[1]["failure"] == reason and read[1]["largest"] is None
     assert read[2]["ratio_to_peer"] == found.ratio(found.rows[2])
     assert {one["num_layers"]: one["fits"] for one in read[0]["tries"]} == {4: True, 8: True, 16: False} | {
@@ -89,7 +88,7 @@ def test_a_budget_that_is_too_small_for_one_layer_is_told(largest: ModuleType) -
     assert layers_of(found) == [None, 1, 1] and found.peer.contender.name == "fsdp2"
     said = io.StringIO()
     console = Console(file=said, width=200)
-    console.print(largest.make_table(found))
+    console.print(largest.table(found))
     assert "none fits" in said.getvalue() and "x FSDP2" in said.getvalue()
 
 
@@ -101,39 +100,28 @@ def test_a_budget_that_is_too_small_for_one_layer_is_told(largest: ModuleType) -
     ],
 )
 def test_losses_of_a_model_that_is_not_trained_fail(helper: Helper, losses: list[float], expected: str) -> None:
-    check = helper("_largest_job").check_losses
+    check = helper("largest").check_losses
     check([5.5, 5.5, 5.4])
-    with pytest.raises(helper("_ranks").JobError, match=f"^{expected}$"):
+    with pytest.raises(helper("_harness").JobError, match=f"^{expected}$"):
         check(losses)
-
-
-def test_ranks_are_as_slow_as_the_slowest_and_as_large_as_the_largest(helper: Helper) -> None:
-    jobs = helper("_largest_job")
-    ranks = [
-        {"losses": [2.0, 4.0], "seconds": [9.0, 1.0], "peak_bytes": 3},
-        {"losses": [4.0, 5.0], "seconds": [8.0, 2.0], "peak_bytes": 5},
-    ]
-    assert jobs._gathered(ranks, 1, 7.5) == jobs.BudgetResult([3.0, 4.5], [2.0], 5, 7.5)
-    timed = [one | {"peak_bytes": None} for one in ranks]
-    assert dataclasses.asdict(jobs._gathered(timed, 0, 7.5))["peak_bytes"] is None
 
 
 def test_the_longest_sequence_is_searched_for_each_contender(
     largest: ModuleType, helper: Helper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest, jobs, started = helper("_longest"), helper("_largest_job"), helper("_ranks")
+    harness = helper("_harness")
     kib_of_a_token = {"lowtide-3": 200, "lowtide-3-long": 20}
 
     def run_job(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
         peak_bytes = kib_of_a_token[contender.name] * work.sequence_length << 10
         if peak_bytes > 2 * work.budget_bytes:
-            raise started.OverBudget("rank 0 needs more memory than it may take")
-        return jobs.BudgetResult([5.0, 4.0], [0.01, 0.01], peak_bytes, 1.0)
+            raise harness.OverBudget("rank 0 needs more memory than it may take")
+        return harness.Result([5.0, 4.0], [0.01, 0.01], peak_bytes)
 
-    monkeypatch.setattr(longest, "run_budget_job", run_job)
+    monkeypatch.setattr(largest, "run_budget_job", run_job)
     given = ["--device", "cpu", "--budget-mib", "200", "--sequence", "--contenders", *kib_of_a_token]
     said = io.StringIO()
-    found = longest.search(largest.parse_arguments(given), Console(file=said, width=200))
+    found = largest.search_longest(largest.parse_arguments(given), Console(file=said, width=200))
     assert found == {"lowtide-3": 1024, "lowtide-3-long": 10240}
     assert "lowtide stage 3  2,048 tokens: peak 400 MiB, does not fit (0 s)" in said.getvalue()
     assert largest.parse_arguments(given[:-3]).contenders[0].name == "lowtide-3"

@@ -18,7 +18,7 @@ def search(
         tried.append(layers)
         return layers <= truth
 
-    return helper("_largest_search").most_layers(fits, start, most, resolution), tried
+    return helper("largest").most_layers(fits, start, most, resolution), tried
 
 
 def test_layers_are_doubled_and_then_bisected(helper: Helper) -> None:
@@ -49,4 +49,4 @@ def test_a_failure_ends_the_search(helper: Helper) -> None:
         raise RuntimeError(f"{layers} layers")
 
     with pytest.raises(RuntimeError, match="2 layers"):
-        helper("_largest_search").most_layers(fits, 2, 8, 0.05)
+        helper("largest").most_layers(fits, 2, 8, 0.05)

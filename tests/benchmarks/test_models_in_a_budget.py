@@ -36,7 +36,7 @@ def test_a_model_without_values_gets_those_of_the_constructor(helper: Helper) ->
 
 
 def test_every_new_peak_is_told_once(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = helper("_memory")
+    memory = helper("_worker")
     samples = iter([5, 0, 7, 7, 9])
     monkeypatch.setattr(memory, "rank_bytes", lambda ranks, above: next(samples))
     told: list[int] = []
@@ -47,20 +47,20 @@ def test_every_new_peak_is_told_once(helper: Helper, monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_leaves_as_soon_as_it_is_over_its_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, memory = helper("_largest_worker"), helper("_memory")
+    largest, worker = helper("largest"), helper("_worker")
     left: list[int] = []
-    monkeypatch.setattr(worker, "_leave", left.append)
+    monkeypatch.setattr(worker, "leave", left.append)
     samples = iter([120, 151])
-    monkeypatch.setattr(memory, "rank_bytes", lambda ranks, above: next(samples))
-    sampler = worker._sampler(2, 150)
+    monkeypatch.setattr(worker, "rank_bytes", lambda ranks, above: next(samples))
+    sampler = largest._sampler(2, 150)
     sampler.sample()
     assert left == []
     sampler.sample()
-    assert left == [memory.OVER_BUDGET_STATUS]
+    assert left == [worker.OVER_BUDGET_STATUS]
 
 
 def test_a_gpu_without_memory_is_told_from_other_errors(helper: Helper) -> None:
-    is_out_of_memory = helper("_largest_worker").is_out_of_memory
+    is_out_of_memory = helper("largest").is_out_of_memory
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(wrapped)
@@ -68,7 +68,7 @@ def test_a_gpu_without_memory_is_told_from_other_errors(helper: Helper) -> None:
 
 
 def test_a_rank_takes_no_more_of_its_device_than_the_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = helper("_largest_worker")
+    worker = helper("largest")
     chosen: list[float] = []
     monkeypatch.setenv("LOCAL_RANK", "3")
     device = helper("_device")

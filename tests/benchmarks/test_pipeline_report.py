@@ -1,11 +1,14 @@
 """A comparison of pipelines: makespans and bubbles of what was done when, ratios, and losses that differ."""
 
+import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 Helper = Callable[[str], ModuleType]
 
@@ -22,59 +25,56 @@ def slower(timeline: list[Any], by: float) -> list[Any]:
 
 
 @pytest.fixture
-def result(helper: Helper) -> Callable[..., Any]:
-    """What a job gave whose steps took these seconds."""
-    told = {"makespan": 5.0, "bubble": 0.25}
+def row(helper: Helper) -> Callable[..., Any]:
+    harness, pipeline = helper("_harness"), helper("pipeline")
 
-    def make(seconds: list[float], losses: list[float] | None = None, **more: Any) -> Any:
-        given = {"timelines": [], "predicted": told, "predicted_as_timed": told, "peak_bytes": 0} | more
-        return helper("_pipeline_job").PipelineResult(
-            losses=losses or [5.0, 4.0], seconds=seconds, baseline_bytes=0, wall_seconds=1.0, **given
-        )
-
-    return make
-
-
-@pytest.fixture
-def row(helper: Helper, result: Callable[..., Any]) -> Callable[..., Any]:
     def make(name: str, ranks: int, rounds: dict[int, list[float]], losses: list[float] | None = None) -> Any:
-        timed = {number: result(seconds, losses) for number, seconds in rounds.items()}
-        contender = helper("_pipeline_contenders").CONTENDERS[name]
-        return helper("_pipeline_report").PipelineRow(contender, ranks, timed)
+        timed = {number: harness.Result(losses or [5.0, 4.0], seconds) for number, seconds in rounds.items()}
+        return harness.Row(pipeline.CONTENDERS[name], ranks, timed)
 
     return make
 
 
 def test_a_makespan_is_from_the_first_start_to_the_last_end(helper: Helper) -> None:
-    assert helper("_pipeline_job").makespan(TIMELINE) == 6.0
+    assert helper("pipeline").makespan(TIMELINE) == 6.0
 
 
 def test_a_bubble_is_the_share_of_all_ranks_time_without_an_action(helper: Helper) -> None:
-    bubble = helper("_pipeline_job").bubble
+    bubble = helper("pipeline").bubble
     assert bubble(TIMELINE) == 0.5
     assert bubble([[("F", 0, 0, 0.0, 2.0)]]) == 0.0
 
 
-def test_the_step_that_is_shown_has_the_median_makespan(result: Callable[..., Any]) -> None:
+def test_the_step_that_is_shown_has_the_median_makespan(helper: Helper) -> None:
     timelines = [slower(TIMELINE, by) for by in (3.0, 1.0, 4.0, 2.0)]
-    found = result([4.0, 1.0, 9.0], timelines=timelines)
-    assert found.timeline == timelines[3] and found.step_seconds == 4.0
+    job = helper("_harness").Result([], [], more={"timelines": timelines})
+    assert helper("pipeline").timeline_of(job) == timelines[3]
 
 
 def test_a_step_is_from_the_last_rank_at_its_start_to_the_last_at_its_end(helper: Helper) -> None:
-    job = helper("_pipeline_job")
-    work = job.PipelineWork("tiny", 2, 8, 1, 1, 1, 2, None, 300.0)
     first = {"losses": [None, None, None], "timelines": [], "seconds": [9.0, 1.0, 1.0], "started": [0.0, 10.0, 20.0]}
     last = {"losses": [3.0, 2.0, 1.0], "timelines": [], "seconds": [9.0, 2.0, 0.5], "started": [0.0, 10.5, 20.0]}
-    memory = {"peak_bytes": 5, "baseline_bytes": 1}
-    found = job._gathered([first | memory, last | memory | {"peak_bytes": 7}], work, 3.0)
+    found = helper("pipeline").result_of([first | {"peak_bytes": 5}, last | {"peak_bytes": 7}], 1)
     assert found.seconds == [2.0, 1.0] and found.losses == [3.0, 2.0, 1.0] and found.peak_bytes == 7
+
+
+def test_what_was_done_when_is_shown_and_drawn(helper: Helper, row: Callable[..., Any], tmp_path: Path) -> None:
+    ours, peer = row("1f1b", 2, {0: [6.0]}), row("torch-1f1b", 2, {0: [7.0]})
+    told = {"makespan": 5.0, "bubble": 0.25}
+    ours.timed[0].more = {"timelines": [TIMELINE], "predicted": told, "predicted_as_timed": told}
+    helper("pipeline").write_timelines([ours, peer], "a machine", tmp_path / "found.png")
+    assert (tmp_path / "found.png").stat().st_size > 0
+    said = Console(width=200, record=True, file=io.StringIO())
+    said.print(helper("pipeline").sleep_table([ours, peer], "a machine"))
+    assert [word for word in said.export_text().split() if word in ("5000", "6000", "1.200", "50.0%", "7000")] == [
+        *("5000", "6000", "1.200", "50.0%", "7000", "6000"),
+    ]
 
 
 def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row: Callable[..., Any]) -> None:
     ours, other = row("1f1b", 2, {0: [1.0], 1: [3.0, 1.0, 2.0]}), row("torch-1f1b", 4, {0: [9.0], 1: [9.0]})
     torch_row = row("torch-1f1b", 2, {1: [4.0], 2: [8.0]})
-    peer_of = helper("_pipeline_report").peer_of
+    peer_of = helper("pipeline").peer_of
     assert peer_of([other, torch_row, ours], ours) is torch_row and peer_of([other, ours], ours) is None
     assert ours.ratios(torch_row) == [0.5] and ours.ratios(None) == []
     assert ours.step_seconds == 1.5 and row("1f1b", 2, {}).step_seconds is None
@@ -84,7 +84,7 @@ def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row
 def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any], loss: float, difference: str) -> None:
     ours, other = row("zb-v", 2, {0: [1.0]}, [5.0, loss]), row("zb-v", 4, {0: [1.0]}, [5.0, 4.001])
     rows = [ours, row("torch-zb-v", 2, {0: [1.0]}), other]
-    helper("_pipeline_report").judge_losses(rows, 1e-4)
+    helper("_report").judge_losses(rows, lambda one: helper("pipeline").reference_of(rows, one), 1e-4)
     assert ours.failure == (
         f"losses differ: expected at most 0.0001 (relative) from torch-zb-v on 2 ranks, found {difference}"
     )
@@ -102,8 +102,8 @@ def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any], loss: 
 def test_every_block_is_in_one_stage_and_every_stage_on_one_rank(
     helper: Helper, name: str, ranks: int, blocks: int, stages: list[list[int]], counts: list[int]
 ) -> None:
-    contender = helper("_pipeline_contenders").CONTENDERS[name]
-    assert [contender.stages_of_rank(rank, ranks) for rank in range(ranks)] == stages
-    assert contender.blocks_of_stages(ranks, blocks) == counts
-    held = [block for stage in range(len(counts)) for block in contender.blocks_of_stage(stage, ranks, blocks)]
+    placement = helper("pipeline").placement_of(helper("pipeline").CONTENDERS[name])
+    assert [placement.stages_of_rank(rank, ranks) for rank in range(ranks)] == stages
+    assert placement.blocks_of_stages(ranks, blocks) == counts
+    held = [block for stage in range(len(counts)) for block in placement.blocks_of_stage(stage, ranks, blocks)]
     assert held == list(range(blocks))

@@ -14,15 +14,15 @@ Helper = Callable[[str], ModuleType]
 
 
 def test_fewer_bits_are_fewer_bytes_on_the_cable(
-    script: Helper, helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one rank on each host."""
-    if why := helper("_namespaces").fault():
-        pytest.skip(why)
     record, image = tmp_path / "wire.json", tmp_path / "wire.png"
     names = ["plain", "zero++4", "onebit", "power_sgd"]
     options = ["--size", "tiny", "--warmup", "3", "--steps", "1", "--rounds", "1", "--speeds", "1 Gbit/s"]
     wire = script("wire")
+    if why := wire.fault():
+        pytest.skip(why)
     monkeypatch.setattr(wire, "RANKS_OF_HOST", 1)
     wire.main(["--contenders", *names, *options, "--json", str(record), "--image", str(image)])
     rows = {row["contender"]: row for row in json.loads(record.read_text())["rows"]}
@@ -30,10 +30,11 @@ def test_fewer_bits_are_fewer_bytes_on_the_cable(
     assert all(0 < rows[name]["megabytes"] < 0.35 * rows["plain"]["megabytes"] for name in names[1:])
 
 
-def test_every_contender_has_a_config_that_loads(helper: Helper) -> None:
-    for contender in helper("_wire_contenders").CONTENDERS.values():
+def test_every_contender_has_a_config_that_loads(script: Helper) -> None:
+    for contender in script("wire").CONTENDERS.values():
         if contender.kind == "lowtide":
-            Config.load({"optimizer": {"type": "adamw"}, "bf16": {"enabled": True}, **contender.options}).resolve(4)
+            options = {"zero_optimization": contender.options["zero"], **contender.options["more"]}
+            Config.load({"optimizer": {"type": "adamw"}, "bf16": {"enabled": True}, **options}).resolve(4)
 
 
 def test_rates_are_compared_round_by_round(script: Helper) -> None:
@@ -50,9 +51,7 @@ def test_rates_are_compared_round_by_round(script: Helper) -> None:
     )
 
 
-def test_a_machine_without_namespaces_is_told_so(
-    script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_namespaces_is_told_so(script: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
     wire = script("wire")
     monkeypatch.setattr(wire, "fault", lambda: "network namespaces need root")
     with pytest.raises(SystemExit, match="expected a machine on which two hosts can be made, found none: network"):

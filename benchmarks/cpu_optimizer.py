@@ -21,7 +21,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _harness import check_counts, settings_of
+from _report import make_table
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from lowtide.kernels.cpu_build import load_library
@@ -97,9 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter of an environment that has DeepSpeed")
     add("--json", type=Path, metavar="FILE", help="write every raw number")
     options = parser.parse_args(arguments)
-    for name in ("numel", "threads", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    check_counts(parser, options, ["numel", "threads", "rounds"])
     if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
         parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
     asked = options.contenders or list(LABELS)
@@ -254,18 +252,16 @@ def ratios(row: Row, other: Row) -> tuple[float, float]:
     return statistics.median(by_round), min(row.seconds) / min(other.seconds)
 
 
-def make_table(rows: list[Row], numel: int) -> Table:
+def table(rows: list[Row], numel: int) -> Any:
     """What was found. "of copy": share of the copy bandwidth; the last columns: time over DeepSpeed's."""
     copies = [row.bandwidth for row in rows if row.name.startswith("copy")]
     deepspeed = next((row for row in rows if row.name == "deepspeed"), None)
-    table = Table()
-    table.add_column("step", no_wrap=True)
-    for title in ("median ms", "least ms", "bytes", "GB/s", "of copy", "DeepSpeed", "least"):
-        table.add_column(title, justify="right", no_wrap=True)
+    headings = ["step", "median ms", "least ms", "bytes", "GB/s", "of copy", "DeepSpeed", "least"]
+    found = make_table("", headings, [])
     for row in rows:
         compared = deepspeed is not None and not row.name.startswith("copy")
         by_round, of_least = ratios(row, deepspeed) if compared and deepspeed is not None else (0.0, 0.0)
-        table.add_row(
+        found.add_row(
             LABELS[row.name],
             f"{row.median * 1e3:.1f}",
             f"{min(row.seconds) * 1e3:.1f}",
@@ -275,7 +271,7 @@ def make_table(rows: list[Row], numel: int) -> Table:
             f"{by_round:.2f}" if compared else "",
             f"{of_least:.2f}" if compared else "",
         )
-    return table
+    return found
 
 
 def main() -> None:
@@ -300,12 +296,11 @@ def main() -> None:
         f"{options.rule}, {options.numel:,} elements, {options.threads} threads, {options.gradient} gradient, "
         f"{options.out} parameters, {options.rounds} rounds"
     )
-    console.print(make_table(rows, options.numel))
+    console.print(table(rows, options.numel))
     if options.json:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-        machine = {"processor": platform.processor(), "torch": torch.__version__, "python": sys.version.split()[0]}
+        settings = settings_of(options, "cpu_optimizer") | {"processor": platform.processor()}
         found = {row.name: {"moved_bytes": row.moved_bytes, "seconds": row.seconds} for row in rows}
-        options.json.write_text(json.dumps({"settings": settings, "machine": machine, "rows": found}, indent=1))
+        options.json.write_text(json.dumps({"settings": settings, "rows": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from _harness import check_counts
+from _report import make_table, shown
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -238,9 +239,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--profile", choices=CONTENDERS, metavar="NAME", help="show the functions that one spends its time in, and end")
     add("--json", type=Path, metavar="FILE", help="write all numbers there")
     options = parser.parse_args(arguments)
-    for name in ("ranks", "rounds", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    check_counts(parser, options, ["ranks", "rounds", "steps"])
     if not 0 < options.depths[0] < options.depths[1]:
         parser.error(f"--depths: expected two numbers of blocks, the larger one last, found {options.depths}")
     return options
@@ -318,13 +317,12 @@ def summary(times: Times, depths: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    table = Table("contender", title=title)
-    for column in ("ms a block", "processor", "own", "ms a step", "processor", "own", "own block / FSDP2's"):
-        table.add_column(column, justify="right")
+    headings = ["contender", "ms a block", "processor", "own", "ms a step", "processor", "own", "own block / FSDP2's"]
+    lines = []
     for row in rows:
         contender, *numbers = (row[key] for key in _COLUMNS)
-        table.add_row(contender, *("" if number is None else f"{number:.2f}" for number in numbers))
-    Console(width=110).print(table)
+        lines.append([contender, *("" if number is None else shown(number, ".2f") for number in numbers)])
+    Console(width=110).print(make_table(title, headings, lines))
 
 
 _COLUMNS = (

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -35,16 +34,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from _harness import MIB, check_counts, settings_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, Resident, Transfer, Window
 
-MIB = 1 << 20
 _NUM_BUFFERS = 3
 _BESIDE_SECONDS = 3
 _DEFAULTS = AioOptions()
@@ -229,9 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--folder", type=Path, default=Path.cwd(), help="on the disk to measure (default: the working directory)")
     add("--json", type=Path, metavar="FILE", help="write every raw number")
     options = parser.parse_args(arguments)
-    for name in ["size", "unit", "block", "io_threads", "work_threads", "rounds"]:
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1, found {getattr(options, name)}")
+    check_counts(parser, options, ["size", "unit", "block", "io_threads", "work_threads", "rounds"])
     if options.size < options.unit * (_NUM_BUFFERS + 1):
         parser.error(
             f"--size: expected more than {_NUM_BUFFERS} pieces of --unit, found {options.size} of {options.unit}"
@@ -267,12 +263,8 @@ def _in_percent(values: Sequence[float]) -> list[str]:
 
 def write_json(path: Path, rounds: Rounds, disk: Disk) -> None:
     """Every raw number, with what it was measured on."""
-    settings: dict[str, Any] = {
-        key: str(value) if isinstance(value, Path) else value for key, value in vars(disk.options).items()
-    }
-    machine = {"system": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__}
     found = {"nbytes": disk.nbytes, "direct": disk.store.is_direct, "seconds": rounds.seconds}
-    path.write_text(json.dumps({"settings": settings, **machine, **found}, indent=2) + "\n")
+    path.write_text(json.dumps({"settings": settings_of(disk.options, "offload_io"), **found}, indent=2) + "\n")
 
 
 def main() -> int:

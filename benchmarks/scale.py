@@ -35,6 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from _harness import check_counts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -230,12 +231,10 @@ def show(costs: Sequence[Cost], pipes: Sequence[Pipe], console: Console) -> None
 
 def draw(costs: Sequence[Cost], path: Path) -> None:
     """Work of a step and of `initialize`, beside those of the smallest world."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3))
+    figure = Figure(figsize=(6, 3))
+    axes = figure.subplots()
     worlds = [one.ranks for one in costs]
     for name, label in (("step_work", "a step"), ("initialize_work", "initialize")):
         axes.plot(worlds, [getattr(one, name) / getattr(costs[0], name) for one in costs], "o-", label=label)
@@ -263,12 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 where the host of the largest world has more than 1.2 times the work of the smallest."""
     reader = parser()
     given = reader.parse_args(arguments)
-    for name in ("blocks", "rounds"):
-        if getattr(given, name) < 1:
-            reader.error(f"--{name}: expected at least 1, found {getattr(given, name)}")
-    for name, least in (("ranks", 2), ("stages", 1)):
-        if (smallest := min(getattr(given, name))) < least:
-            reader.error(f"--{name}: expected at least {least}, found {smallest}")
+    check_counts(reader, given, ["blocks", "rounds", "stages"])
+    check_counts(reader, given, ["ranks"], least=2)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     costs = costs_by_world(sorted(given.ranks), given.zero, given.blocks, given.rounds)

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from _harness import check_counts
+from _report import make_table
 from rich.console import Console
-from rich.table import Table
 
 from lowtide.engine.blueprint import Blueprint
 from lowtide.engine.config.config import Config
@@ -193,8 +194,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         if not math.isfinite(getattr(options, name)) or getattr(options, name) < low:
             flag = name.replace("_", "-")
             parser.error(f"--{flag}: expected at least {low}, found {getattr(options, name):g}")
-    if min(options.tokens) < 1:
-        parser.error(f"--tokens: expected at least 1, found {min(options.tokens)}")
+    check_counts(parser, options, ["tokens"])
     return options
 
 
@@ -222,18 +222,17 @@ def main() -> None:
             if tokens == options.tokens[0]:
                 drawn[name] = timeline
     title = f"Simulated, not measured: {options.shape} on {options.ranks} ranks, {options.tflops:g} TFLOP/s"
-    Console().print(_table(f"{title}, {options.gbytes:g} GB/s", rows))
+    Console(width=130).print(_table(f"{title}, {options.gbytes:g} GB/s", rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
     if options.png:
         _draw(drawn, f"{title}, {options.tokens[0]} tokens", options.png)
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _table(title: str, rows: Sequence[Row]) -> Any:
     causes = list(dict.fromkeys(cause for row in rows for cause in row.exposed))
-    table = Table(title=title)
-    for heading in ("contender", "tokens", "step, ms", "exposed", *(f"{cause}, ms" for cause in causes)):
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    headings = ["contender", "tokens", "step, ms", "exposed", *(f"{cause}, ms" for cause in causes)]
+    table = make_table(title, headings, [])
     for row in rows:
         cells = [f"{row.exposed.get(cause, 0.0) * _MS:.1f}" for cause in causes]
         step, share = f"{row.step_seconds * _MS:.1f}", f"{100 * row.exposed_share:.1f} %"
@@ -243,14 +242,12 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
 
 def _draw(timelines: dict[str, Timeline], title: str, path: Path) -> None:
     """Two lines a contender: computing above, collectives below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     colours = {"compute": "tab:blue", "gather": "tab:orange", "reduce": "tab:red"}
-    figure, panels = pyplot.subplots(len(timelines), 1, figsize=(12, 1.6 * len(timelines)), sharex=True, squeeze=False)
+    figure = Figure(figsize=(12, 1.6 * len(timelines)), layout="constrained")
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)
     for axes, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
         for kind, colour in colours.items():
             spans = [(s.start * _MS, (s.end - s.start) * _MS) for s in timeline.spans if s.kind == kind]
@@ -263,7 +260,6 @@ def _draw(timelines: dict[str, Timeline], title: str, path: Path) -> None:
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     figure.legend(handles, colours, loc="upper right", ncols=len(colours))
     figure.suptitle(title, x=0.01, ha="left")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 

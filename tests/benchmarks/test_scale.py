@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 
 
 def status_of(arguments: list[str]) -> int:
+    sys.path.insert(0, str(SCRIPT.parent))
     status: int = runpy.run_path(str(SCRIPT))["main"](arguments)
     return status
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.engine.model_call import ModelCall
-from lowtide.engine.same_batch import SameBatch
+from lowtide.engine.step.model_call import ModelCall
+from lowtide.engine.step.same_batch import SameBatch
 
 NUM_RANKS, ROWS, STEPS = 2, 2, 3
 DATA, SPLITS = "data", ("tensor", "sequence", "expert")

@@ -171,8 +171,8 @@ def _ranges_of(block: nn.Module, name: str) -> list[Any]:
 
 def add_memory(record: Record, stage: int, size: str, config: dict[str, Any], engine: Any) -> None:
     """What is reserved beside what is allocated, and beside what the blueprint says."""
-    from lowtide.engine.blueprint import Blueprint
-    from lowtide.engine.footprint import Moment, bytes_of
+    from lowtide.engine.blueprint.blueprint import Blueprint
+    from lowtide.engine.blueprint.footprint import Moment, bytes_of
 
     kind = _device.type_of_device()
     with torch.device("meta"):

@@ -30,8 +30,8 @@ from _harness import JobError, check_counts, environment_of, run_ranks
 from _model import GPTSize
 from predicted import Case, estimate_of
 
-from lowtide.engine.measuring.process import EXACT, name_of
-from lowtide.engine.planning.measured import Measured, default_path
+from lowtide.engine.plan.measured import Measured, default_path
+from lowtide.engine.plan.measuring.process import EXACT, name_of
 
 MARGIN = 0.03
 _PAGE_TABLES = 1 / 512  # of what is mapped: 8 bytes for each page of 4 KiB

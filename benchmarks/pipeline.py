@@ -277,7 +277,7 @@ class PipelineTrainer:
 def build_lowtide(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
     """Gives lowtide as a user's script has it. rows: of a microbatch."""
     import lowtide
-    from lowtide.engine.pipeline import Pipeline
+    from lowtide.engine.step.pipeline import Pipeline
 
     placement = placement_of(contender)
     config = {

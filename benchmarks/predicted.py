@@ -32,15 +32,15 @@ from _report import make_table
 from torch import Tensor
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.measuring.measure import num_cores
-from lowtide.engine.planning.choice import Choice
-from lowtide.engine.planning.estimate import Estimate
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.measured import Measured, default_path
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.planner import Planner
+from lowtide.engine.plan.choice import Choice
+from lowtide.engine.plan.estimate import Estimate
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.measured import Measured, default_path
+from lowtide.engine.plan.measuring.measure import num_cores
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.planner import Planner
 
 MODELS = {
     "wide": GPTSize(num_layers=2, width=768, num_heads=12, sequence_length=128),

@@ -1,9 +1,9 @@
 """Simulates a step on GPUs: which collectives run beside the computing, from the order in which they are called.
 
-Nothing is measured here. The order is the planner's (`engine/planning/step_order.py`), and that is the engine's own.
+Nothing is measured here. The order is the planner's (`engine/plan/step_order.py`), and that is the engine's own.
 FSDP2's is written down from its code, with the units of torchtitan's Llama: the embedding, each block, norm and head
 together, these not resharded after forward. The machine is a model of one: computing at a given speed, and one queue of
-collectives (`engine/planning/timeline.py`).
+collectives (`engine/plan/timeline.py`).
 
 Example:
 
@@ -24,13 +24,13 @@ from _harness import check_counts
 from _report import make_table
 from rich.console import Console
 
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.exchange import Exchange
-from lowtide.engine.planning.llama import Shape, build
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.step_order import StepOrder
-from lowtide.engine.planning.timeline import Span, Timeline
+from lowtide.engine.plan.exchange import Exchange
+from lowtide.engine.plan.llama import Shape, build
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.step_order import StepOrder
+from lowtide.engine.plan.timeline import Span, Timeline
 
 _MS = 1e3
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from ..engine.measuring.measure import MeasuringError, measure
-from ..engine.planning.measured import VARIABLE, Measured, default_path
+from ..engine.plan.measured import VARIABLE, Measured, default_path
+from ..engine.plan.measuring.measure import MeasuringError, measure
 from ..kernels.cpu_build import BuildError, find_compiler
 from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.dispatch import has_triton

@@ -18,14 +18,14 @@ from torch import nn
 
 from ..engine.config.config import Config
 from ..engine.config.read import read
-from ..engine.deferred import DeferredModel
-from ..engine.memory import predict
-from ..engine.planning.calibration import calibrated
-from ..engine.planning.llama import Shape, batch, build, runs_of
-from ..engine.planning.machine import Machine
-from ..engine.planning.measured import Measured, default_path, device_key
-from ..engine.planning.plan import Plan, made_batch, plan, plan_with
-from ..engine.planning.uncollected import uncollected
+from ..engine.model.deferred import DeferredModel
+from ..engine.plan.calibration import calibrated
+from ..engine.plan.llama import Shape, batch, build, runs_of
+from ..engine.plan.machine import Machine
+from ..engine.plan.measured import Measured, default_path, device_key
+from ..engine.plan.plan import Plan, made_batch, plan, plan_with
+from ..engine.plan.uncollected import uncollected
+from ..engine.report.memory import predict
 from .arguments import Parser
 from .planned import draw, show
 

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..engine.config.config import Config
 from ..engine.config.errors import shown
-from ..engine.planning.choice import KEYS, Choice, value_at
-from ..engine.planning.plan import Alternative, Plan
+from ..engine.plan.choice import KEYS, Choice, value_at
+from ..engine.plan.plan import Alternative, Plan
 from .pictures import picture
 
 _LINKS = {

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..engine.memory_report import MemoryReport, reports_in
+from ..engine.report.memory_report import MemoryReport, reports_in
 from .arguments import Parser
 from .pictures import picture
 from .run_page import page_of

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..engine.memory_report import MemoryReport, reports_in
-from ..engine.monitor_writers import RUN
-from ..engine.step_profile import profiles_in
+from ..engine.report.memory_report import MemoryReport, reports_in
+from ..engine.report.monitor_writers import RUN
+from ..engine.report.step_profile import profiles_in
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 520, 180, 64, 22
 _COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b83280", "#718096")

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from ..engine.memory_report import reports_in
+from ..engine.report.memory_report import reports_in
 from ..engine.trial import VARIABLE, Request
 from ..watch.parent import end_with_parent
 

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
-from ..engine.planning.calibration import MeasuredStep, fit
-from ..engine.planning.measured import Factors, Measured, default_path
+from ..engine.plan.calibration import MeasuredStep, fit
+from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import Request
 from . import launch
 from .arguments import Parser

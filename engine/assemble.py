@@ -39,34 +39,34 @@ from ..zero.shard_rest import ShardRest
 from ..zero.unit import Unit
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues
-from .axes import EXPERT, PIPE, TENSOR
-from .blueprint import Blueprint, Timing
+from .blueprint.axes import EXPERT, PIPE, TENSOR
+from .blueprint.blueprint import Blueprint, Timing
+from .blueprint.footprint import shared_bytes
+from .blueprint.offload import Home, activation_store, host_update, offloaded_states, shard_rest
+from .blueprint.places import shares_of
 from .config.config import Config
-from .driver import Driver
 from .engine import Engine
-from .footprint import shared_bytes
-from .given_model import LossFn, Values, note_divided
-from .join import Join
-from .late_groups import LateGroups
-from .later_model import move
-from .learning_rates import LearningRates, scheduler_for
-from .lr_schedule import betas_at, learning_rate_at
-from .memory_report import meta_run_of
-from .microbatch_turns import MicrobatchTurns
-from .model_call import ModelCall
-from .offload import Home, activation_store, host_update, offloaded_states, shard_rest
+from .model.given_model import LossFn, Values, note_divided
+from .model.later_model import move
+from .model.prepared_model import PreparedModel
+from .model.recomputed import checkpoint_activations
+from .model.sequences import Sequences
 from .parts import Parts
-from .pipeline import Pipeline
-from .places import shares_of
-from .prepared_model import PreparedModel
-from .recomputed import checkpoint_activations
-from .sequences import Sequences
-from .steps import Steps
+from .report.memory_report import meta_run_of
+from .step.driver import Driver
+from .step.join import Join
+from .step.late_groups import LateGroups
+from .step.learning_rates import LearningRates, scheduler_for
+from .step.lr_schedule import betas_at, learning_rate_at
+from .step.microbatch_turns import MicrobatchTurns
+from .step.model_call import ModelCall
+from .step.pipeline import Pipeline
+from .step.steps import Steps
+from .step.whole_model import WholeModel
 from .trial import Trial
-from .whole_model import WholeModel
 
 if TYPE_CHECKING:
-    from .planning.meta_run import MetaRun
+    from .plan.meta_run import MetaRun
 
 
 def assemble(

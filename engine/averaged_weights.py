@@ -9,8 +9,8 @@ from ..comm import BODY, Activity
 from ..zero.averages import Averages
 from ..zero.optimizer import ShardedOptimizer
 from .archive.archive import Archive
-from .steps import Access, Steps
-from .turn import Turn, in_turn
+from .step.steps import Access, Steps
+from .step.turn import Turn, in_turn
 
 
 class AveragedWeights:

@@ -26,17 +26,17 @@ from ..zero.optimizer import BY_HAND
 from ..zero.sequence import StateError
 from .archive.agreement import no_rank_alone
 from .assemble import assemble
-from .batch import call, loss_of
-from .blueprint import Blueprint
+from .blueprint.blueprint import Blueprint
+from .blueprint.optimizer_plan import OptimizerChoice
+from .blueprint.pipeline_plan import agreed_split
 from .config.config import Config
 from .config.elastic import first_world_size
 from .engine import Engine
-from .given_model import LossFn, Model, check_optimizers_agree
-from .later_model import LaterModel
-from .optimizer_plan import OptimizerChoice
-from .pipeline_plan import agreed_split
-from .prepared_model import PreparedModel
-from .tiling import check_units
+from .model.given_model import LossFn, Model, check_optimizers_agree
+from .model.later_model import LaterModel
+from .model.prepared_model import PreparedModel
+from .model.tiling import check_units
+from .step.batch import call, loss_of
 from .trial import Trial
 
 
@@ -116,7 +116,7 @@ def _planned(
         trial.plan(config, described, world, loss_fn, sample_batch)
     if not config.planned_keys:
         return config
-    from .planning.agreed import planned_config  # [Note: what few trainings use]
+    from .plan.agreed import planned_config  # [Note: what few trainings use]
 
     return planned_config(config, described, world, loss_fn, sample_batch)
 

@@ -17,29 +17,29 @@ from ..comm import BODY, Activity, Progress
 from ..model.compiled import refuse_to_be_traced
 from ..watch.log import logger
 from ..zero.sequence import StateError
-from . import clip_calls
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
 from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
-from .given_model import refuse_copy
-from .join import Call
-from .late_groups import ADDING
-from .lent import PARAMETERS
 from .lent_states import LentStates
 from .loop_calls import LoopCalls
-from .memory import ModelStateBytes
-from .memory_report import MemoryReport
+from .model.given_model import refuse_copy
 from .observers import Observers
 from .parameter_access import ParameterAccess
 from .parts import Parts
-from .preemption import Preemption
-from .step_gradients import StepGradients
-from .step_profile import StepProfile
-from .step_result import StepResult
-from .steps import NO_BACKWARD, Access
-from .training_state import TrainingState
-from .turn import Turn, in_turn
+from .report.memory import ModelStateBytes
+from .report.memory_report import MemoryReport
+from .report.step_profile import StepProfile
+from .step import clip_calls
+from .step.join import Call
+from .step.late_groups import ADDING
+from .step.lent import PARAMETERS
+from .step.preemption import Preemption
+from .step.step_gradients import StepGradients
+from .step.step_result import StepResult
+from .step.steps import NO_BACKWARD, Access
+from .step.training_state import TrainingState
+from .step.turn import Turn, in_turn
 
 
 class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFacade):

@@ -9,10 +9,10 @@ from torch import Tensor
 from ..comm import Activity
 from ..offload import LentMemory, host_is_pinned
 from ..zero.optimizer import ShardedOptimizer
-from .driver import Driver
-from .lent import KINDS, PARAMETERS
-from .steps import Access, Steps
-from .turn import Turn, in_turn
+from .step.driver import Driver
+from .step.lent import KINDS, PARAMETERS
+from .step.steps import Access, Steps
+from .step.turn import Turn, in_turn
 
 
 class LentStates:

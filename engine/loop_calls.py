@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..comm import Mesh
 from ..model.compiled import refuse_to_be_traced
-from .axes import EXPERT, SEQUENCE
+from .blueprint.axes import EXPERT, SEQUENCE
 from .config.config import Config
-from .driver import Driver
-from .join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call
-from .step_gradients import StepGradients
-from .step_result import StepResult
-from .steps import Steps
-from .turn import Turn, in_turn
+from .step.driver import Driver
+from .step.join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call
+from .step.step_gradients import StepGradients
+from .step.step_result import StepResult
+from .step.steps import Steps
+from .step.turn import Turn, in_turn
 
 
 class LoopCalls:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ..watch.log import logger
-from .memory import ModelStateBytes, measure
-from .memory_report import MemoryReports
-from .monitors import Monitors, tokens_of
 from .parts import Parts
-from .step_log import StepLog, UnusedParts
-from .step_profile import StepProfile, Workload
-from .step_result import StepResult
+from .report.memory import ModelStateBytes, measure
+from .report.memory_report import MemoryReports
+from .report.monitors import Monitors, tokens_of
+from .report.step_log import StepLog, UnusedParts
+from .report.step_profile import StepProfile, Workload
+from .step.step_result import StepResult
 from .trial import Trial
 
 

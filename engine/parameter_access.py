@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..comm import Activity
 from .archive.archive import Archive
-from .step_gradients import StepGradients
-from .steps import Access, Steps
-from .turn import Turn, in_turn
+from .step.step_gradients import StepGradients
+from .step.steps import Access, Steps
+from .step.turn import Turn, in_turn
 
 
 class ParameterAccess:

@@ -11,17 +11,17 @@ from torch import nn
 from ..comm import Mesh
 from ..model.ledger import Ledger
 from ..zero.optimizer import ShardedOptimizer
-from .blueprint import Blueprint
+from .blueprint.blueprint import Blueprint
 from .config.config import Config
-from .driver import Driver
-from .late_groups import LateGroups
-from .learning_rates import LearningRates
-from .model_flops import ModelFlops
-from .steps import Steps
+from .model.model_flops import ModelFlops
+from .step.driver import Driver
+from .step.late_groups import LateGroups
+from .step.learning_rates import LearningRates
+from .step.steps import Steps
 from .trial import Trial
 
 if TYPE_CHECKING:
-    from .planning.meta_run import MetaRun
+    from .plan.meta_run import MetaRun
 
 
 @dataclass(frozen=True)

@@ -32,17 +32,17 @@ from torch.utils._pytree import tree_leaves
 
 from ..comm import World
 from ..watch.log import logger
-from .batch import loss_of
-from .batch_shape import described, made, of_whole
 from .config.config import Config
 from .config.fill import filled
 from .config.read import read
 from .config.translate import BATCH_KEYS
-from .deferred import DeferredModel
+from .model.deferred import DeferredModel
+from .step.batch import loss_of
+from .step.batch_shape import described, made, of_whole
 
 if TYPE_CHECKING:
-    from .planning.machine import Machine
-    from .planning.plan import Plan
+    from .plan.machine import Machine
+    from .plan.plan import Plan
 
 VARIABLE = "LOWTIDE_TRIAL"
 _WRITERS = ("tensorboard", "wandb", "csv_monitor", "profile", "flops_profiler", "comms_logger")
@@ -158,8 +158,8 @@ class Trial:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         sample_batch: Any,
     ) -> dict[str, Any]:
-        from .planning.agreed import machine_here  # [Note: what few trainings use] in `build.py`
-        from .planning.plan import made_batch, plan_on
+        from .plan.agreed import machine_here  # [Note: what few trainings use] in `build.py`
+        from .plan.plan import made_batch, plan_on
 
         machine, key = machine_here(world, num_hosts)
         batch = made(self.request.batch) if self.request.batch is not None else sample_batch
@@ -179,7 +179,7 @@ class Trial:
         return Config.load({**self._trained, "train_batch_size": resolved.train_batch_size})
 
     def _described(self, found: Plan, config: Config) -> dict[str, Any]:
-        from .planning.choice import Choice
+        from .plan.choice import Choice
 
         kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}
         best = [
@@ -276,7 +276,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 def _plain(source: Any) -> dict[str, Any]:
     """The script's own config as a file would have it."""
-    from .planning.choice import without_defaults
+    from .plan.choice import without_defaults
 
     return without_defaults(source.as_dict()) if isinstance(source, Config) else dict(read(source)[0])
 

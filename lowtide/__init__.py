@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .engine.config.config import Config
     from .engine.config.errors import ConfigError
     from .engine.engine import Engine
-    from .engine.errors import NonFiniteGradientError
-    from .engine.planning.machine import Machine
-    from .engine.planning.plan import Plan, plan
-    from .engine.step_result import StepResult
+    from .engine.plan.machine import Machine
+    from .engine.plan.plan import Plan, plan
+    from .engine.step.errors import NonFiniteGradientError
+    from .engine.step.step_result import StepResult
     from .offload.errors import OffloadError
     from .zero.loss_scale import LossScaleError
     from .zero.released import ReleasedParameterError
@@ -49,15 +49,15 @@ _HOME = {
     "ConfigError": ".engine.config.errors",
     "Engine": ".engine.engine",
     "LossScaleError": ".zero.loss_scale",
-    "Machine": ".engine.planning.machine",
+    "Machine": ".engine.plan.machine",
     "NoCheckpointError": ".checkpoint.errors",
-    "NonFiniteGradientError": ".engine.errors",
+    "NonFiniteGradientError": ".engine.step.errors",
     "OffloadError": ".offload.errors",
-    "Plan": ".engine.planning.plan",
+    "Plan": ".engine.plan.plan",
     "ReleasedParameterError": ".zero.released",
-    "StepResult": ".engine.step_result",
+    "StepResult": ".engine.step.step_result",
     "initialize": ".engine.build",
-    "plan": ".engine.planning.plan",
+    "plan": ".engine.plan.plan",
 }
 
 # Set by `lowtide launch`, which wants to see where a rank hangs: from here on, and not from `initialize` on.

@@ -11,8 +11,12 @@ import pytest
 CHECKOUT = Path(__file__).parents[1]
 
 LAUNCH = {f"launch/{room}" for room in ("hosts", "allocation", "checks", "wire", "agent", "transports", "job")}
-ENGINE = {"engine", "engine/archive", "engine/config"}
+ENGINE = {
+    "engine",
+    *(f"engine/{room}" for room in ("archive", "blueprint", "config", "model", "step", "plan", "report")),
+}
 PIPE = {"pipe", "pipe/schedules", "pipe/split"}
+BELOW_PLANS = {*PIPE - {"pipe"}, "zero", "parallel", "comm", "kernels", "model", "offload", "optimizers", "watch"}
 
 # A room is a package. A module belongs to the innermost one of its name that stands here.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -23,20 +27,44 @@ MAY_IMPORT: dict[str, set[str]] = {
     "huggingface": {"lowtide", *ENGINE, "checkpoint", "comm", "model"},
     "lightning": {"lowtide", *ENGINE, "checkpoint", "watch"},  # it reads its checkpoints without an engine too
     "ray": {"lowtide", *ENGINE},
-    "bin": {*ENGINE, *PIPE, *LAUNCH, "configs", "checkpoint", "kernels", "offload", "watch"},
-    "engine": {
-        "engine/archive",
-        "engine/config",
+    "bin": {*ENGINE, "engine/plan/measuring", *PIPE, *LAUNCH, "configs", "checkpoint", "kernels", "offload", "watch"},
+    "engine": {*ENGINE, "zero", "parallel", "comm", "kernels", "model", "checkpoint", "offload", "watch"},
+    "engine/report": {*ENGINE - {"engine", "engine/report"}, "zero", "comm", "offload", "watch"},
+    "engine/plan/measuring": {"engine", "engine/plan", "engine/blueprint", "engine/config", *BELOW_PLANS},
+    "engine/plan": {*(f"engine/{room}" for room in ("step", "model", "blueprint", "config")), *BELOW_PLANS},
+    "engine/step": {
+        *(f"engine/{room}" for room in ("model", "blueprint", "archive", "config")),
+        *PIPE,
         "zero",
         "parallel",
-        *PIPE,
         "comm",
         "kernels",
         "model",
-        "checkpoint",
+        "offload",
+        "watch",
+    },
+    "engine/model": {
+        "engine/blueprint",
+        "engine/config",
+        "zero",
+        "parallel",
+        "pipe/split",
+        "comm",
+        "kernels",
+        "model",
+        "watch",
+    },
+    "engine/blueprint": {
+        "engine/archive",
+        "engine/config",
+        "pipe/schedules",
+        "pipe/split",
+        "zero",
+        "parallel",
+        "comm",
+        "kernels",
         "offload",
         "optimizers",
-        "watch",
     },
     "engine/archive": {"engine/config", "zero", "comm", "checkpoint", "offload", "optimizers", "watch"},
     "engine/config": {"pipe/schedules", "configs", "optimizers"},

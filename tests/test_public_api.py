@@ -99,7 +99,7 @@ config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw", "p
 config |= {"zero_optimization": {"stage": 3}, "steps_per_print": 0}
 with lowtide.initialize(lambda: torch.nn.Linear(8, 1), config, loss_fn=lambda output, batch: output.sum()) as engine:
     engine.train_step((torch.ones(2, 8),))
-from lowtide.engine.deferred import DeferredModel
+from lowtide.engine.model.deferred import DeferredModel
 from tests.engine.drawn_twice import DRAWS, DrawnTwice
 for draw in DRAWS:
     list(DeferredModel(lambda: DrawnTwice(draw)).values())
@@ -107,7 +107,7 @@ import lowtide.kernels
 for name in lowtide.kernels.__all__:
     getattr(lowtide.kernels, name)
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "sympy", "triton", "rich")
-heavy += ("lowtide.engine.planning", "lowtide.engine.measuring", "lowtide.kernels.triton", "lowtide.bin")
+heavy += ("lowtide.engine.plan", "lowtide.engine.plan.measuring", "lowtide.kernels.triton", "lowtide.bin")
 print([name for name in heavy if name in sys.modules])
 """
     lines = in_fresh_python(code).splitlines()

@@ -2,7 +2,7 @@
 
 The gradients are reduced and divided over the ranks then, and `param.grad` would be None. torch's functions take that
 for "nothing to do", and would do nothing without a word. So there is a gradient that has no values, and says where they
-are when anybody asks for them. It may be cleared, and is none from then on. `engine/clip_calls.py` knows it too.
+are when anybody asks for them. It may be cleared, and is none from then on. `engine/step/clip_calls.py` knows it too.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..engine import backward_starts
-from ..engine.backward_starts import Root
 from ..engine.engine import Engine
-from ..engine.gradient_scale import hook_output
-from ..engine.unasked import check_loss
+from ..engine.step import backward_starts
+from ..engine.step.backward_starts import Root
+from ..engine.step.gradient_scale import hook_output
+from ..engine.step.unasked import check_loss
 from . import comm
 from .accelerator import get_accelerator
 from .boundary import Boundary

@@ -1,7 +1,7 @@
 """What scripts import as `deepspeed.runtime.lr_schedules`: the schedulers of the config, as objects over an optimizer.
 
-The formulas are those of `engine/lr_schedule.py`. Iterations count from 0; before the first `step()` there is none,
-which the update at that time takes for iteration 0: [Note: DeepSpeed's first step] there.
+The formulas are those of `engine/step/lr_schedule.py`. Iterations count from 0; before the first `step()` there is
+none, which the update at that time takes for iteration 0: [Note: DeepSpeed's first step] there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..engine.config.config import Config
 from ..engine.config.scheduler import SCHEDULER_PARAMS
-from ..engine.lr_schedule import betas_at, learning_rate_at
+from ..engine.step.lr_schedule import betas_at, learning_rate_at
 
 
 class Scheduler:

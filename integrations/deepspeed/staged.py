@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..engine.given_model import values_of
-from ..engine.later_model import LaterModel, move
-from ..engine.plain_tensors import Found, plain_tensors
+from ..engine.model.given_model import values_of
+from ..engine.model.later_model import LaterModel, move
+from ..engine.model.plain_tensors import Found, plain_tensors
 from .init import join_world
 from .layers import PipelineModule
 

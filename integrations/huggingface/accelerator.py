@@ -14,8 +14,8 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
 from ..engine.build import initialize
-from ..engine.deferred import DeferredModel
 from ..engine.engine import Engine
+from ..engine.model.deferred import DeferredModel
 from ..model.blocks import find_blocks
 from .data_ranks import DataCalls, DataRank
 from .engine_config import EngineConfig, Said, Source

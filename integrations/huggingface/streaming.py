@@ -2,7 +2,7 @@
 
 [Note: how weights stream]
 In the callable that is given to `lowtide.initialize` a model is built on the meta device, and what is done to its
-tensors is recorded, to be done again one parameter at a time (`engine/deferred.py`). So it is enough that what
+tensors is recorded, to be done again one parameter at a time (`engine/model/deferred.py`). So it is enough that what
 `from_pretrained` reads is a tensor on the meta device as well, into which the bytes of a mapped file are copied: that
 copy is recorded, and so is all that transformers makes of it, such as the experts that it puts into one tensor. What a
 rank has of a file is its mapping; of that it touches the pages of its own shards, and what is converted or cast is in
@@ -91,7 +91,7 @@ class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `engine/deferred.py`
+        return False  # as in `engine/model/deferred.py`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

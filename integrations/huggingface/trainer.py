@@ -18,8 +18,8 @@ from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
-from ..engine.deferred import DeferredModel
 from ..engine.engine import Engine
+from ..engine.model.deferred import DeferredModel
 from .accelerator import Accelerator
 from .engine_config import EngineConfig, Source
 from .engine_optimizer import EngineOptimizer, EngineSchedule

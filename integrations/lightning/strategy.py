@@ -12,9 +12,9 @@ from torch import nn
 from ..engine.build import initialize
 from ..engine.config.errors import ConfigError
 from ..engine.config.parallel import world_faults
-from ..engine.deferred import DeferredModel
 from ..engine.engine import Engine
-from ..engine.recording import Recording
+from ..engine.model.deferred import DeferredModel
+from ..engine.model.recording import Recording
 from . import checkpoints
 from .holder import engine_of, hold
 from .precision import EnginePrecision

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from lowtide.engine.measuring.measure import environment_of
-from lowtide.engine.measuring.process import name_of, process_bytes
-from lowtide.engine.planning.measured import Measured, Speeds
+from lowtide.engine.plan.measured import Measured, Speeds
+from lowtide.engine.plan.measuring.measure import environment_of
+from lowtide.engine.plan.measuring.process import name_of, process_bytes
 
 
 def test_where_no_cgroup_can_be_made_it_is_said(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from types import ModuleType
 
-from lowtide.engine.planning.machine import Machine
+from lowtide.engine.plan.machine import Machine
 
 
 def test_little_of_a_large_models_collectives_is_exposed(script: Callable[[str], ModuleType]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.footprint import Moment, bytes_of
+from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from tests import models
 from tests.engine.plain_weights import Adapted
 from tests.zero.training import ADAMW

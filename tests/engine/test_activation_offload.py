@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.engine.whole_model import WholeModel
+from lowtide.engine.step.whole_model import WholeModel
 from lowtide.offload import ActivationOffload
 from tests.models import TinyGPT, tiny_gpt, token_batch
 from tests.ranks import RankPool

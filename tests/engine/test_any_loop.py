@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.engine.steps import NO_BACKWARD, NO_GRADIENT
+from lowtide.engine.step.steps import NO_BACKWARD, NO_GRADIENT
 from lowtide.zero.sequence import StateError
 from tests.engine.loops import (
     LOOPS,

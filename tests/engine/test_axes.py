@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lowtide.comm import Arrangement, Mesh, World
-from lowtide.engine.axes import TENSOR, arrangement_of, domain_of
+from lowtide.engine.blueprint.axes import TENSOR, arrangement_of, domain_of
 from lowtide.engine.config.parallel import ParallelConfig, world_faults
 from lowtide.engine.config.sections import ZeroConfig
 from lowtide.zero.domain import Domain

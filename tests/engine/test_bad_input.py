@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.engine.batch import prepared
+from lowtide.engine.step.batch import prepared
 from tests.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets"]

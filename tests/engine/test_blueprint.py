@@ -18,10 +18,10 @@ import lowtide
 from lowtide.comm.shared_files import Gather, map_together
 from lowtide.comm.shared_memory import SharedMemoryRoute
 from lowtide.comm.sockets import SocketRoute
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import Moment, bytes_of, shared_bytes
+from lowtide.engine.blueprint.optimizer_plan import OptimizerChoice
 from lowtide.engine.config.config import Config
-from lowtide.engine.footprint import Moment, bytes_of, shared_bytes
-from lowtide.engine.optimizer_plan import OptimizerChoice
 from lowtide.zero.group import ShardedGroup
 from lowtide.zero.scheduled_units import ScheduledUnits
 from tests import models

@@ -6,10 +6,10 @@ import pytest
 
 from lowtide.bin.plan import main as plan_main
 from lowtide.comm import World
-from lowtide.engine.planning.agreed import machine_here
-from lowtide.engine.planning.calibration import MeasuredStep, calibrated, fit
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.measured import Factors, Measured, Speeds, curve, device_key
+from lowtide.engine.plan.agreed import machine_here
+from lowtide.engine.plan.calibration import MeasuredStep, calibrated, fit
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.measured import Factors, Measured, Speeds, curve, device_key
 
 
 def steps(computing: float, moving: float) -> list[MeasuredStep]:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.engine import fusing
+from lowtide.engine.blueprint.optimizer_plan import optimizer_backend
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.kernels import FUSION_NAMES, KERNEL_NAMES, BackendName, KernelsConfig
-from lowtide.engine.optimizer_plan import optimizer_backend
+from lowtide.engine.model import fusing
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fusions import FUSIONS
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.deferred import DeferredModel
-from lowtide.engine.plain_tensors import plain_tensors
+from lowtide.engine.model.deferred import DeferredModel
+from lowtide.engine.model.plain_tensors import plain_tensors
 from tests import models
 from tests.engine.drawn_twice import DRAWS, DrawnTwice, FilledInPart, RowZeroed, UsedBeforeFilled
 from tests.ranks import RankPool

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lowtide.engine.deferred import DeferredModel
+from lowtide.engine.model.deferred import DeferredModel
 from tests import models
 from tests.engine.drawn_twice import DRAWS, DrawnTwice
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine import given_model
+from lowtide.engine.model import given_model
 from tests.ranks import RankPool
 
 

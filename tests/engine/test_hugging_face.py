@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.deferred import DeferredModel
+from lowtide.engine.model.deferred import DeferredModel
 from tests.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"

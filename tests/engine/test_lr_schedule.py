@@ -10,7 +10,7 @@ import torch
 
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.scheduler import SchedulerConfig
-from lowtide.engine.lr_schedule import betas_at, learning_rate_at
+from lowtide.engine.step.lr_schedule import betas_at, learning_rate_at
 
 BASE = 0.1
 

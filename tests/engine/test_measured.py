@@ -10,12 +10,12 @@ import torch
 
 import lowtide
 from lowtide.bin.plan import main
-from lowtide.engine.measuring import operations
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve
-from lowtide.engine.planning.profile import Operation
-from lowtide.engine.planning.timeline import Timeline
-from lowtide.engine.planning.tracker import Tracker
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve
+from lowtide.engine.plan.measuring import operations
+from lowtide.engine.plan.profile import Operation
+from lowtide.engine.plan.timeline import Timeline
+from lowtide.engine.plan.tracker import Tracker
 from tests import models
 from tests.zero.training import ADAMW
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.memory import predict, table
+from lowtide.engine.report.memory import predict, table
 from lowtide.zero.reduced_gradient import ReducedGradient
 from tests.ranks import RankPool
 

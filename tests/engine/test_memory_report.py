@@ -12,7 +12,7 @@ import torch
 
 import lowtide
 from lowtide.bin.report import main
-from lowtide.engine.memory_report import MemoryReport, reports_in
+from lowtide.engine.report.memory_report import MemoryReport, reports_in
 from tests import models
 from tests.engine.test_planned_peak import ROWS, TOLERANCE, batch_of, config_of, gpt
 from tests.ranks import RankPool

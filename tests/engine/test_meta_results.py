@@ -9,9 +9,9 @@ from torch.nn import functional
 from torch.utils import flop_counter
 
 import lowtide
-from lowtide.engine.planning import tracker
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.profile import Profile
+from lowtide.engine.plan import tracker
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.profile import Profile
 from lowtide.zero.plan import Dtypes
 from lowtide.zero.units import plan_units
 from tests import models

@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 import lowtide.deepspeed as deepspeed
-from lowtide.engine.given_model import take
+from lowtide.engine.model.given_model import take
 from lowtide.model.ledger import Ledger
 from lowtide.zero.sequence import StateError
 from tests import models

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.blueprint.optimizer_plan import OptimizerPlan
 from lowtide.engine.config.config import Config
-from lowtide.engine.optimizer_plan import OptimizerPlan
 from tests import models
 from tests.ranks import RankPool
 

@@ -16,12 +16,12 @@ import lowtide
 from lowtide.bin import planned
 from lowtide.bin.plan import main
 from lowtide.engine.config.planned import PLANNED, PLANNED_BESIDE
-from lowtide.engine.memory import predict
-from lowtide.engine.planning.choice import KEYS, Choice
-from lowtide.engine.planning.llama import Block, Shape, batch, build, runs_of
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.planner import Planner
+from lowtide.engine.plan.choice import KEYS, Choice
+from lowtide.engine.plan.llama import Block, Shape, batch, build, runs_of
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.planner import Planner
+from lowtide.engine.report.memory import predict
 from lowtide.zero.plan import Dtypes
 from lowtide.zero.units import plan_units
 from tests import models
@@ -182,7 +182,7 @@ def test_the_preset_chooses_everything_and_says_why(caplog: pytest.LogCaptureFix
 def test_the_log_is_there_before_the_planner_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("lowtide.engine.build.configure", lambda: said.append("log"))
-    monkeypatch.setattr("lowtide.engine.planning.agreed.plan_on", lambda *_: said.append("plan"))
+    monkeypatch.setattr("lowtide.engine.plan.agreed.plan_on", lambda *_: said.append("plan"))
     with pytest.raises(AttributeError):
         lowtide.initialize(models.tiny_gpt(), {"zero_optimization": {"stage": "auto"}, "optimizer": ADAMW})
     assert said == ["log", "plan"]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.engine.planning.choice import Choice
-from lowtide.engine.planning.llama import Shape, batch, build, runs_of
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.planner import Planner
-from lowtide.engine.planning.profile import Part
-from lowtide.engine.planning.splits import Splits
+from lowtide.engine.plan.choice import Choice
+from lowtide.engine.plan.llama import Shape, batch, build, runs_of
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.planner import Planner
+from lowtide.engine.plan.profile import Part
+from lowtide.engine.plan.splits import Splits
 from lowtide.zero.plan import Dtypes
 from lowtide.zero.units import plan_units
 from tests.models import Chain

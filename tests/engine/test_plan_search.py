@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.choice import Choice, Space
-from lowtide.engine.planning.llama import Shape, batch, build, runs_of
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.pipeline_bounds import least_held
-from lowtide.engine.planning.pipeline_run import Run, recurrence_of
-from lowtide.engine.planning.pipelined import memory_by_place
-from lowtide.engine.planning.planner import Planner
-from lowtide.engine.planning.search import Bound, Found, Result, search, search_all
-from lowtide.engine.planning.splits import Splits
-from lowtide.engine.planning.uncollected import uncollected
+from lowtide.engine.plan.choice import Choice, Space
+from lowtide.engine.plan.llama import Shape, batch, build, runs_of
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.pipeline_bounds import least_held
+from lowtide.engine.plan.pipeline_run import Run, recurrence_of
+from lowtide.engine.plan.pipelined import memory_by_place
+from lowtide.engine.plan.planner import Planner
+from lowtide.engine.plan.search import Bound, Found, Result, search, search_all
+from lowtide.engine.plan.splits import Splits
+from lowtide.engine.plan.uncollected import uncollected
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.recurrence import Recurrence
 from lowtide.pipe.schedules.registry import KINDS, make_schedule

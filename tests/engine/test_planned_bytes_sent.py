@@ -8,15 +8,15 @@ import torch
 import lowtide
 from lowtide.comm.peers import Peers
 from lowtide.comm.sockets import SocketRoute
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.estimate import Work, estimate
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.pipeline_run import Run, recurrence_of
-from lowtide.engine.planning.pipelined import PipelineParts
-from lowtide.engine.planning.splits import Splits
-from lowtide.engine.planning.stages import Stages
+from lowtide.engine.plan.estimate import Work, estimate
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.pipeline_run import Run, recurrence_of
+from lowtide.engine.plan.pipelined import PipelineParts
+from lowtide.engine.plan.splits import Splits
+from lowtide.engine.plan.stages import Stages
 from tests import models
 from tests.engine.test_blueprint import config_of, frozen_gpt, quantized_cases
 from tests.engine.test_planned_splits import ExpertGPT

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.estimate import Estimate, Work
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.pipeline_run import Run, recurrence_of
-from lowtide.engine.planning.pipelined import PipelineParts
-from lowtide.engine.planning.stages import Stages
+from lowtide.engine.plan.estimate import Estimate, Work
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.pipeline_run import Run, recurrence_of
+from lowtide.engine.plan.pipelined import PipelineParts
+from lowtide.engine.plan.stages import Stages
 from lowtide.pipe.messages import Messages
 from lowtide.pipe.schedules.action import Action, Op
 from lowtide.pipe.schedules.registry import make_schedule

@@ -11,14 +11,14 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import lowtide
-from lowtide.engine.axes import EXPERT
+from lowtide.engine.blueprint.axes import EXPERT
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.choice import Choice, Space
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.planner import Planner
-from lowtide.engine.planning.splits import Splits
-from lowtide.engine.tiling import tiles_of
+from lowtide.engine.model.tiling import tiles_of
+from lowtide.engine.plan.choice import Choice, Space
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.planner import Planner
+from lowtide.engine.plan.splits import Splits
 from tests.parallel.test_expert_lists import skipping
 
 LAYERS, WIDTH, INNER, EXPERTS, TOKENS, CHOICES = 2, 64, 96, 4, 32, 2

@@ -9,16 +9,16 @@ import torch
 
 import lowtide
 from lowtide.comm.sockets import SocketRoute
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.choice import Choice, Space
-from lowtide.engine.planning.estimate import Work
-from lowtide.engine.planning.layered import LayeredParts
-from lowtide.engine.planning.llama import Shape, batch, build, runs_of
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.planner import Planner
-from lowtide.engine.planning.stages import Stages
+from lowtide.engine.plan.choice import Choice, Space
+from lowtide.engine.plan.estimate import Work
+from lowtide.engine.plan.layered import LayeredParts
+from lowtide.engine.plan.llama import Shape, batch, build, runs_of
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.planner import Planner
+from lowtide.engine.plan.stages import Stages
 from tests.engine.test_planned_peak import (
     BF16,
     ROWS,

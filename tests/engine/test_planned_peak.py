@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.estimate import Activations, estimate, writes_gradients
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.profile import Part, Profile, Stretch
-from lowtide.engine.tiling import tiles_of
+from lowtide.engine.model.tiling import tiles_of
+from lowtide.engine.plan.estimate import Activations, estimate, writes_gradients
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.profile import Part, Profile, Stretch
 from lowtide.zero.policy import ZeroPolicy
 from tests import models
 from tests.engine.test_blueprint import staging_bytes

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import Footprint, Moment
 from lowtide.engine.config.config import Config
-from lowtide.engine.footprint import Footprint, Moment
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.pipelined import memory_by_place
-from lowtide.engine.planning.profile import Part, Profile
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.pipelined import memory_by_place
+from lowtide.engine.plan.profile import Part, Profile
 from tests import models
 from tests.engine.test_planned_peak import (
     BF16,

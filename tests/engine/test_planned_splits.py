@@ -9,17 +9,17 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.comm.shared_memory import SharedMemoryRoute
-from lowtide.engine.axes import EXPERT, SEQUENCE, TENSOR
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.axes import EXPERT, SEQUENCE, TENSOR
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import shared_bytes
 from lowtide.engine.config.config import Config
-from lowtide.engine.footprint import shared_bytes
-from lowtide.engine.planning.estimate import estimate, writes_gradients
-from lowtide.engine.planning.llama import Llama, Shape
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.pipelined import memory_by_place
-from lowtide.engine.planning.profile import Profile
-from lowtide.engine.planning.splits import Splits
+from lowtide.engine.plan.estimate import estimate, writes_gradients
+from lowtide.engine.plan.llama import Llama, Shape
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.pipelined import memory_by_place
+from lowtide.engine.plan.profile import Profile
+from lowtide.engine.plan.splits import Splits
 from tests.engine.test_blueprint import shared_memory_counted
 from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of, is_watched
 from tests.ranks import RankPool

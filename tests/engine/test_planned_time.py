@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lowtide.comm import Arrangement
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.planning.estimate import Estimate, Work, estimate
-from lowtide.engine.planning.layered import LayeredParts
-from lowtide.engine.planning.machine import Machine
-from lowtide.engine.planning.meta_run import MetaRun
-from lowtide.engine.planning.stages import Stages
-from lowtide.engine.planning.timeline import Timeline
+from lowtide.engine.plan.estimate import Estimate, Work, estimate
+from lowtide.engine.plan.layered import LayeredParts
+from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.stages import Stages
+from lowtide.engine.plan.timeline import Timeline
 from tests import models
 from tests.zero.training import ADAMW
 

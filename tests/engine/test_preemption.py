@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.engine.preemption import Preemption
+from lowtide.engine.step.preemption import Preemption
 from tests.engine.saving import STEPS_AFTER, engine_for, load_and_go_on, run_steps
 from tests.launch.jobs import Job
 from tests.models import mlp, vector_batch
@@ -92,7 +92,7 @@ def test_a_signal_to_the_launcher_ends_the_job_with_a_checkpoint(
 # What a module holds goes when Python has given its handlers up.
 LATE = """
 import os, signal, sys
-from lowtide.engine.preemption import Preemption
+from lowtide.engine.step.preemption import Preemption
 
 class Sends:
     def __del__(self, kill=os.kill, process=os.getpid(), write=os.write):
@@ -199,7 +199,7 @@ def test_another_thread_cannot_receive_signals() -> None:
 
 def test_a_process_without_other_handlers_is_ended_by_the_second_signal() -> None:
     code = (
-        "import signal, sys\nfrom lowtide.engine.preemption import Preemption\nPreemption().arm()\n"
+        "import signal, sys\nfrom lowtide.engine.step.preemption import Preemption\nPreemption().arm()\n"
         "signal.raise_signal(15)\nprint('one', flush=True)\nsignal.raise_signal(15)\nprint('two')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -138,8 +138,8 @@ def test_it_is_refused_where_ranks_share_a_sample(ranks: RankPool) -> None:
 
 
 def half_on_meta() -> list[Tensor]:
-    from lowtide.engine.deferred import DeferredModel
-    from lowtide.engine.recording import Recording
+    from lowtide.engine.model.deferred import DeferredModel
+    from lowtide.engine.model.recording import Recording
 
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 3))

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine import step_update
-from lowtide.engine.clipping import Clipping
-from lowtide.engine.step_sums import SummedStep
+from lowtide.engine.step import step_update
+from lowtide.engine.step.clipping import Clipping
+from lowtide.engine.step.step_sums import SummedStep
 from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs, to_limbs, value_of
 from tests import models
 from tests.ranks import RankPool

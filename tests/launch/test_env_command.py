@@ -14,7 +14,7 @@ import torch
 
 from lowtide.bin import env
 from lowtide.bin.main import main
-from lowtide.engine.measuring.measure import MeasuringError
+from lowtide.engine.plan.measuring.measure import MeasuringError
 from lowtide.kernels import cpu_build, cpu_optimizer
 from lowtide.launch.hosts.host import Device, HostReport
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.tiling import check_units
+from lowtide.engine.model.tiling import check_units
 from lowtide.offload import Portion
 from lowtide.parallel.experts import ExpertPlan
 from lowtide.parallel.sequence_data import SequenceError, check_model

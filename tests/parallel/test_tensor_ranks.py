@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from lowtide.engine.config.config import Config
-from lowtide.engine.footprint import Moment, bytes_of
 from tests.parallel import models_of_others as others
 from tests.ranks import RankError, RankPool
 from tests.zero.training import ADAMW, Case, train_all

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.engine.deferred import DeferredModel
+from lowtide.engine.model.deferred import DeferredModel
 from lowtide.model.ledger import Ledger
 from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages

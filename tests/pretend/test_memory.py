@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint, Timing
+from lowtide.engine.blueprint.blueprint import Blueprint, Timing
+from lowtide.engine.blueprint.footprint import Footprint, Moment, bytes_of
+from lowtide.engine.blueprint.offload import Home
 from lowtide.engine.config.config import Config
-from lowtide.engine.footprint import Footprint, Moment, bytes_of
-from lowtide.engine.offload import Home
 from lowtide.kernels import optimizer_step
 from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs, value_of
 from lowtide.offload import FileStore, HostPool, OldVersion

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lowtide.engine import offload as engine_offload
+from lowtide.engine.blueprint import offload as engine_offload
 from lowtide.offload import HostPool, HostStore, PagePool, Transfer
 from tests.zero.training import Case, Outcome, train
 

@@ -196,7 +196,7 @@ def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_memory_is_pinned_as_the_config_says(monkeypatch: pytest.MonkeyPatch, is_pinned: bool) -> None:
     pin = Mock()
-    monkeypatch.setattr("lowtide.engine.offload.host_is_pinned", lambda device: True)
+    monkeypatch.setattr("lowtide.engine.blueprint.offload.host_is_pinned", lambda device: True)
     monkeypatch.setattr("lowtide.offload.host_memory._has_driver", lambda: True)
     monkeypatch.setattr("lowtide.offload.host_memory._pin", pin)
     monkeypatch.setattr("lowtide.offload.host_memory._unpin", Mock())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.footprint import Moment, bytes_of
 from lowtide.zero.low_rank import LowRank, ThinLayout
 from tests.engine.saving import Trip, load_trips, save_trips
 from tests.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch

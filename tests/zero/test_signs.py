@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.comm import regions_of
-from lowtide.engine.blueprint import Blueprint
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import Moment, RankBytes, bytes_of
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.footprint import Moment, RankBytes, bytes_of
 from lowtide.kernels.sign_bits import packed_signs, unpacked_signs
 from lowtide.watch.log import logger
 from lowtide.zero.layout import FlatLayout, round_up

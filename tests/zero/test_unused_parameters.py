@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
-from lowtide.engine.step_sums import Uses
+from lowtide.engine.step.step_sums import Uses
 from lowtide.watch.log import logger
 from lowtide.zero.plan import Role
 from tests.ranks import RankPool

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.deferred import DeferredModel
+from lowtide.engine.model.deferred import DeferredModel
 from lowtide.huggingface import from_pretrained, streaming
 from tests.engine.adapted import base, with_peft
 from tests.engine.test_hugging_face import bert, gpt2, llama, mixtral

@@ -1,0 +1,507 @@
+"""Bytes of a blueprint: the only arithmetic of memory. What is assembled takes exactly this."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, partial
+
+import torch
+
+from ...comm import EXCHANGE_SLOTS, Arrangement, exchange_slot_bytes, regions_of
+from ...comm.shared_files import page_aligned
+from ...comm.shared_memory import counters_bytes
+from ...offload import FileStore
+from ...zero.domain import Domain
+from ...zero.host_update import MAX_LEAVING
+from ...zero.layout import round_up
+from ...zero.low_rank import ThinLayout
+from ...zero.matrix_trip import REPLICATED, SHARDED, owners_of
+from ...zero.offloaded_states import ChunkLayout
+from ...zero.plan import GroupPlan, ModelPlan, Role
+from ...zero.sign_mean import SignLayout
+from ...zero.state_kinds import MASTER, Kinds, kinds_of_block, scaled
+from .axes import SEQUENCE, TENSOR
+from .blueprint import Blueprint, Timing
+from .gathered import peak_gathered_bytes
+from .offload import Home
+
+_SLOTS_IN_TURN = 3  # of the sockets route
+
+
+class Moment(Enum):
+    """When bytes are counted, in a training that has made its first steps and uses every parameter."""
+
+    BETWEEN_STEPS = "between two steps"
+    ACCUMULATING = "between two microbatches of a step"  # layer by layer: of the first block, which comes last
+    REDUCED = "after the last microbatch, before the step: gradients are final, and only now updated after the norm"
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes that one rank takes, by kind. What ranks of a host share is divided by their number.
+
+    Not in it: activations, buffers of the model, what a kernel needs while it runs, host buffers through which bytes
+    only pass, and states of a caller's own optimizer, which are known after its first step.
+    """
+
+    parameters: int  # at rest, with the model
+    gradients: int  # wherever they are; of a model on an accelerator, those there
+    optimizer: int  # states, master weights and second versions of them, with the model
+    gathered: int  # the most that full parameters take at a time beside those at rest
+    staging: int  # of gradients on their way to other ranks, or to the host; over the native route of the latter alone
+    host: int  # what rests in host memory, where the model's is another one, and gradients that have left for it
+    file: int
+
+    @property
+    def model(self) -> int:
+        """The most in the memory of the model."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.staging
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Over how many ranks each kind of model state is divided; a share of 1 is the whole."""
+
+    parameters: int
+    gradients: int  # between microbatches
+    states: int
+
+    @classmethod
+    def of(cls, reduces_every_backward: bool, states: int, parameters: int) -> Shares:
+        """states, parameters: the ranks over which a domain divides them."""
+        return cls(parameters, states if reduces_every_backward else 1, states)
+
+
+def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCED) -> RankBytes:
+    """What `rank` takes at a moment."""
+    return Footprint(blueprint, rank).at(moment)
+
+
+def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = None) -> int:
+    """What the ranks of the host take of its shared memory; 0 over another route.
+
+    exchanged: axis -> bytes of the largest tensor that its ranks exchange in the middle of the model. None: what is
+    known without a batch, as the ranks take it before the first one.
+    """
+    if blueprint.route != "shared_memory":
+        return 0
+    arrangement, same_size = blueprint.arrangement, blueprint.ranks_of_place
+    lines = [*arrangement.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
+    sizes = [arrangement.size(names) for names in lines]
+    total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    largest = {name: known_exchange_bytes(blueprint) for name in arrangement.wide((SEQUENCE, TENSOR))}
+    for nbytes in {**largest, **(exchanged or {})}.values():
+        total += arrangement.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
+    common: Counter[int] = Counter()  # by ranks that have one copy, over all ranks of all places
+    for plan in blueprint.places:
+        total += same_size * _ring_bytes(plan, arrangement)
+        for group in plan.groups:
+            states_size, replicas_size = (arrangement.size(d) for d in (group.domain.states, group.domain.replicas))
+            if states_size > 1:
+                common[states_size] += same_size * page_aligned(group.full_bytes)
+            elif blueprint.shares_gradients and replicas_size > 1 and _is_summed(group):
+                common[replicas_size] += same_size * page_aligned(_sum_bytes(group))
+    return total + sum(nbytes // size for size, nbytes in common.items())
+
+
+def known_exchange_bytes(blueprint: Blueprint) -> int:
+    """Of the largest tensor that ranks exchange whatever the batch is: a parameter's gradient that is added up."""
+    if blueprint.tensor is None:
+        return 1
+    splits = blueprint.tensor.parameters
+    whole = [
+        math.prod(splits[id(param)].portions[0].whole) * group.dtype.itemsize
+        for plan in blueprint.places
+        for group in plan.trained
+        for _, param in group.params
+        if id(param) in splits and splits[id(param)].is_partial
+    ]
+    return max(whole, default=1)
+
+
+def _is_summed(group: GroupPlan) -> bool:
+    """Whether replicas may have one sum of its gradient."""
+    return group.role is not Role.FROZEN and not group.domain.tied
+
+
+class Footprint:
+    """The bytes of one rank, kind by kind."""
+
+    def __init__(self, blueprint: Blueprint, rank: int) -> None:
+        self._blueprint = blueprint
+        self._place = blueprint.place_of(rank)
+        self._plan: ModelPlan = blueprint.places[self._place]
+        self._rank = rank
+        self._sizes = cache(partial(_sizes, blueprint))
+        self._in_pipeline = blueprint.pipeline is not None
+        self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        optimizer = blueprint.optimizer
+
+        @cache
+        def kinds_of(dtype: torch.dtype, index: int) -> Kinds:
+            return kinds_of_block(dtype, optimizer.masters, partial(optimizer.new_states, options_index=index))
+
+        @cache
+        def of_chunk(dtype: torch.dtype, index: int, numel: int) -> int:
+            return ChunkLayout.of(scaled(kinds_of(dtype, index), numel)).nbytes
+
+        self._kinds_of, self._of_chunk = kinds_of, of_chunk
+        self._gradients: dict[Hashable, int] = {}
+        numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
+        self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
+
+    def at(self, moment: Moment, gathers: bool = True) -> RankBytes:
+        """gathers: False where nobody asks for what is gathered, which has to be found by running the units."""
+        blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
+        shards = [group.shard_bytes for group in plan.groups]
+        chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
+        left = [self._left(group, moment) for group in plan.trained]
+        left += [nbytes for group in plan.updated for nbytes in self._second_on_host(group, moment)]
+        return RankBytes(
+            parameters=sum(map(self._at_rest, plan.groups)),
+            gradients=sum(self.gradient(group, moment) + self._thin(group, moment) for group in plan.trained),
+            optimizer=sum(self._states(group, moment) for group in plan.updated),
+            gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
+            staging=self._staging() + self._leaving(),
+            host=_kept(shards, homes.parameters is Home.HOST)
+            + _kept(chunks, homes.states is Home.HOST)
+            + _kept(left, True),
+            file=_kept(shards, homes.parameters is Home.FILE)
+            + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
+        )
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether released parameters give memory back."""
+        if self._blueprint.homes.parameters is not Home.MODEL:
+            return True
+        is_divided = any(self._size(group.domain.parameters) > 1 for group in self._plan.groups)
+        return is_divided and self._blueprint.route != "shared_memory"
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return self._blueprint.arrangement.size(axes)
+
+    def _at_rest(self, group: GroupPlan) -> int:
+        if self._blueprint.homes.parameters is not Home.MODEL:
+            return 0
+        own = group.shard_bytes if group.sends_differences else 0  # beside what the others have of it
+        return group.full_bytes // self._sizes(group.domain).shares.parameters + own
+
+    def gathered(self, group: GroupPlan) -> int:
+        """What full parameters take beside those at rest, which lie among them where pages move."""
+        rest = group.full_bytes // self._sizes(group.domain).shares.parameters
+        is_rounded = group.weight_bits is not None and not group.sends_differences
+        is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
+        own = group.shard_bytes if group.sends_differences else 0
+        return group.full_bytes + rest * is_beside + own - self._at_rest(group)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def gradient(self, group: GroupPlan, moment: Moment) -> int:
+        """A shard of the sum, and before it what is added up over microbatches.
+
+        |               | stage 0, 1                              | stage 2, 3                             |
+        |---------------|-----------------------------------------|----------------------------------------|
+        | accumulating  | full gradients, and no shard            | the shard, unless it has left          |
+        | reduced       | the shard, or a part of the common one; | the shard                              |
+        |               | flat memory of full ones is kept        |                                        |
+        | between steps | as before the step, but for shards that are given back: all but those of a sum that is    |
+        |               | divided over ranks which share no memory                                                  |
+
+        Where flat memory would be as large as the shard, it is the shard: see `adds_up_in_shard`.
+
+        Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
+        """
+        is_early = moment is Moment.ACCUMULATING and not self._is_last_to_come(group)
+        return self._once(group, Moment.REDUCED if is_early else moment)
+
+    def added_up(self, group: GroupPlan) -> int:
+        """Of a group that is added up now, whichever that is."""
+        return self._once(group, Moment.ACCUMULATING)
+
+    def _once(self, group: GroupPlan, moment: Moment) -> int:
+        """As `_gradient`, for all groups that are alike: a search asks of hundreds of equal blocks."""
+        layout = group.layout
+        sizes = layout.shard_numel, layout.shard_count, layout.numel, self._resident.get(id(group), 1) == 0
+        key = moment, group.domain, group.dtype, group.accumulation_dtype, sizes
+        if key not in self._gradients:
+            self._gradients[key] = self._gradient(group, moment)
+        return self._gradients[key]
+
+    def passing(self, group: GroupPlan) -> int:
+        """Of a gradient that is used up in the backward, while its unit is computed: no moment has it."""
+        goes = self._is_on_accelerator and self._leaves(group)
+        return _sum_bytes(group) if self._blueprint.timing is Timing.IN_BACKWARD and not goes else 0
+
+    def _gradient(self, group: GroupPlan, moment: Moment) -> int:
+        blueprint, shard = self._blueprint, _sum_bytes(group)
+        shares_memory = blueprint.route == "shared_memory"
+        sizes = self._sizes(group.domain)
+        common, own = (shard // sizes.replicas, 0) if self._is_common(group) else (0, shard)
+        leaves = self._leaves(group)
+        in_shard = self.adds_up_in_shard(group)
+        if moment is Moment.ACCUMULATING and not (self.adds_in_place(group) or in_shard):
+            if not blueprint.reduces_every_backward:
+                return common + self._local(group)
+            waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
+            whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
+            return whole // sizes.shares.gradients if waits or not leaves else 0
+        if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
+            own = 0
+        is_sent = sizes.states > 1 and not shares_memory and not self._is_on_accelerator
+        is_given_back = leaves or blueprint.timing is Timing.DELAYED or not is_sent
+        if moment is Moment.BETWEEN_STEPS and is_given_back:
+            own = 0
+        has_local = self._accumulates and not blueprint.reduces_every_backward
+        is_kept = has_local and not in_shard and group.is_added_up_flat and not blueprint.is_layered
+        return common + own + (self._local(group) if is_kept else 0)
+
+    def _is_last_to_come(self, group: GroupPlan) -> bool:
+        """Whether its gradients are added up at the moment that counts: layer by layer those of others are reduced."""
+        pipeline = self._blueprint.pipeline
+        if pipeline is None or not pipeline.is_layered:
+            return True
+        first = set(pipeline.split.parameters[0])
+        return any(name in first for name, _ in group.params)
+
+    def _leaves(self, group: GroupPlan) -> bool:
+        """Whether it is updated on the host, with gradients that go there."""
+        return self._blueprint.homes.updates_on_host and not self._resident.get(id(group), 1)
+
+    @property
+    def _is_on_accelerator(self) -> bool:
+        return self._blueprint.device != "cpu"
+
+    def _left(self, group: GroupPlan, moment: Moment) -> int:
+        """Of a sum that an accelerator does not have any more."""
+        if not self._is_on_accelerator or not self._leaves(group) or moment is Moment.BETWEEN_STEPS:
+            return 0
+        is_full = moment is Moment.ACCUMULATING and not self._blueprint.reduces_every_backward
+        return 0 if is_full or self._blueprint.timing is Timing.IN_BACKWARD else _sum_bytes(group)
+
+    def _leaving(self) -> int:
+        """The largest shards on their way from an accelerator to the host, each with the copy that is waited for."""
+        shards = [_sum_bytes(group) for group in self._plan.trained if self._leaves(group)]
+        return sum(sorted(shards)[-MAX_LEAVING:]) if self._is_on_accelerator else 0
+
+    def _local(self, group: GroupPlan) -> int:
+        """Of full gradients: those of the parameters themselves, or flat where they are added up in another dtype."""
+        if not group.is_added_up_flat:
+            return group.layout.numel * group.dtype.itemsize
+        return group.layout.padded_numel * group.accumulation_dtype.itemsize
+
+    def adds_in_place(self, group: GroupPlan) -> bool:
+        """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
+        sizes = self._sizes(group.domain)
+        is_alone = sizes.states == sizes.replicas == 1
+        is_added = is_alone and not self._leaves(group) and not group.is_added_up_flat
+        return self._in_pipeline and not self._blueprint.is_layered and is_added
+
+    def adds_up_in_shard(self, group: GroupPlan) -> bool:
+        """Whether the shard is as large as flat memory for microbatches of another dtype, and stands for it."""
+        blueprint = self._blueprint
+        is_elsewhere = self._is_common(group) or self._leaves(group)
+        adds_up = blueprint.low_rank is None and not blueprint.is_layered and not is_elsewhere
+        return adds_up and self._sizes(group.domain).states == 1 and group.is_added_up_flat
+
+    def _is_common(self, group: GroupPlan) -> bool:
+        """Whether replicas have one sum of its gradient."""
+        blueprint, has_replicas = self._blueprint, self._sizes(group.domain).replicas > 1
+        is_shared = blueprint.shares_gradients and blueprint.route == "shared_memory"
+        return is_shared and has_replicas and not group.domain.tied
+
+    def _staging(self) -> int:
+        trained, route = self._plan.trained, self._blueprint.route
+        if route == "shared_memory":
+            return _ring_bytes(self._plan, self._blueprint.arrangement)
+        if route != "sockets":
+            return 0
+        # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
+        parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
+        for one in self._in_backward(trained):
+            numel, shard = one.layout.padded_numel, one.layout.shard_numel
+            sent = numel - shard if self._sends_others_alone(one) else numel
+            for number, (axes, bits) in enumerate(one.levels):  # what has few bits is received elsewhere
+                numel //= self._size(axes)
+                dtype = one.accumulation_dtype if number else one.reduce_dtype
+                parts.setdefault(axes, []).append((dtype, 0 if number else sent, numel if bits is None else 0))
+            replicas, bits = one.replicas
+            place = self._blueprint.arrangement.place(self._rank, replicas)
+            summed = _numel(regions_of(shard, self._size(replicas))[place])
+            if bits is None:
+                others = shard - summed if one.reduce_dtype == one.accumulation_dtype else shard
+                parts.setdefault(replicas, []).append((one.reduce_dtype, others, summed))
+            elif shard == one.layout.padded_numel:
+                parts.setdefault(replicas, []).append((one.reduce_dtype, shard, 0))
+        return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
+
+    def _in_backward(self, trained: Sequence[GroupPlan]) -> Iterable[GroupPlan]:
+        """In the order in which they are reduced: units from the last one, what is in none at the end."""
+        is_trained = {id(one) for one in trained}
+        units = list(reversed(self._plan.units))
+        units.sort(key=lambda one: one[0].is_rest)
+        pipeline = self._blueprint.pipeline
+        if pipeline is not None and pipeline.is_layered:
+            units = pipeline.in_layers(self._plan.units)
+        return (group for _, groups in units for group in groups if id(group) in is_trained)
+
+    def _slots(self, parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
+        """Of an exchange over sockets. Slots take turns: each comes to each group, unless turns end with a backward.
+
+        How stages of a pipeline take turns is known of three groups alone.
+        """
+        is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline or self._blueprint.is_layered
+        if is_known and len(parts) % _SLOTS_IN_TURN == 0:
+            return sum(_exchanged(parts[turn::_SLOTS_IN_TURN], num_ranks) for turn in range(_SLOTS_IN_TURN))
+        return _SLOTS_IN_TURN * _exchanged(parts, num_ranks)
+
+    def _sends_others_alone(self, group: GroupPlan) -> bool:
+        """Whether a slot has no room for a rank's own part: see `Move`. Beside earlier microbatches' sum it has."""
+        if len(group.levels) > 1 or group.levels[0][1] is not None:
+            return False
+        has_sum = self._accumulates and self._blueprint.reduces_every_backward
+        is_gone = self._leaves(group) and self._sizes(group.domain).replicas == 1
+        return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def _kinds(self, group: GroupPlan) -> Kinds:
+        """What is kept of a block of its elements."""
+        return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
+
+    def _states(self, group: GroupPlan, moment: Moment) -> int:
+        resident = scaled(self._kinds(group), self._resident[id(group)])
+        total = _bytes(resident) + self._factors(group) + self._beside_signs(group)
+        if self._blueprint.timing is Timing.DELAYED:
+            total += self._second(group)
+        if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
+            total += total + self._second(group) + sum(self._copied_chunks(group))
+        return total - sum(self._second_on_host(group, moment))
+
+    def copies(self, group: GroupPlan) -> int:
+        """What a speculative update adds to its states until the step ends."""
+        if self._blueprint.timing is not Timing.SPECULATIVE or group.role is not Role.UPDATED:
+            return 0
+        return self._states(group, Moment.REDUCED) - self._states(group, Moment.BETWEEN_STEPS)
+
+    def _factors(self, group: GroupPlan) -> int:
+        """Of the group's matrices, those that are this rank's: states that are not elementwise."""
+        blueprint = self._blueprint
+        if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
+            return 0
+        axes = SHARDED if self._sizes(group.domain).states > 1 else REPLICATED
+        owners = owners_of(group.layout, blueprint.arrangement.size(axes))
+        place = blueprint.arrangement.place(self._rank, axes)
+        own = (slot.shape for slot, owner in zip(group.layout.slots, owners, strict=True) if owner == place)
+        return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
+
+    def _beside_signs(self, group: GroupPlan) -> int:
+        """What a group remembers of what signs did not say."""
+        if not self._blueprint.optimizer.sends_signs:
+            return 0
+        dtype = torch.float32 if MASTER in self._kinds(group) else group.dtype
+        layout = SignLayout.of(group.layout, self._sizes(group.domain).replicas, dtype)
+        place = self._blueprint.arrangement.place(self._rank, group.domain.replicas)
+        return layout.error_numel(place) * dtype.itemsize
+
+    def _thin(self, group: GroupPlan, moment: Moment) -> int:
+        """What a group remembers of what thin matrices did not say: until a step counts, of two of them."""
+        low_rank, sizes = self._blueprint.low_rank, self._sizes(group.domain)
+        if low_rank is None or sizes.states == sizes.replicas == 1:
+            return 0
+        layout = ThinLayout.of(group.layout, low_rank)
+        itemsize = max(4, group.accumulation_dtype.itemsize)
+        tried = layout.num_thin + layout.num_second if moment is Moment.REDUCED else 0
+        return (layout.kept_numel(low_rank) + tried) * itemsize
+
+    def directions(self) -> tuple[int, int]:
+        """(model, host): the most that an update of whole parameters takes for a moment, which no moment has.
+
+        A direction of a shard, in float32 or wider, and as much again for matrices that a rank brings together.
+        """
+        optimizer, found = self._blueprint.optimizer, [0, 0]
+        for group in self._plan.updated if optimizer.looks_at_whole else ():
+            is_matrix = optimizer.is_matrix(group.params[0][1]) if group.params else False
+            if optimizer.rule_beside_matrices is not None and not is_matrix:
+                continue  # that updates it
+            nbytes = group.layout.shard_numel * max(4, group.dtype.itemsize) * (1 + is_matrix)
+            place = int(self._is_on_accelerator and self._leaves(group))
+            found[place] = max(found[place], nbytes)
+        return found[0], found[1]
+
+    def _second(self, group: GroupPlan) -> int:
+        """Of the parameters, but for those that are rounded from master weights in memory: these stand for it."""
+        has_master = MASTER in self._kinds(group)
+        resident = self._resident[id(group)] if has_master else 0
+        return (group.layout.shard_numel - resident) * group.dtype.itemsize
+
+    def _copied_chunks(self, group: GroupPlan) -> list[int]:
+        return self.chunks(group) if self._blueprint.homes.states is Home.HOST else []
+
+    def _second_on_host(self, group: GroupPlan, moment: Moment) -> list[int]:
+        """Of second versions, what the host has that updates them, while the model is on an accelerator: buffers."""
+        if not self._is_on_accelerator or not self._leaves(group):
+            return []
+        if self._blueprint.timing is Timing.DELAYED:
+            return [self._second(group)]
+        is_tried = self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED
+        return self._copied_chunks(group) if is_tried else []
+
+    def chunks(self, group: GroupPlan) -> list[int]:
+        """Bytes of what is not with the model."""
+        index = self._blueprint.optimizer.options_index(group)
+        parts = self._blueprint.homes.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
+        return [self._of_chunk(group.dtype, index, high - low) for low, high in parts]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How many ranks the axes of a domain have."""
+
+    states: int
+    replicas: int
+    shares: Shares
+
+
+def _sizes(blueprint: Blueprint, domain: Domain) -> _Sizes:
+    size = blueprint.arrangement.size
+    states = size(domain.states)
+    has_one_copy = blueprint.route == "shared_memory" and states > 1
+    parameters = states if has_one_copy else size(domain.parameters)
+    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.reduces_every_backward, states, parameters))
+
+
+def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:
+    """Of a rank's slots in shared memory."""
+    return sum(count * page_aligned(nbytes) for _, nbytes, count in plan.rings(arrangement))
+
+
+def _sum_bytes(group: GroupPlan) -> int:
+    """Of a rank's part of the summed gradient."""
+    return group.layout.shard_numel * group.accumulation_dtype.itemsize
+
+
+def _exchanged(parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
+    """A slot, and what comes from the others. parts: (dtype, elements of a slot, elements that this rank sums)."""
+    slot = max((dtype.itemsize * numel for dtype, numel, _ in parts), default=0)
+    received = max(((num_ranks - 1) * dtype.itemsize * own for dtype, _, own in parts), default=0)
+    return slot + received
+
+
+def _kept(sizes: Iterable[int], are_here: bool) -> int:
+    """As files and pools of host memory round them up."""
+    return sum(round_up(size, FileStore.alignment_bytes) for size in sizes) if are_here else 0
+
+
+def _bytes(kinds: Kinds) -> int:
+    return sum(dtype.itemsize * numel for dtype, numel in kinds.values())
+
+
+def _numel(region: slice) -> int:
+    return int(region.stop - region.start)

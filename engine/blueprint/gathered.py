@@ -1,0 +1,99 @@
+"""The most that full parameters take at a time: the units' own order of gathers, run on groups that only count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from ...comm import Mesh, Progress
+from ...pipe.schedules.action import Op
+from ...zero.group import Residence, ShardedGroup
+from ...zero.plan import GroupPlan
+from ...zero.scheduled_units import ScheduledUnits
+from ...zero.sequence import UnitSequence
+from ...zero.unit import Unit
+from .blueprint import Blueprint
+from .pipeline_plan import PipelinePlan
+
+
+def peak_gathered_bytes(blueprint: Blueprint, place: int, bytes_of: Callable[[GroupPlan], int]) -> int:
+    """Of a microbatch of training, or of a step of the pipeline. bytes_of: a group, beside what of it is at rest."""
+    tally = _Tally()
+    units = [
+        Unit(unit.name, unit.module, [_counted(tally, group, bytes_of(group)) for group in groups], [])
+        for unit, groups in blueprint.places[place].units
+    ]
+    if blueprint.pipeline is None:
+        _run_microbatch(UnitSequence(units, blueprint.prefetch_numel, Progress()))
+    else:
+        _run_schedule(blueprint.pipeline.at(blueprint.stage_place_of(place)), units)
+    return tally.most
+
+
+class _Tally:
+    """Bytes now, and the most there were."""
+
+    now = most = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+class _CountedGroup:
+    """A group whose memory is counted and not taken; see `ShardedGroup` for what the calls mean."""
+
+    frees_memory = True
+    keeper = None
+
+    def __init__(self, tally: _Tally, plan: GroupPlan, nbytes: int) -> None:
+        self.layout = plan.layout
+        self.residence = Residence.SHARDED
+        self._tally = tally
+        self._nbytes = nbytes
+
+    def start_gather(self) -> None:
+        if self.residence is Residence.SHARDED:
+            self._tally.add(self._nbytes)
+            self.residence = Residence.COMING
+
+    def gather(self) -> None:
+        self.start_gather()
+        self.residence = Residence.FULL
+
+    def release(self, holds_shard: bool = False) -> None:
+        if self.residence is not Residence.SHARDED:
+            self._tally.add(-self._nbytes)
+            self.residence = Residence.SHARDED
+
+
+def _counted(tally: _Tally, plan: GroupPlan, nbytes: int) -> ShardedGroup:
+    return cast(ShardedGroup, _CountedGroup(tally, plan, nbytes))
+
+
+@torch.enable_grad()
+def _run_microbatch(sequence: UnitSequence) -> None:
+    """Forward and backward of a model that uses each block once, in order."""
+    sequence.begin_forward()
+    uses = []
+    for unit in sequence.blocks:
+        uses.append(sequence.enter(unit))
+        sequence.leave(unit)
+    sequence.end_forward(keeps_graph=True)
+    sequence.begin_backward(boundary=True, on_final=None)
+    for use in reversed(uses):
+        assert use is not None
+        sequence.enter_backward(use)
+    sequence.end_backward()
+
+
+def _run_schedule(plan: PipelinePlan, units: list[Unit]) -> None:
+    stages = {stage: plan.members(units, stage) for stage in plan.stages}
+    scheduled = ScheduledUnits(units, stages, cast(Mesh, None))  # it is for sums of tied weights alone
+    for action in plan.training.actions[plan.place]:
+        if action.op is Op.GATHER:
+            scheduled.gather(action.stage)
+        elif action.op is Op.RELEASE:
+            scheduled.release(action.stage)

@@ -1,0 +1,180 @@
+"""Where state rests that is not in use: from the config's offload sections to homes, and from homes to stores."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ...comm import World
+from ...offload import (
+    AioOptions,
+    FileStore,
+    HostCopies,
+    HostPool,
+    HostStore,
+    PagePool,
+    StagedStore,
+    Store,
+    StreamCopies,
+    host_is_pinned,
+)
+from ...optimizers.table import OPTIMIZERS
+from ...zero.host_update import HostUpdate
+from ...zero.offloaded_states import OffloadedStates, StatesPlan
+from ...zero.plan import GroupPlan
+from ...zero.shard_rest import ShardRest
+from ..config.config import Config
+from ..config.offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
+
+
+class Home(Enum):
+    """Where bytes rest that nobody uses."""
+
+    MODEL = "in the model's memory"
+    HOST = "in host memory, where the model's is another one"
+    FILE = "in a file of each rank"
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where the parts of a training rest; notes: what of the wishes has no effect here."""
+
+    is_apart: bool  # the model's memory is another one than the host's
+    parameters: Home  # the shards of stage 3
+    states: Home  # with the master weights, as far as `states_plan` says
+    states_plan: StatesPlan
+    activations: Home
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, device: str, has_rule: bool) -> Homes:
+        """device: the type of the model's. has_rule: whether the optimizer is one of the engine's own.
+
+        Raises ValueError where something cannot rest where the config wants it.
+        """
+        is_apart = model_is_apart(device)
+        zero = config.zero_optimization
+        wanted = zero.offload_param.device if zero.offloads_parameters else "none"
+        parameters, states = _home(wanted, is_apart), _home_of_states(config, is_apart, has_rule)
+        if parameters is Home.FILE and not is_apart:
+            _check_pages(config)
+        notes = []
+        if wanted == "cpu" and not is_apart:
+            notes.append("offload_param: the shards are in host memory in any case, since the model is on the CPU")
+        offload = zero.offload_optimizer
+        if offload.is_used and states is Home.MODEL:
+            notes.append("offload_optimizer: the states are in host memory in any case, since the model is on the CPU")
+        plan = StatesPlan()
+        if states is not Home.MODEL:
+            num_versions = 2 if offload.overlap == "speculative" else 1
+            plan = StatesPlan(offload.ratio, in_whole_shards=is_apart, num_versions=num_versions)
+        activations = {"none": Home.MODEL, "cpu": Home.HOST, "nvme": Home.FILE}
+        kept = activations[config.activation_checkpointing.offload.device]
+        return cls(is_apart, parameters, states, plan, kept, tuple(notes))
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether states that are not with the model are updated where they are, and not where the model is."""
+        return self.is_apart and self.states is not Home.MODEL
+
+    def updated_apart(self, trained: Sequence[GroupPlan]) -> list[str]:
+        """Names of the groups that are updated on the host, while the model is on a device."""
+        numels = self.states_plan.resident_numels([group.layout.shard_numel for group in trained])
+        return [group.name for group, stays in zip(trained, numels, strict=True) if self.updates_on_host and not stays]
+
+
+def model_is_apart(device: str) -> bool:
+    """Whether memory of that type of device is another one than the host's."""
+    return device != "cpu"
+
+
+def copies_for(world: World) -> HostCopies:
+    """What copies between the two."""
+    return StreamCopies(world.device)
+
+
+def host_update(config: Config, homes: Homes, world: World) -> HostUpdate | None:
+    """What updates offloaded states on the host; None: they are updated where the model is."""
+    if not homes.updates_on_host:
+        return None
+    wanted = config.zero_optimization.offload_optimizer
+    return HostUpdate(copies_for(world), _pool(wanted, world))
+
+
+def offloaded_states(config: Config, homes: Homes, world: World) -> OffloadedStates:
+    """What keeps the states that are not with the model. Raises OffloadError where the file cannot be made."""
+    wanted = config.zero_optimization.offload_optimizer
+    store = file_store(config, world, wanted) if homes.states is Home.FILE else None
+    return OffloadedStates(homes.states_plan, store, _pool(wanted, world))
+
+
+def shard_rest(config: Config, homes: Homes, world: World) -> ShardRest:
+    """What keeps the shards of stage 3 while nobody needs them, where they do not stay. Raises OffloadError."""
+    wanted = config.zero_optimization.offload_param
+    if homes.parameters is Home.HOST:
+        return ShardRest(HostStore(_pool(wanted, world)))
+    store = file_store(config, world, wanted)
+    return ShardRest(StagedStore(store, _pool(wanted, world)) if homes.is_apart else store)
+
+
+def activation_store(config: Config, homes: Homes, world: World) -> Store:
+    """Where activations are between forward and backward, if not where they were made. Raises OffloadError."""
+    if homes.activations is Home.HOST:
+        return HostStore(pinned=host_is_pinned(world.device))
+    store = file_store(config, world, config.activation_checkpointing.offload)
+    return StagedStore(store, HostPool(pinned=host_is_pinned(world.device))) if homes.is_apart else store
+
+
+def file_store(
+    config: Config, world: World, wanted: OffloadOptimizerConfig | OffloadParamConfig | ActivationOffloadConfig
+) -> FileStore:
+    """A file of this rank below the folder of the section. Raises OffloadError."""
+    assert wanted.nvme_path is not None, "the config was checked for it"
+    aio = config.aio
+    return FileStore(wanted.nvme_path, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
+
+
+def _home(wanted: str, is_apart: bool) -> Home:
+    if wanted == "nvme":
+        return Home.FILE
+    return Home.HOST if wanted == "cpu" and is_apart else Home.MODEL
+
+
+def _home_of_states(config: Config, is_apart: bool, has_rule: bool) -> Home:
+    wanted = config.zero_optimization.offload_optimizer
+    if not wanted.is_used:
+        return Home.MODEL
+    if wanted.overlap == "speculative" and not has_rule:
+        raise ValueError(
+            'offload_optimizer.overlap: "speculative" needs one of the optimizers of the config, whose updates it can '
+            'take back; found an optimizer of the caller\'s own. Use "none"'
+        )
+    home = _home(wanted.device, is_apart)
+    if home is not Home.MODEL and not has_rule:
+        other = '"none"' if is_apart else '"cpu" or "none"'
+        raise ValueError(
+            f'offload_optimizer.device: "{wanted.device}" needs one of the optimizers of the config '
+            f"({', '.join(OPTIMIZERS)}), whose states are known beforehand; found an optimizer of the caller's own. "
+            f"Use {other}"
+        )
+    return home
+
+
+def _check_pages(config: Config) -> None:
+    """Raises ValueError where shards of a model in host memory cannot rest in a file."""
+    if not PagePool.is_possible():
+        raise ValueError(
+            'offload_param.device: "nvme" moves pages between buffers, for which it expects Linux 5.7 or newer, found '
+            f'{platform.system()} {platform.release()}; set "none"'
+        )
+    if config.communication.route == "shared_memory":
+        raise ValueError(
+            'communication.route: expected "auto" or "sockets" beside offload_param.device "nvme", found '
+            '"shared_memory", with which the ranks of a host hold one copy of all parameters in memory'
+        )
+
+
+def _pool(wanted: OffloadOptimizerConfig | OffloadParamConfig, world: World) -> HostPool:
+    return HostPool(pinned=wanted.pin_memory and host_is_pinned(world.device))

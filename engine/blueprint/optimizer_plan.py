@@ -1,0 +1,280 @@
+"""Which optimizer updates the shards: the config's, or what the caller's own does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.dispatch import Backend
+from ...optimizers.optimizer import Optimizer, OptimizerParams, Options
+from ...optimizers.table import OPTIMIZERS
+from ...zero.fused_update import FusedUpdate
+from ...zero.masters import Masters
+from ...zero.optimizer_choice import OptimizerFactory, another, check_elementwise, record_like
+from ...zero.plan import GroupPlan, Role
+from ...zero.sign_update import SignUpdate
+from ...zero.torch_update import TorchUpdate
+from ...zero.whole_update import WholeUpdate
+from ..config.config import Config
+
+_MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN, "int8": Masters.SPLIT}
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer] | None
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """Options by parameter, and what updates: a rule of `kernels/`, or the caller's own elementwise optimizer.
+
+    | a parameter                            | is                                                                |
+    |----------------------------------------|-------------------------------------------------------------------|
+    | in a group                             | updated; frozen ones too, in the steps in which they are not      |
+    | in none, and requires a gradient       | left out: its gradient is summed, and counts in the norm          |
+    | in none, and does not; or not of floats| frozen                                                            |
+    | of an engine without an optimizer      | frozen                                                            |
+    """
+
+    param_groups: list[dict[str, Any]]  # the caller's own dictionaries
+    defaults: dict[str, Any]  # options of a group that does not say them
+    fused: FusedUpdate | None
+    factory: OptimizerFactory | None  # of the caller's class, where there is no rule that does the same
+    masters: Masters = Masters.WIDER
+    seed: int = 0  # of what is rounded at random without masters
+
+    @classmethod
+    def of(cls, config: Config, module: nn.Module, choice: OptimizerChoice) -> OptimizerPlan:
+        """Raises ValueError where two were given, one cannot run on shards, or the config needs one."""
+        if choice is not None and config.optimizer is not None:
+            raise ValueError(
+                f'optimizer: found one in the config ("{config.optimizer.type}") and one passed to initialize; '
+                "leave one out"
+            )
+        params = list(module.parameters())
+        trained = [param for param in params if param.requires_grad]
+        backend, seed = optimizer_backend(config), config.seed or 0
+        masters = _MASTERS[config.bf16.masters] if config.bf16.enabled else Masters.WIDER
+        if choice is None and config.optimizer is None:
+            _check_needs_none(config)
+            return cls([], {}, FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
+        if not trained and not isinstance(choice, torch.optim.Optimizer):
+            raise ValueError(
+                f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
+                "call requires_grad_(True) on what is to be trained"
+            )
+        if isinstance(choice, (list, tuple)):
+            raise ValueError(
+                f"optimizer: expected one optimizer, found a {type(choice).__name__} of {len(choice)}; give one with a "
+                "group for each kind of parameter"
+            )
+        if choice is not None:
+            _check_by_element(choice)
+            own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
+            _check_by_element(own)
+            _check_members(own, params)
+            return cls._like(own, backend, masters, seed)
+        assert config.optimizer is not None
+        options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
+        param_groups: list[dict[str, Any]] = [{"params": trained, **options}]
+        if record.whole is not None and record.whole.matrix is not None:
+            param_groups = _divided(module, trained, options, record)
+        state_dtype = _STATE_DTYPES[config.optimizer.state_dtype]
+        kind = WholeUpdate if record.whole is not None else SignUpdate if record.sends_signs else FusedUpdate
+        by_group = tuple(param_groups) if len(param_groups) > 1 else ()
+        update = kind(record, options, state_dtype, backend, masters, seed, by_group)
+        return cls(param_groups, dict(options), update, None, masters, seed)
+
+    @classmethod
+    def _like(cls, own: torch.optim.Optimizer, backend: Backend, masters: Masters, seed: int) -> OptimizerPlan:
+        # Its own `step` is never called: a scheduler over it would warn. Test: test_torch_schedulers.py.
+        own._opt_called = True  # type: ignore[attr-defined]
+        record = record_like(own)
+        if record is not None:
+            update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend, masters, seed)
+            return cls(own.param_groups, own.defaults, update, None, masters, seed)
+        if masters.remainder is not None:
+            raise ValueError(
+                f'bf16.masters: "{masters.value}" needs an optimizer whose states are known beforehand, found '
+                f"{type(own).__name__}; name one in the config, or set false or true"
+            )
+        factory = partial(another, own)
+        check_elementwise(factory)
+        return cls(own.param_groups, own.defaults, None, factory, masters, seed)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer at all; without one nothing has a gradient."""
+        return bool(self.param_groups)
+
+    @cached_property
+    def _members(self) -> frozenset[int]:
+        return frozenset(id(param) for group in self.param_groups for param in group["params"])
+
+    def role_of(self, param: nn.Parameter) -> Role:
+        """What becomes of a parameter of the model."""
+        if id(param) in self._members and param.is_floating_point():
+            return Role.UPDATED
+        return Role.LEFT_OUT if param.requires_grad and self.trains else Role.FROZEN
+
+    def notes(self, module: nn.Module) -> list[str]:
+        """What a user may not expect."""
+        frozen = [p for p in module.parameters() if not p.requires_grad and self.role_of(p) is Role.UPDATED]
+        if not frozen:
+            return []
+        numel = sum(param.numel() for param in frozen)
+        return [
+            f"optimizer: {len(frozen)} of its parameters ({numel:,} elements) are frozen; memory for their gradients "
+            "and states is taken, so that requires_grad_(True) works later: leave out what stays frozen"
+        ]
+
+    def check_states(self, groups: Sequence[GroupPlan]) -> None:
+        """groups: that are updated. Raises ValueError where they cannot have their states in the dtype."""
+        wide = [group.name for group in groups if group.dtype == torch.float64]
+        if self.fused is not None and self.fused.state_dtype != torch.float32 and wide:
+            name = next(name for name, dtype in _STATE_DTYPES.items() if dtype == self.fused.state_dtype)
+            raise ValueError(
+                f'optimizer.params.state_dtype: "{name}" needs parameters of at most float32, found float64 in '
+                f'{wide[0]}; use "fp32", with which the states have the dtype of the parameters'
+            )
+
+    def new_states(self, master: Tensor, options_index: int = 0) -> dict[str, Tensor]:
+        """The states of master weights, (n,), by name; none where only the first step shows them."""
+        return {} if self.fused is None else self.fused.new_states(master, options_index)
+
+    def options_index(self, group: GroupPlan) -> int:
+        """In param_groups, of a group's parameters, where their states depend on it; else 0."""
+        return int(self.moves_matrices and not self.is_matrix(group.params[0][1]))
+
+    def is_matrix(self, param: nn.Parameter) -> bool:
+        """Whether it is updated as a whole matrix, with states of its own kind."""
+        return self.moves_matrices and id(param) in self._matrices
+
+    @property
+    def looks_at_whole(self) -> bool:
+        """Whether an update is of whole parameters, of which a shard has parts."""
+        return isinstance(self.fused, WholeUpdate)
+
+    @property
+    def moves_matrices(self) -> bool:
+        """Whether ranks tell each other what they have of whole matrices."""
+        return self.fused is not None and bool(self.fused.by_group)
+
+    @property
+    def rule_beside_matrices(self) -> Optimizer | None:
+        """What updates the parameters that are no matrices, where that is another rule."""
+        whole = None if self.fused is None else self.fused.optimizer.whole
+        return None if whole is None else whole.beside
+
+    def factor_numel(self, shape: Sequence[int]) -> int:
+        """Elements of the states of a matrix that are not elementwise."""
+        whole = None if self.fused is None else self.fused.optimizer.whole
+        return 0 if whole is None else sum(math.prod(one) for one in whole.factors(shape).values())
+
+    @property
+    def sends_signs(self) -> bool:
+        """Whether ranks tell each other signs of momenta in the place of gradients."""
+        return self.fused is not None and self.fused.optimizer.sends_signs
+
+    @cached_property
+    def _matrices(self) -> frozenset[int]:
+        return frozenset(id(param) for param in self.param_groups[0]["params"])
+
+    def make_update(self) -> FusedUpdate | TorchUpdate:
+        """What does to shards what the optimizer does to its parameters."""
+        if self.fused is not None:
+            return self.fused
+        assert self.factory is not None
+        return TorchUpdate(self.factory, self.masters, self.seed)
+
+
+def _divided(
+    module: nn.Module, trained: list[nn.Parameter], options: dict[str, Any], record: Optimizer
+) -> list[dict[str, Any]]:
+    """The matrices, and the others: vectors; embeddings, heads and what says so itself, unless these are taken too."""
+    assert record.whole is not None
+    if record.whole.takes_all:
+        by_kind = [[param for param in trained if (param.dim() >= 2) is wanted] for wanted in (True, False)]
+        return [{"params": by_kind[i], **options, "is_matrix": i == 0, "is_other": i == 1} for i in (0, 1)]
+    others = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        parts = name.lower().split(".")
+        if any(word in part for part in parts for word in ("embed", "lm_head")) or parts[-2:-1] == ["head"]:
+            others.add(id(param))
+        if getattr(param, "use_muon", False) and param.dim() != 2:
+            raise ValueError(
+                f"{name}.use_muon: expected a parameter of two dimensions, found {param.dim()}: Muon updates matrices "
+                "alone; leave it out, and AdamW updates this one"
+            )
+
+    def is_matrix(param: nn.Parameter) -> bool:
+        return bool(getattr(param, "use_muon", param.dim() == 2 and id(param) not in others))
+
+    matrices = [param for param in trained if is_matrix(param)]
+    rest = [param for param in trained if not is_matrix(param)]
+    adam = {**options, "lr": options["lr"] if options["adam_lr"] is None else options["adam_lr"]}
+    return [
+        {"params": matrices, **options, "is_matrix": True, "is_other": False},
+        {"params": rest, **adam, "is_matrix": False, "is_other": True},
+    ]
+
+
+def _do_nothing(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None: ...
+
+
+_NOTHING = Optimizer("None", OptimizerParams, states=(), apply=_do_nothing, keeps_step=False)
+"""Of an engine without an optimizer: has no parameters."""
+
+
+def _check_needs_none(config: Config) -> None:
+    """Raises ValueError where the config is of a training."""
+    zero = config.zero_optimization
+    wants = {
+        "scheduler": config.scheduler is not None,
+        "gradient_clipping": bool(config.gradient_clipping),
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.is_used,
+        "zero_optimization.update_in_backward": zero.update_in_backward,
+    }
+    found = [key for key, is_wanted in wants.items() if is_wanted]
+    if found:
+        raise ValueError(
+            f"optimizer: expected one beside {found[0]}, in the config, for example "
+            '{"type": "adamw", "params": {"lr": 1e-3}}, or passed to initialize(..., optimizer=...); found neither'
+        )
+
+
+def _check_by_element(choice: object) -> None:
+    """Raises ValueError for torch's own of an optimizer that updates whole parameters, which the config has."""
+    cls = choice if isinstance(choice, type) else choice.func if isinstance(choice, partial) else type(choice)
+    record = OPTIMIZERS.get(str(getattr(cls, "__name__", "")).lower())
+    if record is not None and record.whole is not None:
+        raise ValueError(
+            f"optimizer: expected a torch optimizer that updates each element by itself, found {cls.__name__}, which "
+            f'looks at whole parameters; put "optimizer": {{"type": "{record.name}", "params": {{...}}}} into the '
+            "config in its place, which divides its work over the ranks"
+        )
+
+
+def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return make(params)
+
+
+def _check_members(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    members, known = [param for group in optimizer.param_groups for param in group["params"]], set(map(id, params))
+    extra = sum(id(param) not in known for param in members)
+    if extra or not members:
+        raise ValueError(
+            f"optimizer: expected one over parameters of the model, of which there are {len(params)}, found one over "
+            f"{len(members)}, of which {extra} are not of the model; make it over model.parameters(), or some of them"
+        )
+
+
+def optimizer_backend(config: Config) -> Backend:
+    """The form of the optimizer's kernel. States in host memory are updated there, which Triton does not do."""
+    backend = config.kernels.backend_of("optimizer_step")
+    return "auto" if backend == "triton" and config.zero_optimization.offload_optimizer.is_used else backend

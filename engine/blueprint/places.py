@@ -1,0 +1,134 @@
+"""What ranks of each place have of a model: a place is a stage of its pipeline, a part of its experts and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ...comm import Arrangement
+from ...parallel.experts import ExpertPlan
+from ...parallel.plan import TensorPlan
+from ...zero.domain import Copies, Domain
+from ...zero.plan import Dtypes, ModelPlan, Share, Shares
+from ...zero.units import UnitPlan
+from .axes import EXPERT, TENSOR
+from .optimizer_plan import OptimizerPlan
+from .splits import Splits
+
+_Units = tuple[UnitPlan, ...]
+
+
+def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: Callable[[str], int]) -> Shares:
+    """What the ranks of a place have of each parameter. place_on: the name of an axis -> where on it."""
+
+    def share(param: nn.Parameter) -> Share:
+        found = Share.all_of(param)
+        if tensor is not None:
+            portion, places = tensor.portion(param, place_on(TENSOR))
+            found = Share(portion, (Copies(TENSOR, places, are_added=False),) if len(places) > 1 else ())
+        rows = None if experts is None else experts.rows(param, place_on(EXPERT))
+        return found if rows is None else replace(found, portion=found.portion.cut(0, *rows), portioned=(EXPERT,))
+
+    return share
+
+
+@dataclass(frozen=True)
+class Places:
+    """What plans of places are made of."""
+
+    units: _Units
+    splits: Splits
+    optimizer: OptimizerPlan
+    dtypes: Dtypes
+    domain: Domain
+    arrangement: Arrangement
+
+    def plans(self, alike: AlikePlaces | None = None) -> tuple[ModelPlan, ...]:
+        """Of each place, by stage, then part of the experts, then part of the layers.
+
+        alike: each stage has one plan: of its last part of the layers, which is the largest.
+        """
+        num_parts, num_experts = self.splits.degrees
+        if alike is not None:
+            return tuple(one for one in alike.plans(self) for _ in range(num_experts * num_parts))
+        return tuple(
+            self.plan(own, of_experts, part)
+            for own in self.units_by_stage()
+            for of_experts in range(num_experts)
+            for part in range(num_parts)
+        )
+
+    def units_by_stage(self) -> Sequence[_Units]:
+        """Of places of the pipeline."""
+        return [self.units] if self.splits.pipeline is None else self.splits.pipeline.units_by_place(self.units)
+
+    def plan(self, own: _Units, of_experts: int, part: int) -> ModelPlan:
+        """Of the ranks that have these units."""
+        shares, optimizer = self._shares(of_experts, part), self.optimizer
+        return ModelPlan.of(
+            own, self.dtypes, self.domain, self.arrangement, optimizer.role_of, shares, optimizer.is_matrix
+        )
+
+    def last_plan(self, own: _Units) -> ModelPlan:
+        """Of those that have the last part of their layers."""
+        return self.plan(own, 0, self.splits.degrees[0] - 1)
+
+    def kinds(self) -> Callable[[nn.Parameter], Hashable]:
+        """What of a parameter decides on its plan, in a place that has the last part."""
+        share_of = self._shares(0, self.splits.degrees[0] - 1)
+
+        def kind(param: nn.Parameter) -> Hashable:
+            optimizer = self.optimizer
+            dtypes, role = (param.dtype, self.dtypes.of(param)), optimizer.role_of(param)
+            return tuple(param.shape), dtypes, role, share_of(param), optimizer.is_matrix(param)
+
+        return kind
+
+    def _shares(self, of_experts: int, part: int) -> Shares:
+        return shares_of(self.splits.tensor, self.splits.experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
+
+
+class AlikePlaces:
+    """Plans for who asks for bytes alone, and asks often: stages that are alike have one.
+
+    Of one model, for configs that differ in degrees, in what is divided, and in where that rests. Two stages are alike
+    where their units have parameters of the same shapes, dtypes, roles and shares, in the same order. The plan of all
+    of them is that of the first, names included.
+    """
+
+    def __init__(self) -> None:
+        self._stages: dict[Hashable, list[_Units]] = {}
+        self._plans: dict[Hashable, tuple[ModelPlan, ...]] = {}
+
+    def plans(self, places: Places) -> tuple[ModelPlan, ...]:
+        """By stage, of the last part of its layers."""
+        # All that units of stages and kinds of parameters depend on.
+        splits = places.splits
+        stages = splits.degrees, None if splits.pipeline is None else splits.pipeline.schedule.rank_of_stage
+        key = stages, places.domain, places.arrangement
+        if key not in self._plans:
+            if stages not in self._stages:
+                self._stages[stages] = _first_ones(places.units_by_stage(), places.kinds())
+            different = {id(units): units for units in self._stages[stages]}
+            made = {number: places.last_plan(units) for number, units in different.items()}
+            self._plans[key] = tuple(made[id(units)] for units in self._stages[stages])
+        return self._plans[key]
+
+
+def _first_ones(stages: Sequence[_Units], kind_of: Callable[[nn.Parameter], Hashable]) -> list[_Units]:
+    """For each stage the units of the first that is like it."""
+    kinds: dict[int, Hashable] = {}
+    numbers: dict[Hashable, int] = {}  # of kinds: to hash them once
+
+    def kind(param: nn.Parameter) -> Hashable:
+        if id(param) not in kinds:
+            kinds[id(param)] = numbers.setdefault(kind_of(param), len(numbers))
+        return kinds[id(param)]
+
+    known: dict[Hashable, _Units] = {}
+    return [
+        known.setdefault(tuple((one.copies, tuple(kind(param) for _, param in one.params)) for one in units), units)
+        for units in stages
+    ]

@@ -1,1 +1,0 @@
-"""How fast this machine is at what a training does: see `engine/planning/measured.py` for what is written down."""

@@ -1,0 +1,219 @@
+"""The model as the caller gave it: its parameters' values, and whether it can be trained."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import World
+from ...model.ledger import Ledger
+from ...pipe.split.absent import Absent
+from ...watch.log import logger
+from ...zero.released import ReleasedParameter
+from ..blueprint.optimizer_plan import OptimizerPlan
+from ..config.config import Config
+from ..config.errors import shown
+from ..config.explain import leaves
+from .deferred import DeferredModel
+from .later_model import LaterModel
+
+Values = Iterator[tuple[nn.Parameter, Tensor]]
+
+_MESSAGE_BYTES = 1 << 18  # far below what one layer takes; a message of its own for each norm and bias is slow
+
+_OPEN = "_lowtide_engine"  # of each module of an engine's model: which object, whether the model, and the ledger
+_DIVIDED = "_lowtide_divided"  # of a model that has a part of some layers alone: by which axes
+LossFn = Callable[[Any, Any], Tensor] | None
+Model = nn.Module | Callable[[], nn.Module] | LaterModel
+
+
+def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
+    """The module, and rank 0's value of each parameter, one at a time. Raises ValueError for what is neither."""
+    if isinstance(model, nn.Module):
+        return model, values_of(model.parameters(), world)
+    if not callable(model) and not isinstance(model, LaterModel):
+        raise ValueError(f"model: expected an nn.Module or a callable that builds one, found {type(model).__name__}")
+    if isinstance(model, type) and issubclass(model, nn.Module) and (needed := _needed(model)):
+        raise ValueError(
+            f"model: expected an nn.Module or a callable without arguments that builds one, found the class "
+            f"{model.__name__}, which needs {', '.join(needed)}; pass an instance, {model.__name__}(...), or "
+            f"lambda: {model.__name__}(...)"
+        )
+    draws = not isinstance(model, LaterModel) or model.random_state is not None
+    if draws:
+        torch.set_rng_state(world.broadcast_object(torch.get_rng_state()))  # every rank replays the same random numbers
+    later = model if isinstance(model, LaterModel) else DeferredModel(model)
+    if draws:
+        later.random_state = world.broadcast_object(later.random_state)
+    return later.module, chain(values_of(later.given, world), later.values())
+
+
+def _needed(cls: type) -> list[str]:
+    """The arguments without which it cannot be called."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = inspect.signature(cls).parameters.values()
+    return [one.name for one in given if one.default is one.empty and one.kind not in kinds]
+
+
+def values_of(params: Iterable[nn.Parameter], world: World, source: int = 0) -> Values:
+    """One rank's, each once. What one message takes is copied before the first of its values is asked for."""
+    for several in _messages(params):
+        yield from zip(several, world.broadcast_tensors([param.detach() for param in several], source), strict=True)
+
+
+def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype that follow each other, of so many bytes together, or a larger one alone."""
+    several: list[nn.Parameter] = []
+    nbytes = 0  # of them
+    for param in params:
+        if several and (nbytes + param.nbytes > _MESSAGE_BYTES or param.dtype != several[0].dtype):
+            yield several
+            several, nbytes = [], 0
+        several.append(param)
+        nbytes += param.nbytes
+    if several:
+        yield several
+
+
+def take(module: nn.Module, ledger: Ledger) -> None:
+    """The module is an engine's from now on, until that is closed. Raises ValueError where it is another one's.
+
+    That is where the one is the other, or in it. What is noted is of this object, and not of copies of it. An engine
+    that nobody has any more is closed here.
+    """
+    parts = dict(module.named_modules())
+    _close_lost(parts.values())
+    found = [name for name, part in parts.items() if part.__dict__.get(_OPEN, ())[:2] == (id(part), True)]
+    if found or module.__dict__.get(_OPEN, ())[:2] == (id(module), False):
+        what = f"its '{found[0]}'" if found and found[0] else f"this {type(module).__name__}"
+        where = "the model" if found else "a part of the model"
+        raise ValueError(
+            f"model: expected one that no engine has, found that {what} is {where} of an engine that is still open; "
+            "close that first (engine.close(), destroy() in lowtide.deepspeed, or `with lowtide.initialize(...) as "
+            "engine`), or build another model"
+        )
+    divided = next((one for part in parts.values() if (one := part.__dict__.get(_DIVIDED))), None)
+    if divided is not None:
+        raise ValueError(
+            f"model: expected whole layers, found those that an earlier engine has left divided ({divided}): each rank "
+            "has a part; build the model again, or give initialize the callable that builds it"
+        )
+    for part in parts.values():
+        ledger.override(part, _OPEN, (id(part), part is module, ledger))
+
+
+def refuse_copy(protocol: object) -> NoReturn:
+    """What copy.deepcopy, pickle and torch.save ask a module of an open engine for."""
+    raise TypeError(
+        "a module of an open engine cannot be copied or pickled, since the engine's hooks are on it: copy it before "
+        "lowtide.initialize; for its weights call engine.state_dict() or engine.export(folder) on all ranks"
+    )
+
+
+def note_divided(module: nn.Module, how: str) -> None:
+    """How layers of a model are divided over ranks. That outlives the engine, in copies of the model too."""
+    module.__dict__[_DIVIDED] = how
+
+
+def _close_lost(parts: Iterable[nn.Module]) -> None:
+    """On all ranks alike where all have lost theirs; else the one that has it raises an error of which all hear."""
+    noted = {note[2]: None for part in parts if (note := part.__dict__.get(_OPEN, ()))[:1] == (id(part),)}
+    if noted:
+        gc.collect()  # a cycle of the caller's may have it
+    for ledger in noted:
+        if ledger.close_if_lost():
+            logger.info("model: the engine that had it is gone without engine.close(), and is closed now")
+
+
+def check_model(module: nn.Module) -> None:
+    """Raises ValueError for a module that cannot be trained, or not as it is."""
+    attributes = (value for part in module.modules() for value in part.__dict__.values())
+    absent = next((value for value in attributes if isinstance(value, Absent)), None)
+    if absent is not None:
+        raise ValueError(
+            "model: expected a whole one, found one that an earlier engine has split over a pipeline "
+            f"('{absent.origin}' is on another rank); build it again, or give initialize the callable that builds it"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"model: expected a module of Python, found a {type(module).__name__}, on which torch.jit lets no hook be "
+            "put; give initialize the module that was compiled"
+        )
+    params = list(module.named_parameters())
+    unmade = [name for name, param in params if isinstance(param, nn.UninitializedParameter)]
+    if unmade:
+        raise ValueError(
+            f"model: expected parameters with shapes, found '{unmade[0]}' of a lazy module that has not seen an input; "
+            "call the model on a batch before initialize"
+        )
+    if not params:
+        raise ValueError(f"model: expected a module with parameters, found {type(module).__name__} without any")
+    released = [name for name, param in params if isinstance(param, ReleasedParameter)]
+    if released:
+        raise ValueError(
+            f"model: expected parameters with values, found '{released[0]}', of which an earlier engine, or one that "
+            "could not be made, has left its shards alone; build the model again, or give initialize the callable that "
+            "builds it"
+        )
+    complex_names = [name for name, param in params if param.is_complex()]
+    if complex_names:
+        raise ValueError(
+            f"model: expected real parameters, found complex ones: {', '.join(complex_names[:5])}; "
+            "store them as a real tensor with a last dimension of 2 and use torch.view_as_complex in forward"
+        )
+    on_meta = [name for name, param in params if param.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"model: expected parameters with values, found '{on_meta[0]}' on the meta device; give initialize the "
+            "callable that builds the model, it takes care of that"
+        )
+
+
+def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
+    """Raises RuntimeError, with both sides, where another rank has another config or model."""
+    params = {
+        name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+        for name, param in module.named_parameters()
+    }
+    settings = {path: shown(value) for path, value in leaves(config.model_dump(mode="json"))}
+    digest = hashlib.sha256(repr((params, settings)).encode()).hexdigest()
+    if len(set(world.gather_objects(digest))) == 1:
+        return
+    everyone = world.gather_objects((settings, params))
+    for what, index in (("config", 0), ("model", 1)):
+        for rank, described in enumerate(everyone):
+            ours, theirs = everyone[0][index], described[index]
+            keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+            if keys:
+                sides = [
+                    f"{key}: rank 0 has {ours.get(key, 'nothing')}, rank {rank} has {theirs.get(key, 'nothing')}"
+                    for key in keys[:3]
+                ]
+                sides += [f"and {len(keys) - 3} more"] if len(keys) > 3 else []
+                raise RuntimeError(
+                    f"the ranks have different {what}s: {'; '.join(sides)}. "
+                    f"All ranks must pass the same {what} to initialize."
+                )
+
+
+def check_optimizers_agree(world: World, module: nn.Module, optimizer: OptimizerPlan) -> None:
+    """Raises RuntimeError where another rank's optimizer has other parameters, or has them in other groups."""
+    index_of = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    own = {
+        name: f"in group {index_of[id(param)]}" if id(param) in index_of else "in no group"
+        for name, param in module.named_parameters()
+    }
+    for rank, theirs in enumerate(everyone := world.gather_objects(own)):
+        name = next((name for name, place in everyone[0].items() if theirs[name] != place), None)
+        if name is not None:
+            raise RuntimeError(
+                f"the ranks have different optimizers: parameter '{name}' is {everyone[0][name]} on rank 0, "
+                f"{theirs[name]} on rank {rank}. All ranks must pass the same groups to initialize."
+            )

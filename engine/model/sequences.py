@@ -1,0 +1,245 @@
+"""Sequences that several ranks share: what the axis `sequence` puts on a model, and what it makes of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Axis, Exchange, Mesh
+from ...comm.solo import SoloRoute
+from ...model.ledger import Ledger
+from ...parallel.ignored_label import IgnoredLabels
+from ...parallel.randomness import Randomness
+from ...parallel.sequence_attention import SequenceAttention, check_attention
+from ...parallel.sequence_data import SequenceData, SequenceError, SequencePart, SequenceTrial, check_model
+from ...pipe.split.trees import leaves
+from ...watch.log import logger
+from ..blueprint.axes import SEQUENCE
+from ..config.config import Config
+from ..config.errors import ConfigError, Fault
+from .eval_mode import in_eval_mode
+from .given_model import LossFn
+
+_MEET = (
+    "attention written out in products, convolutions over tokens, recurrences and means over tokens see a rank's part "
+    "alone; use scaled_dot_product_attention, or set parallel.sequence to 1"
+)
+
+_OF_LOSS_FN = "; a loss_fn reads nothing of tokens without a label, and shifts no labels"
+
+
+class Sequences:
+    """A rank's parts of the microbatches, with the attention that sees all of them."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger, loss_fn: LossFn, way: str) -> None:
+        """way: sequence_parallel.attention of the config."""
+        exchange = self._exchange = mesh.exchange((SEQUENCE,))
+        self._device = mesh.world.device
+        self._module = module
+        self._has_own_loss = loss_fn is None
+        self._data = SequenceData(module, exchange, self._has_own_loss)
+        self._data_by_hand = SequenceData(module, exchange)
+        self._attention = SequenceAttention(exchange, way, logger.info if mesh.world.rank == 0 else None)
+        self._attention.put_on(module, ledger)
+        self._randomness = Randomness(exchange, self._device)
+        self._are_parts_known = False  # to the script
+        self._tried: set[bool] = set()  # calls with labels, and without
+        ledger.hook(module.register_forward_pre_hook(self._check))
+
+    def part(self, batch: Any) -> SequencePart:
+        """This rank's inputs of the model. Raises SequenceError."""
+        return self._seen_by(self._data.part(batch, self._device))
+
+    def part_of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SequencePart:
+        """As `part`, of a call by hand. Raises SequenceError where its loss could not be that of the whole."""
+        if args:
+            raise SequenceError("expected a call with names alone, engine(**batch), found positional arguments")
+        part = self._seen_by(self._data_by_hand.part(kwargs, self._device, needs_labels=False))
+        if torch.is_grad_enabled() and "shift_labels" not in part and not self._are_parts_known:
+            raise SequenceError(
+                f"expected labels among the inputs, or engine.sequence_part(labels, fill={part.ignored}) before the "
+                "call: a rank has the logits of a part of each sequence, and a mean over them is not the mean over the "
+                "whole; what adds up to that is the sum over its own labels, divided by the number of all"
+            )
+        return part
+
+    def _seen_by(self, part: SequencePart) -> SequencePart:
+        if part.whole.is_blind and self._attention.has_eager_ring:
+            raise SequenceError(
+                "attention_mask: expected no label where a token sees nothing, found some behind padding that comes "
+                'first: "eager" attention gives such a token the mean of all, and a ring gives it nothing; use "sdpa", '
+                "which gives it nothing too, or pad behind"
+            )
+        return part
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        """This rank's part of (rows, tokens, ...)."""
+        self._are_parts_known = True
+        return self._data.own(x, fill)
+
+    def joined(self, x: Tensor, tokens: int) -> Tensor:
+        """Of a rank's part of (rows, tokens, ...) that of all; of a loss, (), the sum of all parts; x, if it is none.
+
+        tokens: of the whole. Without gradients. A collective of the ranks that share sequences.
+        """
+        x = x.detach()
+        if not x.dim():
+            return self._exchange.sum(x.reshape(1), "a loss of parts")[0] if x.is_floating_point() else x
+        if x.dim() == 1 or x.shape[1] != -(-tokens // self._exchange.size):
+            return x
+        return self._exchange.gather(x, 1, "an output of parts")[:, :tokens].contiguous()
+
+    def run(self, part: SequencePart, forward: Callable[[], Any]) -> Any:
+        """What a forward of the model with these inputs gives.
+
+        Ranks have other tokens and other heads, so all that it draws is different on each.
+        """
+        forwards = self._attention.forwards
+        forwards.begin(part.whole)
+        if self._module.training:
+            self._randomness.begin()
+            self._randomness.leave_common(self._module)
+        try:
+            output = forward()
+            forwards.end(output)
+            return output
+        finally:  # a stage of a pipeline leaves the model in the middle
+            self._randomness.return_to_common()
+            forwards.end(None)
+
+    def try_once(
+        self,
+        batch: Any,
+        loss_of: Callable[[SequencePart], Tensor | None],
+        output_of: Callable[[SequencePart], Any] | None,
+        summed: Callable[[Sequence[int]], Sequence[int]],
+    ) -> None:
+        """Whether tokens meet in attention alone: where each sees itself alone, a loss knows of no other token. And
+        whether losses of parts add up to the loss of the whole. Of calls without labels, what the output knows.
+
+        loss_of: None where it is on another rank. output_of: None: calls have labels. summed: over the ranks that have
+        parts of the model. The first time; all ranks at once. Raises SequenceError.
+        """
+        if not isinstance(batch, Mapping):
+            return
+        has_labels = any(batch.get(name) is not None for name in ("labels", "shift_labels"))
+        if has_labels in self._tried or not (has_labels or (output_of is not None and self._are_parts_known)):
+            return
+        if has_labels and "ignore_index" not in batch:
+            self._find_ignored(batch, loss_of, summed)
+        trial = self._data_at(0, 1).trial(batch, self._device)
+        attention = self._attention
+        before, attention.is_alone, attention.fault = attention.num_calls, True, None
+        try:
+            with in_eval_mode(self._module):
+                if output_of is not None and not has_labels:
+                    loss_of = partial(self._seen, trial, output_of)
+                one, other = loss_of(trial.one), loss_of(trial.other)
+                divided = [(0, 1), (0, 2), (1, 2)] if trial.has_labels else []
+                parts = [loss_of(self._data_at(*at).part(trial.batch, self._device)) for at in divided]
+        finally:
+            attention.is_alone = False
+        tolerance = self._tolerance()
+        meet = trial.differs and _differ([one], [other], tolerance)
+        is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
+        self._judge(*summed([attention.num_calls - before, meet, is_no_sum, attention.fault is not None]))
+        self._tried.add(has_labels)
+
+    def _find_ignored(
+        self,
+        batch: Any,
+        loss_of: Callable[[SequencePart], Tensor | None],
+        summed: Callable[[Sequence[int]], Sequence[int]],
+    ) -> None:
+        """Which label the loss ignores, as the calls of torch's losses in it say: a part is filled up with it."""
+        self._attention.is_alone = True
+        try:
+            with in_eval_mode(self._module), IgnoredLabels() as labels:
+                loss = loss_of(self._data_at(0, 1).all_labelled(batch, self._device))
+        finally:
+            self._attention.is_alone = False
+        of_loss = labels.found if self._has_own_loss else labels.found[-1:]  # a loss_fn comes behind the model's own
+        found = [] if loss is None else sorted(set(of_loss))
+        num_many, num_found, total = summed([len(found) > 1, len(found) == 1, sum(found)])
+        if num_many:
+            listed = " and ".join(map(str, found)) or "several on another rank"
+            raise SequenceError(
+                f"loss: expected one ignore_index for all of it, found {listed}: parts are filled up with a label that "
+                "counts nowhere; give its losses the same, or call engine(...) and engine.sequence_part(labels)"
+            )
+        if num_found:
+            self._data.ignored = self._data_by_hand.ignored = total // num_found
+
+    def _seen(self, trial: SequenceTrial, output_of: Callable[[SequencePart], Any], part: SequencePart) -> Tensor:
+        """() of all that the output says of the token."""
+        tokens = trial.one["position_ids"].shape[1]
+        found = [one for one in leaves(output_of(part)) if isinstance(one, Tensor) and one.is_floating_point()]
+        along = [one[:, trial.at].double().square().sum() for one in found if one.dim() > 1 and one.shape[1] == tokens]
+        if not along:
+            raise SequenceError(
+                f"expected outputs of {type(self._module).__name__} with the tokens along dimension 1, which stand "
+                f"beside a rank's part, found {', '.join(str(tuple(one.shape)) for one in found) or 'none'}"
+            )
+        return torch.stack(along).sum()
+
+    def around_copy(self) -> AbstractContextManager[object]:
+        """See `SequenceAttention`."""
+        return self._attention.around_copy()
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        self._attention.forwards.check(type(module).__name__)
+
+    def _data_at(self, place: int, size: int) -> SequenceData:
+        """Of a rank that there is not."""
+        ranks = tuple(range(size))
+        axis = Axis(SEQUENCE, place, ranks, ranks, SoloRoute(self._device))
+        data = SequenceData(self._module, Exchange(axis), self._has_own_loss)
+        data.ignored = self._data.ignored
+        return data
+
+    def _judge(self, num_calls: int, num_meeting: int, num_no_sums: int, num_faults: int) -> None:
+        name = type(self._module).__name__
+        if num_faults:
+            raise SequenceError(self._attention.fault or f"attention of {name} on another rank cannot be shared")
+        if not num_calls:
+            raise SequenceError(f"expected attention that ranks share in a forward of {name}, found none: {_MEET}")
+        if num_meeting:
+            raise SequenceError(
+                f"expected tokens of {name} to meet in shared attention alone, found a token's loss that changes with "
+                f"other tokens though each sees itself alone: {_MEET}" + ("" if self._has_own_loss else _OF_LOSS_FN)
+            )
+        if num_no_sums:
+            raise SequenceError(
+                f"{f'the loss of {name}' if self._has_own_loss else 'loss_fn'}: expected the mean over the labels of "
+                f"the part that it is given (shift_labels that are not {self._data.ignored}, each where it is "
+                "predicted), found one whose parts, weighted by their numbers of labels, do not add up to that of the "
+                "whole; for another loss call engine(...) and engine.sequence_part(labels)"
+            )
+
+    def _tolerance(self) -> float:
+        """Of a loss; experts add the same numbers in another order where they get other tokens."""
+        is_narrow = any(param.itemsize < 4 for param in self._module.parameters())
+        return 1e-3 if is_narrow or torch.is_autocast_enabled(self._device.type) else 1e-5
+
+
+def _differ(one: Sequence[Tensor | None], other: Sequence[Tensor | None], tolerance: float) -> bool:
+    """Whether the sums of losses do, where they are on this rank."""
+    sums = [sum(loss.double().item() for loss in losses if loss is not None) for losses in (one, other)]
+    return not abs(sums[0] - sums[1]) <= tolerance * abs(sums[0])  # not a number differs
+
+
+def check_sequences(config: Config, module: nn.Module) -> None:
+    """Raises ConfigError where the model's sequences cannot be shared."""
+    size = config.parallel.sequence
+    if size == 1:
+        return
+    try:
+        check_model(module)
+        check_attention(module, size, config.sequence_parallel.attention, config.parallel.tensor)
+    except SequenceError as error:
+        raise ConfigError([Fault("parallel.sequence", "conflict", error.message)]) from error

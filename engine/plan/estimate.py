@@ -1,0 +1,394 @@
+"""What one rank of a blueprint takes and how long its step is: bytes at every moment, seconds of every part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...offload.activation_limit import BLOCKS_IN_MEMORY
+from ...zero.plan import GroupPlan
+from ...zero.policy import ZeroPolicy
+from ..blueprint.blueprint import Blueprint, Timing
+from ..blueprint.footprint import Footprint, Moment
+from ..blueprint.offload import Home
+from ..config.config import Config
+from .exchange import Calls, Exchange
+from .gradients import gradient_seconds, host_seconds
+from .machine import Machine
+from .profile import Part, Profile, Stretch
+from .step_order import StepOrder
+from .timeline import Timeline
+
+_CHUNKS_IN_MEMORY = 4  # of states that rest in a file: one comes, one is updated, two leave; buffers are kept then
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of the fullest rank. Bytes are of its own share; what ranks of a host share is divided by their number.
+
+    bytes: the most of each kind, by the names of `engine.memory()` and docs/planning.md; they need not come together.
+    peak_bytes: the most at one moment of a step. sent: by a rank in a step, by link. seconds: the parts of
+    step_seconds. hidden: seconds of what goes on beside what computes.
+    """
+
+    bytes: Mapping[str, int]
+    peak_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    sent: Mapping[str, int]
+    step_seconds: float
+    seconds: Mapping[str, float]
+    hidden: Mapping[str, float]
+    num_samples: int  # of a step, over all ranks
+    num_tokens: int
+
+    def missing(self, machine: Machine) -> dict[str, int]:
+        """What does not fit, by where, and by how many bytes of a rank."""
+        share = machine.devices_per_host
+        beyond = {
+            "device memory": self.peak_bytes - machine.usable_bytes,
+            "host memory": self.host_bytes - machine.host_bytes / share if machine.device == "cuda" else 0,
+            "nvme": self.nvme_bytes - machine.nvme_bytes / share,
+        }
+        return {where: round(nbytes) for where, nbytes in beyond.items() if nbytes > 0}
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return self.step_seconds / self.num_samples
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of the parts of a microbatch on a machine; see the protocol of `step_order`.
+
+    route: of what ranks exchange that share layers or sequences, which is waited for in the middle of a part.
+    """
+
+    profile: Profile
+    machine: Machine
+    route: str = "native"
+
+    def forward(self, name: str) -> float:
+        return self._seconds[name][0] if name in self._seconds else 0.0
+
+    def backward(self, name: str) -> float:
+        return self._seconds[name][1] if name in self._seconds else 0.0
+
+    def exchanging(self, name: str) -> float:
+        """Of a part's forward and backward, what it waits for other ranks."""
+        return self._seconds[name][2] if name in self._seconds else 0.0
+
+    @cached_property
+    def _seconds(self) -> Mapping[str, tuple[float, float, float]]:
+        """Of each part: blocks that are equal are looked at once."""
+        found, known = {}, dict[int, tuple[float, float, float]]()
+        for name, part in self.profile.parts.items():
+            if id(part) not in known:
+                known[id(part)] = self._of_part(part)
+            found[name] = known[id(part)]
+        return found
+
+    def _of_part(self, part: Part) -> tuple[float, float, float]:
+        machine, itemsize = self.machine, self.profile.itemsize
+        calls = Calls.of(self.profile, machine, self.route)
+        before, behind = calls.seconds(part.forward_exchanges), calls.seconds(part.backward_exchanges)
+        forward = machine.computing(
+            "forward", part.forward_flops, part.forward_traffic, itemsize, part.forward_operations
+        )
+        backward = machine.computing(
+            "backward", part.backward_flops, part.backward_traffic, itemsize, part.backward_operations
+        )
+        return forward + before, backward + behind, before + behind
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a microbatch's activations at each part, with what of them is offloaded."""
+
+    profile: Profile
+    config: Config
+    policy: ZeroPolicy
+
+    @cached_property
+    def bases(self) -> Mapping[str, int]:
+        return self.profile.base_bytes()
+
+    @cached_property
+    def _waiting(self) -> Mapping[str, int]:
+        """Gradients of the rest that the parts behind each have made."""
+        waiting, total = {}, 0
+        for name, part in reversed(list(self.profile.parts.items())):
+            waiting[name] = total
+            total += part.rest_gradient_bytes
+        return waiting
+
+    @property
+    def _rest_waits(self) -> bool:
+        """Else they are added to those of the microbatches before."""
+        accumulates = (self.config.gradient_accumulation_steps or 1) > 1
+        return not accumulates or self.policy.reduces_every_backward
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.config.activation_checkpointing.offload.device != "none"
+
+    @cached_property
+    def _limit(self) -> int:
+        return kept_limit(self.profile, self.config)
+
+    def at(self, name: str, stretch: Stretch) -> int:
+        """While a part computes."""
+        part = self.profile.part(name)
+        base = self.bases.get(name, 0)
+        base = min(base, self._limit) if self.is_offloaded else base
+        base += self.profile.cast_bytes
+        waiting = 0 if stretch is Stretch.FORWARD else self._waiting[name] * self._rest_waits
+        return base + part.peak_bytes(stretch) + waiting
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The most that is elsewhere."""
+        kept = sum(part.kept_bytes for part in self.profile.parts.values())
+        return max(0, kept - self._limit) if self.is_offloaded else 0
+
+
+def kept_limit(profile: Profile, config: Config) -> int:
+    """The most that activations take which are offloaded, beside those of the part that computes."""
+    largest = max((part.kept_bytes for part in profile.parts.values()), default=0)
+    return config.activation_checkpointing.offload.budget_bytes or BLOCKS_IN_MEMORY * largest
+
+
+def writes_gradients(blueprint: Blueprint) -> bool:
+    """Whether gradients of large weights are made where they are staged: see `DirectGradients`."""
+    config, size = blueprint.config, blueprint.arrangement.size(blueprint.domain.states)
+    is_sent = blueprint.policy.reduces_every_backward and size > 1
+    is_added = (config.gradient_accumulation_steps or 1) > 1 and not is_sent
+    groups = [group for place in blueprint.places for group in place.trained]
+    has_others = blueprint.arrangement.size(blueprint.domain.summed) > 1
+    staged = {(group.dtype, group.reduce_dtype if has_others else group.accumulation_dtype) for group in groups}
+    is_cast = any(dtype not in (there, torch.float64) for dtype, there in staged)
+    return blueprint.device == "cpu" and blueprint.pipeline is None and not is_added and not is_cast
+
+
+class StepParts:
+    """What of a step without a pipeline does not depend on what a microbatch computes: made once for many profiles."""
+
+    def __init__(self, blueprint: Blueprint, machine: Machine, place: int = -1, like: StepParts | None = None) -> None:
+        """blueprint: of any number of microbatches, of one or of several as it will be. place: of `places`.
+
+        like: of a blueprint that differs in where states rest alone: its order of collectives is the same.
+        """
+        self.blueprint, self.machine = blueprint, machine
+        self.place = place % len(blueprint.places)
+        footprint = Footprint(blueprint, blueprint.first_rank_of(self.place))
+        self.rests = Resting.of(blueprint, footprint, self.place)
+        exchange = Exchange(blueprint, machine)
+        accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        self.order: StepOrder
+        self._inner: StepOrder | None
+        if like is not None:
+            self.order, self._inner = like.order, like._inner
+        else:
+            bytes_of = footprint.gathered if footprint.frees_memory else None
+            self.order = StepOrder(blueprint, exchange, bytes_of, True, self.place)
+            self._inner = StepOrder(blueprint, exchange, bytes_of, False, self.place) if accumulates else None
+        self._refreshes = [exchange.refresh(group) for group in blueprint.places[self.place].updated]
+        self._update = update_seconds(blueprint, machine, self.place)
+        self.is_direct = writes_gradients(blueprint)
+        # Where gradients are made in their place, it is asked for, and what has come of other ranks by then is used up.
+        self._waits = not self.is_direct and blueprint.arrangement.size(blueprint.domain.summed) > 1
+        moments = [(True, True)] if not accumulates else [(True, False), (False, False), (False, True)]
+        self._gradients = [gradient_seconds(blueprint, machine, self.place, *one, self.is_direct) for one in moments]
+        self._num_units = len(blueprint.places[self.place].units)
+
+    def estimate(self, config: Config, profile: Profile) -> Estimate:
+        """config: of the blueprint but for rows, microbatches and activations. profile: of its microbatch."""
+        accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
+        work = Work(profile, self.machine, self.blueprint.route)
+        activations = Activations(profile, config, self.blueprint.policy)
+        line = self.order.timeline(work)
+        times = {"compute": line.computed, **_exposed(line)}
+        collectives = line.hidden_seconds
+        sent = dict(self.order.sent)
+        if self._inner is not None:
+            line = self._inner.timeline(work)
+            more = {"compute": line.computed, **_exposed(line)}
+            times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
+            collectives += (accumulation - 1) * line.hidden_seconds
+            sent = {link: nbytes + (accumulation - 1) * self._inner.sent[link] for link, nbytes in sent.items()}
+        first, *between, last = (*self._gradients, 0.0) if len(self._gradients) == 1 else self._gradients
+        times["compute"] += first + last + sum(between) * (accumulation - 2)
+        in_backward = sum(work.backward(name) for name in profile.names)
+        beside = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
+        speed = speed_of_activations(self.blueprint, self.machine)
+        moved = 2 * activations.offloaded_bytes * accumulation / speed
+        exchanging = sum(map(work.exchanging, profile.names)) * accumulation
+        times["compute"] -= exchanging
+        seconds = {
+            **times,
+            "exchange exposed": exchanging,
+            "activations exposed": max(0.0, moved - times["compute"]),
+            "update": max(0.0, self._update - beside.get(self.blueprint.timing, 0.0)),
+            "refresh exposed": sum(one.seconds for one in self._refreshes),
+            "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
+        }
+        for message in self._refreshes:
+            sent["intra"] += message.intra
+            sent["inter"] += message.inter
+        calls = Calls.of(profile, self.machine, self.blueprint.route)
+        for link, nbytes in calls.sent([one for part in profile.parts.values() for one in part.exchanges]).items():
+            sent[link] += accumulation * nbytes
+        kinds, peak = self._memory(activations)
+        host, file = self.rests.elsewhere(activations)
+        tokens = samples * profile.tokens // profile.rows
+        hidden = {
+            "collectives": collectives,
+            "activations": moved - seconds["activations exposed"],
+            "update": self._update - seconds["update"],
+        }
+        return Estimate(kinds, peak, host, file, sent, sum(seconds.values()), seconds, hidden, samples, tokens)
+
+    def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
+        """(the most of each kind, the most at a moment)."""
+        slots = activations.profile.slot_bytes
+        rests, peak = self.rests, self.rests.after_backward + slots
+        most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
+        for beside, gathered, staged, name, stretch in self._moments:
+            held = activations.at(name, stretch)
+            peak = max(peak, rests.bytes + beside + held + slots)
+            for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
+                most[kind] = max(most[kind], nbytes)
+        loss = min(activations.profile.loss_bytes, most["activation_bytes"])
+        most["activation_bytes"] -= loss
+        most["buffer_bytes"] += rests.kinds["buffer_bytes"] + slots
+        return {**rests.kinds, **most, "loss_bytes": loss}, peak
+
+    @cached_property
+    def _moments(self) -> list[tuple[int, int, int, str, Stretch]]:
+        """(bytes beside those at rest, of them gathered, of them staged, part, what of it)."""
+        found = []
+        accumulates = self._inner is not None
+        runs = [(self.order, not accumulates)] + ([(self._inner, True), (self._inner, False)] if self._inner else [])
+        for step, is_first in runs:
+            gradients, before, after = self.rests.gradients(is_first, step.is_last)
+            arrived: frozenset[str] = frozenset()
+            waits = 0  # until the next unit's gradients are collected
+            copies = 0  # until the step ends
+            for one in step.moments:
+                arriving, arrived = one.arrived - arrived, one.arrived
+                gradients += sum(after[name] - before[name] for name in arriving)
+                passing = sum(self.rests.passing[name] for name in arriving)
+                beside = gradients + passing + waits + copies + one.gathered_bytes + one.staged_bytes
+                if arriving:
+                    waits = passing * self._waits
+                    copies += sum(self.rests.copies[name] for name in arriving) * step.is_last
+                found.append((beside, one.gathered_bytes, one.staged_bytes, one.part, one.stretch))
+        return found
+
+
+def estimate(blueprint: Blueprint, machine: Machine, profile: Profile, place: int = -1) -> Estimate:
+    """Of a blueprint without a pipeline. profile: of its microbatch. place: of `places`; -1: the fullest."""
+    return StepParts(blueprint, machine, place).estimate(blueprint.config, profile)
+
+
+def _exposed(line: Timeline) -> dict[str, float]:
+    """By kind of collective."""
+    found = {"gather exposed": 0.0, "reduce exposed": 0.0}
+    for key, seconds in line.exposed.items():
+        found[f"{key.partition(',')[0]} exposed"] += seconds
+    return found
+
+
+def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
+    """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
+    footprint = Footprint(blueprint, blueprint.first_rank_of(place))
+    groups, share, homes = blueprint.places[place].updated, machine.devices_per_host, blueprint.homes
+    states = footprint.at(Moment.BETWEEN_STEPS, gathers=False).optimizer
+    elements = sum(group.layout.shard_numel for group in groups)
+    passing = sum(
+        group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize) for group in groups
+    )
+    away = sum(sum(footprint.chunks(group)) for group in groups)
+    moved = 2 * states + passing
+    seconds = machine.moving("update", moved, moved / machine.memory)
+    if away:
+        seconds += machine.moving("update", 2 * away, 2 * away / (machine.host_memory / share))
+        seconds += passing / machine.link if homes.is_apart else 0.0
+        if homes.states is Home.FILE:
+            passes = away / (machine.nvme / share)
+            seconds += machine.moving("file read", away, passes) + machine.moving("file write", away, passes)
+    return seconds if elements else 0.0
+
+
+def speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
+    """Bytes a second, each way, of those that are offloaded."""
+    is_file = blueprint.homes.activations is Home.FILE
+    return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
+
+
+@dataclass(frozen=True)
+class Resting:
+    """What a rank holds whatever it computes, and its gradients as they come."""
+
+    footprint: Footprint
+    blueprint: Blueprint
+    trained: tuple[GroupPlan, ...]
+    kinds: Mapping[str, int]
+    bytes: int  # without gradients
+    after_backward: int
+    host_bytes: int
+    file_bytes: int
+    by_group: Mapping[str, tuple[int, ...]]  # gradients between steps, between microbatches, and when they are final
+    passing: Mapping[str, int]  # gradients that are there until their unit is updated, in the backward
+    copies: Mapping[str, int]  # what a speculative update of a group keeps until the step ends
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, footprint: Footprint, place: int = 0) -> Resting:
+        plan = blueprint.places[place]
+        between = footprint.at(Moment.BETWEEN_STEPS, gathers=False)
+        reduced = footprint.at(Moment.REDUCED, gathers=False)
+        moments = (Moment.BETWEEN_STEPS, Moment.ACCUMULATING, Moment.REDUCED)
+        by_group = {
+            group.name: tuple(
+                # Where gradients are added up in the shard, it is there from the start of a step.
+                footprint.gradient(group, Moment.REDUCED if footprint.adds_in_place(group) else moment)
+                for moment in moments
+            )
+            for group in plan.trained
+        }
+        accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
+        columns = list(zip(*by_group.values(), strict=True))
+        columns = columns if accumulates else columns[::2]
+        chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
+        passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.homes.states is Home.FILE else 0
+        is_here = not blueprint.homes.is_apart
+        buffers = reduced.staging + (passing if is_here else 0)
+        copies = {group.name: footprint.copies(group) for group in plan.trained}
+        kinds = {
+            "parameter_bytes": reduced.parameters,
+            "gradient_bytes": max(reduced.gradients, *(sum(column) for column in columns)),
+            "optimizer_bytes": reduced.optimizer,
+            "buffer_bytes": buffers,
+        }
+        rests = reduced.parameters + between.optimizer + buffers
+        direction, on_host = footprint.directions()
+        after = rests + sum(copies.values()) + reduced.gradients + direction
+        host = reduced.host + (0 if is_here else passing) + on_host
+        used_up = {group.name: footprint.passing(group) for group in plan.trained}
+        trained, file = tuple(plan.trained), reduced.file
+        return cls(footprint, blueprint, trained, kinds, rests, after, host, file, by_group, used_up, copies)
+
+    def gradients(self, is_first: bool, is_last: bool) -> tuple[int, Mapping[str, int], Mapping[str, int]]:
+        """In a microbatch, the first or last of a step or neither: (all where it begins, each before and after it)."""
+        before, after = 0 if is_first else 1, 2 if is_last else 1
+        of_groups = {name: (sizes[before], sizes[after]) for name, sizes in self.by_group.items()}
+        first, last = ({name: sizes[place] for name, sizes in of_groups.items()} for place in (0, 1))
+        return sum(first.values()), first, last
+
+    def elsewhere(self, activations: Activations) -> tuple[int, int]:
+        """(host, nvme) bytes, with activations that are offloaded."""
+        home, nbytes = activations.config.activation_checkpointing.offload.device, activations.offloaded_bytes
+        return self.host_bytes + nbytes * (home == "cpu"), self.file_bytes + nbytes * (home == "nvme")

@@ -1,0 +1,268 @@
+"""What a step layer by layer takes: all microbatches go through a block before any goes through the next.
+
+Of m microbatches, while one of them goes through block s,
+
+    forward     m x what the blocks before it keep, (m - 1) x what it keeps and gives itself
+    backward    m x what the blocks before it keep; of those that have not come, what it keeps, and the gradient of
+                what it gave; of those that have, the gradient of what it was given
+
+and full gradients of that block alone. A block is gathered while the one before it computes, once in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...pipe.schedules.action import Action, Op
+from ...zero.plan import GroupPlan
+from ..blueprint.blueprint import Blueprint, Timing
+from ..blueprint.footprint import Footprint
+from ..config.config import Config
+from .estimate import Estimate, Resting, Work, kept_limit, speed_of_activations, update_seconds
+from .exchange import Exchange, Message
+from .gradients import gradient_seconds, host_seconds
+from .machine import Machine
+from .profile import Profile
+from .stages import Stages
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A block computes all microbatches. Bytes of gradients: of all groups, with the first microbatch and others."""
+
+    action: Action
+    gathered: int
+    gradients_first: int
+    gradients_later: int
+
+
+class LayeredParts:
+    """What of such a step does not depend on what a microbatch computes: made once for many profiles."""
+
+    def __init__(self, blueprint: Blueprint, machine: Machine, place: int = -1) -> None:
+        """blueprint: of any number of microbatches. place: of `places`; -1: the fullest."""
+        assert blueprint.pipeline is not None and blueprint.is_layered
+        self.blueprint, self.machine, self.split = blueprint, machine, blueprint.pipeline.split
+        self._place = place % len(blueprint.places)
+        self._actions = blueprint.pipeline.schedule.actions[0]
+        rank, plan = blueprint.first_rank_of(self._place), blueprint.places[self._place]
+        self._footprint, exchange = Footprint(blueprint, rank), Exchange(blueprint, machine)
+        self.rests = Resting.of(blueprint, self._footprint, self._place)
+        self._plan = plan
+        names = [set(names) for names in self.split.parameters]
+        self._groups = [[group for group in plan.groups if _uses(of_stage, group)] for of_stage in names]
+        self._gathers = {id(group): exchange.gather(group) for group in plan.groups}
+        self._sums = {
+            id(group): exchange.reduce(group).and_then(exchange.all_reduce(group, rank)) for group in plan.trained
+        }
+        self._refreshes = [exchange.refresh(group) for group in plan.updated]
+        is_native = blueprint.route == "native"
+        self._staged = 2 * max((one.slot_bytes for one in plan.trained), default=0) if is_native else 0
+        self._update = update_seconds(blueprint, machine, self._place)
+        ends = ((True, False), (False, False), (False, True))
+        self._added = [gradient_seconds(blueprint, machine, self._place, *end, False) for end in ends]
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def memory(self, config: Config, stages: Stages) -> tuple[Mapping[str, int], int]:
+        """(the most of each kind, the most at a moment)."""
+        count, profile = config.gradient_accumulation_steps or 1, stages.profile
+        most = peak = gathered = 0
+        for moment in self._moments:
+            stage = moment.action.stage
+            of_first, of_later = self._held(config, stages, moment.action.op, stage)
+            working = stages.working_bytes(stage, False), stages.working_bytes(stage, True)
+            is_forward = moment.action.op is Op.F
+            plain = working[0][0 if is_forward else 1]
+            first, later = (plain, plain) if is_forward else (working[1][1], working[self._holds_each][1])
+            most = max(most, of_first + plain, (of_later + plain) * (count > 1))
+            peak = max(peak, of_first + first + moment.gradients_first + moment.gathered)
+            if count > 1:
+                peak = max(peak, of_later + later + moment.gradients_later + moment.gathered)
+            gathered = max(gathered, moment.gathered)
+        slots = profile.slot_bytes
+        cast = count * profile.cast_bytes
+        kinds = {
+            **self.rests.kinds,
+            "gathered_bytes": gathered,
+            "activation_bytes": max(0, most + cast - profile.loss_bytes),
+            "loss_bytes": profile.loss_bytes,
+            "buffer_bytes": self.rests.kinds["buffer_bytes"] + self._staged + slots,
+        }
+        return kinds, max(self.rests.after_backward, self.rests.bytes + peak + cast + self._staged) + slots
+
+    def _held(self, config: Config, stages: Stages, op: Op, stage: int) -> tuple[int, int]:
+        """Of other microbatches, while the first and the last one compute."""
+        others = (config.gradient_accumulation_steps or 1) - 1
+        kept, given = stages.kept_bytes, stages.output_bytes(stage) if stage + 1 < len(stages.parts) else 0
+        before, own = (others + 1) * sum(kept[:stage]), others * kept[stage]
+        if config.activation_checkpointing.offload.device != "none":
+            limit = kept_limit(stages.profile, config)
+            before, own = min(before, limit), min(before + own, limit) - min(before, limit)
+        if op is Op.F:
+            return before + others * stages.input_bytes(stage), before + own + others * given
+        return before + own + others * given, before + others * stages.input_bytes(stage)
+
+    @property
+    def _holds_each(self) -> bool:
+        """Whether each microbatch gives its gradients away: what they are added to is of another dtype."""
+        return any(group.is_added_up_flat for group in self._plan.trained)
+
+    @cached_property
+    def _moments(self) -> list[_Moment]:
+        """In the order of a step."""
+        found, full = [], set[int]()
+        by_id = {id(group): group for of_stage in self._groups for group in of_stage}
+        frees = self._footprint.frees_memory
+        for action in self._actions:
+            of_stage = {id(group) for group in self._groups[action.stage]}
+            if action.op is Op.GATHER:
+                full |= of_stage
+            elif action.op is Op.RELEASE:
+                full -= of_stage
+            elif action.op in (Op.F, Op.B) and action.microbatch == 0:
+                gathered = sum(self._footprint.gathered(by_id[key]) for key in full) if frees else 0
+                first, later = (self._gradients(action, is_later) for is_later in (False, True))
+                found.append(_Moment(action, gathered, first, later))
+        return found
+
+    def _gradients(self, action: Action, is_later: bool) -> int:
+        """Of all groups, while a block computes the first or a later microbatch."""
+        total = 0
+        for (first, last), (between, added, reduced) in self._spans:
+            begins = action.stage == last and not is_later
+            if action.op is Op.F or action.stage > last or begins:
+                total += between
+            else:
+                total += reduced if action.stage < first else added
+        return total
+
+    @cached_property
+    def _spans(self) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
+        """Of each trained group the first and last block that uses it, and gradients before, between and behind."""
+        used: dict[int, list[int]] = {}
+        for number, groups in enumerate(self._groups):
+            for group in groups:
+                used.setdefault(id(group), []).append(number)
+        found = []
+        for group in self._plan.trained:
+            numbers, sizes = used.get(id(group), [0]), self.rests.by_group[group.name]
+            final = sizes[-1] + self.rests.copies[group.name]
+            found.append(((numbers[0], numbers[-1]), (sizes[0], self._footprint.added_up(group), final)))
+        return found
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def estimate(self, config: Config, stages: Stages) -> Estimate:
+        """config: with as many microbatches as there are. stages: of a profile of one of them."""
+        count, samples, machine = config.gradient_accumulation_steps or 1, config.train_batch_size or 0, self.machine
+        kinds, peak = self.memory(config, stages)
+        computed = [count * seconds for seconds in stages.costs(0.0).forward]
+        back = [count * seconds for seconds in stages.costs(0.0).backward]
+        exchanging = count * sum(map(stages.exchanging, range(len(computed))))
+        gather, reduce = self._exposed(computed, back)
+        first, between, last = self._added
+        compute = sum(computed) + sum(back) - exchanging + first + last + between * max(0, count - 2)
+        beside = {Timing.DELAYED: compute, Timing.SPECULATIVE: sum(back)}.get(self.blueprint.timing, 0.0)
+        away = self._away(config, stages)
+        moved = 2 * away / speed_of_activations(self.blueprint, machine)
+        seconds = {
+            "compute": compute,
+            "gather exposed": gather,
+            "reduce exposed": reduce,
+            "exchange exposed": exchanging,
+            "activations exposed": max(0.0, moved - compute),
+            "update": max(0.0, self._update - beside),
+            "refresh exposed": sum(one.seconds for one in self._refreshes),
+            "host": host_seconds(self.blueprint, machine, len(self._plan.units), count),
+        }
+        host, file = self.rests.host_bytes, self.rests.file_bytes
+        home = config.activation_checkpointing.offload.device
+        return Estimate(
+            bytes=kinds,
+            peak_bytes=peak,
+            host_bytes=host + away * (home == "cpu"),
+            nvme_bytes=file + away * (home == "nvme"),
+            sent=self._sent(stages, count),
+            step_seconds=sum(seconds.values()),
+            seconds=seconds,
+            hidden={
+                "collectives": max(0.0, self._sending - gather - reduce),
+                "activations": moved - seconds["activations exposed"],
+                "update": self._update - seconds["update"],
+            },
+            num_samples=samples,
+            num_tokens=samples * stages.profile.tokens // stages.profile.rows,
+        )
+
+    def _away(self, config: Config, stages: Stages) -> int:
+        """Bytes of activations that are elsewhere, at the end of the forward."""
+        if config.activation_checkpointing.offload.device == "none":
+            return 0
+        kept = (config.gradient_accumulation_steps or 1) * sum(stages.kept_bytes)
+        return max(0, kept - kept_limit(stages.profile, config))
+
+    def _exposed(self, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, float]:
+        """Seconds that computing waits for gathers, and the end of the step for reductions."""
+        now = link = waited = 0.0
+        ready = [0.0] * len(forward)
+        for action, messages in self._collectives:
+            seconds = sum(one.seconds for one in messages)
+            if action.op in (Op.F, Op.B):
+                waited += max(0.0, ready[action.stage] - now)
+                now = max(now, ready[action.stage]) + (forward if action.op is Op.F else backward)[action.stage]
+            elif not self.machine.overlaps:
+                now += seconds
+                waited += seconds * (action.op is Op.GATHER)
+            else:
+                link = max(link, now) + seconds
+                ready[action.stage] = link if action.op is Op.GATHER else ready[action.stage]
+        computed = sum(forward) + sum(backward)
+        return waited, max(now, link) - computed - waited
+
+    @cached_property
+    def _sending(self) -> float:
+        """Seconds of all collectives of a step."""
+        return sum(message.seconds for _, messages in self._collectives for message in messages)
+
+    @cached_property
+    def _collectives(self) -> list[tuple[Action, list[Message]]]:
+        """Of a step in their order, with each computing of a block once."""
+        found, full = [], set[int]()
+        ends = {id(group): first for group, ((first, _), _) in zip(self._plan.trained, self._spans, strict=True)}
+        for action in self._actions:
+            groups, messages = self._groups[action.stage], list[Message]()
+            if action.op is Op.GATHER:
+                messages = [self._gathers[id(group)] for group in groups if id(group) not in full]
+                full |= {id(group) for group in groups}
+            elif action.op is Op.RELEASE:
+                full -= {id(group) for group in groups}
+                continue
+            elif action.op is Op.REDUCE:
+                messages = [self._sums[id(group)] for group in groups if ends.get(id(group)) == action.stage]
+            elif action.microbatch != 0:
+                continue
+            found.append((action, messages))
+        return found
+
+    def _sent(self, stages: Stages, count: int) -> dict[str, int]:
+        messages = [one for _, several in self._collectives for one in several] + self._refreshes
+        found = {link: sum(getattr(one, link) for one in messages) for link in ("intra", "inter")}
+        for exchanged in stages.exchanged:
+            for link, nbytes in exchanged.items():
+                found[link] += count * nbytes
+        return found
+
+
+def _uses(names: set[str], group: GroupPlan) -> bool:
+    return any(name in names for name, _ in group.params)
+
+
+def memory_in_layers(
+    blueprint: Blueprint, machine: Machine, profile: Profile, place: int
+) -> tuple[Mapping[str, int], int]:
+    """What ranks of a place take: the most of each kind, and the most at a moment."""
+    parts = LayeredParts(blueprint, machine, place)
+    return parts.memory(blueprint.config, Stages(parts.split, profile, Work(profile, machine, blueprint.route)))

@@ -1,0 +1,188 @@
+"""A model in the manner of Llama by its sizes alone, for plans of models that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...zero.units import plan_units
+from ..blueprint.blueprint import Blueprint
+from ..model.tiling import tiles_of
+from .meta_run import MetaRun
+from .profile import Profile
+from .splits import Splits
+
+_SHORT = 2  # layers that are run: a last, and one for all before it
+_SHORT_WITH_PARTS = 3  # the first of a stage differs too: tokens are whole before it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes in elements. kv_heads: 0 as many as heads; mlp: 0 for 8/3 of hidden, in whole multiples of 256."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    kv_heads: int = 0
+    mlp: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise ValueError(f"heads({self.heads}) x head size(?) = hidden({self.hidden}) does not hold")
+        if self.kv_heads < 0 or (self.kv_heads and self.heads % self.kv_heads):
+            raise ValueError(f"kv heads({self.kv_heads}) x queries of each(?) = heads({self.heads}) does not hold")
+
+    @property
+    def inner(self) -> int:
+        """Of the gated layer."""
+        return self.mlp or -(-8 * self.hidden // 3 // 256) * 256
+
+
+class Attention(nn.Module):
+    """Of heads of queries, several of which may share one of keys and values."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = shape.heads, shape.kv_heads or shape.heads
+        self.head_dim = shape.hidden // shape.heads
+        of_keys = self.num_kv_heads * self.head_dim
+        self.q, self.k = nn.Linear(shape.hidden, shape.hidden, bias=False), nn.Linear(shape.hidden, of_keys, bias=False)
+        self.v, self.o = nn.Linear(shape.hidden, of_keys, bias=False), nn.Linear(shape.hidden, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, sequence, hidden)
+        rows, length, _ = x.shape
+        q = self.q(x).view(rows, length, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k(x).view(rows, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v(x).view(rows, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        is_grouped = self.num_kv_heads < self.num_heads
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        result: Tensor = self.o(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return result
+
+
+class Gated(nn.Module):
+    """Two layers, one of which is the gate of the other, and one behind them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(shape.hidden, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, sequence, hidden)
+        result: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class Block(nn.Module):
+    """Attention and a gated layer, each behind a norm and beside a residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
+        self.attention, self.mlp = Attention(shape), Gated(shape)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, sequence, hidden)
+        x = x + self.attention(self.norm(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Llama(nn.Module):
+    """Its output is its loss, the mean over labels that stand where they are predicted.
+
+    Angles of positions are left out: they are small.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As Hugging Face's models name what is split over the vocabulary."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """As `get_input_embeddings`."""
+        return self.head
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:  # (rows, sequence) each
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), shift_labels.flatten())
+
+
+def build(shape: Shape) -> Llama:
+    """On the meta device."""
+    with torch.device("meta"):
+        return Llama(shape)
+
+
+def batch(shape: Shape) -> dict[str, Tensor]:
+    """What `Llama.forward` takes, (1, sequence) each, on the meta device."""
+    names = ("input_ids", "position_ids", "shift_labels")
+    return {name: torch.empty(1, shape.sequence, dtype=torch.int64, device="meta") for name in names}
+
+
+class ShortRuns:
+    """Runs of a few layers, that stand for all: they are equal, but for the last.
+
+    Parts of tokens are whole at both ends, of each stage of a pipeline: there the first and the last of each differ.
+    """
+
+    def __init__(self, shape: Shape, blueprint: Blueprint) -> None:
+        splits, units = Splits.of(blueprint), blueprint.config.zero_optimization.units
+        lengths = [shape.layers]
+        if splits.has_parts and splits.stages is not None:
+            lengths = [len(names) for names in splits.stages]
+        most = _SHORT_WITH_PARTS if splits.has_parts else _SHORT
+        shorts = [*sorted({min(length, most) for length in lengths[:-1]}), min(lengths[-1], most)]
+        starts = list(accumulate(shorts, initial=0))
+        stages = [{f"layers.{number}" for number in range(*pair)} for pair in pairwise(starts)]
+        self._stands_for = []  # by layer: the one that is run in its place
+        for stage, length in enumerate(lengths):
+            at = len(shorts) - 1 if stage == len(lengths) - 1 else shorts.index(min(length, most))
+            for place in range(length):
+                own = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
+                self._stands_for.append(f"layers.{starts[at] + own}")
+        model = build(replace(shape, layers=starts[-1]))
+        self._runs = MetaRun(
+            model,
+            plan_units(model, None if units == "auto" else units),
+            blueprint.dtypes,
+            blueprint.device,
+            tiles=tiles_of(blueprint.config),
+            splits=replace(splits, stages=None if splits.stages is None else stages),
+        )
+
+    def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
+        """As `MetaRun.profile`. Of every k-th layer alone nothing is recomputed here: every is 0 or 1."""
+        assert every in (0, 1)
+        short = self._runs.profile(batch, rows, every, is_direct)
+        run = [name for name in short.parts if name.startswith("layers.")]
+        parts = {}
+        for name, part in short.parts.items():
+            if name not in run:
+                parts[name] = part
+            elif name == run[0]:
+                parts |= {f"layers.{layer}": short.parts[own] for layer, own in enumerate(self._stands_for)}
+        return replace(short, parts=parts)
+
+
+def runs_of(shape: Shape) -> Callable[[Blueprint], ShortRuns]:
+    """For a `Planner`."""
+    return lambda blueprint: ShortRuns(shape, blueprint)

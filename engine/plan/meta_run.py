@@ -1,0 +1,392 @@
+"""A microbatch of a model on the meta device: what it would keep, compute and move.
+
+[Note: what is counted]
+Operations run on tensors without memory, under a mode that sees each of them. A storage counts from the operation that
+makes it until nothing holds it any more, so what autograd saves, and what it lets go of in the backward, counts as it
+would be held; each storage once, however many tensors see it. Parameters and buffers are not counted, nor is the
+gradient of a parameter once it is there: the engine stages it and gives it back. What a kernel takes for itself while
+it runs is not seen.
+
+[Note: conditions]
+A model may ask for a truth: whether all of a mask is set, whether no sequence is packed, whether values are finite. Of
+tensors without values the answer is yes, with which the usual way is taken. Numbers cannot be answered.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from ...model.blocks import find_blocks
+from ...model.ledger import Ledger
+from ...parallel.sequence_data import SequenceError, SequencePart
+from ...parallel.tiles import Tiles
+from ...zero.direct_gradients import DirectGradients
+from ...zero.plan import Dtypes
+from ...zero.sequence import UnitSequence
+from ...zero.units import UnitPlan
+from ..step.batch import call, loss_of
+from .profile import Part, Profile
+from .splits import SplitModel, Splits
+from .step_order import END, START
+from .tracker import Done, Results, Tracker, tensors_of
+
+NO_TILES, NO_SPLITS = Tiles(), Splits()
+_aten = torch.ops.aten
+
+
+class MetaRun:
+    """Runs microbatches of a copy of the model.
+
+    model: on any device; it is left as it is. device: on which it will train, "cpu" or "cuda": it decides on the kernel
+    of attention.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitPlan],
+        dtypes: Dtypes,
+        device: str,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        casts_inputs: bool = True,
+        tiles: Tiles = NO_TILES,
+        splits: Splits = NO_SPLITS,
+    ) -> None:
+        """Raises ValueError where layers cannot be split so."""
+        self._model = _meta_copy(model, dtypes)
+        self._results = Results()
+        self._splits, self._shrunk = splits, splits.shrink(self._model)
+        self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
+        self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
+        self._after = _after_blocks(self._model)
+        self._dtype = dtypes.compute if casts_inputs else None
+        self._itemsize = (dtypes.compute or torch.float32).itemsize
+        self._device, self._loss_fn, self._tiles = device, loss_fn, tiles
+
+    def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
+        """Of a microbatch of so many rows like those of `batch`. every: `activation_checkpointing.every`.
+
+        is_direct: gradients of large weights are written where they are staged, and are no tensors beside it.
+        Raises ValueError where the model does not run without values.
+        """
+        ledger = Ledger()
+        tracker = Tracker([*self._model.parameters(), *self._model.buffers()], self._results)
+        marks = _Marks(tracker, self._of_units)
+        places = _Places(self._model.parameters(), marks)
+        for memory in places.memory.values():
+            tracker.leave_out(memory)
+        tiled = frozenset(id(one) for _, one in self._tiles.apply(self._model, ledger, lambda text: None).modules)
+        try:
+            split = SplitModel(self._splits, self._shrunk, self._model, self._device, tiled, tracker, ledger)
+            own = split.part(batch, rows, self._loss_fn is None)
+            made = _on_meta(own, rows, self._dtype)
+            for one in tensors_of(made):
+                tracker.leave_out(one)
+            for _, module in self._units[::every] if every else ():
+                ledger.override(module, "forward", self._recomputed(module))
+            self._observe(marks, ledger)
+            if is_direct:
+                DirectGradients(cast(UnitSequence, places), self._model.modules(), ledger)
+            with torch.enable_grad(), _Attention(self._device), tracker:
+                self._run(made, marks, split)
+        except SequenceError:
+            raise
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+            degrees = "".join(f", with parallel.{name} {size}," for name, size in self._splits.sizes)
+            raise ValueError(
+                f"plan: the model{degrees} does not run on the meta device, where tensors have shapes and no values "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Give sample_batch a "
+                "batch that the model takes; what reads values in its forward (.item(), a condition on a tensor) "
+                "cannot be planned"
+            ) from error
+        finally:
+            ledger.close()
+            for param in self._model.parameters():
+                param.grad = None
+        # A part of a sequence is made, whatever its dtype.
+        converted = sum(one.nbytes for one in tensors_of(made) if own is not batch or one.dtype == self._dtype)
+        return Profile(
+            rows=rows,
+            tokens=_num_tokens(batch, rows),
+            parts=marks.parts(),
+            itemsize=self._itemsize,
+            cast_bytes=converted,
+            sizes=self._splits.sizes,
+            slot_bytes=split.slot_bytes,
+        )
+
+    def _recomputed(self, module: nn.Module) -> Callable[..., Any]:
+        def contexts() -> tuple[AbstractContextManager[None], TorchFunctionMode]:
+            return nullcontext(), _Attention(self._device)  # in a backward, torch has put the one around it away
+
+        return partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+
+    def _run(self, batch: Any, marks: _Marks, split: SplitModel) -> None:
+        marks.enter(START)
+        output = split.run(batch, lambda: call(self._model, batch))
+        loss = loss_of(output, batch, self._loss_fn)
+        if isinstance(batch, SequencePart) and batch.factor is not None:
+            loss = loss * batch.factor
+        del output
+        marks.end_forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        marks.end()
+
+    def _observe(self, marks: _Marks, ledger: Ledger) -> None:
+        for name, module in self._units:
+            ledger.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
+        if self._after is not None:
+            ledger.hook(self._after.register_forward_hook(marks.after_blocks))
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear):
+                ledger.hook(module.register_forward_hook(marks.see_linear))
+        for param in self._model.parameters():
+            if param.requires_grad:
+                let_go = partial(_let_go, marks)
+                ledger.hook(param.register_post_accumulate_grad_hook(let_go))  # type: ignore[no-untyped-call]
+
+
+def _let_go(marks: _Marks, param: Tensor) -> None:
+    param.grad = None
+    marks.begin_gradient(param)
+    marks.add_gradient(param)
+
+
+class _Places:
+    """Gradients of large weights are written where they are staged: that counts elsewhere."""
+
+    def __init__(self, params: Iterable[nn.Parameter], marks: _Marks) -> None:
+        self._marks = marks
+        self.memory = {id(param): torch.empty_like(param, requires_grad=False) for param in params}
+
+    def place_for_gradient(self, param: nn.Parameter) -> Tensor:
+        self._marks.begin_gradient(param)
+        return self.memory[id(param)]
+
+
+class _Marks:
+    """Cuts what a tracker counts into parts: at the entry of each unit, and behind the last block."""
+
+    def __init__(self, tracker: Tracker, of_units: Set[int]) -> None:
+        """of_units: identities of the units' parameters."""
+        self._tracker, self._of_units = tracker, of_units
+        self._names: list[str] = []
+        self._forward: dict[str, tuple[int, int, int, Done]] = {}  # live before, after, peak
+        self._backward: dict[str, tuple[int, int, int, int, Done]] = {}  # two peaks, while it holds, live
+        self._starts: dict[str, int] = {}  # peaks until the first gradient
+        self._outputs: dict[str, int] = {}
+        self._gradients: dict[str, int] = {}
+        self._rest: dict[str, int] = {}
+        self._linear: dict[str, int] = {}
+        self._inputs: dict[int, weakref.ref[Any]] = {}  # of linear layers, by storage
+        self._begun = 0
+        self._now: str | None = None
+
+    def before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._now is None or name in self._names or torch._C._current_graph_task_id() >= 0:
+                return  # in the backward it is computed again
+            if self._now != END:
+                self._hear(self._now, (args, kwargs))
+            self.enter(name)
+
+        return hook
+
+    def after_blocks(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The last repeated block is left: what follows is the head, or the end."""
+        if self._now is not None and END not in self._names and torch._C._current_graph_task_id() < 0:
+            self._hear(self._now, output)
+            self.enter(END)
+
+    def enter(self, name: str) -> None:
+        """A part of the forward begins."""
+        if self._now == END:  # a head that is a unit takes what comes behind the blocks
+            self._names[-1] = self._now = name
+            return
+        self._close_forward()
+        self._names.append(name)
+        self._now = name
+        self._begun = self._tracker.begin()
+
+    def end_forward(self) -> None:
+        """The loss is there; the backward of the last part begins."""
+        self._close_forward()
+        last = self._names[-1]
+        if last != END:
+            self._names.append(END)
+            self._forward[END] = (self._tracker.live, self._tracker.live, self._tracker.live, Done())
+        self._begin_backward(last)
+
+    def end(self) -> None:
+        self._close_backward()
+
+    def begin_gradient(self, param: Tensor) -> None:
+        """Memory for gradients is taken: with a unit's first one, for all of the unit; the rest's waits for START.
+
+        What is there just now counts as before: that memory is filled as gradients come, and those make room.
+        """
+        is_own = id(param) in self._of_units or self._now == START
+        if self._now is not None and self._now not in self._starts and is_own:
+            self._starts[self._now] = self._tracker.begin_peak()
+
+    def add_gradient(self, param: Tensor) -> None:
+        """A gradient is there, and was let go."""
+        if self._now is not None:
+            self._tracker.held += param.nbytes
+            self._gradients[self._now] = self._gradients.get(self._now, 0) + param.nbytes
+            self._rest[self._now] = self._rest.get(self._now, 0) + param.nbytes * (id(param) not in self._of_units)
+
+    def see_linear(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._now is None or torch._C._current_graph_task_id() >= 0:
+            return
+        total = sum(one.nbytes for one in tensors_of(output))
+        for one in tensors_of(args):  # several layers may have one input
+            storage = one.untyped_storage()
+            known = self._inputs.get(id(storage))
+            total += one.nbytes if known is None or known() is None else 0
+            self._inputs[id(storage)] = weakref.ref(storage)
+        self._linear[self._now] = self._linear.get(self._now, 0) + total
+
+    def parts(self) -> Mapping[str, Part]:
+        found = {}
+        for name in sorted(self._names, key=lambda one: (one != START, one == END)):
+            before, after, peak, forward = self._forward[name]
+            nothing = (before, before, before, before, Done())
+            start, rest, holding_peak, end, backward = self._backward.get(name, nothing)
+            found[name] = Part(
+                kept_bytes=after - before,
+                forward_peak_bytes=peak - before,
+                backward_start_bytes=max(start - before, 0),
+                backward_rest_bytes=max(rest - before, 0),
+                backward_end_bytes=max(end - before, 0),
+                output_bytes=self._outputs.get(name, 0),
+                rest_gradient_bytes=self._rest.get(name, 0),
+                gradient_bytes=self._gradients.get(name, 0),
+                holding_peak_bytes=max(holding_peak - before, 0),
+                linear_bytes=self._linear.get(name, 0),
+                forward_flops=forward.flops,
+                backward_flops=backward.flops,
+                forward_traffic=forward.traffic,
+                backward_traffic=backward.traffic,
+                forward_operations=forward.operations,
+                backward_operations=backward.operations,
+                forward_exchanges=tuple(forward.exchanges),
+                backward_exchanges=tuple(backward.exchanges),
+            )
+        return found
+
+    def _close_forward(self) -> None:
+        if self._now is not None:
+            tracker = self._tracker
+            self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.done)
+        self._now = None
+
+    def _hear(self, name: str, leaving: Any) -> None:
+        """leaving: what goes on to the next part. Its gradient is where the backward of `name` begins."""
+        tensors = [one for one in tensors_of(leaving) if one.is_floating_point()]
+        self._outputs[name] = sum(one.nbytes for one in tensors)
+        for one in tensors:
+            if one.requires_grad:
+                one.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        if self._now != name and name not in self._backward:
+            self._close_backward()
+            self._begin_backward(name)
+
+    def _begin_backward(self, name: str) -> None:
+        self._now = name
+        self._tracker.begin()
+
+    def _close_backward(self) -> None:
+        if self._now is not None:
+            tracker = self._tracker
+            start, rest = self._starts.get(self._now, tracker.peak), max(tracker.peak, tracker.live)
+            self._backward[self._now] = (start, rest, tracker.holding_peak, tracker.live, tracker.done)
+        self._now = None
+
+
+class _Attention(TorchFunctionMode):
+    """Takes the kernel of attention that the device would: on the meta device torch computes it step by step."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if self._device == "cpu":
+            return _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        if attn_mask is None and query.dtype.itemsize == 2:
+            return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+
+
+def _meta_copy(model: nn.Module, dtypes: Dtypes) -> nn.Module:
+    """The model without memory, its parameters in the dtypes that they are computed in."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        empty = torch.empty(param.shape, dtype=dtypes.of(param), device="meta")
+        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    copied = copy.deepcopy(model, memo)
+    copied.train(model.training)
+    return copied
+
+
+def _after_blocks(model: nn.Module) -> nn.Module | None:
+    blocks = find_blocks(model)
+    return blocks[-1][1] if blocks else None
+
+
+def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
+    """A batch of so many rows like those of `batch`, without memory."""
+    if isinstance(batch, SequencePart):
+        return batch.changed(lambda inputs: cast(dict[str, Any], _on_meta(inputs, rows, dtype)))
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = (rows, *value.shape[1:]) if value.dim() else ()
+        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return torch.empty(shape, dtype=wanted, device="meta")
+
+    return tree_map(make, batch)
+
+
+def _num_tokens(batch: Any, rows: int) -> int:
+    """Of so many whole rows like those of `batch`."""
+    whole = [one for one in tensors_of(batch) if not one.is_floating_point() and one.dim() > 1]
+    return rows * whole[0][0].numel() if whole else rows

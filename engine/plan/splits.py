@@ -1,0 +1,330 @@
+"""Ranks that share layers, sequences or experts, where a microbatch runs on the meta device: one, and nobody else.
+
+The run has the layers, the attention and the `Exchange` that a training has. Only the route is another: it moves
+nothing, and says what would be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import comb
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Exchange, Numels, Pending, Terms, regions_of
+from ...comm.axis import Piece
+from ...comm.solo import SoloRoute
+from ...model.ledger import Ledger
+from ...parallel.expert_dispatch import split_experts
+from ...parallel.expert_tokens import Slots
+from ...parallel.experts import ExpertPlan
+from ...parallel.layers import SplitLayers
+from ...parallel.plan import TensorPlan
+from ...parallel.randomness import Randomness
+from ...parallel.sequence_attention import SequenceAttention
+from ...parallel.sequence_data import SequenceData
+from ...parallel.token_parts import TokenParts
+from ..blueprint.axes import EXPERT, SEQUENCE, TENSOR
+from ..blueprint.blueprint import Blueprint
+from ..blueprint.places import shares_of
+from .profile import Exchanged
+from .tracker import Tracker
+
+_META = torch.device("meta")
+_SLOTS_IN_TURN = 3  # of the sockets route
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Over how many ranks layers and sequences are shared, and which of them is looked at.
+
+    tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange. has_parts: of
+    the tokens, between split layers. attention: `sequence_parallel.attention`. expert: ranks that share experts, of
+    which routers choose each as often. stages: names of the blocks of each stage, between which parts are whole; None:
+    there is no pipeline.
+    """
+
+    tensor: int = 1
+    tensor_place: int = 0
+    sequence: int = 1
+    plan: Mapping[str, str] | None = None
+    route: str = "native"
+    has_parts: bool = False
+    attention: str = "auto"
+    expert: int = 1
+    stages: Sequence[Set[str]] | None = None
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> Splits:
+        """tensor_place: None: the last, which has the most where layers do not divide evenly."""
+        config = blueprint.config
+        parallel, pipeline = config.parallel, blueprint.pipeline
+        return cls(
+            tensor=parallel.tensor,
+            tensor_place=parallel.tensor - 1 if tensor_place is None else tensor_place,
+            sequence=parallel.sequence,
+            plan=config.tensor_parallel.plan,
+            route=blueprint.route,
+            has_parts=parallel.tensor_sequence,
+            attention=config.sequence_parallel.attention,
+            expert=parallel.expert,
+            stages=None if pipeline is None else pipeline.split.names_of(range(pipeline.split.num_stages)),
+        )
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Of the axes with several ranks, the last one's next to each other."""
+        sizes = ((EXPERT, self.expert), (SEQUENCE, self.sequence), (TENSOR, self.tensor))
+        return tuple((name, size) for name, size in sizes if size > 1)
+
+    def shrink(self, model: nn.Module) -> Shrunk:
+        """Leaves this rank's part of each parameter. Raises ValueError where layers cannot be split so."""
+        tensor = experts = None
+        if self.tensor > 1:
+            tensor = TensorPlan.of(model, self.tensor, self.plan, self.has_parts)
+        if self.expert > 1:
+            experts = ExpertPlan.of(model, self.expert)
+            if experts.lists:
+                raise ValueError(
+                    f"parallel.expert: expected experts that are one module, found the list '{experts.lists[0].name}': "
+                    "which of them are called, with how many tokens, is known where tensors have values, and a plan "
+                    'has none. Train with it unplanned (no "auto" in the config), or make the experts one module '
+                    "with parameters of shape (experts, ..., ...)"
+                )
+        share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: self.tensor_place}.__getitem__)
+        for param in model.parameters() if self.tensor > 1 or self.expert > 1 else ():
+            param.data = torch.empty(share_of(param).portion.shape, dtype=param.dtype, device=_META)
+        return Shrunk(tensor, experts)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """Of which layers a model has a rank's part alone."""
+
+    tensor: TensorPlan | None
+    experts: ExpertPlan | None
+
+
+class MetaRoute(SoloRoute):
+    """The route of an axis on which the others are not there; see `Route`.
+
+    Memory of the backend's and of the allocator's is what a tracker sees. Slots in shared memory, or that are kept, are
+    counted here.
+    """
+
+    def __init__(self, route: str, size: int, place: int, tracker: Tracker) -> None:
+        super().__init__(_META)
+        self.size, self.rank = size, place
+        self._kind, self._tracker = route, tracker
+        self._reserved = 0
+        self._opened: list[tuple[int, int]] = []  # bytes of a slot, and of what comes to it
+
+    @property
+    def slot_bytes(self) -> int:
+        """What this rank keeps of slots when several microbatches were computed."""
+        if self._kind == "shared_memory":
+            return EXCHANGE_SLOTS * self._reserved
+        if self._kind != "sockets" or not self._opened:
+            return 0
+        turns = _SLOTS_IN_TURN if len(self._opened) % _SLOTS_IN_TURN == 0 else 1  # else each comes to each in time
+        several = 1 if turns > 1 else _SLOTS_IN_TURN
+        return several * sum(sum(map(max, zip(*self._opened[turn::turns], strict=True))) for turn in range(turns))
+
+    def reserve_slots(self, nbytes: int, count: int) -> None:
+        self._reserved = max(self._reserved, nbytes)
+
+    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
+        if self._kind == "native":
+            return torch.empty(numel, dtype=dtype, device=_META)
+        with _disable_current_modes():
+            slot = torch.empty(numel, dtype=dtype, device=_META)
+        self._tracker.leave_out(slot)
+        self._opened.append((slot.nbytes, 0))
+        return slot
+
+    def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
+        return Pending()
+
+    def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
+        own = slot[: slot.numel() // self.size]
+        if self._kind == "native":
+            own = torch.empty_like(own)
+        self._receive(own)
+        return Terms(Pending(), slice(0, own.numel()), lambda: [own], lambda: None)
+
+    def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
+        """What a rank of processors adds up is in the seconds of the call, and is not seen here."""
+        if self._kind == "native":
+            return Terms(Pending(), slice(0, out.numel()), lambda: [slot], lambda: None)
+        self._receive(slot[regions_of(out.numel(), self.size)[self.rank]])
+        return Terms(Pending(), slice(0, 0), lambda: [slot[:0]], lambda: None)
+
+    def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
+        return Pending()
+
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+        """A backend takes and gives pieces in the order of the ranks."""
+        ranks = [rank for rank, _ in of]
+        copies = [torch.empty_like(pieces) for order in (to,) if self._kind == "native" and [*order] != sorted(order)]
+        copies += [torch.empty_like(out) for order in (ranks,) if self._kind == "native" and order != sorted(order)]
+        return Pending(copies.clear)
+
+    def _receive(self, part: Tensor) -> None:
+        if self._kind == "sockets":
+            self._opened[-1] = self._opened[-1][0], (self.size - 1) * part.nbytes
+
+
+class MetaExchange(Exchange):
+    """An `Exchange` that tells a tracker of its calls."""
+
+    def __init__(self, name: str, size: int, place: int, route: str, tracker: Tracker) -> None:
+        self.route = MetaRoute(route, size, place, tracker)
+        super().__init__(Axis(name, place, tuple(range(size)), tuple(range(size)), self.route))
+        self._name, self._tracker = name, tracker
+
+    def sum(self, x: Tensor, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().sum(x, what)
+        return self._told("sum", y, y.nbytes, before)
+
+    def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().sum_part(x, dim, what)
+        return self._told("sum_part", y, x.nbytes, before)
+
+    def gather(self, x: Tensor, dim: int, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().gather(x, dim, what)
+        return self._told("gather", y, y.nbytes, before)
+
+    def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
+        before, y = self.bytes_sent, super().swap_rows(x, counts, what)
+        return self._told("swap", y, y.nbytes, before)
+
+    def trade(self, pieces: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
+        before, arriving = self.bytes_sent, super().trade(pieces, to, of, what)
+        self._told("trade", pieces, pieces.nbytes, before)
+        return arriving
+
+    def _told(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
+        self._tracker.done.exchanges.append(Exchanged(self._name, kind, nbytes, self.bytes_sent - sent_before))
+        return y
+
+
+class _Still(Randomness):
+    """Of a device on which nothing is drawn."""
+
+    def __init__(self) -> None:
+        """No generator."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def leave_common(self, of: object) -> None:
+        """Nothing."""
+
+    def return_to_common(self) -> None:
+        """Nothing."""
+
+    def states(self) -> list[Tensor]:
+        """None."""
+        return []
+
+    def restore(self, states: list[Tensor]) -> None:
+        """Nothing."""
+
+    def seed(self, seed: int, number: int) -> None:
+        """Nothing."""
+
+
+class SplitModel:
+    """What splits put on a model for one run, and what they make of its batch."""
+
+    def __init__(
+        self,
+        splits: Splits,
+        shrunk: Shrunk,
+        model: nn.Module,
+        device: str,
+        tiled: frozenset[int],
+        tracker: Tracker,
+        ledger: Ledger,
+    ) -> None:
+        """device: as of `MetaRun`. tiled: identities of modules in tiles."""
+        self._splits, self._model, self._tracker = splits, model, tracker
+        self._exchanges: list[MetaExchange] = []
+        plan = shrunk.tensor
+        if plan is not None:
+            exchange = self._exchange(TENSOR, splits.tensor, splits.tensor_place)
+            stacks = plan.stacks
+            if splits.stages is not None:
+                stacks = tuple(part for stack in plan.stacks for part in stack.cut(splits.stages))
+            parts = TokenParts(stacks, tiled, model, exchange, _Still(), ledger) if stacks else None
+            SplitLayers(plan, model, exchange, None, ledger, parts)
+        if shrunk.experts is not None:
+            exchange = self._exchange(EXPERT, splits.expert, 0)
+            for layer in shrunk.experts.layers:
+                read = partial(_evenly, splits.expert, layer.num_experts // splits.expert)
+                split_experts(replace(shrunk.experts, layers=(layer,)), exchange, ledger, read)
+        self._attention: SequenceAttention | None = None
+        if splits.sequence > 1:
+            self._attention = SequenceAttention(self._sequence, splits.attention, device=device)
+            self._attention.put_on(model, ledger)
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(exchange.route.slot_bytes for exchange in self._exchanges)
+
+    @cached_property
+    def _sequence(self) -> MetaExchange:
+        return self._exchange(SEQUENCE, self._splits.sequence, 0)
+
+    def _exchange(self, name: str, size: int, place: int) -> MetaExchange:
+        made = MetaExchange(name, size, place, self._splits.route, self._tracker)
+        self._exchanges.append(made)
+        return made
+
+    def part(self, batch: Any, rows: int, has_own_loss: bool) -> Any:
+        """This rank's inputs of the model, a `SequencePart` with values where ranks share sequences."""
+        if self._attention is None:
+            return batch
+        return SequenceData(self._model, self._sequence, has_own_loss).part(_with_values(batch, rows), _META)
+
+    def run(self, part: Any, forward: Callable[[], Any]) -> Any:
+        """What a forward of the model with this gives. part: of `part`, or `changed`."""
+        if self._attention is None:
+            return forward()
+        forwards = self._attention.forwards
+        forwards.begin(part.whole)
+        try:
+            output = forward()
+            forwards.end(output)
+            return output
+        finally:
+            forwards.end(None)
+
+
+def _evenly(size: int, own: int, counts: Tensor, num_tokens: int) -> Slots:
+    """What each rank has for each, where every set of k experts is chosen as often. own: experts of a rank."""
+    k, num_experts = counts.shape[2], own * size
+    exactly = [comb(own, n) * comb(num_experts - own, k - n) / comb(num_experts, k) for n in range(k + 1)]
+    slots = tuple(round(num_tokens * sum(exactly[slot + 1 :])) for slot in range(k))
+    return ((slots,) * size,) * size
+
+
+def _with_values(batch: Any, rows: int) -> Any:
+    """Of so many rows, in which every token may be looked at and no row has several sequences."""
+    if not isinstance(batch, Mapping):
+        return batch
+    found = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim():
+            shape = (rows, *value.shape[1:])
+            fill = torch.ones((), dtype=value.dtype) if name == "attention_mask" else torch.zeros((), dtype=value.dtype)
+            found[name] = fill.expand(shape)
+    positions = found.get("position_ids")
+    if isinstance(positions, Tensor):
+        found["position_ids"] = torch.arange(positions.shape[-1]).expand(positions.shape)
+    return found

@@ -1,0 +1,264 @@
+"""The order of a step's collectives and computing: the units' own, run on groups that have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import torch
+
+from ...comm import Pending, Progress
+from ...zero.gradient import GroupGradient
+from ...zero.group import Residence, ShardedGroup
+from ...zero.plan import GroupPlan, Role
+from ...zero.sequence import UnitSequence
+from ...zero.unit import Unit
+from ..blueprint.blueprint import Blueprint
+from .exchange import Exchange, Message
+from .profile import Stretch
+from .timeline import Kind, Span, Timeline
+
+START, END = "(start)", "(end)"
+"""What a model computes before its first unit and behind its last one: a small embedding or head, and the loss."""
+
+
+class Work(Protocol):
+    """Seconds that the parts of a microbatch compute: a unit's name, START or END."""
+
+    def forward(self, name: str) -> float: ...
+
+    def backward(self, name: str) -> float: ...
+
+
+@dataclass(frozen=True)
+class Moment:
+    """While a part computes: what there is beside the parameters at rest, activations and finished gradients."""
+
+    part: str
+    stretch: Stretch
+    gathered_bytes: int
+    staged_bytes: int  # gradients on their way, of routes whose messages are the allocator's
+    arrived: frozenset[str]  # names of groups whose gradient this backward has made
+
+
+@dataclass(frozen=True)
+class Computing:
+    """A part computes."""
+
+    name: str
+    is_backward: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """A collective is queued."""
+
+    kind: Kind
+    name: str
+    seconds: float
+    phase: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What is computed from now on comes after a collective."""
+
+    number: int  # of the starts
+    phase: str
+
+
+Event = Computing | Start | Wait
+
+
+@dataclass
+class StepOrder:
+    """One microbatch of a step without a pipeline: events in their order, bytes on links, and moments.
+
+    bytes_of: a group, beside what of it is at rest; None: nothing is ever released. is_last: microbatch of a step.
+    place: of `blueprint.places`.
+    """
+
+    blueprint: Blueprint
+    exchange: Exchange
+    bytes_of: Callable[[GroupPlan], int] | None
+    is_last: bool
+    place: int = 0
+    events: list[Event] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
+    moments: list[Moment] = field(default_factory=list)
+    gathered_bytes: int = 0
+    most_gathered_bytes: int = 0  # since something was released or gathered behind the last moment
+    staged_bytes: int = 0
+    phase: str = "forward"
+
+    def __post_init__(self) -> None:
+        self._arrived: set[str] = set()
+        self._num_started = 0
+        units = []
+        for plan_of_unit, groups in self.blueprint.places[self.place].units:
+            members = [_Group(self, group) for group in groups]
+            trained = [_Gradient(self, one) for one in members if one.plan.role is not Role.FROZEN]
+            units.append(
+                Unit(
+                    plan_of_unit.name,
+                    plan_of_unit.module,
+                    cast(list[ShardedGroup], members),
+                    cast(list[GroupGradient], trained),
+                )
+            )
+        self._run(UnitSequence(units, self.blueprint.prefetch_numel, Progress()))
+
+    @torch.enable_grad()
+    def _run(self, sequence: UnitSequence) -> None:
+        """Forward and backward of a model that uses each unit once, in order."""
+        sequence.begin_forward()
+        uses = []
+        self._compute(START, is_backward=False)
+        for unit in sequence.blocks:
+            uses.append(sequence.enter(unit))
+            self._compute(unit.name, is_backward=False)
+            sequence.leave(unit)
+        self._compute(END, is_backward=False)
+        sequence.end_forward(keeps_graph=True)
+        self.phase = "backward"
+        sequence.begin_backward(boundary=self.is_last, on_final=None)
+        self._compute(END, is_backward=True)
+        for unit, use in zip(reversed(sequence.blocks), reversed(uses), strict=True):
+            assert use is not None
+            sequence.enter_backward(use)
+            self._compute(unit.name, is_backward=True, unit=unit)
+            for gradient in unit.gradients:
+                for param in gradient.group.params:
+                    sequence.gradient_arrived(sequence.units.index(unit), unit.name, param)
+        self._compute(START, is_backward=True, unit=sequence.rest)
+        self.phase = "end"
+        sequence.end_backward()
+
+    def timeline(self, work: Work) -> Timeline:
+        """When all that happens."""
+        line = Timeline(overlaps=self.exchange.machine.overlaps)
+        spans: list[Span] = []
+        for event in self.events:
+            if isinstance(event, Computing):
+                seconds = work.backward(event.name) if event.is_backward else work.forward(event.name)
+                line.compute(event.name, seconds)
+            elif isinstance(event, Start):
+                line.phase = event.phase
+                spans.append(line.start(event.kind, event.name, event.seconds))
+            else:
+                line.phase = event.phase
+                line.wait(spans[event.number])
+        return line
+
+    def _compute(self, name: str, is_backward: bool, unit: Unit | None = None) -> None:
+        if is_backward:
+            self._add_moments_of_backward(name, [cast(_Gradient, one).plan for one in unit.gradients] if unit else [])
+        else:
+            self._add_moment(name, Stretch.FORWARD, self.staged_bytes)
+        self.most_gathered_bytes = 0
+        self.events.append(Computing(name, is_backward))
+
+    def _add_moments_of_backward(self, name: str, arriving: Sequence[GroupPlan]) -> None:
+        """Memory for all of a unit's gradients is taken with the first, or when all are there."""
+        is_late = any(map(self._is_added_up_apart, arriving))
+        before, after = Stretch.BACKWARD_START, Stretch.BACKWARD_REST
+        self._add_moment(name, Stretch.HOLDING if is_late else before, self.staged_bytes)
+        self._arrived |= {one.name for one in arriving}
+        staged = max((one.slot_bytes for one in arriving), default=0) * self._stages_now
+        self._add_moment(name, Stretch.COLLECTING if is_late else after, self.staged_bytes + staged)
+
+    def _is_added_up_apart(self, group: GroupPlan) -> bool:
+        """Whether gradients of a step's microbatches are added up in other memory than `param.grad` and the shard."""
+        accumulates = (self.blueprint.config.gradient_accumulation_steps or 1) > 1
+        reduces = self.blueprint.policy.reduces_every_backward
+        return accumulates and not reduces and group.is_added_up_flat
+
+    def _add_moment(self, name: str, stretch: Stretch, staged: int) -> None:
+        gathered = max(self.most_gathered_bytes, self.gathered_bytes)
+        self.moments.append(Moment(name, stretch, gathered, staged, frozenset(self._arrived)))
+
+    @property
+    def _stages_now(self) -> bool:
+        """Whether gradients of this microbatch go to other ranks, in messages that are made for each."""
+        return self.stages_apart and (self.is_last or self.blueprint.policy.reduces_every_backward)
+
+    @property
+    def stages_apart(self) -> bool:
+        """Whether messages are made for each gradient, and not once."""
+        return self.blueprint.route == "native"
+
+    def _send(self, kind: Kind, group: GroupPlan, message: Message) -> int:
+        for link in ("intra", "inter"):
+            self.sent[link] += getattr(message, link)
+        self.events.append(Start(kind, group.name, message.seconds, self.phase))
+        self._num_started += 1
+        return self._num_started - 1
+
+    def _wait(self, number: int) -> None:
+        self.events.append(Wait(number, self.phase))
+
+    def _add(self, nbytes: int) -> None:
+        self.gathered_bytes += nbytes
+        self.most_gathered_bytes = max(self.most_gathered_bytes, self.gathered_bytes)
+
+
+class _Group:
+    """What `ShardedGroup` does, as calls alone."""
+
+    keeper = None
+
+    def __init__(self, step: StepOrder, plan: GroupPlan) -> None:
+        self.layout, self.params = plan.layout, [param for _, param in plan.params]
+        self.plan = plan
+        self.full = torch.empty(0, device=step.blueprint.device if step.blueprint.device == "cpu" else "meta")
+        self.frees_memory = step.bytes_of is not None
+        self.residence = Residence.SHARDED if self.frees_memory else Residence.FULL
+        self._step = step
+        self._nbytes = step.bytes_of(plan) if step.bytes_of else 0
+        self._started: int | None = None
+
+    def start_gather(self) -> None:
+        if self.residence is Residence.SHARDED:
+            self._started = self._step._send("gather", self.plan, self._step.exchange.gather(self.plan))
+            self._step._add(self._nbytes)
+            self.residence = Residence.COMING
+
+    def gather(self) -> None:
+        self.start_gather()
+        if self._started is not None:
+            self._step._wait(self._started)
+        self._started = None
+        self.residence = Residence.FULL
+
+    def release(self, holds_shard: bool = False) -> None:
+        if not self.frees_memory or self.residence is Residence.SHARDED:
+            return
+        self._step._add(-self._nbytes)
+        self.residence, self._started = Residence.SHARDED, None
+
+
+class _Gradient:
+    """What `GroupGradient` does, as calls alone: a reduce-scatter, and at the end of a step an all-reduce."""
+
+    leaves_device = False
+
+    def __init__(self, step: StepOrder, group: _Group) -> None:
+        self.group, self.plan = group, group.plan
+        self._step = step
+
+    def take_early(self, index: int, boundary: bool) -> None: ...
+
+    def collect(self, boundary: bool) -> Iterator[Pending]:
+        step, plan = self._step, self.plan
+        if not boundary and not step.blueprint.policy.reduces_every_backward:
+            return
+        messages = [step.exchange.reduce(plan)]
+        messages += [step.exchange.all_reduce(plan)] if boundary else []
+        staged = plan.slot_bytes if step.stages_apart else 0
+        step.staged_bytes += staged
+        for message in messages:
+            number = step._send("reduce", plan, message)
+            yield Pending(lambda: None, lambda: False)
+            step._wait(number)
+        step.staged_bytes -= staged

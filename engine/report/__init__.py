@@ -1,0 +1,1 @@
+"""What an engine says of its steps and its memory: logs, monitors, profiles, memory reports."""

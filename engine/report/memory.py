@@ -1,0 +1,76 @@
+"""Bytes of model states: what the formula says, and what a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.policy import ZeroPolicy
+from ...zero.unit import Unit
+from ..blueprint.footprint import Shares
+
+
+@dataclass(frozen=True)
+class ModelStateBytes:
+    """Bytes of model states on one rank. Memory that ranks of a host share is divided by their number."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def predict(
+    num_params: int,
+    stage: int,
+    shard_size: int,
+    param_bytes: int = 2,
+    gradient_bytes: int = 2,
+    state_bytes: int = 12,
+) -> ModelStateBytes:
+    """Bytes of model states per rank, without what gathering needs and without padding.
+
+    The defaults are mixed precision with Adam: 2 bytes a parameter, 2 a gradient, 12 for master weight and two
+    moments. Stage 0: 16 bytes per parameter; stage 1: 4 + 12/N; stage 2: 2 + 14/N; stage 3: 16/N.
+    Source: ZeRO, arXiv 1910.02054, section 5 and figure 1.
+    """
+    policy = ZeroPolicy.from_stage(stage)
+    shares = Shares.of(
+        policy.reduces_every_backward,
+        states=shard_size if policy.shards_states else 1,
+        parameters=shard_size if policy.frees_parameters else 1,
+    )
+    return ModelStateBytes(
+        num_params * param_bytes // shares.parameters,
+        num_params * gradient_bytes // shares.gradients,
+        num_params * state_bytes // shares.states,
+    )
+
+
+def table(
+    sizes: Sequence[float] = (7.5e9, 128e9, 1e12), ranks: Sequence[int] = (1, 4, 16, 64, 256, 1024)
+) -> list[tuple[int, dict[tuple[float, int], float]]]:
+    """Gigabytes per rank for each number of ranks and each (model size, stage). Source: ZeRO, table 1."""
+    rows = []
+    for count in ranks:
+        row = {
+            (size, stage): predict(int(size), stage, count).total_bytes / 1e9 for size in sizes for stage in (1, 2, 3)
+        }
+        rows.append((count, row))
+    return rows
+
+
+def measure(units: Sequence[Unit], optimizer: ShardedOptimizer) -> ModelStateBytes:
+    """Bytes that the storages of this rank's model states take now."""
+    parameters, gradients = 0, 0
+    for unit in units:
+        for group in unit.groups:
+            parameters += group.full_bytes // (group.axes.states.size if group.axes.copies_are_shared else 1)
+            parameters += group.bytes_beside
+        for gradient in unit.gradients:
+            gradients += gradient.held_bytes
+    return ModelStateBytes(parameters, gradients, optimizer.state_bytes())

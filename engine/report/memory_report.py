@@ -1,0 +1,301 @@
+"""What a rank holds, beside what was predicted: `engine.memory_report()`, and the files that `lowtide report` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...comm import Mesh
+from ...watch.log import logger
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.unit import Unit
+from ..blueprint.axes import TENSOR
+from ..blueprint.blueprint import Blueprint
+from ..blueprint.footprint import Footprint, Moment
+from ..step.batch_shape import described, made, of_whole
+from .memory import ModelStateBytes, measure
+from .memory_recording import OTHER, Recorded, Recorder
+
+if TYPE_CHECKING:
+    from ..plan.meta_run import MetaRun
+
+_MAX_OWNERS = 30  # that a report names
+_MAX_SAMPLES = 400  # of the moments of a step, those with the most
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one rank; memory that ranks of a host share is divided by their number.
+
+    now: parameter_bytes, gradient_bytes and optimizer_bytes, as `engine.memory()`. by_module: unit -> these, of now,
+    the largest first. predicted: kind -> the most of it; exact where the arithmetic of the blueprint gives it, and with
+    activation_bytes where the recorded step could be run on the meta device; why_not says why, where it could not.
+    measured: kind -> the most of it in the recorded step; {} where none was. peak_bytes, predicted_peak_bytes: at one
+    moment, of which `moment` is the measured one and at_peak its kinds; owners: at that moment, of what is beside model
+    states, the largest first. samples: (moment, bytes by kind), in the order of time. allocator_bytes: what an
+    accelerator's allocator says was the most, of the process so far.
+    """
+
+    rank: int
+    world_size: int
+    step: int
+    now: Mapping[str, int]
+    by_module: Mapping[str, Mapping[str, int]]
+    predicted: Mapping[str, int]
+    why_not: str = ""
+    predicted_peak_bytes: int | None = None
+    measured: Mapping[str, int] | None = None
+    peak_bytes: int | None = None
+    moment: str = ""
+    at_peak: Mapping[str, int] | None = None
+    owners: Sequence[tuple[str, int]] = ()
+    samples: Sequence[tuple[str, Mapping[str, int]]] = ()
+    allocator_bytes: int | None = None
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes it as folder/memory-rank0.json, where `lowtide report` finds it. Raises OSError."""
+        path = Path(folder) / f"memory-rank{self.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        part.replace(path)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> MemoryReport:
+        """Raises ValueError for a file that is none, OSError for one that cannot be read."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**values)
+        except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path}: expected a file that engine.memory_report().save() has written ({error})"
+            ) from error
+
+
+def reports_in(folder: Path) -> list[MemoryReport]:
+    """Those that ranks of the last run have saved in a folder, by rank. Raises ValueError where there is none.
+
+    A run of more ranks may have been there before: rank 0 says how many there are.
+    """
+    found = [MemoryReport.load(path) for path in folder.glob("memory-rank*.json")]
+    if not found:
+        raise ValueError(
+            f"{folder}: expected memory-rank0.json and so on, found none; a step is recorded where the config says "
+            f'{{"memory_report": {{"folder": "{folder}"}}}}'
+        )
+    first, *others = sorted(found, key=lambda one: one.rank)
+    return [first, *(one for one in others if one.rank < first.world_size)]
+
+
+class MemoryReports:
+    """Records steps of an engine, and reports."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        mesh: Mesh,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        meta_run: MetaRun | str,
+    ) -> None:
+        """meta_run: of the model as it was before anything stood on it; or why there is none."""
+        self._blueprint, self._mesh, self._module, self._units = blueprint, mesh, module, units
+        self._optimizer, self._meta_run = optimizer, meta_run
+        self._recorded: Recorded | None = None
+        self._recorder: Recorder | None = None
+        self._batch: Any = None
+        self._remove: Callable[[], None] | None = None
+        self._num_steps = 0  # of this engine; those of a checkpoint are not among them
+
+    def begin_if_due(self) -> None:
+        """Records the step that the section `memory_report` names, if it is the next."""
+        wanted = self._blueprint.config.memory_report
+        if wanted.folder is not None and self._num_steps == wanted.step - 1:
+            self.begin()
+
+    def after_step(self, global_step: int) -> None:
+        """Writes what that step was, if it was the last."""
+        self._num_steps += 1
+        wanted = self._blueprint.config.memory_report
+        if wanted.folder is not None and self._num_steps == wanted.step:
+            self.end()
+            path = self.report(global_step).save(wanted.folder)
+            if not self._mesh.world.rank:
+                logger.info("memory of step %d: `lowtide report %s`", global_step, path.parent)
+
+    def memory(self) -> ModelStateBytes:
+        return measure(self._units, self._optimizer)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Steps inside are recorded; the last recording counts."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        """Raises ValueError while another recording goes on."""
+        if self._recorder is not None:
+            raise ValueError("engine.record_memory(): expected it to be ended, found it begun a second time")
+        self._mesh.world.progress.turn_on()
+        slots = self._mesh.slot_bytes
+        self._recorder = Recorder(self._module, self._units, self.memory, slots, self._mesh.world.progress)
+        self._remove = self._module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
+        self._batch = None
+        self._recorder.__enter__()
+
+    def end(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        self._leave(recorder)
+        self._recorded = recorder.recorded()
+
+    def abort(self) -> None:
+        """An error, or the end of the engine, came in the middle of a recording."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._leave(recorder)
+
+    def _leave(self, recorder: Recorder) -> None:
+        recorder.__exit__(None, None, None)
+        if self._remove is not None:
+            self._remove()
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._batch is None and not (args and kwargs):
+            self._batch = of_whole(described(kwargs or args), self._blueprint.config.parallel.sequence)
+
+    @property
+    def _footprint(self) -> Footprint:
+        return Footprint(self._blueprint, self._mesh.world.rank)
+
+    def report(self, step: int) -> MemoryReport:
+        """step: how many the engine has made."""
+        report = MemoryReport(
+            rank=self._mesh.world.rank,
+            world_size=self._mesh.world.size,
+            step=step,
+            now=asdict(self.memory()),
+            by_module=self._by_module(),
+            predicted=self._predicted_states(),
+            allocator_bytes=allocator_bytes(self._mesh.world.device),
+        )
+        recorded = self._recorded
+        if recorded is None:
+            return replace(
+                report, why_not="no step was recorded: engine.record_memory(), or memory_report in the config"
+            )
+        peak = recorded.peak
+        kinds = peak.bytes.keys()
+        most = sorted(recorded.samples, key=lambda one: -one.total)[:_MAX_SAMPLES]
+        kept = {id(one) for one in most}
+        report = replace(
+            report,
+            measured={kind: max(one.bytes[kind] for one in recorded.samples) for kind in kinds},
+            peak_bytes=peak.total,
+            moment=peak.moment,
+            at_peak=peak.bytes,
+            owners=recorded.owners[:_MAX_OWNERS],
+            samples=[(one.moment, one.bytes) for one in recorded.samples if id(one) in kept],
+        )
+        with _disable_current_modes():  # it computes nothing of the training, so a profile does not count it
+            return self._with_prediction(report)
+
+    def _predicted_states(self) -> dict[str, int]:
+        footprint = self._footprint
+        moments = [footprint.at(moment, gathers=moment is Moment.REDUCED) for moment in Moment]
+        return {
+            "parameter_bytes": max(one.parameters for one in moments) + max(one.gathered for one in moments),
+            "gradient_bytes": max(one.gradients for one in moments),
+            "optimizer_bytes": max(one.optimizer for one in moments),
+            "buffer_bytes": max(one.staging for one in moments),
+        }
+
+    def _with_prediction(self, report: MemoryReport) -> MemoryReport:
+        """Of the whole, from a run of the recorded batch on the meta device."""
+        if isinstance(self._meta_run, str):
+            return replace(report, why_not=self._meta_run)
+        if self._batch is None:
+            return replace(report, why_not="the model was called with positional and named inputs together")
+        from ..plan.estimate import writes_gradients  # [Note: what few trainings use] in `build.py`
+
+        batch = made(self._batch)
+        shapes = [one.shape for one in torch.utils._pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.dim()]
+        config = self._blueprint.config
+        try:
+            profile = self._meta_run.profile(
+                batch, shapes[0][0] if shapes else 1, config.activation_checkpointing.every,
+                writes_gradients(self._blueprint),
+            )  # fmt: skip
+        except ValueError as error:
+            return replace(report, why_not=str(error))
+        from ..plan.estimate import estimate
+        from ..plan.layered import memory_in_layers
+        from ..plan.machine import Machine
+        from ..plan.pipelined import memory_by_place
+
+        machine = Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu")
+        place = self._blueprint.place_of(self._mesh.world.rank)
+        if self._blueprint.pipeline is None:
+            found = estimate(self._blueprint, machine, profile, place)
+            kinds, peak = found.bytes, found.peak_bytes
+        elif self._blueprint.is_layered:
+            kinds, peak = memory_in_layers(self._blueprint, machine, profile, place)
+        else:
+            kinds, peak = memory_by_place(self._blueprint, machine, profile)[place]
+        activations = kinds["activation_bytes"] + kinds["loss_bytes"]
+        slots = report.predicted["buffer_bytes"] + profile.slot_bytes
+        predicted = {**report.predicted, "buffer_bytes": slots, OTHER: activations}
+        return replace(report, predicted=predicted, predicted_peak_bytes=peak)
+
+    def _by_module(self) -> dict[str, dict[str, int]]:
+        by_group: dict[int, int] = {}
+        for shard in self._optimizer.shards:
+            by_group[id(shard.group)] = by_group.get(id(shard.group), 0) + self._optimizer.bytes_of(shard)
+        found = {}
+        for unit in self._units:
+            states = measure([unit], self._optimizer)
+            found[unit.name or "the rest"] = {
+                "parameter_bytes": states.parameter_bytes,
+                "gradient_bytes": states.gradient_bytes,
+                "optimizer_bytes": sum(by_group.get(id(group), 0) for group in unit.groups),
+            }
+        return dict(sorted(found.items(), key=lambda one: -sum(one[1].values())))
+
+
+def allocator_bytes(device: torch.device) -> int | None:
+    """The most that an accelerator's allocator has had in tensors; None on the CPU."""
+    return None if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
+
+
+def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int) -> MetaRun | str:
+    """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
+    from ..plan.meta_run import MetaRun  # [Note: what few trainings use] in `build.py`
+    from ..plan.splits import Splits
+
+    config = blueprint.config
+    if config.tiles.mlp or config.tiles.loss:
+        return "tiles stand on the model already; `lowtide plan` counts them"
+    casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
+    device = "cpu" if blueprint.device == "cpu" else "cuda"
+    try:
+        splits = Splits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
+        return MetaRun(module, blueprint.units, blueprint.dtypes, device, loss_fn, casts, splits=splits)
+    except Exception as error:  # a model may have anything in it that cannot be copied; a report is not worth an end
+        logger.info("memory_report: the model cannot be copied for a prediction: %s", error)
+        return f"the model cannot be copied ({error})"

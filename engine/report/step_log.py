@@ -1,0 +1,94 @@
+"""What an engine says of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from itertools import accumulate
+
+from torch import nn
+
+from ...watch.log import logger
+from ...zero.optimizer import ShardedOptimizer
+from ..step.step_result import StepResult
+
+UNUSED_STEPS = 20
+_NUM_NAMED = 5
+
+
+class StepLog:
+    """A line every few steps, through the logger `lowtide`."""
+
+    def __init__(self, every: int) -> None:
+        """every: steps between two lines; 0 for none."""
+        self._every = every
+        self._since = time.monotonic()
+
+    def after_step(self, step: int, result: StepResult, samples: int) -> None:
+        """Called after each step; samples: rows of a global batch."""
+        if not self._every or step % self._every:
+            return
+        now = time.monotonic()
+        rate = samples * self._every / max(now - self._since, 1e-9)
+        self._since = now
+        logger.info(
+            "step %d: %sgradient norm %.3f, learning rate %.3g, %s%.1f samples/s",
+            step,
+            "" if result.loss is None else f"loss {result.loss.item():.4f}, ",
+            result.grad_norm.item(),
+            result.lr,
+            f"loss scale {result.loss_scale:g}, " if result.loss_scale != 1 else "",
+            rate,
+        )
+
+
+class UnusedParts:
+    """Names each part of the model once that got no gradient on any rank in UNUSED_STEPS steps in a row."""
+
+    def __init__(self, params: Iterable[tuple[str, nn.Parameter]], optimizer: ShardedOptimizer) -> None:
+        """params: with their names, of the whole model."""
+        self._names = {id(param): name for name, param in params}
+        self._optimizer = optimizer
+        self._named: set[str] = set()
+        self._begin()
+
+    def after_step(self) -> None:
+        """Looks at what the steps have counted anyway, when so many are over."""
+        counts = self._optimizer.counts
+        done = counts.num_steps - self._begun
+        if 0 <= done < UNUSED_STEPS:
+            return
+        if done == UNUSED_STEPS and counts.unused:
+            self._look({p for p in counts.unused if counts.missed[p] - self._missed[p] == UNUSED_STEPS})
+        self._begin()
+
+    def _begin(self) -> None:
+        counts = self._optimizer.counts
+        self._begun, self._missed = counts.num_steps, Counter(counts.missed)
+
+    def _look(self, unused: Collection[int]) -> None:
+        trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        numel_of = {self._names[id(p)]: p.numel() for p in trained}
+        used = {part for p in trained if id(p) not in unused for part in _modules_of(self._names[id(p)])}
+        parts: Counter[str] = Counter()  # the largest modules of which nothing is used, and single parameters
+        for name in (self._names[id(p)] for p in trained if id(p) in unused):
+            parts[next(part for part in _modules_of(name) if part not in used)] += numel_of[name]
+        new = [part for part in parts if part not in self._named]
+        if not new:
+            return
+        self._named.update(new)
+        more = f" and {len(new) - _NUM_NAMED} more parts" if len(new) > _NUM_NAMED else ""
+        logger.info(
+            "model: %s%s got no gradient in %d steps: if that is meant, requires_grad_(False) before "
+            "lowtide.initialize saves %.0f %% of all gradients and optimizer states",
+            ", ".join(new[:_NUM_NAMED]),
+            more,
+            UNUSED_STEPS,
+            100 * sum(parts[part] for part in new) / sum(numel_of.values()),
+        )
+
+
+def _modules_of(name: str) -> Iterator[str]:
+    """The modules that have it, the largest first, and itself: "a", "a.b", "a.b.weight"."""
+    return accumulate(name.split("."), "{}.{}".format)

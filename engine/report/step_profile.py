@@ -1,0 +1,204 @@
+"""What some steps did on this rank: a trace for chrome://tracing, a table of collectives, operations by module."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...offload.waits import listen
+from ...watch.progress import Progress
+from ...watch.timeline import COMPUTE, LANES, OFFLOAD, Timeline
+from ...zero.unit import Unit
+from ..model.model_flops import attention_formulas
+
+_NAME = "profile-rank{}.json"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of whom the profile is. sizes: unit -> bytes of its parameters as they are gathered, and of its gradients."""
+
+    sizes: Mapping[str, tuple[int, int]]
+    rank: int
+    data_size: int
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], rank: int, data_size: int) -> Workload:
+        sizes: dict[str, tuple[int, int]] = {}
+        for unit in units:
+            for group in unit.groups:
+                nbytes = group.layout.padded_numel * group.plan.dtype.itemsize
+                sizes[group.plan.name] = (nbytes, nbytes)
+        return cls(sizes, rank, data_size)
+
+    def bytes_of(self, what: str) -> int | None:
+        """Of the message of one collective: "gather of layers.7"; None: of one that is no unit's."""
+        kind, _, name = what.partition(" of ")
+        gathered, reduced = self.sizes.get(name, (None, None))
+        return {"gather": gathered, "reduction": reduced}.get(kind)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One row: how often it began, and seconds that the host waited in it.
+
+    message_bytes: of what all its messages are about, whatever of them a route moves; None: not known.
+    """
+
+    name: str
+    count: int
+    message_bytes: int | None
+    seconds: float
+
+
+class StepProfile:
+    """Records from its making on, until so many steps are done."""
+
+    def __init__(self, workload: Workload, module: nn.Module, progress: Progress, done: int, steps: int) -> None:
+        """done: steps before it. steps: to be recorded. Raises ValueError for less than one."""
+        if steps < 1:
+            raise ValueError(f"engine.profile(): expected at least 1 step, found {steps}")
+        from torch.utils.flop_counter import FlopCounterMode  # imports triton: [Note: what few trainings use]
+
+        self.first_step, self.steps = done + 1, steps
+        self.is_done = False
+        self._left = steps
+        self._workload = workload
+        self._root = type(module).__name__
+        self._timeline = Timeline(progress)
+        self._stop_transfers = listen(self._timeline.begin_wait, self._timeline.end_wait)
+        self._counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
+        self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._is_running = True
+
+    def after_step(self, step: int) -> bool:
+        """Whether that was the last one."""
+        if self._left == self.steps:
+            self.first_step = step  # after a checkpoint was loaded, another one than the next
+        self._left -= 1
+        self.is_done = self._left == 0
+        return self.is_done
+
+    def stop(self) -> None:
+        """Ends it, with what there is."""
+        if self._is_running:
+            self._is_running = False
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's has no types
+            self._stop_transfers()
+            self._timeline.stop()
+
+    # -- what was found -------------------------------------------------------------------------------------------
+
+    @property
+    def flops_by_module(self) -> dict[str, int]:
+        """Module -> floating-point operations of forwards and backwards of all steps, its own parts included; "" all.
+
+        Of matrix products, convolutions and attention; what is computed again counts again.
+        """
+        found: dict[str, int] = {}
+        for name, operations in self._counter.get_flop_counts().items():
+            own = "" if name in ("Global", self._root) else name.removeprefix(f"{self._root}.")
+            found[own] = max(found.get(own, 0), int(sum(operations.values())))
+        return found
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Those with the most bytes first."""
+        seconds: dict[str, float] = {}
+        for span in self._timeline.spans:
+            if span.lane not in (COMPUTE, OFFLOAD):
+                seconds[span.name] = seconds.get(span.name, 0.0) + (span.end - span.begin) / 1e9
+        rows = []
+        for name in dict.fromkeys([*self._timeline.collectives, *seconds]):
+            count, nbytes = self._timeline.collectives[name], self._workload.bytes_of(name)
+            rows.append(Collective(name, count, None if nbytes is None else nbytes * count, seconds.get(name, 0.0)))
+        return sorted(rows, key=lambda row: (-(row.message_bytes or 0), -row.seconds))
+
+    @property
+    def seconds_by_lane(self) -> dict[str, float]:
+        """Of compute, and of each kind of wait; waits are within compute."""
+        found = dict.fromkeys(LANES, 0.0)
+        for span in self._timeline.spans:
+            found[span.lane] += (span.end - span.begin) / 1e9
+        return found
+
+    def trace(self) -> dict[str, Any]:
+        """Events as chrome://tracing and Perfetto read them, a thread for each lane."""
+        spans = self._timeline.spans
+        start = min((span.begin for span in spans), default=0)
+        lanes = {lane: number for number, lane in enumerate(LANES)}
+        rank = self._workload.rank
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+            for lane, number in lanes.items()
+        ]
+        events = [
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.lane,
+                "pid": rank,
+                "tid": lanes[span.lane],
+                "ts": (span.begin - start) / 1e3,
+                "dur": (span.end - span.begin) / 1e3,
+            }
+            for span in spans
+        ]
+        process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        return {"traceEvents": [process, *names, *events], "displayTimeUnit": "ms"}
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the trace, for JSON."""
+        return {
+            "rank": self._workload.rank,
+            "first_step": self.first_step,
+            "steps": self.steps,
+            "seconds_by_lane": self.seconds_by_lane,
+            "collectives": [vars(row) for row in self.collectives],
+            "flops_by_module": self.flops_by_module,
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes this rank's trace-rankR.json and profile-rankR.json."""
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        rank = self._workload.rank
+        (place / f"trace-rank{rank}.json").write_text(json.dumps(self.trace()), encoding="utf-8")
+        (place / _NAME.format(rank)).write_text(json.dumps(self.as_dict(), indent=2), encoding="utf-8")
+
+    def table(self, module_depth: int = -1, top_modules: int = 10) -> str:
+        """What was found, as text. module_depth: -1: of all depths. top_modules: of each depth; 0: all."""
+        lines = [f"profile of {self.steps} step{'s' if self.steps > 1 else ''} from step {self.first_step} on:"]
+        lines += [f"  {lane:<10} {seconds:>10.4f} s" for lane, seconds in self.seconds_by_lane.items() if seconds]
+        lines.append(f"  {'collective':<44} {'count':>7} {'message bytes':>15} {'waited, s':>11}")
+        for row in self.collectives:
+            nbytes = "-" if row.message_bytes is None else f"{row.message_bytes:,}"
+            lines.append(f"  {row.name[:44]:<44} {row.count:>7} {nbytes:>15} {row.seconds:>11.4f}")
+        lines.append(f"  {'module':<44} {'flops':>23}")
+        for name, flops in self._chosen(module_depth, top_modules):
+            lines.append(f"  {name[-44:] or 'all':<44} {flops:>23,}")
+        return "\n".join(lines)
+
+    def _chosen(self, module_depth: int, top_modules: int) -> list[tuple[str, int]]:
+        """(module, flops), by depth."""
+        by_depth: dict[int, list[tuple[str, int]]] = {}
+        for name, flops in self.flops_by_module.items():
+            by_depth.setdefault(name.count(".") + bool(name), []).append((name, flops))
+        chosen: list[tuple[str, int]] = []
+        for depth in sorted(by_depth):
+            if module_depth < 0 or depth <= module_depth:
+                rows = sorted(by_depth[depth], key=lambda row: -row[1])
+                chosen += rows[: top_modules or None]
+        return chosen
+
+
+def profiles_in(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What `save` has written, by rank."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).rglob(_NAME.format("*"))]
+    return sorted(found, key=lambda one: int(one["rank"]))

@@ -1,0 +1,1 @@
+"""The steps of training: what runs the model, sums of gradients, the update, and the schedules of rates."""

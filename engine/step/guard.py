@@ -1,0 +1,163 @@
+"""Notices what a user changes on the model behind the engine's back, before it goes wrong silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Mesh
+from ...zero.plan import Role
+from ...zero.unit import Unit
+from .sampled_values import SampledValues
+
+
+class ModelGuard:
+    """Compares the model's parameters with those that the engine knows.
+
+    | what is compared                                  | of which parameters                                        |
+    |---------------------------------------------------|------------------------------------------------------------|
+    | identity in its place                             | all                                                        |
+    | requires_grad                                     | those frozen and in no group of the optimizer              |
+    | where its values lie                              | all whose memory is kept                                   |
+    | how often it was changed in place                 | those of which masters or other ranks have another copy    |
+    | a few of its elements, for what went past `.data` | of those, the ones that can be read between steps          |
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], copies_are_shared: bool, only_steps_change: bool = True
+    ) -> None:
+        """only_steps_change: parameters change in `engine.step` alone."""
+        self._module = module
+        groups = [group for unit in units for group in unit.groups]
+        members = [(group, name, p) for group in groups for name, p in group.plan.params]
+        self._params = [(name, param) for group, name, param in members if group.plan.role is Role.FROZEN]
+        self._known = {id(param): name for _, name, param in members}
+        self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
+        watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.plan.dtype.itemsize < 4}
+        self._watched = [(name, param) for group, name, param in members if id(group) in watched]
+        self._places = dict(module.named_parameters(remove_duplicate=False))
+        self._modules = _Modules(module)
+        readable = [group for group in groups if id(group) in watched and not group.plan.domain.parameters]
+        self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
+        grown = set(map(id, self._updated))
+        self._grows = [int(id(param) in grown) for _, param in self._watched]
+        self.values = SampledValues(readable if only_steps_change else ())
+        self.shares_values = copies_are_shared and len(self.values) > 0
+        """Another rank may change what is remembered here: it must wait until that is done."""
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self.remember()
+
+    def remember(self) -> None:
+        """Takes the parameters as they are now for right."""
+        self.values.expect_update()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = _versions(self._watched)
+            self._addresses = _addresses(self._kept)
+        self.values.remember()
+
+    def mark_updated(self) -> None:
+        """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
+        torch.autograd.graph.increment_version(self._updated)
+        self._versions = [version + by for version, by in zip(self._versions, self._grows, strict=True)]
+
+    def check(self) -> None:
+        """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
+        if self._modules.have_changed():
+            self._check_places()
+        with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a released one costs a call of Python
+            for name, param in self._params:
+                if param.requires_grad:
+                    raise ValueError(
+                        f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; no "
+                        "group of the optimizer has it; give it one by engine.optimizer.add_param_group"
+                    )
+            addresses, versions = _addresses(self._kept), _versions(self._watched)
+        if addresses != self._addresses:
+            raise ValueError(
+                f"parameter '{_first_other(self._kept, addresses, self._addresses)}' got other memory (an assignment "
+                f"to its .data, or .to(), .half(), ...), which is not what is updated and saved; {_INSTEAD}"
+            )
+        if versions != self._versions:
+            name = _first_other(self._watched, versions, self._versions)
+            raise ValueError(_CHANGED.format(name=name, how="in place"))
+        if name := self.values.changed():
+            raise ValueError(_CHANGED.format(name=name, how=_THROUGH_DATA))
+
+    def raise_seen(self, mesh: Mesh) -> NoReturn:
+        """Raises ValueError on all ranks, for what `values.take_seen` has told of on any. A collective."""
+        name = self.values.told()
+        own = _CHANGED.format(name=name, how=_THROUGH_DATA) if name else ""
+        raise ValueError(next(text for text in mesh.world.gather_objects(own) if text))
+
+    def _check_places(self) -> None:
+        """As `check`, of which parameter is where; then takes the modules as they are now for right."""
+        found = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, param in found.items():
+            if id(param) not in self._known:
+                raise ValueError(
+                    f"parameter '{name}' was added or replaced after lowtide.initialize, which does not know it; "
+                    "change the model first, then call initialize again"
+                )
+            if self._places.get(name, param) is not param:
+                raise ValueError(
+                    f"parameter '{name}' was tied to '{self._known[id(param)]}' after "
+                    "lowtide.initialize, and what it was before "
+                    "would still be updated and saved; tie them first, then call initialize again"
+                )
+        present = {id(param) for param in found.values()}
+        gone = next((name for name, param in self._places.items() if id(param) not in present), None)
+        if gone is not None:
+            raise ValueError(
+                f"parameter '{gone}' was taken out of the model after lowtide.initialize, and would still be updated "
+                "and saved; change the model first, then call initialize again"
+            )
+        self._modules = _Modules(self._module)
+
+
+def _addresses(params: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    return list(map(Tensor.data_ptr, map(_PARAM, params)))
+
+
+def _versions(params: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    return list(map(_VERSION, map(_PARAM, params)))
+
+
+def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int], expected: Sequence[int]) -> str:
+    return next(name for (name, _), a, b in zip(params, found, expected, strict=True) if a != b)
+
+
+_PARAM, _VERSION = itemgetter(1), attrgetter("_version")
+_OWNED = attrgetter("_parameters", "_modules")  # of a module
+_INSTEAD = (
+    "change it inside `with engine.gathered(parameter, modify=True):` (zero.GatheredParameters(parameter, "
+    "modifier_rank=0) in lowtide.deepspeed)"
+)
+_CHANGED = "parameter '{name}' was changed {how}, which its master weights and other ranks do not see; " + _INSTEAD
+_THROUGH_DATA = "through .data"
+
+
+class _Modules:
+    """Modules as they were, with their own parameters and children: cheaper to compare than all names are to walk."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        are_dicts = all(isinstance(one, dict) for one in self._owned())  # torch.jit has something else in their place
+        self.values = dict.values if are_dicts else methodcaller("values")  # which takes twice as long
+        self._held = list(self._members())  # so that their identities are not given to others
+        self._ids = list(map(id, self._held))
+
+    def have_changed(self) -> bool:
+        return list(map(id, self._members())) != self._ids
+
+    def _members(self) -> Iterator[object]:
+        """No line of Python for each module, of which a model has some hundreds."""
+        return chain.from_iterable(map(self.values, self._owned()))
+
+    def _owned(self) -> Iterator[Any]:
+        return chain.from_iterable(map(_OWNED, self._modules))

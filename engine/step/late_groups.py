@@ -1,0 +1,219 @@
+"""Parameter groups that come to the optimizer after the engine was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...comm import Mesh
+from ...zero.build import GroupMemories
+from ...zero.group import ShardedGroup
+from ...zero.host_update import HostUpdate
+from ...zero.optimizer import ShardedOptimizer
+from ...zero.plan import GroupPlan, Role, plan_group
+from ...zero.sequence import StateError
+from ...zero.shard_rest import ShardRest
+from ...zero.unit import Unit
+from ..archive.agreement import no_rank_alone
+from ..blueprint.blueprint import Blueprint
+from ..blueprint.places import shares_of
+from .driver import Driver
+
+ADDING = "engine.optimizer.add_param_group()"
+
+
+@dataclass(frozen=True)
+class _Division:
+    """A group of which some parameters are taken: it becomes one or two."""
+
+    unit: Unit
+    group: ShardedGroup
+    taken: GroupPlan
+    left: GroupPlan | None  # None: all are taken, and the group stays in its memory
+
+    @property
+    def is_split(self) -> bool:
+        return self.left is not None
+
+    @property
+    def plans(self) -> list[GroupPlan]:
+        return [self.taken] if self.left is None else [self.left, self.taken]
+
+
+class LateGroups:
+    """Gives parameters that no group of the optimizer has what those of a group have: gradients, masters, states.
+
+        unit    | updated | frozen                      |
+        later   | updated | frozen | updated from now on|
+
+    Where all that a flat group has is taken, as of a block that is unfrozen, it stays where it is. Else its values go
+    into two groups in memory of their own, and that of before is given back; not where ranks share memory, which is
+    given back at the end alone. At most one such group is full at a time.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        mesh: Mesh,
+        memories: GroupMemories,
+        driver: Driver,
+        optimizer: ShardedOptimizer,
+        rest: ShardRest | None,
+        host: HostUpdate | None,
+    ) -> None:
+        """memories: of this engine's groups. rest, host: as of `ShardedOptimizer`."""
+        self._blueprint = blueprint
+        self._mesh = mesh
+        self._memories = memories
+        self._driver = driver
+        self._optimizer = optimizer
+        self._rest = rest
+        self._host = host
+        self._names = {id(param): name for name, param in driver.whole.params.items()}
+
+    def add(self, param_group: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> None:
+        """Takes up the group, with all its options. A collective, between steps. check: raises what speaks against it.
+
+        Raises ValueError for what cannot be in a group, RuntimeError where the ranks differ, StateError where its
+        parameters are gathered; nothing is changed then.
+        """
+        with no_rank_alone(self._mesh.world, ADDING):
+            self._check(param_group)
+            check(param_group)
+        self._check_ranks_agree(param_group)
+        self._driver.passes.release_all()
+        divisions = self._divisions({id(param) for param in param_group["params"]})
+        with no_rank_alone(self._mesh.world, ADDING):
+            self._check_released([one.group for one in divisions])
+            self._reserve_rest(divisions)
+        new = [plan for one in divisions if one.is_split for plan in one.plans]
+        made = dict(zip((plan.name for plan in new), self._memories.groups(new), strict=True))
+        groups = {plan.name: made.get(plan.name, one.group) for one in divisions for plan in one.plans}
+        taken = [one.taken for one in divisions]
+        trained = [plan for one in divisions for plan in one.plans if plan.role is not Role.FROZEN]
+        hosts = {} if self._host is None else dict.fromkeys(self._blueprint.homes.updated_apart(taken), self._host)
+        made_gradients = self._memories.gradients([(plan, groups[plan.name]) for plan in trained], hosts)
+        gradients = {plan.name: gradient for plan, gradient in zip(trained, made_gradients, strict=True)}
+        with no_rank_alone(self._mesh.world, ADDING):
+            of_taken, number = [gradients[plan.name] for plan in taken], len(self._optimizer.param_groups)
+            shards = self._optimizer.make_shards(of_taken, {number: param_group})
+        # From here on everything is there, and the engine changes.
+        for one in divisions:
+            own = [groups[plan.name] for plan in one.plans]
+            if one.is_split:
+                self._move(one.group, own)
+            groups[one.taken.name].plan = one.taken
+            parts = [part for group in one.unit.groups for part in (own if group is one.group else [group])]
+            of_group = {id(gradient.group): gradient for gradient in one.unit.gradients}
+            of_group |= {id(groups[plan.name]): gradients[plan.name] for plan in one.plans if plan.name in gradients}
+            one.unit.take_up(parts, [of_group[id(part)] for part in parts if id(part) in of_group])
+        self._driver.take_up([one.unit for one in divisions])
+        self._optimizer.take_up(param_group, shards)
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _check(self, param_group: Mapping[str, Any]) -> None:
+        params = param_group["params"]
+        others = {id(p): index for index, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        if not params:
+            raise ValueError(f"{ADDING}: expected parameters of the model, found none")
+        for param in params:
+            name = self._names.get(id(param))
+            if name is None:
+                raise ValueError(
+                    f"{ADDING}: expected parameters of the engine's module, for example those of engine.module.head, "
+                    f"found a {type(param).__name__} that is none of them"
+                )
+            if id(param) in others:
+                raise ValueError(
+                    f"{ADDING}: expected parameters that are in no group, found '{name}', which is in group "
+                    f"{others[id(param)]}; set the options of that one"
+                )
+            if not param.is_floating_point():
+                raise ValueError(
+                    f"{ADDING}: expected parameters of floating-point numbers, found '{name}' of {param.dtype}"
+                )
+            others[id(param)] = len(self._optimizer.param_groups)
+        self._optimizer.check_options(param_group)
+
+    def _check_ranks_agree(self, param_group: Mapping[str, Any]) -> None:
+        names = [self._names[id(param)] for param in param_group["params"]]
+        options = ", ".join(f"{key}={value!r}" for key, value in sorted(param_group.items()) if key != "params")
+        everyone = self._mesh.world.gather_objects((names, options))
+        for rank, (theirs, other) in enumerate(everyone):
+            for found, first in ((other, everyone[0][1]), (theirs, everyone[0][0])):
+                if found != first:
+                    raise RuntimeError(
+                        f"{ADDING}: expected the same group on all ranks, found {first} on rank 0, {found} on rank "
+                        f"{rank}"
+                    )
+
+    def _check_released(self, groups: Sequence[ShardedGroup]) -> None:
+        held = [group.layout.names for group in groups if group.keeper is not None and group.keeper()]
+        if held:
+            raise StateError(
+                f"{ADDING}: expected parameters that are not gathered, found '{held[0][0]}', which is; call it "
+                "outside of `with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed)"
+            )
+
+    def _reserve_rest(self, divisions: Sequence[_Division]) -> None:
+        """Room for the shards of new groups beside all others, where they rest in a store. Raises OffloadError."""
+        new = [plan.shard_bytes for one in divisions if one.is_split for plan in one.plans]
+        if self._rest is not None and new:
+            now = [group.shard.nbytes for unit in self._driver.passes.units for group in unit.groups]
+            self._rest.reserve([*now, *new])
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _divisions(self, wanted: set[int]) -> list[_Division]:
+        number = len(self._optimizer.param_groups)
+        found = []
+        for unit in self._driver.passes.units:
+            for group in unit.groups:
+                plan = group.plan
+                taken = [(name, param) for name, param in plan.params if id(param) in wanted]
+                left = [(name, param) for name, param in plan.params if id(param) not in wanted]
+                if not taken:
+                    continue
+                called = f"unit {unit.name} ({str(plan.dtype).removeprefix('torch.')}, {plan.role.value}"
+                if sum((one.plan.dtype, one.plan.role) == (plan.dtype, plan.role) for one in unit.groups) > 1:
+                    called += f", with {group.layout.names[0]}"  # split by ranks, or not
+                found.append(
+                    _Division(
+                        unit,
+                        group,
+                        self._plan(f"{called} before group {number})", group, taken, Role.UPDATED),
+                        self._plan(f"{called} after group {number})", group, left, plan.role) if left else None,
+                    )
+                )
+        return found
+
+    def _plan(self, name: str, like: ShardedGroup, params: Sequence[Any], role: Role) -> GroupPlan:
+        dtypes, arrangement = self._blueprint.dtypes, self._blueprint.arrangement
+        shares = shares_of(self._blueprint.tensor, self._blueprint.experts, self._mesh.place)
+        return plan_group(name, params, like.plan.dtype, role, dtypes, like.plan.domain, arrangement, shares)
+
+    @torch.no_grad()
+    def _move(self, old: ShardedGroup, new: Sequence[ShardedGroup]) -> None:
+        """The values of a group go into others, which its parameters are views of then."""
+        old.gather()
+        old.make_exact()
+        for group in new:
+            for piece in group.pieces:
+                group.place(piece, group.params[piece.index].data)
+        # What autograd has saved of them is in memory that may be given back: it refuses a backward, as after a step.
+        torch.autograd.graph.increment_version(old.params)
+        pending = [group.refresh() for group in new]
+        for one in pending:
+            one.wait()
+        self._mesh.fence("the parameters of a group that was divided")
+        if old.frees_memory:  # else releasing takes its parameters' names alone, which the new ones need
+            old.release()
+        if self._rest is not None:
+            self._rest.drop(old.resident.name)
+        for group in new:
+            group.install()
+            group.release()

@@ -1,0 +1,149 @@
+"""The learning rates of the parameter groups: from the config's schedule, or from a scheduler of the caller's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ...zero.optimizer import ShardedOptimizer
+from ..archive.run_state import restore_options
+
+Schedule = Callable[[float, int], float]
+"""(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
+Betas = Callable[[int], tuple[float, float] | None]
+"""Optimizer steps taken so far -> the betas of the next step, of each group that has some; None: as they are."""
+
+
+def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
+    """The caller's scheduler: what was given, or what that makes of the optimizer.
+
+    Raises ValueError where it would not move the learning rates of this optimizer.
+    """
+    if given is None:
+        return None
+    is_made = hasattr(given, "step") and not isinstance(given, type)
+    if not is_made and not callable(given):
+        raise ValueError(
+            f"lr_scheduler: expected a scheduler with a step(), or a callable that makes one of the optimizer, found "
+            f"{type(given).__name__}"
+        )
+    scheduler = given if is_made else given(optimizer)
+    name = type(scheduler).__name__
+    if not callable(getattr(scheduler, "step", None)):
+        raise ValueError(f"lr_scheduler: expected a callable that returns a scheduler with a step(), found {name}")
+    needed = [key for key, value in inspect.signature(scheduler.step).parameters.items() if _is_needed(value)]
+    if needed:
+        raise ValueError(
+            "lr_scheduler: expected one whose step() needs nothing, since the engine calls it after each update, "
+            f"found {name}, which needs '{needed[0]}'; make it over engine.optimizer after initialize, and call its "
+            "step yourself"
+        )
+    bound = getattr(scheduler, "optimizer", None)
+    groups = getattr(bound, "param_groups", None)
+    if groups is not None and list(map(id, groups)) != list(map(id, optimizer.param_groups)):
+        raise ValueError(
+            "lr_scheduler: expected a scheduler of the optimizer that is passed to initialize, found "
+            f"{name} of another {type(bound).__name__}, whose learning rates nobody uses; pass that optimizer too, or "
+            f"a callable such as lambda optimizer: {name}(optimizer, ...)"
+        )
+    if optimizer.lacks_state:
+        raise ValueError(
+            f"lr_scheduler: expected a momentum of 0 as the optimizer was made with, found a momentum of "
+            f"{max(group['momentum'] for group in optimizer.param_groups):g} that {name} has set (cycle_momentum), for "
+            "which no state is kept; give the optimizer a momentum, or set cycle_momentum=False"
+        )
+    return scheduler
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    may_be_left_out = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not may_be_left_out
+
+
+class LearningRates:
+    """Sets them before each step."""
+
+    def __init__(
+        self, optimizer: ShardedOptimizer, schedule: Schedule | None, betas: Betas | None, scheduler: Any
+    ) -> None:
+        """schedule, betas: the config's. scheduler: the caller's, with a `step()`."""
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._betas = betas
+        self.scheduler = scheduler
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self.apply()
+
+    def check_takes(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError where the caller's scheduler cannot go on with another group: it is tried on a copy."""
+        bound = getattr(self.scheduler, "optimizer", None)
+        if bound is None:
+            return
+        groups = [{**one, "params": []} for one in (*self._optimizer.param_groups, group)]
+        other = SimpleNamespace(param_groups=groups, defaults=bound.defaults, step=bound.step, _opt_called=True)
+        try:
+            copy.deepcopy(self.scheduler, {id(bound): other}).step()
+        except Exception as error:
+            raise ValueError(
+                "engine.optimizer.add_param_group(): expected an lr_scheduler that goes on with another group, found "
+                f"{type(self.scheduler).__name__}, which fails: {error}. Extend what it has for each group before, for "
+                "example scheduler.base_lrs.append(lr), or leave it out of initialize and call its step yourself"
+            ) from error
+
+    def add(self, group: Mapping[str, Any]) -> None:
+        """Another group of the optimizer, its last one, whose learning rate the config's schedule begins with."""
+        self._base.append(float(group["lr"]))
+        self.apply()
+
+    def apply(self) -> None:
+        """What the schedule says for the next step."""
+        if self._schedule is not None:
+            for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
+                group["lr"] = self._schedule(base, self._optimizer.counts.num_steps)
+        betas = None if self._betas is None else self._betas(self._optimizer.counts.num_steps)
+        if betas is not None:
+            for group in self._optimizer.param_groups:
+                if "betas" in group:
+                    group["betas"] = betas
+
+    def advance(self) -> None:
+        """After a step that updated."""
+        self.apply()
+        if self.scheduler is not None:
+            bound = getattr(self.scheduler, "optimizer", None)
+            if isinstance(bound, torch.optim.Optimizer):
+                # Its own `step` is never called; torch's scheduler warns without this. Test: test_own_optimizer.py.
+                bound._opt_called = True  # type: ignore[attr-defined]
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups' options, and where the schedule stands."""
+        groups = self._optimizer.param_groups
+        has_state = hasattr(self.scheduler, "state_dict")
+        return {
+            "options": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "base": self._base,
+            "scheduler": self.scheduler.state_dict() if has_state else None,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, after the optimizer's number of steps and the scheduler were restored.
+
+        then, now: the optimizer's options in the config of the saved run, and of this one; what differs stays as it is.
+        """
+        if "lr" not in restore_options(self._optimizer.param_groups, saved["options"], then, now):
+            self._base = list(saved["base"])
+        elif hasattr(self.scheduler, "base_lrs"):
+            self._scale_scheduler(saved["options"], now["lr"] / then["lr"])
+        self.apply()
+
+    def _scale_scheduler(self, saved: Sequence[Mapping[str, Any]], ratio: float) -> None:
+        """The caller's schedule goes on from where it stood, with all of its learning rates `ratio` times as high."""
+        self.scheduler.base_lrs = [base * ratio for base in self.scheduler.base_lrs]
+        for group, options in zip(self._optimizer.param_groups, saved, strict=True):
+            group.update({key: options[key] * ratio for key in ("lr", "initial_lr") if key in options})

@@ -1,0 +1,245 @@
+"""The pipeline of an engine: its stages, and the executor that runs its schedule on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Activity, Mesh
+from ...model.ledger import Ledger
+from ...pipe.executor import Executor
+from ...pipe.schedules.schedule import Schedule
+from ...pipe.stage import make_stages
+from ...zero.scheduled_units import ScheduledUnits
+from ...zero.unit import Unit
+from ..blueprint.axes import PIPE
+from ..blueprint.pipeline_plan import PipelinePlan
+from .batch import replace_tensors
+from .join import NO_JOIN, Call
+from .microbatch_turns import MicrobatchTurns
+from .model_call import ModelCall
+from .same_batch import Differs, SameBatch
+from .steps import Steps
+from .turn import Turn
+
+
+class Pipeline:
+    """A driver for this rank's stages: see `Driver`. All ranks of the pipe axis call the same methods together."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        mesh: Mesh,
+        module: nn.Module,
+        units: Sequence[Unit],
+        model_call: ModelCall,
+        ledger: Ledger,
+        turns: MicrobatchTurns | None = None,
+    ) -> None:
+        """module: the whole model; what other ranks have is taken out of it. turns: layer by layer."""
+        self.whole = plan.whole
+        self._plan = plan
+        self._mesh = mesh
+        self._module = module
+        streams = None if turns is None else turns.streams
+        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger, streams), strict=True))
+        members = {stage: plan.members(units, stage) for stage in plan.stages}
+        self.passes = ScheduledUnits(units, members, mesh, adds_in_place=not plan.is_layered)
+        self._turns = turns
+        self._call = model_call
+        self._same = SameBatch(mesh, module)
+        self._failure: str | None = None  # of an earlier step, in the middle of its schedule
+        self._training, self._evaluation = (
+            Executor(
+                schedule,
+                plan.place,
+                stages,
+                self.passes,
+                mesh.peers,
+                mesh.world.device,
+                model_call.output,
+                lambda output, ready: model_call.loss(self._marked(output), ready),
+                ledger,
+                *around,
+            )
+            for schedule, around in ((plan.training, [turns.around] if turns else []), (plan.evaluation, []))
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """All that every rank does in a training step."""
+        return self._training.schedule
+
+    @property
+    def executor(self) -> Executor:
+        """What runs training steps; its `on_action` can be set to time them."""
+        return self._training
+
+    def take_up(self, units: Sequence[Unit]) -> None:
+        """The schedule says when they are reduced. What stages send may need a gradient now that did not before."""
+        for executor in (self._training, self._evaluation):
+            executor.messages.forget_kinds()
+
+    def listen(self, steps: Steps, turn: Turn) -> None:
+        """Its graphs begin and end in its own stages, but for what a loss_fn adds."""
+        self._scale = steps.scale
+
+    def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
+        """Losses are those of the ranks that have the last stage.
+
+        Where ranks of the pipe axis were given other batches they compute nothing, and the end of the step is a
+        ValueError on all ranks.
+        """
+        given = list(microbatches)
+        steps.so_far.check_whole(len(given))
+        steps.guard.check()
+        self._mesh.world.progress.enter(Activity.PIPELINE)
+        differ = self._differ(given)
+        ready = [] if differ else self._ready(steps, given)
+        for at, inputs in enumerate(ready):
+            steps.so_far.note_tokens(inputs, at)
+        found = torch.full((), bool(differ), device=self._mesh.world.device)
+        steps.so_far.note_doubt(found, lambda: self._tell(self._training, differ))
+
+        def run() -> list[Tensor]:
+            if differ:
+                return self._training.pass_by()
+            with self._turns.of_step(len(ready)) if self._turns is not None else nullcontext():
+                return self._training.run(ready, steps.scale.apply)
+
+        with self._remembers_failure():
+            losses = steps.backward(run, len(given))
+        if _is_void(self._training):
+            steps.so_far.note_doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
+        steps.so_far.losses.extend(losses)
+
+    def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise self._lacks_whole("engine(batch)", "engine.eval_step(batch)")
+
+    def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise self._lacks_whole("engine.run(function)", "engine.train_step(batch)")
+
+    def backward(self, steps: Steps, loss: Tensor) -> None:
+        raise self._lacks_whole("engine.backward(loss)", "engine.train_step(batch)")
+
+    def scale(self, steps: Steps, loss: Tensor) -> Tensor:
+        raise self._lacks_whole("engine.scale(loss)", "engine.train_step(batch)")
+
+    def take_part(self, steps: Steps, call: Call) -> None:
+        raise ValueError(NO_JOIN)
+
+    def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
+        differ = self._differ([batch])
+        ready = [] if differ else self._ready(steps, [batch])
+        try:
+            with self._remembers_failure():
+                losses = self._evaluation.pass_by() if differ else self._evaluation.run(ready)
+            self._same.refuse(differ)
+            self._refuse_difference(self._evaluation)
+            return losses
+        finally:
+            self.passes.release_all()
+
+    def _tell(self, executor: Executor, differ: Differs) -> NoReturn:
+        """Raises on all ranks: ValueError where batches differ on one, or a stage has returned another thing; where one
+        has failed its own error there, and RuntimeError on the others."""
+        self._same.refuse(differ)
+        failure = executor.failure
+        own = None if failure is None else f"{type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})"
+        found = self._mesh.world.gather_objects((executor.difference, own))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(found):
+            if text is not None:
+                raise RuntimeError(f"pipeline: a stage of rank {rank} failed: {text}. No parameter was updated")
+        raise ValueError(next(text for text, _ in found if text is not None))
+
+    def _refuse_difference(self, executor: Executor) -> None:
+        """As `_tell`, where there is something to tell. Waits for the hosts of this pipeline, and for others beside."""
+        own = torch.full((1,), _is_void(executor), dtype=torch.int64)
+        if self._same.is_anywhere(bool(self._mesh.peers.sum_on_host(own, "the outcome of an evaluation"))):
+            self._tell(executor, Differs.NOTHING)
+
+    def _refuse_trial(self) -> None:
+        """Raises on all ranks of this pipeline where a stage has failed in what is tried before the first step."""
+        places = torch.zeros(self._mesh.axes[PIPE].size, dtype=torch.int64)
+        places[self._mesh.place(PIPE)] = self._evaluation.failure is not None
+        failed = self._mesh.peers.sum_on_host(places, "the outcome of a trial").nonzero().flatten().tolist()
+        if self._evaluation.failure is not None:
+            raise self._evaluation.failure
+        if failed:
+            raise RuntimeError(
+                f"pipeline: a stage at place {failed[0]} failed in what is tried before the first step; the output of "
+                "its rank says why"
+            )
+
+    def _marked(self, output: Any) -> Any:
+        """The output of the last stage as a loss_fn is to see it. What it has received is no leaf then."""
+
+        def inner(tensor: Tensor) -> Tensor:
+            return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+        return output if self._scale.seed == 1.0 else self._scale.mark_output(replace_tensors(output, inner))
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        return self._call.own(x, fill)
+
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        return self._call.whole_output(output, tokens)
+
+    def _ready(self, steps: Steps, batches: Sequence[Any]) -> list[Any]:
+        def loss(ready: Any) -> Tensor | None:
+            try:
+                with self._remembers_failure():
+                    losses = self._evaluation.run([ready])
+                self._refuse_trial()
+                return next(iter(losses), None)
+            finally:
+                self.passes.release_all()
+
+        def summed(numbers: Sequence[int]) -> Sequence[int]:
+            found: list[int] = self._mesh.peers.sum_on_host(torch.tensor(numbers), "the check of sequences").tolist()
+            return found
+
+        self._call.try_once(steps, batches[0], loss, summed=summed)
+        made = [self._call.ready(steps, batch) for batch in batches]
+        self._call.compare_once(steps, self._module, lambda: loss(made[0]))
+        return made
+
+    @contextmanager
+    def _remembers_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _lacks_whole(self, what: str, instead: str) -> ValueError:
+        if self._plan.is_layered:
+            return ValueError(
+                f"{what}: expected a config without zero_optimization.layered_gradient_accumulation, found it, with "
+                f"which all microbatches of a step go through a block before the next block does; use {instead}"
+            )
+        return ValueError(
+            f"{what}: expected a rank with the whole model, found stages {list(self._plan.stages)} of "
+            f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
+        )
+
+    def _differ(self, batches: Sequence[Any]) -> Differs:
+        """As `SameBatch.differ`. Raises RuntimeError where messages of an earlier step may be under way."""
+        if self._failure is not None:  # they would be taken for those of this step
+            raise RuntimeError(
+                "pipeline: expected ranks that are in step with each other, found that an earlier step has failed on "
+                f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
+                "checkpoint"
+            )
+        return self._same.differ(batches)
+
+
+def _is_void(executor: Executor) -> bool:
+    """Whether nothing of the last run may count."""
+    return executor.difference is not None or executor.has_failed

@@ -1,0 +1,165 @@
+"""Whether ranks that must be given the same data were: stages of a pipeline, ranks that split layers or sequences.
+
+Ranks that split layers must also draw the same random numbers. Their generators were put into one state, and are
+compared with the batch, since a script may seed them again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Mesh
+from ...offload import sent
+from ...parallel.randomness import draws
+from ...pipe.executor import shapes_in
+from ...pipe.split.trees import leaves
+from ..blueprint.axes import PIPE, TENSOR
+
+
+class Differs(IntEnum):
+    """What is not the same on all ranks that must have it so."""
+
+    NOTHING = 0
+    BATCH = 1
+    GENERATORS = 2
+
+
+class SameBatch:
+    """A loader that divides its data by rank and world_size gives each of them another part: wrong, and not seen."""
+
+    def __init__(self, mesh: Mesh, module: nn.Module) -> None:
+        arrangement = mesh.arrangement
+        self._mesh = mesh
+        self._axes = arrangement.wide([name for name, _ in arrangement.sizes if name not in arrangement.data])
+        self._ranks = arrangement.ranks(mesh.world.rank, self._axes)
+        self._draws = mesh.axes[TENSOR].size > 1 and draws(module)
+        self._found: Tensor | None = None  # (4,): on how many axes, and ranks, each of _KINDS differed since `read`
+        self._kinds: set[Hashable] = set()  # of batches, that were the same
+
+    def differ(self, batches: Sequence[Any]) -> Differs:
+        """Whether stages of a pipeline were given other batches, and those beside them: the same on all of them.
+
+        Where shapes differ too, stages wait in vain for what is not sent. So the hosts of the pipe axis ask each other
+        before the first message, and no device has to be waited for. A collective.
+        """
+        what = "the check of the batch"
+        pipe, digest = self._mesh.axes[PIPE], _digest_of(batches)
+        are_apart = self._draws and torch.is_grad_enabled() and self._generators_differ(what)
+        digests = torch.zeros(pipe.size + 1, dtype=torch.int64)
+        digests[pipe.rank], digests[-1] = digest, are_apart
+        *found, num_apart = self._mesh.peers.sum_on_host(digests, what).tolist()
+        differ = any(other != digest for other in found)
+        for axis in (self._mesh.axes[name] for name in self._axes if name != PIPE):
+            own = torch.tensor([digest, differ, num_apart], dtype=torch.int64)
+            total, others, num_apart = axis.route.sum_small(own.to(self._mesh.world.device), what).tolist()
+            differ = total != digest * axis.size or others > 0
+        return Differs.BATCH if differ else Differs.GENERATORS if num_apart else Differs.NOTHING
+
+    def _generators_differ(self, what: str) -> bool:
+        axis, own = self._mesh.axes[TENSOR], self._digest_of_generators()
+        total = axis.route.sum_small(torch.tensor([own], device=self._mesh.world.device), what)
+        return int(total) != own * axis.size
+
+    def refuse(self, differ: Differs) -> None:
+        """Raises ValueError on all ranks where something differs on any: they must fail together, for the next step to
+        be the same. A collective."""
+        if self._mesh.world.size > len(self._ranks):
+            own = torch.tensor([differ is kind for kind in _KINDS], dtype=torch.int64, device=self._mesh.world.device)
+            anywhere = self._mesh.sum_small(own, "the outcome of the check of the batch").tolist()
+        else:
+            anywhere = [differ is kind for kind in _KINDS]
+        for kind, count in zip(_KINDS, anywhere, strict=True):
+            if count:
+                raise self._error(kind, differ is kind)
+
+    def is_anywhere(self, found: bool) -> bool:
+        """Whether `found` was so on any rank; those that are given the same batch know it already. A collective."""
+        if self._mesh.world.size == len(self._ranks):
+            return found
+        own = torch.full((1,), found, dtype=torch.int64, device=self._mesh.world.device)
+        return bool(self._mesh.sum_small(own, "the outcome of the check of the batch"))
+
+    def check(self, batch: Any) -> Tensor | None:
+        """As `differ` and `refuse` in one, of ranks that are not stages.
+
+        Returns (2,) on the device, not 0 where batches or generators differ, now or before: the host is told at the
+        end, by `read`. But not for the first of its shapes: ranks that expect other shapes than are sent would wait in
+        vain. None where it knows.
+        """
+        if not self._axes:
+            return None
+        digest, what = _digest_of([batch]), "the check of the batch"
+        generators = self._digest_of_generators() if self._draws else 0
+        device = self._mesh.world.device
+        differs = torch.zeros(2, dtype=torch.int64, device=device)
+        for name in self._axes:
+            axis = self._mesh.axes[name]
+            own = sent(torch.tensor([digest, generators if name == TENSOR else 0]), device)
+            differs |= (axis.route.sum_small(own.clone(), what) != own * axis.size).long()
+        anywhere = differs
+        if self._mesh.world.size > self._mesh.axes[self._axes[0]].size:
+            anywhere = self._mesh.sum_small(differs.clone(), what)
+        found = torch.cat([differs, anywhere])
+        self._found = found if self._found is None else self._found.add_(found)
+        kind = shapes_in(batch)
+        if device.type == "cpu" or kind not in self._kinds:
+            self._kinds.add(kind)
+            self.read()
+            return None
+        return self._found[2:]
+
+    def read(self) -> None:
+        """Raises ValueError where ranks were given other batches, or draw other numbers, which nobody was told yet.
+
+        Waits for the device.
+        """
+        found, self._found = self._found, None
+        if found is None:
+            return
+        counts = found.tolist()
+        for kind, own, anywhere in zip(_KINDS, counts[:2], counts[2:], strict=True):
+            if anywhere:
+                raise self._error(kind, bool(own))
+
+    def _digest_of_generators(self) -> int:
+        """A number that differs where the states of torch's generators do, of the CPU and the device."""
+        device = self._mesh.world.device
+        digest = zlib.crc32(torch.get_rng_state().numpy().data)
+        if device.type == "cpu":
+            return digest
+        return zlib.crc32(torch.get_device_module(device).get_rng_state(device).numpy().data, digest)
+
+    def _error(self, kind: Differs, differ: bool) -> ValueError:
+        if kind is Differs.GENERATORS:
+            size = self._mesh.axes[TENSOR].size
+            return ValueError(
+                f"random generators: expected one state on the {size} ranks of parallel.tensor, "
+                "which must drop the same elements of what all of them have, found different ones; seed them alike "
+                "after lowtide.initialize (torch.manual_seed(seed + engine.data_rank)), and draw what a single rank "
+                "draws from a torch.Generator of its own"
+            )
+        where = f"ranks {', '.join(map(str, self._ranks))}" if differ else "not this rank's"
+        of = "of a pipeline" if self._axes == (PIPE,) else f"of {' x '.join(self._axes)}"
+        return ValueError(
+            f"batch: expected the same one on the {len(self._ranks)} ranks {of} ({where}), found different ones; "
+            "divide the data by engine.data_rank and engine.data_size, not by engine.rank and engine.world_size"
+        )
+
+
+_KINDS = (Differs.BATCH, Differs.GENERATORS)
+
+
+def _digest_of(batches: Sequence[Any]) -> int:
+    """A number that differs where batches do: of shapes, and of the values that are on the CPU."""
+    digest = zlib.crc32(repr(shapes_in(batches)).encode())
+    for leaf in leaves(batches):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.numel():
+            values = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+            digest = zlib.crc32(values.numpy().data, digest)
+    return digest

@@ -1,0 +1,175 @@
+"""What a caller sees of a step's gradients between its backwards and its update, and how he changes the final ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Mesh
+from ...zero.sequence import StateError
+from ..archive.parameter_values import ParameterValues
+from ..blueprint.blueprint import Timing
+from ..config.config import Config
+from .clipping import Clipping
+from .join import Call
+from .step_sums import SummedStep, sum_step
+from .steps import Steps
+
+
+class StepGradients:
+    """Reduced gradients of the step that is about to be made. Every method is a collective, but for a local gradient.
+
+    backward ... backward | here | step
+
+    `gradient` is for after any of the backwards.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._steps = steps
+        self._values = values
+
+    def gradient(self, param: nn.Parameter | str, is_local: bool) -> Tensor | None:
+        """See `ParameterAccess.gradient`."""
+        what = f"engine.gradient() (safe_get_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
+        steps = self._steps
+        is_complete = steps.so_far.is_complete
+        if not steps.so_far.num_microbatches:
+            raise StateError(
+                f"{what}: expected a backward since the last step, found {steps.so_far.done}; call it between a "
+                "backward and engine.step()"
+            )
+        if is_complete:
+            self._check_is_complete(what)
+        elif steps.take_cleared_so_far(what):
+            steps.show_reduced()
+        self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
+        return self._values.gradient(param, steps.rest, is_local, what, is_complete=is_complete)
+
+    def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
+        """See `ParameterAccess.set_gradient`."""
+        what = f"engine.set_gradient() (safe_set_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
+        self._check_is_complete(what)
+        self._check_is_held(
+            what, "gradients are used up one by one as they come; a hook on the parameter may change it"
+        )
+        if self._steps.so_far.clipping_by_hand is not None:
+            raise StateError(
+                f"{what}: expected it before engine.clip_grad_norm_(), found it after that, whose norm is of other "
+                "gradients; clip when all gradients are set"
+            )
+        self._steps.take_back()  # what was updated with another gradient
+        self._values.set_gradient(param, value, self._steps.rest, is_local, what)
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """See `ParameterAccess.clip_grad_norm_`."""
+        what = "engine.clip_grad_norm_()"
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        self._check_is_complete(what)
+        self._check_can_clip(what, max_norm, norm_type)
+        with self._steps.join.together(Call.CLIPPING) as num_ranks:
+            if num_ranks < self._mesh.world.size:  # the others have not been told
+                self._mesh.world.gather_objects((max_norm, norm_type, error_if_nonfinite))
+            return self._clip(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_values(self, clip_value: float) -> None:
+        """See `ParameterAccess.clip_grad_value_`."""
+        what = "engine.clip_grad_value_()"
+        if not clip_value >= 0:
+            raise ValueError(f"{what}: expected a clip_value of 0 or more, found {clip_value:g}")
+        self._check_is_complete(what)
+        self._check_is_held(
+            what, "gradients are used up one by one as they come; a hook on the parameter may change it"
+        )
+        if self._steps.so_far.clipping_by_hand is not None:
+            raise StateError(f"{what}: expected it before engine.clip_grad_norm_(), found it after that")
+        self._steps.take_back()  # what was updated with other gradients
+        for gradient in self._steps.gradients:
+            gradient.clamp(clip_value / self._steps.rest)
+
+    def clip_without_data(self) -> None:
+        """Takes part in the `clip` of ranks that have data, under `engine.join`."""
+        told = next(one for one in self._mesh.world.gather_objects(None) if one is not None)
+        self._clip(*told)
+
+    # -- pieces of it ---------------------------------------------------------------------------------------------
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        clipping = Clipping(max_norm, is_by_hand=True)
+        if norm_type == 2.0 and not error_if_nonfinite and self._mesh.world.device.type != "cpu":
+            norm_there = self._norm_on_device()
+            self._clip_by(clipping)
+            return norm_there
+        norm = self._norm(norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. "
+                "error_if_nonfinite=False leaves that to engine.step(), which names the parameter, or in float16 skips "
+                "the step"
+            )
+        self._clip_by(clipping if norm_type == 2.0 else Clipping(fixed=clipping.factor(norm)))
+        return torch.tensor(norm, dtype=self._norm_dtype, device=self._mesh.world.device)
+
+    def _clip_by(self, clipping: Clipping) -> None:
+        if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
+            self._steps.so_far.clipping_by_hand = clipping
+
+    def _norm_on_device(self) -> Tensor:
+        """The L2 norm without waiting for it, as torch's."""
+        steps = self._steps
+        norm = self._summed().norm() * (steps.rest * steps.norm_factor)
+        return norm.to(self._norm_dtype)
+
+    @property
+    def _norm_dtype(self) -> torch.dtype:
+        """In which a norm is shown."""
+        dtypes = {loss.dtype for loss in self._steps.so_far.losses}
+        dtypes |= {gradient.accumulation_dtype for gradient in self._steps.gradients}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def _summed(self) -> SummedStep:
+        steps = self._steps
+        return sum_step(self._mesh, steps.gradients, steps.so_far.losses, (), "the norm for engine.clip_grad_norm_")
+
+    def _norm(self, norm_type: float) -> float:
+        """Of all gradients of all ranks."""
+        gradients, sums = self._steps.gradients, self._summed().read()
+        if sums.num_bad:
+            return math.nan
+        if norm_type == 2.0:
+            return math.sqrt(sums.square_norm) * self._steps.rest * self._steps.norm_factor
+        shards = [gradient.shard for gradient in gradients if gradient.shard is not None]
+        largest = max((float(torch.linalg.vector_norm(shard, math.inf)) for shard in shards), default=0.0)
+        return float(max(self._mesh.world.gather_objects(largest))) * self._steps.rest
+
+    def _check_is_complete(self, what: str) -> None:
+        """Also takes note of gradients that the caller has cleared."""
+        steps = self._steps
+        if not steps.so_far.is_complete:
+            raise StateError(
+                f"{what}: expected the gradients of a whole step, found {steps.so_far.done}; call it between the "
+                "backward of the last one and engine.step()"
+            )
+        if steps.take_cleared():
+            steps.show_reduced()
+
+    def _check_can_clip(self, what: str, max_norm: float, norm_type: float) -> None:
+        if norm_type not in (2.0, math.inf):
+            raise ValueError(f"{what}: expected a norm_type of 2 or inf, found {norm_type:g}")
+        if not max_norm >= 0:
+            raise ValueError(f"{what}: expected a max_norm of 0 or more, found {max_norm:g}")
+        clips = self._config.gradient_clipping
+        if clips and max_norm != math.inf and (max_norm != clips or norm_type != 2.0):
+            raise ValueError(
+                f"{what}: found a max_norm of {max_norm:g} (norm_type {norm_type:g}), and gradient_clipping {clips:g} "
+                "in the config, which clips each step: leave one of them out. max_norm=inf only tells the norm"
+            )
+        if max_norm != math.inf or norm_type != 2.0:
+            self._check_is_held(what, "the update is made already, unit by unit; max_norm=inf only tells the norm")
+
+    def _check_is_held(self, what: str, why: str) -> None:
+        if self._steps.update.timing is Timing.IN_BACKWARD:
+            raise StateError(f"{what}: expected update_in_backward false in zero_optimization, found it true: {why}")

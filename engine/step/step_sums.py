@@ -1,0 +1,215 @@
+"""What all ranks must know of a step before they update: one small exact sum.
+
+[Note: one wait]
+    device   backward | sum | copy to the host | update, parameters to others | forward
+    host                update, ... are given to the device | waits for the copy | forward is given
+
+On a device the host learns of the norm, of values that are not finite, of what other ranks tell, when it needs none of
+it for the update any more: the kernels read the factor and `skip` where they are. It waits once, for the copy and not
+for the update, and gives the device the next forward while that updates. Nothing else in a step may wait: what is
+asked of a tensor of the device (`bool`, `item`, a mask as an index), and copies from memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...comm import Mesh
+from ...kernels.clip_factor import clip_factor
+from ...kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs, value_of
+from ...offload import OnHost, sent
+from ...zero.gradient import GroupGradient
+from ...zero.plan import Role
+from .clipping import Clipping
+from .errors import NonFiniteGradientError
+
+_BAD, _CHANGED, _INFINITE, _WIDE, _CLEARED = range(2 * NUM_LIMBS, 2 * NUM_LIMBS + 5)
+"""Places in the sum, see `SummedStep`."""
+
+
+class StepSums(NamedTuple):
+    """The same on every rank."""
+
+    loss: float  # mean over microbatches and data-parallel ranks; NaN where any rank's is not finite
+    loss_dtype: torch.dtype  # float64 where the model's is, else float32
+    square_norm: float  # sum of squared gradients as they were reduced
+    num_bad: int  # ranks with a non-finite gradient
+    num_changed: int  # ranks on which a parameter was changed behind the engine's back, where that is known by now
+    cleared: int  # sum over ranks of what stands for the gradients that the caller has cleared on each
+    events: tuple[int, ...]  # on how many ranks each of the events has happened
+    unused: frozenset[int] = frozenset()  # identities of the parameters that got no gradient on any rank
+    is_without_gradients: bool = False  # those are all, and nobody has cleared any
+
+
+class Uses:
+    """Which parameters of an optimizer got a gradient in a step: a count of ranks for each, many counts in a word.
+
+    word     | parameter 0 | parameter 1 | ... |      as many bits for each as the number of ranks has
+    """
+
+    def __init__(
+        self, param_groups: Sequence[Mapping[str, Any]], gradients: Sequence[GroupGradient], num_ranks: int
+    ) -> None:
+        """param_groups: of the whole model, on all ranks alike. gradients: of this rank."""
+        self._params = [id(param) for group in param_groups for param in group["params"]]
+        place_of = {param: place for place, param in enumerate(self._params)}
+        updated = [one for one in gradients if one.group.plan.role is Role.UPDATED]
+        self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in updated]
+        self._num_bits = num_ranks.bit_length()
+        self._per_word = 63 // self._num_bits
+        self._own = {place for _, places in self._places for place in places}
+        self._all = self._packed(self._own)
+        self._last: tuple[Sequence[int], frozenset[int]] = [], frozenset()  # total, and what `unused` gave of it
+
+    @property
+    def are_all(self) -> bool:
+        """Whether this rank has used all parameters of which it has a part: then no other rank can say more of them."""
+        for gradient, places in self._places:  # noqa: SIM110  (`all` costs a call for each)
+            if len(gradient.used) != len(places):
+                return False
+        return True
+
+    @property
+    def are_none(self) -> bool:
+        """Whether this rank has used no parameter."""
+        for gradient, _ in self._places:  # noqa: SIM110  (as above)
+            if gradient.used:
+                return False
+        return True
+
+    def words(self) -> list[int]:
+        """What this rank has used."""
+        if self.are_all:
+            return self._all
+        unused = [
+            place
+            for gradient, places in self._places
+            for index, place in enumerate(places)
+            if index not in gradient.used
+        ]
+        return self._packed(self._own.difference(unused))
+
+    def unused(self, total: Sequence[int]) -> frozenset[int]:
+        """total: the sum of `words` over all ranks. Returns identities of parameters."""
+        if total != self._last[0]:  # in most steps it is that of the step before
+            fields = ((total[place // self._per_word], place % self._per_word) for place in range(len(self._params)))
+            is_used = [word >> index * self._num_bits & (1 << self._num_bits) - 1 for word, index in fields]
+            self._last = total, frozenset(param for param, used in zip(self._params, is_used, strict=True) if not used)
+        return self._last[1]
+
+    def _packed(self, places: Collection[int]) -> list[int]:
+        words = [0] * -(-len(self._params) // self._per_word)
+        for place in places:
+            words[place // self._per_word] |= 1 << place % self._per_word * self._num_bits
+        return words
+
+
+class SummedStep:
+    """What all ranks have found, on its way to the host; what the device needs of it is there already.
+
+    total   limbs of squares | limbs of losses | bad, changed, infinite, wide, cleared | events | uses
+    """
+
+    def __init__(self, total: Tensor, num_events: int, uses: Uses | None, data_size: int, cleared_by_all: int) -> None:
+        """cleared_by_all: what the sum of `cleared` is, where all ranks have cleared the same as this one."""
+        self._total = total
+        self._num_events = num_events
+        self._uses = uses
+        self._data_size = data_size
+        self._cleared_by_all = cleared_by_all
+        self._on_host = OnHost(total)
+
+    def factor_and_skip(self, clipping: Clipping, rest: float) -> tuple[Tensor, Tensor]:
+        """For an update, on the device: what gradients are multiplied by, (1,), and not 0 where none is to be, (1,).
+
+        rest: by which the sum of the gradients is multiplied in any case.
+        """
+        fixed = 1.0 if clipping.fixed is None else clipping.fixed
+        known, by_hand = (_CLEARED, self._cleared_by_all), clipping.is_by_hand
+        return clip_factor(self._total, _BAD, known, fixed * rest, clipping.limit, clips_below=by_hand)
+
+    def norm(self) -> Tensor:
+        """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite, as torch's."""
+        return torch.where(self._total[_BAD] == 0, value_of(self._total[:NUM_LIMBS]).sqrt(), math.nan)
+
+    def read(self) -> StepSums:
+        """Waits for the device: until it has the sum, and not for what it was given since."""
+        total = self._on_host.read().tolist()
+        num_bad, num_changed, num_infinite, num_wide, cleared = total[_BAD : _CLEARED + 1]
+        end = _CLEARED + 1 + self._num_events
+        unused = self._uses.unused(total[end:]) if self._uses is not None else frozenset[int]()
+        mean_loss = from_limbs(total[NUM_LIMBS:_BAD]) / self._data_size if not num_infinite else math.nan
+        return StepSums(
+            mean_loss,
+            torch.float64 if num_wide else torch.float32,
+            from_limbs(total[:NUM_LIMBS]),
+            num_bad,
+            num_changed,
+            cleared,
+            tuple(total[_CLEARED + 1 : end]),
+            unused,
+            not (cleared or any(total[end:])),
+        )
+
+
+def sum_step(
+    mesh: Mesh,
+    gradients: Sequence[GroupGradient],
+    losses: Sequence[Tensor],
+    events: Sequence[bool],
+    what: str,
+    uses: Uses | None = None,
+    changed: Tensor | None = None,
+    cleared: int = 0,
+) -> SummedStep:
+    """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier.
+
+    Ranks with parts of the same sequences have parts of the losses; those that split layers have the same ones.
+
+    changed: () bool on the device: a parameter of this rank was changed behind the engine's back. cleared: stands for
+    the gradients that this rank's caller has cleared, another number for others; 0: none.
+    """
+    device = mesh.world.device
+    squares, were_finite = [], []
+    for gradient in gradients:
+        gradient.settle()
+        found = gradient.inspection
+        squares += found.counted
+        if found.was_finite is not None:
+            were_finite.append(found.was_finite)
+    is_wide = torch.float64 in [loss.dtype for loss in losses]
+    known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *([] if uses is None else uses.words())]
+    sums = sent(torch.frombuffer(array("q", known), dtype=torch.int64), device)  # torch.tensor takes thrice as long
+    if squares:
+        here = [part if part.device.type == device.type else sent(part, device) for part in squares]
+        add_limbs(sums, torch.cat(here), 0, _BAD)
+    if were_finite:
+        sums[_BAD] |= ~torch.stack([sent(one, device) for one in were_finite]).all()
+    if changed is not None:
+        sums[_CHANGED] |= changed
+    if losses and mesh.speaks:
+        mean = losses[0].double() if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).mean()
+        add_limbs(sums, mean.view(1), NUM_LIMBS, _INFINITE)
+    return SummedStep(mesh.sum_small(sums, what), len(events), uses, mesh.data_size, mesh.world.size * cleared)
+
+
+def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, outcome: str) -> NonFiniteGradientError:
+    """Names the parameter and the rank. A collective."""
+    own = [gradient.non_finite for gradient in gradients if gradient.non_finite is not None]
+    found = [item for items in mesh.world.gather_objects(own) for item in items]
+    first = next((item for item in found if item.rank is not None), found[0])
+    producer = f"rank {first.rank}" if first.rank is not None else "the sum over ranks"
+    others = sorted({item.parameter for item in found} - {first.parameter})
+    return NonFiniteGradientError(
+        f"step {step}: expected finite gradients, found {first.what} in the gradient of "
+        f"'{first.parameter}' on {producer}"
+        + (f" (also in {len(others)} more parameters)" if others else "")
+        + f". {outcome} Look at that rank's batch and at the learning rate; "
+        "torch.autograd.set_detect_anomaly(True) finds the operation."
+    )

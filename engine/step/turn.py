@@ -1,0 +1,113 @@
+"""Whose turn it is in an engine: it makes one call at a time, for one thread, until it is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ...comm import Raised
+from ...zero.sequence import StateError
+
+
+def _never() -> bool:
+    return False
+
+
+class Turn:
+    """The call that an engine makes now. `what` is how users read it: "engine.step()"."""
+
+    def __init__(self, raised: Raised) -> None:
+        """raised: tells the other ranks of an error that ends a call."""
+        self.raised = raised
+        self.is_over = False
+        self._lock = threading.Lock()
+        self._what = ""
+        self._thread: threading.Thread | None = None
+        self._is_lost: Callable[[], bool] = _never
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Raises StateError where another call is made, of this thread or of another one, or the engine is closed."""
+        self.begin(what)
+        try:
+            with self.raised.call(what):
+                yield
+        finally:
+            self.end()
+
+    def begin(self, what: str, is_lost: Callable[[], bool] = _never) -> None:
+        """As `of`, until `end`. is_lost: asked when another call comes; whether the turn was given back just now."""
+        if self.is_over or not self._lock.acquire(blocking=False):
+            self.check(what)  # which may give it back
+            if not self._lock.acquire(blocking=False):
+                raise self._conflict(what)
+        self._what, self._thread, self._is_lost = what, threading.current_thread(), is_lost
+
+    def end(self) -> None:
+        self._what, self._thread, self._is_lost = "", None, _never
+        self._lock.release()
+
+    def check(self, what: str) -> None:
+        """For what may be inside of another call of its thread. Raises StateError as `of` does in all other cases."""
+        if self.is_over:
+            raise StateError(
+                f"{what}: expected an open engine, found one after engine.close() (destroy() in lowtide.deepspeed); "
+                "call it before, or make another engine with initialize"
+            )
+        owner = None if self._is_lost() else self._thread
+        if owner is not None and owner is not threading.current_thread():
+            raise self._conflict(what)
+
+    def close(self) -> None:
+        """No call is possible from now on."""
+        self.is_over = True
+
+    def _conflict(self, what: str) -> StateError:
+        here, owner, other = threading.current_thread(), self._thread, self._what
+        if owner is here:
+            return StateError(
+                f"{what}: expected a call between others, found one from inside of {other}, for example from a hook, a "
+                f"loss function or a signal handler; call it when {other} has returned"
+            )
+        whose = f"thread '{owner.name}' in {other}" if owner is not None else "another thread"
+        return StateError(
+            f"{what}: an engine belongs to one thread at a time: expected it free for thread '{here.name}', found "
+            f"{whose}; let one thread make all calls, or hold a lock from the forward to the end of the step"
+        )
+
+
+class HasTurn(Protocol):
+    """An engine."""
+
+    _turn: Turn
+
+
+E = TypeVar("E", bound=HasTurn)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_turn(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Decorates a public method that must not be called while another call is made: see `Turn.of`."""
+    what = "engine(...)" if method.__name__ == "__call__" else f"engine.{method.__name__}()"
+
+    @wraps(method)
+    def wrapped(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        turn = self._turn
+        turn.begin(what)
+        try:
+            before = turn.raised.enter(what)
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                turn.raised.fail(what, error, before)
+                raise
+            finally:
+                turn.raised.leave()
+        finally:
+            turn.end()
+
+    return wrapped

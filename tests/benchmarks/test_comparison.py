@@ -122,6 +122,6 @@ def test_a_picture_has_a_bar_for_each_contender(helper: Helper, row: Callable[..
 def test_one_process_with_the_whole_batch_has_the_mean_loss_of_its_rows(helper: Helper) -> None:
     model, contenders = helper("_model"), helper("_contenders")
     ((tokens, targets),) = model.build_batches("tiny", __file__, 1, 4)
-    expected = float(model.build_model("tiny", tied=False)(tokens, targets))
+    expected = float(model.build_model("tiny", tied=False)(tokens, targets).detach())
     trainer = contenders.build_single(model.build_model("tiny", tied=False), contenders.Setup(microbatch=1))
     assert float(trainer.step(tokens, targets)) == pytest.approx(expected)

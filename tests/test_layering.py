@@ -1,6 +1,7 @@
 """Who may import whom: the table of the architecture, read from the source text."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Sequence
 from functools import cache
@@ -238,3 +239,33 @@ def first_cycle(graph: dict[str, set[str]]) -> list[str] | None:
 def test_a_cycle_is_found() -> None:
     assert first_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert first_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+PAGES = [
+    CHECKOUT / folder / "README.md"
+    for folder in sorted({*FOLDERS - {"lowtide"}, *(one for one in PACKAGE_OF if re.fullmatch("engine/[a-z]+", one))})
+]
+MAP = CHECKOUT / "docs/architecture.md"
+
+
+def test_every_room_has_a_page_and_the_map_fits() -> None:
+    longest = {MAP: 160, **dict.fromkeys(PAGES, 45)}
+    lengths = {name_of(page): len(page.read_text().splitlines()) for page in longest}
+    assert {name: length for name, length in lengths.items() if length > longest[CHECKOUT / name]} == {}
+
+
+def test_pages_name_files_that_exist() -> None:
+    folders = [CHECKOUT / folder for folder in (*FOLDERS, "tests", "docs", "benchmarks")]
+    ends = {
+        "/".join(path.parts[start:])
+        for folder in folders
+        for path in (found.relative_to(CHECKOUT) for found in folder.rglob("*.*"))
+        for start in range(len(path.parts))
+    }
+    wrong = {
+        (name_of(page), name)
+        for page in (*PAGES, MAP, CHECKOUT / "CONTRIBUTING.md", CHECKOUT / "tests/pretend/README.md")
+        for name in re.findall(r"[\w/-]*\w\.(?:py|cpp|h|md|txt|json|sh)\b", page.read_text())
+        if "NAME" not in name and name.lstrip("/") not in {*ends, "CONTRIBUTING.md", "CHANGELOG.md"}
+    }
+    assert wrong == set()

@@ -26,11 +26,11 @@ from rich.console import Console
 
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.plan.exchange import Exchange
+from lowtide.engine.plan.exchange import CollectiveCosts
 from lowtide.engine.plan.llama import Shape, build
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.step_order import StepOrder
-from lowtide.engine.plan.timeline import Span, Timeline
+from lowtide.engine.plan.timeline import SimulatedSpan, SimulatedTimeline
 
 _MS = 1e3
 
@@ -73,9 +73,9 @@ class Work:
 # -- lowtide's order -------------------------------------------------------------------------------------------------
 
 
-def run_lowtide(blueprint: Blueprint, work: Work) -> Timeline:
+def run_lowtide(blueprint: Blueprint, work: Work) -> SimulatedTimeline:
     """A step of one microbatch at stage 3."""
-    step = StepOrder(blueprint, Exchange(blueprint, work.machine), lambda group: group.full_bytes, is_last=True)
+    step = StepOrder(blueprint, CollectiveCosts(blueprint, work.machine), lambda group: group.full_bytes, is_last=True)
     numels = {unit.name: sum(g.layout.padded_numel for g in groups) for unit, groups in blueprint.places[0].units}
     timeline = step.timeline(_OfUnits(work, numels))
     timeline.phase = "end"
@@ -100,16 +100,16 @@ class _OfUnits:
 # -- FSDP2's order ---------------------------------------------------------------------------------------------------
 
 
-def run_fsdp2(blueprint: Blueprint, work: Work) -> Timeline:
+def run_fsdp2(blueprint: Blueprint, work: Work) -> SimulatedTimeline:
     """As `fully_shard` on each unit: the next forward's gather beside this one, the next backward's before it.
 
     The embedding and the rest, with the head, are torchtitan's. Source: torch/distributed/fsdp/_fully_shard,
     `FSDPParamGroup.pre_forward`, `pre_backward`, `post_backward`; bf16 parameters, float32 reductions.
     """
-    timeline, exchange = Timeline(), Exchange(blueprint, work.machine)
+    timeline, exchange = SimulatedTimeline(), CollectiveCosts(blueprint, work.machine)
     units = [(unit.name, groups[0]) for unit, groups in blueprint.places[0].units if not unit.is_rest]
 
-    def gather(index: int) -> Span:
+    def gather(index: int) -> SimulatedSpan:
         return timeline.start("gather", units[index][0], exchange.gather(units[index][1]).seconds)
 
     numels = [group.layout.padded_numel for _, group in units]
@@ -120,7 +120,7 @@ def run_fsdp2(blueprint: Blueprint, work: Work) -> Timeline:
             coming[index + 1] = gather(index + 1)
         timeline.compute(name, work.forward(numels[index], name))
     timeline.phase = "backward"
-    reducing: Span | None = None
+    reducing: SimulatedSpan | None = None
     for index, (name, group) in reversed(list(enumerate(units))):
         if index in coming:
             timeline.wait(coming.pop(index))
@@ -151,7 +151,7 @@ class Row:
     exposed: dict[str, float]
 
 
-def contenders(shape: Shape, machine: Machine) -> dict[str, Callable[[Work], Timeline]]:
+def contenders(shape: Shape, machine: Machine) -> dict[str, Callable[[Work], SimulatedTimeline]]:
     """By name: each simulates a step."""
     model = build(shape)
 
@@ -240,7 +240,7 @@ def _table(title: str, rows: Sequence[Row]) -> Any:
     return table
 
 
-def _draw(timelines: dict[str, Timeline], title: str, path: Path) -> None:
+def _draw(timelines: dict[str, SimulatedTimeline], title: str, path: Path) -> None:
     """Two lines a contender: computing above, collectives below."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

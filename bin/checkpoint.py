@@ -44,7 +44,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class FoundCheckpoint:
     """One checkpoint as it was found. health: "complete", "verified", "damaged" or "unfinished"."""
 
     tag: str
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 # -- what there is --------------------------------------------------------------------------------------------------
 
 
-def find_entries(folder: CheckpointFolder, verifies: bool, tag: str | None = None) -> list[Entry]:
+def find_entries(folder: CheckpointFolder, verifies: bool, tag: str | None = None) -> list[FoundCheckpoint]:
     """The checkpoints, oldest first, then those that cannot be dated, then those whose saving has not ended.
 
     verifies: every byte of values is read, with a progress bar on a terminal. tag: that one alone; raises
@@ -109,7 +109,7 @@ def find_entries(folder: CheckpointFolder, verifies: bool, tag: str | None = Non
     if verifies:
         with _progress(sum(entry.manifest.nbytes for entry in entries if entry.manifest)) as advance:
             entries = [_verified(entry, advance) if entry.health == "complete" else entry for entry in entries]
-    return entries + [Entry(tag, "unfinished") for tag in unfinished]
+    return entries + [FoundCheckpoint(tag, "unfinished") for tag in unfinished]
 
 
 def _latest(folder: CheckpointFolder) -> tuple[str | None, str]:
@@ -138,16 +138,16 @@ def _is_tag(name: str) -> bool:
     return True
 
 
-def _entry(folder: CheckpointFolder, tag: str) -> Entry:
+def _entry(folder: CheckpointFolder, tag: str) -> FoundCheckpoint:
     try:
         checkpoint = folder.open(tag)
         read_training(checkpoint.manifest.training)
     except (CheckpointError, OSError, ValueError) as error:
         return _damaged(folder.path / tag, tag, error)
-    return Entry(tag, "complete", checkpoint.manifest, checkpoint.path)
+    return FoundCheckpoint(tag, "complete", checkpoint.manifest, checkpoint.path)
 
 
-def _verified(entry: Entry, advance: Advance) -> Entry:
+def _verified(entry: FoundCheckpoint, advance: Advance) -> FoundCheckpoint:
     assert entry.path is not None
     try:
         Checkpoint(entry.path).verify(advance)
@@ -156,13 +156,13 @@ def _verified(entry: Entry, advance: Advance) -> Entry:
     return replace(entry, health="verified")
 
 
-def _damaged(path: Path, tag: str, error: Exception) -> Entry:
+def _damaged(path: Path, tag: str, error: Exception) -> FoundCheckpoint:
     manifest = None
     with contextlib.suppress(CheckpointError, ValueError):
         found = Manifest.read(path / MANIFEST)
         read_training(found.training)
         manifest = found
-    return Entry(tag, "damaged", manifest, path, str(error))
+    return FoundCheckpoint(tag, "damaged", manifest, path, str(error))
 
 
 def _place(path: Path, tag: str | None) -> tuple[CheckpointFolder, str | None]:
@@ -176,7 +176,7 @@ def _place(path: Path, tag: str | None) -> tuple[CheckpointFolder, str | None]:
 # -- how it is shown ------------------------------------------------------------------------------------------------
 
 
-def list_table(folder: CheckpointFolder, entries: Sequence[Entry], latest: str | None) -> Table:
+def list_table(folder: CheckpointFolder, entries: Sequence[FoundCheckpoint], latest: str | None) -> Table:
     """A row for each checkpoint."""
     table = Table(title=Text(f"checkpoints in {folder.path}"))
     table.add_column("tag")
@@ -206,7 +206,7 @@ def _cells(manifest: Manifest | None) -> tuple[str, str, str, str, str]:
     )
 
 
-def print_details(console: Console, entry: Entry, is_latest: bool) -> None:
+def print_details(console: Console, entry: FoundCheckpoint, is_latest: bool) -> None:
     """What the checkpoint says of itself, its largest tensors, and its files."""
     if entry.manifest is None:
         return

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from ..engine.report.memory_report import reports_in
-from ..engine.trial import VARIABLE, Request
+from ..engine.trial import VARIABLE, TrialRequest
 from ..watch.parent import end_with_parent
 
 State = Literal["measured", "out of memory", "time limit", "failed"]
@@ -32,7 +32,7 @@ _LAUNCHER = "lowtide launch: "
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What became of a trial. seconds: of all of it. words: its last ones, or why it was not measured.
 
     result: what the trial has written, of one that was not measured perhaps a part of it.
@@ -44,10 +44,10 @@ class Outcome:
     result: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path, request: Request, limit: float) -> "Outcome | None":
+    def read(cls, folder: Path, request: TrialRequest, limit: float) -> "TrialOutcome | None":
         """Of the same trial that was made before; None of one that was not, or whose end may be another one now."""
         try:
-            if Request.read(folder / "request.json") != request:
+            if TrialRequest.read(folder / "request.json") != request:
                 return None
             known = cls(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError):  # none, or what another version has written
@@ -56,13 +56,13 @@ class Outcome:
         return known if is_over else None
 
 
-def run(request: Request, folder: Path, words: Sequence[str], limit: float, key: str) -> Outcome:
+def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float, key: str) -> TrialOutcome:
     """Runs `lowtide launch` with these words as a trial in `folder`, unless that was done. limit: in seconds.
 
     key: of the result, without which there is none. An interruption ends the job, and leaves the trial to be made. One
     that failed is made again, since the script may be another now, and one whose time ended, where there is more.
     """
-    if (known := Outcome.read(folder, request, limit)) is not None:
+    if (known := TrialOutcome.read(folder, request, limit)) is not None:
         return known
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "outcome.json", Path(request.result), *folder.glob("memory-rank*.json")):
@@ -127,20 +127,22 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _judged(request: Request, folder: Path, status: int | None, seconds: float, limit: float, key: str) -> Outcome:
+def _judged(
+    request: TrialRequest, folder: Path, status: int | None, seconds: float, limit: float, key: str
+) -> TrialOutcome:
     text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
     result = _result_of(request)
     is_whole = (
         status == 0 or result.get("num_steps") == request.warmup + request.steps
     )  # else an error came after some timed steps
     if result.get(key) is not None and is_whole:
-        return Outcome("measured", seconds, result={**result, "peak_bytes": _peak_of(folder)})
+        return TrialOutcome("measured", seconds, result={**result, "peak_bytes": _peak_of(folder)})
     state, words = _unmeasured(request, result, text, status, limit)
-    return Outcome(state, seconds, words, result)
+    return TrialOutcome(state, seconds, words, result)
 
 
 def _unmeasured(
-    request: Request, result: Mapping[str, Any], text: str, status: int | None, limit: float
+    request: TrialRequest, result: Mapping[str, Any], text: str, status: int | None, limit: float
 ) -> tuple[State, str]:
     """How a trial ended that has no result, and its last words."""
     if status is None:
@@ -160,7 +162,7 @@ def _unmeasured(
     return "failed", "the script ended without a call of lowtide.initialize that has an optimizer"
 
 
-def _result_of(request: Request) -> dict[str, Any]:
+def _result_of(request: TrialRequest) -> dict[str, Any]:
     """What the trial has written; {} where it has not."""
     with contextlib.suppress(FileNotFoundError):
         return dict(json.loads(Path(request.result).read_text(encoding="utf-8")))

@@ -22,10 +22,10 @@ from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
 from ..engine.plan.calibration import MeasuredStep, fit
 from ..engine.plan.measured import Factors, Measured, default_path
-from ..engine.trial import Request
+from ..engine.trial import TrialRequest
 from . import launch
 from .arguments import Parser
-from .trials import Outcome, run
+from .trials import TrialOutcome, run
 from .tuned import Tried, draw, ignored_rows, table
 
 HELP = "try the planner's best configs with your own script, and keep the fastest"
@@ -151,7 +151,7 @@ class _Tuning:
         """What the script's own model and batch make of the config; None where that cannot be planned."""
         options, folder = self._options, self._folder / "plan"
         result = str((folder / "result.json").resolve())
-        request = Request(
+        request = TrialRequest(
             "plan", self._raw, result, num_plans=options.trials + 1, batch=batch, sequence=options.sequence
         )
         outcome = run(request, folder, self._words, self._limit(), "best")
@@ -172,7 +172,7 @@ class _Tuning:
     def _try(self, candidate: _Candidate) -> Tried:
         options, folder = self._options, self._folder / candidate.name
         result = str((folder / "result.json").resolve())
-        request = Request("measure", candidate.config, result, candidate.is_whole, options.warmup, options.steps)
+        request = TrialRequest("measure", candidate.config, result, candidate.is_whole, options.warmup, options.steps)
         outcome = run(request, folder, self._words, self._limit(), "step_seconds")
         print(f"{candidate.name}: {_said(outcome)}", flush=True)
         return Tried(candidate.name, candidate.planned, outcome)
@@ -242,7 +242,7 @@ def _lock(handle: int, folder: Path) -> None:
         ) from error
 
 
-def _said(outcome: Outcome) -> str:
+def _said(outcome: TrialOutcome) -> str:
     if outcome.state != "measured":
         return f"{outcome.state}: {outcome.words}"
     return f"{outcome.result['step_seconds']:.4g} s a step"

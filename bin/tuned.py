@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .pictures import picture
-from .trials import Outcome
+from .trials import TrialOutcome
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Tried:
 
     name: str
     planned: Mapping[str, Any]
-    outcome: Outcome
+    outcome: TrialOutcome
 
     @property
     def step_seconds(self) -> float:

@@ -36,7 +36,7 @@ class ByteSink(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class ArchivePlace:
     """Where an archive lies in a file, and in it the values; all in bytes from the file's beginning."""
 
     offset: int
@@ -45,7 +45,7 @@ class Place:
     values_checksum: int  # see `checksum_of`; the zip has its own CRC-32, which takes three times as long to verify
 
 
-def write_tensor(sink: ByteSink, values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Place:
+def write_tensor(sink: ByteSink, values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlace:
     """Appends a contiguous tensor. values: its bytes."""
     offset = sink.nbytes
     with zipfile.ZipFile(_Appender(sink), "w") as archive:  # type: ignore[call-overload]
@@ -54,7 +54,7 @@ def write_tensor(sink: ByteSink, values: memoryview, dtype: torch.dtype, shape: 
         _write_entry(archive, "version", b"3\n")
         entry = _write_entry(archive, "data/0", values)
     values_offset = offset + entry.header_offset + len(entry.FileHeader())
-    return Place(offset, sink.nbytes - offset, values_offset, checksum_of(values))
+    return ArchivePlace(offset, sink.nbytes - offset, values_offset, checksum_of(values))
 
 
 def checksum_of(values: memoryview) -> int:

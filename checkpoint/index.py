@@ -26,7 +26,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..offload import Box
-from .archive import Place
+from .archive import ArchivePlace
 from .errors import CheckpointError
 from .fragment import TensorInfo, dtype_named
 from .names import DCP_METADATA, check_model_file, check_tag, data_name, index_name, shortened
@@ -74,7 +74,7 @@ class Row:
 
     name: str
     box: Box
-    place: Place
+    place: ArchivePlace
 
     def as_list(self) -> list[Any]:
         place = self.place
@@ -91,7 +91,7 @@ class Row:
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Row:
         name, offsets, sizes, *place = values
-        return cls(name, Box(tuple(offsets), tuple(sizes)), Place(*place))
+        return cls(name, Box(tuple(offsets), tuple(sizes)), ArchivePlace(*place))
 
 
 _RowContent = tuple[Text, tuple[Count, ...], tuple[Count, ...], Count, Count, Count, _Checksum]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..offload import Box
 from .archive import MAX_VALUES_BYTES, checksum_of
-from .data_file import Blocks, DataFile, EndOfFileError, Part
+from .data_file import Blocks, DataFile, EndOfFileError, FilePart
 from .errors import CheckpointError
 from .fragment import Fragment, TensorInfo
 from .index import Row
@@ -216,7 +216,7 @@ class CheckpointReader:
         """Reads the boxes, near each other and by rising offset, into their memory, and verifies them."""
         path = self._folder / data_name(rank)
         try:
-            file.read([Part(row.place.values_offset, memory) for row, memory in rows])
+            file.read([FilePart(row.place.values_offset, memory) for row, memory in rows])
         except EndOfFileError as error:
             row, memory = next(one for one in rows if one[0].place.values_offset + len(one[1]) > error.file_nbytes)
             raise CheckpointError(

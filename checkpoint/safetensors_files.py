@@ -50,7 +50,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies."""
 
     file: str
@@ -68,7 +68,7 @@ class FilePlan:
     name: str
     header: bytes
     nbytes: int
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
 
     @classmethod
     def of(cls, name: str, tensors: Mapping[str, TensorInfo]) -> FilePlan:
@@ -94,7 +94,7 @@ class FilePlan:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = struct.pack("<Q", len(text)) + text
-        places = {key: Place(name, tensors[key], len(header) + ends[key] - tensors[key].nbytes) for key in order}
+        places = {key: TensorPlace(name, tensors[key], len(header) + ends[key] - tensors[key].nbytes) for key in order}
         return cls(name, header, len(header) + end, places)
 
 
@@ -128,7 +128,7 @@ class WeightsPlan:
         return cls((FilePlan.of(name, tensors),), None)
 
     @property
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, TensorPlace]:
         """Every tensor, file by file, as they lie in it."""
         return {name: place for file in self.files for name, place in file.places.items()}
 
@@ -214,7 +214,7 @@ class SafetensorsSource:
                     part.copy_(target)
 
 
-def _read_into(descriptor: int, target: Tensor, place: Place, start: int) -> int:
+def _read_into(descriptor: int, target: Tensor, place: TensorPlace, start: int) -> int:
     """Fills `target`, of the file's dtype and on the CPU, with the elements from `start`; how many bytes that were."""
     memory = target.view(torch.uint8).numpy().data
     offset = place.offset + start * target.itemsize
@@ -227,7 +227,7 @@ def _read_into(descriptor: int, target: Tensor, place: Place, start: int) -> int
     return done
 
 
-def _find(path: Path) -> dict[str, Place]:
+def _find(path: Path) -> dict[str, TensorPlace]:
     if path.is_dir():
         return _find_in_folder(path)
     if not path.exists():
@@ -235,7 +235,7 @@ def _find(path: Path) -> dict[str, Place]:
     return read_header(path)
 
 
-def _find_in_folder(folder: Path) -> dict[str, Place]:
+def _find_in_folder(folder: Path) -> dict[str, TensorPlace]:
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     indices = [folder / INDEX] if (folder / INDEX).exists() else sorted(folder.glob("*.safetensors.index.json"))
@@ -251,7 +251,7 @@ def _find_in_folder(folder: Path) -> dict[str, Place]:
             f"'{folder}': expected an index file beside {', '.join(numbered)}, found none: the files may be of two "
             "models, where an export was interrupted; export again"
         )
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     for file in files:
         header = read_header(file)
         twice = sorted(places.keys() & header.keys())
@@ -265,7 +265,7 @@ def _find_in_folder(folder: Path) -> dict[str, Place]:
     return places
 
 
-def _find_by_index(index: Path) -> dict[str, Place]:
+def _find_by_index(index: Path) -> dict[str, TensorPlace]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         for file in weight_map.values():
@@ -283,7 +283,7 @@ def _find_by_index(index: Path) -> dict[str, Place]:
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
-def read_header(file: Path) -> dict[str, Place]:
+def read_header(file: Path) -> dict[str, TensorPlace]:
     """Where the tensors of one file lie. Raises ValueError, which names the file, where it is not sound."""
     if not file.is_file():
         raise ValueError(f"'{file}' is not a safetensors file: expected a regular file, found a pipe or a device")
@@ -313,7 +313,7 @@ class _UnsoundError(ValueError):
     """A header that says impossible things about a tensor."""
 
 
-def _place(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> Place:
+def _place(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> TensorPlace:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
@@ -329,10 +329,10 @@ def _place(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> 
             f"'{file}': tensor {name}: expected {math.prod(shape)} x {dtype.itemsize} = {info.nbytes} bytes, found "
             f"data_offsets {start} to {end} in the header"
         )
-    return Place(str(file), info, data_start + start)
+    return TensorPlace(str(file), info, data_start + start)
 
 
-def _check_size(file: Path, size: int, places: Iterable[Place]) -> None:
+def _check_size(file: Path, size: int, places: Iterable[TensorPlace]) -> None:
     expected = max((place.offset + place.info.nbytes for place in places), default=0)
     if size < expected:
         raise ValueError(f"'{file}' was cut off: expected {expected} bytes by its header, found {size}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..offload import Box, HostPool, SequentialFile, TransientBuffer
-from .archive import MAX_VALUES_BYTES, Place, checksum_of, write_tensor
+from .archive import MAX_VALUES_BYTES, ArchivePlace, checksum_of, write_tensor
 from .fragment import Fragment
 from .index import RankIndex, Row
 from .names import data_name, index_name
@@ -97,10 +97,10 @@ def _boxes_of(fragment: Fragment) -> Iterator[tuple[Box, Tensor]]:
         offset += box.numel
 
 
-def _write_blob(file: SequentialFile, blob: bytes) -> Place:
+def _write_blob(file: SequentialFile, blob: bytes) -> ArchivePlace:
     offset = file.nbytes
     file.write(blob)
-    return Place(offset, len(blob), offset, checksum_of(memoryview(blob)))
+    return ArchivePlace(offset, len(blob), offset, checksum_of(memoryview(blob)))
 
 
 def _bytes_of(values: Tensor) -> memoryview:

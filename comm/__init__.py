@@ -19,7 +19,7 @@ from .axis import Axis
 from .errors import CollectiveError
 from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
 from .mesh import Mesh, route_for
-from .peers import Peers
+from .peers import P2P
 from .pending import Numels, Pending, Terms, regions_of
 from .raised import BODY, Raised
 from .world import World
@@ -27,6 +27,7 @@ from .world import World
 __all__ = [
     "BODY",
     "EXCHANGE_SLOTS",
+    "P2P",
     "Activity",
     "Arrangement",
     "Arriving",
@@ -35,7 +36,6 @@ __all__ = [
     "Exchange",
     "Mesh",
     "Numels",
-    "Peers",
     "Pending",
     "Progress",
     "Raised",

@@ -20,13 +20,13 @@ from .axis import Axis, Route
 from .exchange import Exchange
 from .native import NativeRoute
 from .objects import gather_objects
-from .peers import Peers
+from .peers import P2P
 from .raised import Raised
 from .shared_files import shared_memory_fault
 from .shared_memory import SharedMemoryRoute
 from .sockets import SocketRoute
 from .solo import SoloRoute
-from .trail import NUM_RECORDED, Channel, Trail
+from .trail import NUM_RECORDED, AxisTrail, Trail
 from .works import Works
 from .world import World
 
@@ -46,7 +46,7 @@ class Mesh:
     world: World
     arrangement: Arrangement
     axes: Mapping[str, Axis]
-    peers: Peers
+    peers: P2P
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
     inner: Mapping[str, Axis]  # those of `create`, with several ranks
     raised: Raised  # what ranks tell each other of errors in the middle of a call
@@ -86,7 +86,7 @@ class Mesh:
             by_place = arrangement.ranks(world.rank, names)
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
-            channel = Channel(trail, raised, world.progress, number, ranks)
+            channel = AxisTrail(trail, raised, world.progress, number, ranks)
             made = _make_route(world, route, rank, ranks, places, pids, group, _first_tag(number), channel, works)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
@@ -101,11 +101,11 @@ class Mesh:
         along = (messages,)
         on_host: Route = axes[along].route if along in axes else SoloRoute(world.device)
         ways = groups.get(along), groups.get(along)
-        if not world.waits_on_host:  # no tags: see `Peers`
+        if not world.waits_on_host:  # no tags: see `P2P`
             ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
             on_host, _ = _make_host_route(world, arrangement, along, number + 1, trail, raised)
         places = arrangement.ranks(world.rank, along)
-        peers = Peers(places, ways, _first_tag(number), world, trail, works, number % NUM_RECORDED, on_host)
+        peers = P2P(places, ways, _first_tag(number), world, trail, works, number % NUM_RECORDED, on_host)
         host: Route | None = None
         host_group: dist.ProcessGroup | None = None
         if not world.waits_on_host and not world.is_simulated:
@@ -273,7 +273,7 @@ def _make_host_route(
     group = _new_group(world, arrangement, names, backend="gloo")
     if group is None:
         return SoloRoute(torch.device("cpu")), None
-    channel = Channel(trail, raised, world.progress, number, ranks)
+    channel = AxisTrail(trail, raised, world.progress, number, ranks)
     rank, places = ranks.index(world.rank), tuple(range(len(ranks)))
     route = SocketRoute(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
     return route, group
@@ -300,7 +300,7 @@ def _make_route(
     pids: Sequence[int],
     group: dist.ProcessGroup | None,
     first_tag: int,
-    channel: Channel,
+    channel: AxisTrail,
     works: Works,
 ) -> Route:
     if group is None:

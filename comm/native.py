@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 
 from .axis import Piece
 from .pending import Numels, Pending, Terms
-from .trail import Channel
+from .trail import AxisTrail
 from .works import Works
 
 _GATHER, _SCATTER, _REDUCE = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
@@ -50,7 +50,7 @@ class NativeRoute:
         places: Sequence[int],
         group: dist.ProcessGroup,
         device: torch.device,
-        channel: Channel,
+        channel: AxisTrail,
         works: Works,
     ) -> None:
         """rank: within the axis; ranks, places: as of `Axis`."""

@@ -21,7 +21,7 @@ NUM_TAGS = 1 << 20  # what a message's own tag stays below
 _HEADER_TAG = NUM_TAGS  # objects have the tags above
 
 
-class Peers:
+class P2P:
     """Sends tensors to and receives them from other places of the pipe axis.
 
     [Note: messages without tags]

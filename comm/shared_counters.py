@@ -20,7 +20,7 @@ import psutil
 from torch import Tensor
 
 from .errors import CollectiveError
-from .trail import Channel
+from .trail import AxisTrail
 
 COUNTERS_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
 POSTED, REDUCED, CONSUMED, MAILED, FENCED, _LEFT = range(6)
@@ -38,7 +38,7 @@ class SharedCounters:
         ranks: Sequence[int],
         pids: Sequence[int],
         timeout_seconds: float,
-        channel: Channel,
+        channel: AxisTrail,
     ) -> None:
         """memory: (size * COUNTERS_NUMEL,) int64, zero. rank, ranks: as of `Axis`. pids: of the ranks."""
         self._values = memory.numpy().reshape(len(ranks), COUNTERS_NUMEL)

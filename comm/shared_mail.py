@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .errors import CollectiveError
 from .shared_counters import MAILED, SharedCounters
-from .trail import Channel
+from .trail import AxisTrail
 
 _BOX_NUMEL = 256  # the last one names the call
 LETTER_NUMEL = _BOX_NUMEL - 1
@@ -24,7 +24,7 @@ class SharedMail:
     """Every call is a barrier, and an error on a rank whose others came to another one."""
 
     def __init__(
-        self, memory: Tensor, rank: int, ranks: Sequence[int], counters: SharedCounters, channel: Channel
+        self, memory: Tensor, rank: int, ranks: Sequence[int], counters: SharedCounters, channel: AxisTrail
     ) -> None:
         """memory: (size * MAIL_NUMEL,) int64. rank, ranks: as of `Axis`."""
         self._boxes = memory.view(2, len(ranks), _BOX_NUMEL)

@@ -30,7 +30,7 @@ from .pending import Numels, Pending, Terms, regions_of
 from .shared_counters import CONSUMED, COUNTERS_NUMEL, FENCED, POSTED, REDUCED, SharedCounters
 from .shared_files import Gather, map_together, page_aligned
 from .shared_mail import LETTER_NUMEL, MAIL_NUMEL, SharedMail
-from .trail import Channel
+from .trail import AxisTrail
 
 _LINE_BYTES = 64  # of the cache
 
@@ -56,7 +56,7 @@ class SharedMemoryRoute:
         pids: Sequence[int],
         exchange: Callable[[Any], list[Any]],
         timeout_seconds: float,
-        channel: Channel,
+        channel: AxisTrail,
     ) -> None:
         """rank: within the axis. ranks, places: as of `Axis`. pids: of their processes, by rank.
 
@@ -270,7 +270,7 @@ class SharedMemoryRoute:
         return whole[start : start + numel * out.dtype.itemsize].view(out.dtype)
 
 
-def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[int], channel: Channel) -> Gather:
+def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[int], channel: AxisTrail) -> Gather:
     """For what ranks tell each other before they share any memory."""
 
     def gather(value: Any, what: str) -> list[Any]:

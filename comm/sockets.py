@@ -19,7 +19,7 @@ from torch import Tensor
 from .axis import Piece
 from .errors import CollectiveError, no_answer
 from .pending import Numels, Pending, Terms, regions_of
-from .trail import Channel
+from .trail import AxisTrail
 from .world import break_connections, note_broken
 
 _TAGS_PER_NAME = 1 << 11
@@ -43,7 +43,7 @@ class SocketRoute:
         group: dist.ProcessGroup,
         first_tag: int,
         timeout_seconds: float,
-        channel: Channel,
+        channel: AxisTrail,
     ) -> None:
         """rank: within the axis; ranks, places: as of `Axis`; first_tag: keeps two engines in a process apart."""
         self.rank = rank

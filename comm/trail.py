@@ -45,7 +45,7 @@ class Trail:
         return f" The last collectives: {listed}."
 
 
-class Channel:
+class AxisTrail:
     """The collectives of one axis: in the trail and, numbered, in the record of this rank's progress."""
 
     def __init__(self, trail: Trail, raised: Raised, progress: Progress, number: int, ranks: Sequence[int]) -> None:

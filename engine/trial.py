@@ -51,7 +51,7 @@ _RECORDED = 2  # a step that is not timed
 
 
 @dataclass(frozen=True)
-class Request:
+class TrialRequest:
     """What a process is to try. config: laid over the script's own, or the whole of what is trained.
 
     warmup, steps: that are not timed, and that are. batch: a microbatch, as `described` gives it; None: not known.
@@ -71,7 +71,7 @@ class Request:
         _write(path, asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> Request:
+    def read(cls, path: Path) -> TrialRequest:
         """Raises OSError, ValueError or TypeError where there is none."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
@@ -80,7 +80,7 @@ class Request:
 class Trial:
     """The part of a process in a trial."""
 
-    request: Request
+    request: TrialRequest
     config: dict[str, Any] = field(default_factory=dict)  # that is trained, with what a trial leaves out
     batch: Any = None  # the first microbatch of a training, as `described` gives it
     _is_of_training: bool = False
@@ -100,7 +100,7 @@ class Trial:
         if path is None or (optimizer is None and Config.load(config, fill=fill).optimizer is None):
             return None
         try:
-            request = Request.read(Path(path))
+            request = TrialRequest.read(Path(path))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"{VARIABLE}: expected a file that `lowtide tune` has written, found {path} ({error}); every host must "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from ..configs.section import Bool, Float
-from .optimizer import Optimizer, OptimizerParams, Options, State, StateDtype, Whole
+from .optimizer import Optimizer, OptimizerParams, Options, State, StateDtype, WholeTensorRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +99,6 @@ ADAFACTOR = Optimizer(
     params=AdafactorParams,
     states=(State("variance", needed_option="is_other", is_mean_of_squares=True),),
     apply=_direction,
-    whole=Whole(finish=_finish, ratio=_ratio, matrix=_matrix, factors=_factors, takes_all=True),
+    whole=WholeTensorRule(finish=_finish, ratio=_ratio, matrix=_matrix, factors=_factors, takes_all=True),
     keeps_step=False,
 )

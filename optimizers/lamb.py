@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ..configs.section import Bool, Float
-from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, Whole
+from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, WholeTensorRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +67,7 @@ LAMB = Optimizer(
     params=LambParams,
     states=(State("exp_avg"), State("exp_avg_sq", is_mean_of_squares=True)),
     apply=_direction,
-    whole=Whole(finish=_finish, ratio=_ratio),
+    whole=WholeTensorRule(finish=_finish, ratio=_ratio),
     keeps_step=False,
     deepspeed_names=("fusedlamb",),
 )

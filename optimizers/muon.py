@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ..configs.section import Bool, Float, Positive
 from .adam import ADAMW
-from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, Whole
+from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, WholeTensorRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +81,6 @@ MUON = Optimizer(
         State("exp_avg_sq", needed_option="is_other", is_mean_of_squares=True),
     ),
     apply=_direction,
-    whole=Whole(finish=_finish, matrix=_matrix, beside=ADAMW),
+    whole=WholeTensorRule(finish=_finish, matrix=_matrix, beside=ADAMW),
     keeps_step=False,
 )

@@ -48,7 +48,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeTensorRule:
     """What of an update is no matter of one element: it comes between two passes over elements.
 
     finish(weight, direction, (), step, options): updates the weight in place; `options["ratio"]` is of its parameter.
@@ -86,7 +86,7 @@ class Optimizer:
     apply: Apply
     coefficients: Coefficients | None = None
     idle: tuple[float, ...] = ()
-    whole: Whole | None = None
+    whole: WholeTensorRule | None = None
     sends_signs: bool = False  # after `freeze_step` steps ranks send signs of momenta, and no gradients
     keeps_step: bool = True  # whether torch's state dict of such an optimizer has a step
     torch_class: str | None = None  # in torch.optim: the class that does the same

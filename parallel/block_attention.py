@@ -22,7 +22,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from .sequence_data import Whole
+from .sequence_data import AttentionContext
 
 _MOST_SCORES = {"cpu": 1 << 20}  # at a time, by the formula
 _MOST_SCORES_ELSEWHERE = 1 << 24
@@ -46,7 +46,7 @@ class Kind(Enum):
 class Seen:
     """Which tokens of a whole a token may look at. window: how many up to itself; None: all."""
 
-    whole: Whole
+    whole: AttentionContext
     is_causal: bool
     window: int | None
 

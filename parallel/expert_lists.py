@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
-from .expert_rows import Combined, Dispatched, Way
+from .expert_rows import CombinedRows, DispatchedRows, Way
 from .expert_trial import TriedExperts
 from .experts import ExpertList
 from .split_trial import random_states
@@ -101,9 +101,9 @@ class ListedExperts:
         numels = torch.tensor([one.numel() // width for _, one in calls], dtype=torch.int64, device=x.device)
         numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64, device=x.device)
         way, is_called = self._way(torch.repeat_interleave(numbers, numels, output_size=len(rows)), numbers)
-        received: Tensor = Dispatched.apply(rows, way)  # type: ignore[no-untyped-call]  # as torch has it
+        received: Tensor = DispatchedRows.apply(rows, way)  # type: ignore[no-untyped-call]  # as torch has it
         made = self._made(received, way, is_called)
-        back: Tensor = Combined.apply(made, way)  # type: ignore[no-untyped-call]  # as torch has it
+        back: Tensor = CombinedRows.apply(made, way)  # type: ignore[no-untyped-call]  # as torch has it
         return back
 
     def _way(self, choices: Tensor, called: Tensor) -> tuple[Way, list[bool]]:

@@ -37,7 +37,7 @@ class Way:
         return out
 
 
-class Dispatched(torch.autograd.Function):
+class DispatchedRows(torch.autograd.Function):
     """(sent, width) -> (received, width): the rows for this rank's experts."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class Dispatched(torch.autograd.Function):
         return way.placed(way.back(dy[0], "the gradient of tokens")), None
 
 
-class Combined(torch.autograd.Function):
+class CombinedRows(torch.autograd.Function):
     """(received, width) -> (sent, width): what the experts of all ranks have made of this rank's rows."""
 
     @staticmethod

@@ -36,7 +36,7 @@ class SequenceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Whole:
+class AttentionContext:
     """What attention has to know of the tokens of all ranks."""
 
     length: int | None = None  # without what was added; None: all that there are
@@ -67,7 +67,7 @@ class Whole:
             seen = seen & (self.packed[:, None, :, None] == self.packed[:, None, None, :])
         return seen
 
-    def to(self, device: torch.device) -> Whole:
+    def to(self, device: torch.device) -> AttentionContext:
         keys, packed = (None if one is None else sent(one, device) for one in (self.keys, self.packed))
         return replace(self, keys=keys, packed=packed)
 
@@ -79,7 +79,9 @@ class SequencePart(dict[str, Any]):
     label of tokens that count nowhere.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], whole: Whole, factor: float | None, ignored: int = IGNORED) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], whole: AttentionContext, factor: float | None, ignored: int = IGNORED
+    ) -> None:
         super().__init__(inputs)
         self.whole = whole
         self.factor = factor
@@ -218,7 +220,7 @@ class SequenceData:
                 f"of a part, found {', '.join(given)}"
             )
 
-    def _whole(self, positions: Tensor | None, seen: Tensor | None, length: int) -> Whole:
+    def _whole(self, positions: Tensor | None, seen: Tensor | None, length: int) -> AttentionContext:
         size = self._padded(length)
         keys = packed = None
         if seen is not None and not bool((seen != 0).all()):
@@ -227,7 +229,7 @@ class SequenceData:
             starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
             if bool(starts.any()):
                 packed = functional.pad(starts.cumsum(1), (0, size - length), value=-1)
-        return Whole(length, keys, packed)
+        return AttentionContext(length, keys, packed)
 
     def _padded(self, length: int) -> int:
         return -(-length // self._exchange.size) * self._exchange.size
@@ -272,7 +274,7 @@ def _with_labels(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
     return inputs | {name: labels for name in ("shift_labels", "labels") if name in inputs}
 
 
-def _is_blind(whole: Whole, has_label: Tensor) -> bool:
+def _is_blind(whole: AttentionContext, has_label: Tensor) -> bool:
     """has_label: (rows, tokens). Whether a token with one has padding alone before it and is padding."""
     if whole.keys is None:
         return False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .sequence_data import SequenceError, Whole
+from .sequence_data import AttentionContext, SequenceError
 
 _KEY = "lowtide.sequence"
 
@@ -23,10 +23,12 @@ class Forwards:
     """The whole microbatches of the forwards in flight."""
 
     def __init__(self) -> None:
-        self._running: tuple[Whole, int] | None = None  # with the number of its first node
-        self._kept: list[tuple[int, int, weakref.ref[Whole]]] = []  # numbers of the first node, and of that behind
+        self._running: tuple[AttentionContext, int] | None = None  # with the number of its first node
+        self._kept: list[
+            tuple[int, int, weakref.ref[AttentionContext]]
+        ] = []  # numbers of the first node, and of that behind
 
-    def begin(self, whole: Whole) -> None:
+    def begin(self, whole: AttentionContext) -> None:
         """A forward of this one."""
         self._running = whole, _number()
 
@@ -51,7 +53,7 @@ class Forwards:
                 one.grad_fn.metadata[_KEY] = whole  # type: ignore[index]  # torch's stub says method, it is a property
 
     @property
-    def whole(self) -> Whole:
+    def whole(self) -> AttentionContext:
         """Of the attention that is computed now. Raises SequenceError."""
         if torch._C._current_graph_task_id() == -1:
             if self._running is None:

@@ -17,7 +17,7 @@ _ATTENTION = re.compile("att(entio)?n", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Block:
+class StackedBlock:
     """One block.
 
     wholes: its modules that compute columns of what they are given, and so are given all tokens; rows end them.
@@ -36,7 +36,7 @@ class Block:
 class Stack:
     """Blocks that run one behind the other, each on what the one before it gives."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[StackedBlock, ...]
 
     def cut(self, groups: Sequence[Set[str]]) -> list[Stack]:
         """Where tokens are whole between groups of blocks, that have these names."""
@@ -50,7 +50,7 @@ def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Stack, 
     columns = [layer.module for layer in layers if _takes_columns(layer)]
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
     own = {id(one) for one in columns} - {id(one.module) for one in layers if one.style is Style.GATHERED}
-    found: dict[int, list[Block]] = {}
+    found: dict[int, list[StackedBlock]] = {}
     for name, module in find_blocks(model):
         inner = {id(part) for part in module.modules() if part is not module}
         parent = parents[id(module)]
@@ -62,7 +62,7 @@ def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Stack, 
         alike = [one for one in givers.values() if not _has(one, own | rows)]
         alike += [one for one in _attentions(module) if not _has(one, {*map(id, columns)} | rows)]
         common = tuple(one for one in wholes if not _has(one, own)) + tuple(alike)
-        found.setdefault(id(parent), []).append(Block(name, module, wholes, tuple(alike), common))
+        found.setdefault(id(parent), []).append(StackedBlock(name, module, wholes, tuple(alike), common))
     if not found:
         raise ValueError(
             f"{_KEY}: expected blocks in a ModuleList with layers in them that are split by rows, found none "

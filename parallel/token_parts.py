@@ -39,7 +39,7 @@ from .common_draws import CommonDraws
 from .part_watch import PartWatch
 from .randomness import Randomness, draws
 from .stack_starts import StackStarts
-from .stacks import Block, Stack
+from .stacks import Stack, StackedBlock
 
 _WIDE, _NARROW = 1e-3, 0.02  # of the largest value: products of other shapes are added in another order
 _RECORDED = ("output_hidden_states", "output_router_logits")
@@ -160,7 +160,7 @@ class TokenParts:
     def _run(
         self,
         stream: _Stream,
-        block: Block,
+        block: StackedBlock,
         is_first: bool,
         is_last: bool,
         inner: Callable[..., Any],
@@ -213,7 +213,7 @@ class TokenParts:
     def _padded(self, length: int) -> int:
         return -(-length // self._exchange.size) * self._exchange.size
 
-    def _check_follows(self, stream: _Stream, block: Block, hidden: Tensor, length: int, is_again: bool) -> None:
+    def _check_follows(self, stream: _Stream, block: StackedBlock, hidden: Tensor, length: int, is_again: bool) -> None:
         """Whether it is given what the block before has given, untouched."""
         last = None if stream.last is None else stream.last()
         is_same = last is not None and (hidden is last or hidden.data_ptr() == last.data_ptr())
@@ -244,7 +244,7 @@ class TokenParts:
     # -- the first run --------------------------------------------------------------------------------------------
 
     def _try(
-        self, block: Block, call: _Call, key: Any, own: Tensor, inner: Callable[..., Any], args: Any, kwargs: Any
+        self, block: StackedBlock, call: _Call, key: Any, own: Tensor, inner: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
         """See [Note: the first run]. Raises ValueError."""
         modes = [(part, part.training) for part in block.module.modules()]
@@ -326,7 +326,7 @@ class TokenParts:
 
         return tuple(map(given, range(len(args)), args)), {name: given(name, value) for name, value in kwargs.items()}
 
-    def _behind_alike(self, block: Block, module: nn.Module, args: Any, output: Any) -> Any:
+    def _behind_alike(self, block: StackedBlock, module: nn.Module, args: Any, output: Any) -> Any:
         """This rank's part of what all have."""
         if self._is_plain:
             return None
@@ -395,7 +395,7 @@ class TokenParts:
         return scattered(y, self._exchange, y.dim() - 2, name)
 
 
-def _hidden_of(block: Block, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
+def _hidden_of(block: StackedBlock, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
     """Where among the inputs of a block its tokens are, and these. Raises ValueError."""
     found = next(((at, one) for at, one in enumerate(args) if isinstance(one, Tensor)), None)
     named = ((name, one) for name, one in kwargs.items() if isinstance(one, Tensor))
@@ -409,7 +409,7 @@ def _hidden_of(block: Block, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
     return found
 
 
-def _first_of(block: Block, output: Any) -> Tensor:
+def _first_of(block: StackedBlock, output: Any) -> Tensor:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise ValueError(

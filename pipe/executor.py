@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..comm import CollectiveError, Peers
+from ..comm import P2P, CollectiveError
 from ..model.ledger import Ledger
 from .entry import Entry
 from .messages import Key, Messages, described
@@ -101,7 +101,7 @@ class Executor:
         place: int,
         stages: Mapping[int, Stage],
         memory: StageMemory,
-        peers: Peers,
+        peers: P2P,
         device: torch.device,
         forward: Callable[[nn.Module, Any], Any],
         loss: Callable[[Any, Any], Tensor],

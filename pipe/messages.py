@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Peers, Pending
+from ..comm import P2P, Pending
 from .deliveries import deliveries
 from .schedules.action import Action, Op
 from .schedules.schedule import Schedule
@@ -36,7 +36,7 @@ class Messages:
     known (see `deliveries`).
     """
 
-    def __init__(self, schedule: Schedule, place: int, peers: Peers, device: torch.device) -> None:
+    def __init__(self, schedule: Schedule, place: int, peers: P2P, device: torch.device) -> None:
         """place: this rank's on the pipe axis."""
         self._schedule = schedule
         self._peers = peers

@@ -15,7 +15,7 @@ from .split.carried import Carried, CarriedSpec, run_lengths
 from .split.outer_values import OuterValues
 from .split.probe import Needs, Probe
 from .split.random_streams import RandomStreams
-from .split.replay import Leave, Replay
+from .split.replay import LeaveForward, Replay
 from .split.replayed_model import ReplayedModel
 from .split.split import SplitPlan
 from .split.trees import TensorShape, leaves, map_leaves
@@ -89,7 +89,7 @@ class Stage:
             self._streams.begin_forward()
         with _without_caches(self._configs):
             result = self._replayed.run(replay, call)
-            if isinstance(result, Leave):
+            if isinstance(result, LeaveForward):
                 carried = self._carried(call, replay, result, outputs)
                 return carried if carried is not None else self.run(call, received)
         self._check_finished(replay)
@@ -102,7 +102,7 @@ class Stage:
         may_pass = not self.is_last and (not self._needs or any(needs.passing for needs in self._needs.values()))
         return OuterValues() if to_bind or may_pass else None
 
-    def _carried(self, call: Call, replay: Replay, leave: Leave, before: Sequence[Any]) -> Carried | None:
+    def _carried(self, call: Call, replay: Replay, leave: LeaveForward, before: Sequence[Any]) -> Carried | None:
         """What goes to the next stage; None where that has values in it which only another run can keep."""
         outputs = list(before)
         for number in replay.blocks:  # a block that was skipped by chance is described as the one before it
@@ -135,7 +135,7 @@ class Stage:
             self._spec = spec
         return Carried(sent, self._spec)
 
-    def _needs_of_next(self, call: Call, leave: Leave, found: Sequence[Any], outputs: Sequence[Any]) -> Needs:
+    def _needs_of_next(self, call: Call, leave: LeaveForward, found: Sequence[Any], outputs: Sequence[Any]) -> Needs:
         """What the next stage lacks; found out once for each kind of arguments."""
         kinds = tuple(isinstance(leaf, Tensor) for leaf in found)
         key = (leave.block, self.module.training, kinds)

@@ -27,7 +27,7 @@ ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 name. None: it has no states yet."""
 
 
-class Terms(NamedTuple):
+class UpdateTerms(NamedTuple):
     """What the updates of all shards in a step have in common."""
 
     step: int  # from 1
@@ -92,7 +92,7 @@ class FusedUpdate:
         return states
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
+        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         """Makes one step of all parts of the shard with its gradient, (shard_numel,). parts: those, each time anew."""
         shard.memory.make()
@@ -100,7 +100,7 @@ class FusedUpdate:
             self._make([one], terms, lambda number: None)
 
     def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
+        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
     ) -> None:
         """As `update`, of shards that are all in memory, each with its gradient; on a device by few launches.
 
@@ -116,7 +116,7 @@ class FusedUpdate:
             update.gradient = _NOTHING  # its memory is not to wait for the next step
 
     def _updates(
-        self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: Terms
+        self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: UpdateTerms
     ) -> Iterator[ShardUpdate]:
         """One of each part, before the next part is asked for."""
         stretches = terms.stretches(shard)
@@ -125,7 +125,7 @@ class FusedUpdate:
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield _of_part(shard, part, of_part, runs, steps)
 
-    def _make(self, updates: Sequence[ShardUpdate], terms: Terms, on_updated: Callable[[int], None]) -> None:
+    def _make(self, updates: Sequence[ShardUpdate], terms: UpdateTerms, on_updated: Callable[[int], None]) -> None:
         update_shards(
             self.optimizer, updates, terms.step, terms.gradient_scale,
             skip=terms.skip, backend=self.backend, on_updated=on_updated,
@@ -177,7 +177,7 @@ class FusedUpdate:
 _NOTHING = torch.empty(0)
 
 
-def _of_whole(shard: ShardState, gradient: Tensor, terms: Terms) -> ShardUpdate:
+def _of_whole(shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> ShardUpdate:
     """Of a shard that is all in memory: its own of the last step, with what is new in this one."""
     runs, steps = _inside(0, shard.memory.numel, terms.stretches(shard), terms.options)
     update = shard.memory.update

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..offload import bytes_in_memory
 from .averages import Averages
 from .delayed_update import DelayedUpdate
-from .fused_update import FusedUpdate, Terms
+from .fused_update import FusedUpdate, UpdateTerms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
 from .offloaded_states import OffloadedStates
@@ -367,15 +367,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         averages.update(ahead)
         self._homes.put_back()
 
-    def _terms(self, gradient_scale: float | Tensor, skip: Tensor | None = None) -> Terms:
+    def _terms(self, gradient_scale: float | Tensor, skip: Tensor | None = None) -> UpdateTerms:
         counts = self.counts
-        return Terms(counts.num_steps, self.param_groups, gradient_scale, counts.unused, counts.missed, skip)
+        return UpdateTerms(counts.num_steps, self.param_groups, gradient_scale, counts.unused, counts.missed, skip)
 
     def _update_all(
         self,
         due: deque[tuple[ShardState, Tensor]],  # with gradients, whose memory may be given back on the way
-        terms: Terms,
-        update: Callable[[ShardState, Tensor, Terms], None],
+        terms: UpdateTerms,
+        update: Callable[[ShardState, Tensor, UpdateTerms], None],
         on_updated: Callable[[ShardState], None] = lambda shard: None,
     ) -> None:
         self._homes.expect([shard for shard, _ in due])
@@ -384,13 +384,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update(shard, gradient, terms)
             on_updated(shard)
 
-    def _update_shard(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
+    def _update_shard(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         with self._homes.window.use(shard.resident) as values:
             self.speculation.keep(shard.versions.keep)
             parts = partial(shard.parts, Version(0, values), self.speculation)
             self._update.update(shard, parts, gradient, terms)
 
-    def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: Terms) -> None:
+    def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         """Beside the parameters, which are computed with."""
         if not shard.form.is_mixed:
             shard.versions.ahead.values.copy_(shard.group.shard)

@@ -62,7 +62,7 @@ from .group import Residence
 from .reduction_turns import ReductionTurns, gates
 from .reductions import OnFinal
 from .unit import Unit
-from .uses import Forward, Forwards, Use
+from .uses import Forward, OpenForwards, Use
 
 
 class StateError(RuntimeError):
@@ -122,7 +122,7 @@ class UnitSequence:
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._lag = 0
         self._parked: Unit | None = None  # its last use has ended, and the next one may be of the same unit
-        self._forwards = Forwards()
+        self._forwards = OpenForwards()
         self._turns.is_nested = lambda: current_graph_task() != self._graph_task
         self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
         self._listener: BackwardListener | None = None

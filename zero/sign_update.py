@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..optimizers.onebit import direction
 from ..optimizers.optimizer import Options
-from .fused_update import FusedUpdate, ScalarStates, Terms
+from .fused_update import FusedUpdate, ScalarStates, UpdateTerms
 from .layout import Piece
 from .low_rank import LOW_RANK_ERROR
 from .shard_state import ShardState, StatePart
@@ -46,7 +46,7 @@ class SignUpdate(FusedUpdate):
         return step <= int(self.options["freeze_step"])
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
+        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         self.make_states(shard, {}, {})
         weight = shard.master
@@ -83,7 +83,7 @@ class SignUpdate(FusedUpdate):
             shard.master[where].add_(step, alpha=-float(options["lr"]))
 
     def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
+        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
     ) -> None:
         for shard, gradient in due:
             self.update(shard, shard.as_parts, gradient, terms)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..kernels.weight_rounding import rounded_weights
 from ..offload import Memory
 from ..optimizers.optimizer import Options
-from .fused_update import ScalarStates, Terms
+from .fused_update import ScalarStates, UpdateTerms
 from .layout import Piece
 from .masters import Masters
 from .optimizer_choice import OptimizerFactory
@@ -112,7 +112,7 @@ class TorchUpdate:
         return {}
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
+        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         (whole,) = parts()
         inner = self._inner.get(id(shard)) or self._make_inner(shard)
@@ -140,7 +140,7 @@ class TorchUpdate:
             whole.rounded.copy_(whole.master)
 
     def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
+        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
     ) -> None:
         for shard, gradient in due:
             self.update(shard, shard.as_parts, gradient, terms)

@@ -28,7 +28,7 @@ def start_of(forward: Forward) -> int:
     return next(iter(forward.first_use.values()))
 
 
-class Forwards:
+class OpenForwards:
     """Those of which a backward may come."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Use:
 
     __slots__ = ("forward", "number", "unit")
 
-    def __init__(self, unit: Unit, forwards: Forwards) -> None:
+    def __init__(self, unit: Unit, forwards: OpenForwards) -> None:
         forwards.num_uses += 1
         self.unit, self.forward, self.number = unit, forwards.last, forwards.num_uses
         of_units = self.forward.num_uses

@@ -16,8 +16,8 @@ from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
 from ..kernels.optimizer_step import update_shards
 from ..kernels.shard_update import ShardUpdate
 from ..kernels.weight_rounding import with_remainder
-from ..optimizers.optimizer import Optimizer, Options, Whole
-from .fused_update import FusedUpdate, ScalarStates, Terms
+from ..optimizers.optimizer import Optimizer, Options, WholeTensorRule
+from .fused_update import FusedUpdate, ScalarStates, UpdateTerms
 from .layout import BLOCK_NUMEL, Piece
 from .matrix_trip import MatrixTrip
 from .shard_state import ShardState, StatePart
@@ -56,7 +56,7 @@ class WholeUpdate(FusedUpdate):
         return not states or set(states) == {s.name for one in self.by_group for s in self.optimizer.states_for(one)}
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: Terms
+        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         beside, params = self._beside, shard.group.params
         if beside is not None and params and not terms.options[shard.runs.options_index(0)]["is_matrix"]:
@@ -86,7 +86,7 @@ class WholeUpdate(FusedUpdate):
             self._run(self._finish, finish, terms, 1.0)
 
     def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: Terms, on_updated: Callable[[ShardState], None]
+        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
     ) -> None:
         for shard, gradient in due:
             self.update(shard, shard.as_parts, gradient, terms)
@@ -125,7 +125,7 @@ class WholeUpdate(FusedUpdate):
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     @property
-    def _whole(self) -> Whole:
+    def _whole(self) -> WholeTensorRule:
         assert self.optimizer.whole is not None
         return self.optimizer.whole
 
@@ -146,7 +146,7 @@ class WholeUpdate(FusedUpdate):
         """Whether the parameters of the shard, of which one is enough to say it, are matrices that become whole."""
         return bool(self._whole.matrix is not None and shard.group.params and not shard.runs.options_index(0))
 
-    def _change_matrices(self, shard: ShardState, direction: Tensor, terms: Terms) -> None:
+    def _change_matrices(self, shard: ShardState, direction: Tensor, terms: UpdateTerms) -> None:
         """Every matrix becomes whole on its owner, once, and comes back. A collective."""
         group, used = shard.group, {i for i, p in enumerate(shard.group.params) if terms.step_of(id(p))}
         trip = MatrixTrip.of(group)
@@ -167,13 +167,13 @@ class WholeUpdate(FusedUpdate):
             shard.memory.factors[index] = {name: like.new_zeros(shape) for name, shape in shapes.items()}
         return shard.memory.factors[index]
 
-    def _run(self, optimizer: Optimizer, one: ShardUpdate, terms: Terms, scale: float | Tensor) -> None:
+    def _run(self, optimizer: Optimizer, one: ShardUpdate, terms: UpdateTerms, scale: float | Tensor) -> None:
         if one.is_used:
             update_shards(
                 optimizer, [one], terms.step, scale, backend="auto" if self.backend == "triton" else self.backend
             )
 
-    def _ratios(self, shard: ShardState, norms: _Norms, terms: Terms) -> Ratios:
+    def _ratios(self, shard: ShardState, norms: _Norms, terms: UpdateTerms) -> Ratios:
         params, slots, ratio = shard.group.params, shard.group.layout.slots, self._whole.ratio
         steps = {index: step for index, param in enumerate(params) if (step := terms.step_of(id(param)))}
         if ratio is None:
@@ -238,7 +238,7 @@ def _with_offsets(updates: Iterator[ShardUpdate]) -> Iterator[tuple[int, ShardUp
 
 
 def _runs(
-    shard: ShardState, ratios: Ratios, terms: Terms, low: int, numel: int
+    shard: ShardState, ratios: Ratios, terms: UpdateTerms, low: int, numel: int
 ) -> Iterator[tuple[int, Mapping[str, Any], int]]:
     """(end, options, step) of each parameter in elements [low, low + numel) of the shard, which covers them all."""
     pieces: Sequence[Piece] = [one for one in shard.pieces if low <= one.offset_in_shard < low + numel]

@@ -19,7 +19,7 @@ from . import weights
 from .checkpoint import Checkpointer
 from .frozen import Frozen, FrozenValues
 from .full_values import FullValues
-from .named_state import NamedState, Whole
+from .named_state import NamedState, UnsplitModel
 from .parameter_values import ParameterValues
 
 
@@ -33,7 +33,7 @@ class Archive:
         module: nn.Module,
         units: Sequence[Unit],
         optimizer: ShardedOptimizer,
-        whole: Whole,
+        whole: UnsplitModel,
         frozen: FrozenValues,
         note_exact: Callable[[], None],
     ) -> None:

@@ -20,14 +20,14 @@ from .portions import ranges_of
 
 
 @dataclass(frozen=True)
-class Whole:
+class UnsplitModel:
     """The model before a pipeline has split it."""
 
     params: Mapping[str, nn.Parameter]  # by first name
     names: Sequence[str]  # of its state_dict, in its order: aliases too
 
     @classmethod
-    def of(cls, module: nn.Module, units: Sequence[Unit]) -> Whole:
+    def of(cls, module: nn.Module, units: Sequence[Unit]) -> UnsplitModel:
         """Where the module is the whole, and the units are all."""
         groups = [group for unit in units for group in unit.groups]
         params = {name: param for group in groups for name, param in group.plan.params}
@@ -47,7 +47,7 @@ class NamedState:
         units: Sequence[Unit],
         optimizer: ShardedOptimizer,
         mesh: Mesh,
-        whole: Whole,
+        whole: UnsplitModel,
     ) -> None:
         """A collective. units: of this rank. whole: what `module` is, or has a part of."""
         self._module = module

@@ -22,7 +22,7 @@ from ...zero.policy import ZeroPolicy
 from ...zero.scheduled_units import reduction_order
 from ...zero.unit import Unit
 from ...zero.units import UnitPlan
-from ..archive.named_state import Whole
+from ..archive.named_state import UnsplitModel
 from ..config.config import Config
 from ..config.parallel import schedule_of
 from ..config.sections import ZeroConfig
@@ -43,7 +43,7 @@ class PipelinePlan:
     schedule: Schedule  # F, B, I and W; layer by layer all that is done
     split: SplitPlan
     numel: tuple[int, ...]  # parameter elements of each stage
-    whole: Whole
+    whole: UnsplitModel
     frees_parameters: bool
     budget: int | None  # of parameter elements that are full at a time
     ahead: tuple[bool, ...] | None = None  # layer by layer, where parameters are freed: see `layered`
@@ -64,7 +64,7 @@ class PipelinePlan:
             else schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps),
             split=split,
             numel=tuple(sum(params[name].numel() for name in names) for names in split.parameters),
-            whole=Whole(params, tuple(module.state_dict(keep_vars=True))),
+            whole=UnsplitModel(params, tuple(module.state_dict(keep_vars=True))),
             frees_parameters=False,
             budget=None,
         )

@@ -58,14 +58,14 @@ class LRRangeTestParams(Section):
     """Whether it grows only at the end of each step size."""
 
 
-class OneCycle(Section):
+class OneCycleConfig(Section):
     """See OneCycleParams."""
 
     type: Literal["OneCycle"] = "OneCycle"
     params: OneCycleParams
 
 
-class LRRangeTest(Section):
+class LRRangeTestConfig(Section):
     """See LRRangeTestParams."""
 
     type: Literal["LRRangeTest"] = "LRRangeTest"

@@ -16,7 +16,7 @@ from .deepspeed import RULES
 from .errors import shown
 from .optimizer import OptimizerConfig
 from .read import join
-from .scheduler import SCHEDULERS, SchedulerConfig, WarmupDecayLR
+from .scheduler import SCHEDULERS, SchedulerConfig, WarmupDecayLRConfig
 from .translate import BF16_MASTERS, BF16_STATES, CPU_SWITCHES, MICS, PIN_SWITCH, QUANTIZED
 
 _OWN = """
@@ -56,7 +56,7 @@ def other_defaults(
     if optimizer is not None:
         for key, value in _their_params(raw, optimizer.type).items():
             theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
-    if isinstance(scheduler, WarmupDecayLR):
+    if isinstance(scheduler, WarmupDecayLRConfig):
         theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
     return [
         f"{path}: left out, so it is {shown(here)} here; DeepSpeed 0.19 has {shown(there)} then. Write the one you mean"

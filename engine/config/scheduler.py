@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from ...configs.section import Float, Int, NonNegative, Section
-from .cycles import LRRangeTest, LRRangeTestParams, OneCycle, OneCycleParams
+from .cycles import LRRangeTestConfig, LRRangeTestParams, OneCycleConfig, OneCycleParams
 from .errors import Fault, did_you_mean, shown
 from .torch_schedulers import NOT_BY_STEPS, TORCH_SCHEDULERS, TorchScheduler
 
@@ -61,21 +61,21 @@ class DecayParams(ConstantParams):
     """The ratio of the optimizer's learning rate that is reached at the end."""
 
 
-class WarmupLR(Section):
+class WarmupLRConfig(Section):
     """See WarmupLRParams."""
 
     type: Literal["WarmupLR"] = "WarmupLR"
     params: WarmupLRParams = WarmupLRParams()
 
 
-class WarmupDecayLR(Section):
+class WarmupDecayLRConfig(Section):
     """See WarmupDecayLRParams."""
 
     type: Literal["WarmupDecayLR"] = "WarmupDecayLR"
     params: WarmupDecayLRParams
 
 
-class WarmupCosineLR(Section):
+class WarmupCosineLRConfig(Section):
     """See WarmupCosineLRParams."""
 
     type: Literal["WarmupCosineLR"] = "WarmupCosineLR"
@@ -104,7 +104,15 @@ class Cosine(Section):
 
 
 SchedulerConfig = (
-    WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest | Constant | Linear | Cosine | TorchScheduler
+    WarmupLRConfig
+    | WarmupDecayLRConfig
+    | WarmupCosineLRConfig
+    | OneCycleConfig
+    | LRRangeTestConfig
+    | Constant
+    | Linear
+    | Cosine
+    | TorchScheduler
 )
 SCHEDULER_PARAMS: dict[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,

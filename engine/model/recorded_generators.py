@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recorded_operations import Operation
+from .recorded_operations import RecordedOperation
 
 _OUR_SEEDS = range(0x10_77_1D_E0_00_00_00_00, 0x10_77_1D_E1_00_00_00_00)
 _next_seed = partial(next, iter(_OUR_SEEDS))  # no two generators have one
@@ -24,7 +24,7 @@ _next_seed = partial(next, iter(_OUR_SEEDS))  # no two generators have one
 class RecordedGenerator:
     """A generator from which nothing is drawn while operations are recorded. See [Note: seeds that ...]."""
 
-    def __init__(self, generator: torch.Generator, operations: list[Operation]) -> None:
+    def __init__(self, generator: torch.Generator, operations: list[RecordedOperation]) -> None:
         self.generator, self.first = generator, generator.get_state()
         self._operations = operations
         self._told = generator.initial_seed()  # what it would be where it draws
@@ -48,11 +48,11 @@ class RecordedGenerator:
             return
         if seed in self._places:
             place, self._told = self._places[seed]
-            setting = Operation.of(restore, (self.generator, place), {}, [])
+            setting = RecordedOperation.of(restore, (self.generator, place), {}, [])
         else:
             check_seed(seed)
             self._told = seed
-            setting = Operation.of(set_state, (self.generator, self.generator.get_state()), {}, [])
+            setting = RecordedOperation.of(set_state, (self.generator, self.generator.get_state()), {}, [])
         self._operations.append(setting)
         self.take_seed()
 

@@ -45,7 +45,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedOperation:
     """In args and kwargs views stand for meta tensors. All is as it was then: the default dtype too."""
 
     function: Callable[..., Any]
@@ -58,7 +58,7 @@ class Operation:
     @classmethod
     def of(
         cls, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], outputs: list[Tensor], fills: bool = False
-    ) -> Operation:
+    ) -> RecordedOperation:
         """fills: it writes every element of its first argument, whatever that holds."""
         described, options = mapped(
             lambda leaf: View.of(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, (args, kwargs)
@@ -76,7 +76,7 @@ class Operation:
         """What it makes and changes."""
         return _found(View, (self.outputs, written_by(self.function, self.args, self.kwargs)))
 
-    def with_own_copies(self) -> Operation:
+    def with_own_copies(self) -> RecordedOperation:
         """The same, of tensors with values that nobody else changes."""
         args, kwargs = mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)

@@ -23,7 +23,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .recorded_generators import TORCHS, RecordedGenerator, check_seed, identity_of
-from .recorded_operations import Operation, View, draws, mapped, on_cpu, tensors_in, written_by
+from .recorded_operations import RecordedOperation, View, draws, mapped, on_cpu, tensors_in, written_by
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _FILLS = {
@@ -53,7 +53,7 @@ class Recording:
     """Operations in their order, and the values of tensors that were made from Python's data."""
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self.constants: dict[int, Tensor] = {}
         self.alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
         self.random_state: Tensor | None = None
@@ -133,7 +133,7 @@ class Recording:
         for tensor in tensors_in((args, kwargs)):
             if not tensor.is_meta:
                 self._borrowers.setdefault(View.of(tensor).storage, []).append(len(self.operations))
-        operation = Operation.of(function, args, kwargs, outputs, fills)
+        operation = RecordedOperation.of(function, args, kwargs, outputs, fills)
         if self.lent and any(
             (array := self.lent.get(one.storage)) and array() is not None for one in operation.written
         ):

@@ -11,7 +11,7 @@ from ...zero.policy import ZeroPolicy
 from ..blueprint.axes import REPLICA, SECONDARY, SEQUENCE, SHARD, TENSOR
 from ..blueprint.blueprint import Blueprint
 from .choice import Choice, num_chunks
-from .estimate import Work, kept_limit
+from .estimate import MachineWork, kept_limit
 from .machine import Machine
 from .model_bytes import ModelBytes
 from .pipeline_bounds import LeastBlock, least_held
@@ -149,7 +149,7 @@ class Bounds:
 
     def _least_block(self, rows: int, every: int) -> LeastBlock:
         profile = self._profile(rows, every)
-        return LeastBlock.of(profile, Work(profile, self._machine, self._route), self._blocks)
+        return LeastBlock.of(profile, MachineWork(profile, self._machine, self._route), self._blocks)
 
     def _exposed(self, choice: Choice, parts: _Division) -> float:
         """Seconds that a pipeline waits for collectives, of a rank with as much as the mean of all."""
@@ -225,7 +225,7 @@ class Bounds:
     ) -> tuple[float, float, float, float]:
         """(seconds of computing, of them exchanging, the most bytes at a moment without what rests, offloaded)."""
         profile = self._profile(rows, every)
-        work = Work(profile, self._machine, self._route)
+        work = MachineWork(profile, self._machine, self._route)
         seconds = sum(work.forward(name) + work.backward(name) for name in profile.names)
         exchanging = sum(map(work.exchanging, profile.names))
         kept, limit = sum(part.kept_bytes for part in profile.parts.values()), kept_limit(profile, self._config)

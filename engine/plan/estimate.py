@@ -15,12 +15,12 @@ from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint, Moment
 from ..blueprint.offload import Home
 from ..config.config import Config
-from .exchange import Calls, Exchange
+from .exchange import Calls, CollectiveCosts
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
-from .profile import Part, Profile, Stretch
+from .profile import Profile, ProfilePart, Stretch
 from .step_order import StepOrder
-from .timeline import Timeline
+from .timeline import SimulatedTimeline
 
 _CHUNKS_IN_MEMORY = 4  # of states that rest in a file: one comes, one is updated, two leave; buffers are kept then
 
@@ -61,7 +61,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Work:
+class MachineWork:
     """Seconds of the parts of a microbatch on a machine; see the protocol of `step_order`.
 
     route: of what ranks exchange that share layers or sequences, which is waited for in the middle of a part.
@@ -91,7 +91,7 @@ class Work:
             found[name] = known[id(part)]
         return found
 
-    def _of_part(self, part: Part) -> tuple[float, float, float]:
+    def _of_part(self, part: ProfilePart) -> tuple[float, float, float]:
         machine, itemsize = self.machine, self.profile.itemsize
         calls = Calls.of(self.profile, machine, self.route)
         before, behind = calls.seconds(part.forward_exchanges), calls.seconds(part.backward_exchanges)
@@ -185,7 +185,7 @@ class StepParts:
         self.place = place % len(blueprint.places)
         footprint = Footprint(blueprint, blueprint.first_rank_of(self.place))
         self.rests = Resting.of(blueprint, footprint, self.place)
-        exchange = Exchange(blueprint, machine)
+        exchange = CollectiveCosts(blueprint, machine)
         accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         self.order: StepOrder
         self._inner: StepOrder | None
@@ -207,7 +207,7 @@ class StepParts:
     def estimate(self, config: Config, profile: Profile) -> Estimate:
         """config: of the blueprint but for rows, microbatches and activations. profile: of its microbatch."""
         accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
-        work = Work(profile, self.machine, self.blueprint.route)
+        work = MachineWork(profile, self.machine, self.blueprint.route)
         activations = Activations(profile, config, self.blueprint.policy)
         line = self.order.timeline(work)
         times = {"compute": line.computed, **_exposed(line)}
@@ -294,7 +294,7 @@ def estimate(blueprint: Blueprint, machine: Machine, profile: Profile, place: in
     return StepParts(blueprint, machine, place).estimate(blueprint.config, profile)
 
 
-def _exposed(line: Timeline) -> dict[str, float]:
+def _exposed(line: SimulatedTimeline) -> dict[str, float]:
     """By kind of collective."""
     found = {"gather exposed": 0.0, "reduce exposed": 0.0}
     for key, seconds in line.exposed.items():

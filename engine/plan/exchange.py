@@ -32,7 +32,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveCosts:
     """Collectives of a blueprint on a machine.
 
     |             | over              | of a group with n elements on r ranks, each rank sends          |

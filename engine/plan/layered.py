@@ -20,8 +20,8 @@ from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint
 from ..config.config import Config
-from .estimate import Estimate, Resting, Work, kept_limit, speed_of_activations, update_seconds
-from .exchange import Exchange, Message
+from .estimate import Estimate, MachineWork, Resting, kept_limit, speed_of_activations, update_seconds
+from .exchange import CollectiveCosts, Message
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
 from .profile import Profile
@@ -48,7 +48,7 @@ class LayeredParts:
         self._place = place % len(blueprint.places)
         self._actions = blueprint.pipeline.schedule.actions[0]
         rank, plan = blueprint.first_rank_of(self._place), blueprint.places[self._place]
-        self._footprint, exchange = Footprint(blueprint, rank), Exchange(blueprint, machine)
+        self._footprint, exchange = Footprint(blueprint, rank), CollectiveCosts(blueprint, machine)
         self.rests = Resting.of(blueprint, self._footprint, self._place)
         self._plan = plan
         names = [set(names) for names in self.split.parameters]
@@ -265,4 +265,4 @@ def memory_in_layers(
 ) -> tuple[Mapping[str, int], int]:
     """What ranks of a place take: the most of each kind, and the most at a moment."""
     parts = LayeredParts(blueprint, machine, place)
-    return parts.memory(blueprint.config, Stages(parts.split, profile, Work(profile, machine, blueprint.route)))
+    return parts.memory(blueprint.config, Stages(parts.split, profile, MachineWork(profile, machine, blueprint.route)))

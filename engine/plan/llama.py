@@ -16,7 +16,7 @@ from ..blueprint.blueprint import Blueprint
 from ..model.tiling import tiles_of
 from .meta_run import MetaRun
 from .profile import Profile
-from .splits import Splits
+from .splits import PlannedSplits
 
 _SHORT = 2  # layers that are run: a last, and one for all before it
 _SHORT_WITH_PARTS = 3  # the first of a stage differs too: tokens are whole before it
@@ -84,7 +84,7 @@ class Gated(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Attention and a gated layer, each behind a norm and beside a residual."""
 
     def __init__(self, shape: Shape) -> None:
@@ -107,7 +107,7 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
@@ -145,7 +145,7 @@ class ShortRuns:
     """
 
     def __init__(self, shape: Shape, blueprint: Blueprint) -> None:
-        splits, units = Splits.of(blueprint), blueprint.config.zero_optimization.units
+        splits, units = PlannedSplits.of(blueprint), blueprint.config.zero_optimization.units
         lengths = [shape.layers]
         if splits.has_parts and splits.stages is not None:
             lengths = [len(names) for names in splits.stages]

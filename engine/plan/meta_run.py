@@ -37,12 +37,12 @@ from ...zero.plan import Dtypes
 from ...zero.sequence import UnitSequence
 from ...zero.units import UnitPlan
 from ..step.batch import call, loss_of
-from .profile import Part, Profile
-from .splits import SplitModel, Splits
+from .profile import Profile, ProfilePart
+from .splits import PlannedSplits, SplitModel
 from .step_order import END, START
 from .tracker import Done, Results, Tracker, tensors_of
 
-NO_TILES, NO_SPLITS = Tiles(), Splits()
+NO_TILES, NO_SPLITS = Tiles(), PlannedSplits()
 _aten = torch.ops.aten
 
 
@@ -62,7 +62,7 @@ class MetaRun:
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         casts_inputs: bool = True,
         tiles: Tiles = NO_TILES,
-        splits: Splits = NO_SPLITS,
+        splits: PlannedSplits = NO_SPLITS,
     ) -> None:
         """Raises ValueError where layers cannot be split so."""
         self._model = _meta_copy(model, dtypes)
@@ -260,13 +260,13 @@ class _Marks:
             self._inputs[id(storage)] = weakref.ref(storage)
         self._linear[self._now] = self._linear.get(self._now, 0) + total
 
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ProfilePart]:
         found = {}
         for name in sorted(self._names, key=lambda one: (one != START, one == END)):
             before, after, peak, forward = self._forward[name]
             nothing = (before, before, before, before, Done())
             start, rest, holding_peak, end, backward = self._backward.get(name, nothing)
-            found[name] = Part(
+            found[name] = ProfilePart(
                 kept_bytes=after - before,
                 forward_peak_bytes=peak - before,
                 backward_start_bytes=max(start - before, 0),

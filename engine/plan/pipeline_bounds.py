@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...pipe.schedules.registry import find_kind
 from .choice import Choice, num_chunks
-from .estimate import Work
+from .estimate import MachineWork
 from .profile import Profile
 
 
@@ -28,7 +28,7 @@ class LeastBlock:
     behind: float
 
     @classmethod
-    def of(cls, profile: Profile, work: Work, blocks: Sequence[str]) -> LeastBlock:
+    def of(cls, profile: Profile, work: MachineWork, blocks: Sequence[str]) -> LeastBlock:
         """blocks: their names, in order."""
         parts, names = [profile.part(name) for name in blocks], profile.names
         first, last = names.index(blocks[0]), names.index(blocks[-1])

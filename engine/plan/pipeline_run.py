@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...pipe.schedules.action import Op
 from ...pipe.schedules.costs import Costs
 from ...pipe.schedules.passes import merge_backward
-from ...pipe.schedules.recurrence import Outcome, Recurrence
+from ...pipe.schedules.recurrence import Recurrence, ScheduleOutcome
 from ...pipe.schedules.schedule import Schedule
 from .stages import Stages
 
@@ -31,16 +31,16 @@ def recurrence_of(schedule: Schedule) -> Recurrence:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScheduleRun:
     """A schedule with its costs: of so many microbatches, of which some are simulated."""
 
     recurrence: Recurrence
     costs: Costs
-    outcome: Outcome
+    outcome: ScheduleOutcome
     num_microbatches: int
 
     @classmethod
-    def of(cls, recurrence: Recurrence, costs: Costs, num_microbatches: int) -> Run:
+    def of(cls, recurrence: Recurrence, costs: Costs, num_microbatches: int) -> ScheduleRun:
         return cls(recurrence, costs, recurrence.outcome(costs), num_microbatches)
 
     @property

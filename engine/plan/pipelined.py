@@ -8,11 +8,11 @@ from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.pipeline_plan import PipelinePlan
 from ..config.config import Config
-from .estimate import Estimate, Work, update_seconds
-from .exchange import Exchange
+from .estimate import Estimate, MachineWork, update_seconds
+from .exchange import CollectiveCosts
 from .gradients import gradient_seconds, host_seconds
 from .machine import Machine
-from .pipeline_run import Run, recurrence_of
+from .pipeline_run import ScheduleRun, recurrence_of
 from .place_memory import PlaceMemory
 from .place_traffic import PlaceTraffic
 from .profile import Profile
@@ -40,7 +40,7 @@ class PipelineParts:
                 self._places.append(one)
         self._kinds = list(known.values())
 
-    def estimate(self, config: Config, stages: Stages, run: Run) -> Estimate:
+    def estimate(self, config: Config, stages: Stages, run: ScheduleRun) -> Estimate:
         """config: with as many microbatches as there are. The fullest place gives the bytes, the slowest the time."""
         profile, samples = stages.profile, config.train_batch_size or 0
         kinds, peak = max(self.memory(stages, run), key=lambda found: found[1])
@@ -69,7 +69,7 @@ class PipelineParts:
             num_tokens=samples * profile.tokens // profile.rows,
         )
 
-    def collecting(self, run: Run) -> tuple[list[float], list[float]]:
+    def collecting(self, run: ScheduleRun) -> tuple[list[float], list[float]]:
         """By stage, seconds in which its rank waits after each backward but the last, for reductions of its gradients.
 
         What is reduced beside what computes is waited for where the next reductions begin. Then those of what is
@@ -86,11 +86,11 @@ class PipelineParts:
                 halves[stage] = max(halves[stage], share * seconds)
         return found, halves
 
-    def sent(self, stages: Stages, run: Run) -> list[dict[str, int]]:
+    def sent(self, stages: Stages, run: ScheduleRun) -> list[dict[str, int]]:
         """By place that differs from the one before it: bytes that a rank sends in a step, by link."""
         return [place.traffic.sent(stages, run, number) for number, place in self._places]
 
-    def memory(self, stages: Stages, run: Run) -> list[tuple[Mapping[str, int], int]]:
+    def memory(self, stages: Stages, run: ScheduleRun) -> list[tuple[Mapping[str, int], int]]:
         """By place that differs from the one before it: the most of each kind, and the most at a moment."""
         return [place.memory.most(stages, run, number) for number, place in self._places]
 
@@ -99,8 +99,8 @@ def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) ->
     """What ranks of each place of a pipeline take: the most of each kind, and the most at a moment."""
     assert blueprint.pipeline is not None
     schedule = blueprint.pipeline.schedule
-    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine, blueprint.route))
-    run = Run.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
+    stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine, blueprint.route))
+    run = ScheduleRun.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
     return PipelineParts(blueprint, machine).memory(stages, run)
 
 
@@ -112,7 +112,7 @@ class _Place:
         plan = blueprint.places[place]
         by_stage = _by_stage(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
         self.memory = PlaceMemory(blueprint, place, by_stage)
-        self.traffic = PlaceTraffic(blueprint, Exchange(blueprint, machine), place, by_stage)
+        self.traffic = PlaceTraffic(blueprint, CollectiveCosts(blueprint, machine), place, by_stage)
         self.seconds = {
             "gather exposed": self.traffic.waits_for_gathers,
             "reduce exposed": self.traffic.waits_for_sums,

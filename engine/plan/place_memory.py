@@ -12,7 +12,7 @@ from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.footprint import Footprint
 from .estimate import Resting
-from .pipeline_run import Run
+from .pipeline_run import ScheduleRun
 from .stages import Stages
 
 
@@ -32,7 +32,7 @@ class PlaceMemory:
         self._takes_each = blueprint.policy.reduces_every_backward or flat
         self._adds_in_place = all(footprint.adds_in_place(group) for group in plan.trained)
 
-    def most(self, stages: Stages, run: Run, place: int) -> tuple[Mapping[str, int], int]:
+    def most(self, stages: Stages, run: ScheduleRun, place: int) -> tuple[Mapping[str, int], int]:
         """(the most of each kind, the most at a moment)."""
         computed, held = self._computed(stages, run, place)
         loss = stages.profile.loss_bytes if len(stages.parts) - 1 in run.recurrence.stages[place] else 0
@@ -46,7 +46,7 @@ class PlaceMemory:
         beside = self._gathered + self._staged + computed
         return kinds, max(self.rests.after_backward, self.rests.bytes + beside) + stages.profile.slot_bytes
 
-    def _computed(self, stages: Stages, run: Run, place: int) -> tuple[int, int]:
+    def _computed(self, stages: Stages, run: ScheduleRun, place: int) -> tuple[int, int]:
         """(the most of activations and gradients together, of activations) while something is computed."""
         own, at = list(run.recurrence.stages[place]), run.recurrence.computing[place]
         whole, put_off = (np.array(sizes)[own] for sizes in (stages.kept_bytes, stages.put_off_bytes))
@@ -63,7 +63,7 @@ class PlaceMemory:
         return passing + int((held + working + gradients).max()), passing + int(activations.max())
 
     @staticmethod
-    def _passing_bytes(stages: Stages, run: Run, place: int) -> int:
+    def _passing_bytes(stages: Stages, run: ScheduleRun, place: int) -> int:
         """Of a step's inputs that are cast, and of messages: one at each end of a stage, one ahead for each stage."""
         own = run.recurrence.stages[place]
         sizes = [max(stages.input_bytes(stage), stages.output_bytes(stage)) for stage in own]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.footprint import Footprint
-from .exchange import Exchange, Message
-from .pipeline_run import Run
+from .exchange import CollectiveCosts, Message
+from .pipeline_run import ScheduleRun
 from .stages import Stages
 
 
@@ -16,7 +16,7 @@ class PlaceTraffic:
     """Collectives of its groups, outputs of stages and their gradients, and sums of tied weights."""
 
     def __init__(
-        self, blueprint: Blueprint, exchange: Exchange, place: int, by_stage: Sequence[Sequence[GroupPlan]]
+        self, blueprint: Blueprint, exchange: CollectiveCosts, place: int, by_stage: Sequence[Sequence[GroupPlan]]
     ) -> None:
         """by_stage: the groups that are trained there, by stage of the place."""
         plan, footprint = blueprint.places[place], Footprint(blueprint, blueprint.first_rank_of(place))
@@ -49,7 +49,7 @@ class PlaceTraffic:
         """Of gathers and reductions in a step, waited for or not."""
         return self._sending + (num_microbatches - 1) * self._sending_again
 
-    def sent(self, stages: Stages, run: Run, place: int) -> dict[str, int]:
+    def sent(self, stages: Stages, run: ScheduleRun, place: int) -> dict[str, int]:
         """By link, with outputs of stages, their gradients, and sums of tied weights."""
         messages = run.num_microbatches * sum(map(stages.output_bytes, run.ends(place)))
         earlier = run.num_microbatches - 1

@@ -24,7 +24,7 @@ from .machine import Machine
 from .meta_run import MetaRun
 from .planner import Planner, Runs
 from .search import Found, Result, search
-from .splits import Splits
+from .splits import PlannedSplits
 from .uncollected import uncollected
 
 _SEQUENCE = 2048  # of a model of tokens that does not say how long it reads
@@ -141,7 +141,7 @@ def plan_on(
 
     def runs(blueprint: Blueprint) -> MetaRun:
         check_sequences(blueprint.config, module)
-        tiles, splits = tiles_of(checked), Splits.of(blueprint)
+        tiles, splits = tiles_of(checked), PlannedSplits.of(blueprint)
         return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles, splits)
 
     return plan_with(module, checked, machine, runs, batch, num_alternatives)

@@ -18,11 +18,11 @@ from ..blueprint.places import AlikePlaces
 from ..config.config import Config
 from .bounds import Bounds
 from .choice import Choice, divisors, num_chunks, without_defaults, without_idle_folders
-from .estimate import Estimate, StepParts, Work
+from .estimate import Estimate, MachineWork, StepParts
 from .layered import LayeredParts
 from .machine import Machine
 from .memo import Memo
-from .pipeline_run import Run, recurrence_of, simulated_microbatches
+from .pipeline_run import ScheduleRun, recurrence_of, simulated_microbatches
 from .pipelined import PipelineParts
 from .profile import Profile, Stretch
 from .search import Bound, Found
@@ -114,10 +114,10 @@ class Planner:
         self._memo.once(where, what, lambda: made)
         return made
 
-    def _work(self, profile: Profile) -> Work:
-        return Work(profile, self.machine, self._first.route)
+    def _work(self, profile: Profile) -> MachineWork:
+        return MachineWork(profile, self.machine, self._first.route)
 
-    def _run(self, choice: Choice, stages: Stages) -> Run:
+    def _run(self, choice: Choice, stages: Stages) -> ScheduleRun:
         """What the schedule takes; it depends on neither stage nor offload."""
         count = simulated_microbatches(choice.pipeline, choice.accumulation)
         recurrence = self._memo.once(
@@ -125,7 +125,7 @@ class Planner:
             (choice.pipeline, choice.schedule, choice.chunks, count),
             lambda: recurrence_of(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
         )
-        return Run.of(recurrence, stages.costs(stages.send_seconds(self.machine)), choice.accumulation)
+        return ScheduleRun.of(recurrence, stages.costs(stages.send_seconds(self.machine)), choice.accumulation)
 
     def _of_states(self, choice: Choice) -> Blueprint:
         """With as few microbatches as have the same memory."""

@@ -52,7 +52,7 @@ class Exchanged(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class ProfilePart:
     """Of one unit, or of what comes before the first or behind the last one. Bytes are of tensors, parameters left out.
 
     Kept and peaks count what is above what was there when the part's forward began.
@@ -102,7 +102,7 @@ class Part:
         return self.forward_exchanges + self.backward_exchanges
 
 
-_NOTHING = Part()
+_NOTHING = ProfilePart()
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class Profile:
 
     rows: int
     tokens: int  # of a microbatch: elements of its first integer tensor, else rows
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, ProfilePart] = field(default_factory=dict)
     itemsize: int = 4  # of what is computed in
     cast_bytes: int = 0  # of its inputs in another dtype than they came in
     sizes: tuple[tuple[str, int], ...] = ()
     slot_bytes: int = 0  # through which the rank's exchanges go: see `MetaRoute`
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> ProfilePart:
         """A unit that is never run takes nothing."""
         return self.parts.get(name, _NOTHING)
 
@@ -171,20 +171,20 @@ class Profile:
         return sum(part.forward_flops + part.backward_flops for part in self.parts.values())
 
 
-_NUMBERS = [one.name for one in fields(Part) if not one.name.endswith(("_operations", "_exchanges"))]
+_NUMBERS = [one.name for one in fields(ProfilePart) if not one.name.endswith(("_operations", "_exchanges"))]
 
 
-def _different(pairs: Iterable[tuple[Part, Part]]) -> Iterable[tuple[Part, Part]]:
+def _different(pairs: Iterable[tuple[ProfilePart, ProfilePart]]) -> Iterable[tuple[ProfilePart, ProfilePart]]:
     return {(id(one), id(two)): (one, two) for one, two in pairs}.values()
 
 
-def _on_line(one: Part, other: Part, times: float) -> Part:
+def _on_line(one: ProfilePart, other: ProfilePart, times: float) -> ProfilePart:
     found: dict[str, Any] = {}
     for name in _NUMBERS:
         found[name] = _number_on_line(getattr(one, name), getattr(other, name), times)
     for name in ("forward_exchanges", "backward_exchanges"):
         found[name] = _calls_on_line(getattr(one, name), getattr(other, name), times)
-    return Part(**found)
+    return ProfilePart(**found)
 
 
 def _calls_on_line(one: Sequence[Exchanged], other: Sequence[Exchanged], times: float) -> tuple[Exchanged, ...]:

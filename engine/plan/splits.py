@@ -40,7 +40,7 @@ _SLOTS_IN_TURN = 3  # of the sockets route
 
 
 @dataclass(frozen=True)
-class Splits:
+class PlannedSplits:
     """Over how many ranks layers and sequences are shared, and which of them is looked at.
 
     tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange. has_parts: of
@@ -60,7 +60,7 @@ class Splits:
     stages: Sequence[Set[str]] | None = None
 
     @classmethod
-    def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> Splits:
+    def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> PlannedSplits:
         """tensor_place: None: the last, which has the most where layers do not divide evenly."""
         config = blueprint.config
         parallel, pipeline = config.parallel, blueprint.pipeline
@@ -244,7 +244,7 @@ class SplitModel:
 
     def __init__(
         self,
-        splits: Splits,
+        splits: PlannedSplits,
         shrunk: Shrunk,
         model: nn.Module,
         device: str,

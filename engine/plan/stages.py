@@ -8,10 +8,10 @@ from functools import cached_property
 
 from ...pipe.schedules.costs import Costs
 from ...pipe.split.split import SplitPlan
-from .estimate import Work
+from .estimate import MachineWork
 from .exchange import Calls
 from .machine import Machine
-from .profile import Part, Profile
+from .profile import Profile, ProfilePart
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Stages:
 
     split: SplitPlan
     profile: Profile
-    work: Work
+    work: MachineWork
 
     @cached_property
-    def parts(self) -> tuple[tuple[tuple[str, Part], ...], ...]:
+    def parts(self) -> tuple[tuple[tuple[str, ProfilePart], ...], ...]:
         """By stage. What comes before the blocks is of the first stage, what comes behind them of the last."""
-        found: list[list[tuple[str, Part]]] = [[] for _ in range(self.split.num_stages)]
+        found: list[list[tuple[str, ProfilePart]]] = [[] for _ in range(self.split.num_stages)]
         place_of = {name: place for place, name in enumerate(self.split.blocks)}
         stage = 0
         last_block = max((number for number, name in enumerate(self.profile.parts) if name in place_of), default=0)

@@ -15,9 +15,9 @@ from ...zero.plan import GroupPlan, Role
 from ...zero.sequence import UnitSequence
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Blueprint
-from .exchange import Exchange, Message
+from .exchange import CollectiveCosts, Message
 from .profile import Stretch
-from .timeline import Kind, Span, Timeline
+from .timeline import Kind, SimulatedSpan, SimulatedTimeline
 
 START, END = "(start)", "(end)"
 """What a model computes before its first unit and behind its last one: a small embedding or head, and the loss."""
@@ -32,7 +32,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepPhase:
     """While a part computes: what there is beside the parameters at rest, activations and finished gradients."""
 
     part: str
@@ -51,7 +51,7 @@ class Computing:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartCollective:
     """A collective is queued."""
 
     kind: Kind
@@ -61,14 +61,14 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitCollective:
     """What is computed from now on comes after a collective."""
 
     number: int  # of the starts
     phase: str
 
 
-Event = Computing | Start | Wait
+Event = Computing | StartCollective | WaitCollective
 
 
 @dataclass
@@ -80,13 +80,13 @@ class StepOrder:
     """
 
     blueprint: Blueprint
-    exchange: Exchange
+    exchange: CollectiveCosts
     bytes_of: Callable[[GroupPlan], int] | None
     is_last: bool
     place: int = 0
     events: list[Event] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[StepPhase] = field(default_factory=list)
     gathered_bytes: int = 0
     most_gathered_bytes: int = 0  # since something was released or gathered behind the last moment
     staged_bytes: int = 0
@@ -135,15 +135,15 @@ class StepOrder:
         self.phase = "end"
         sequence.end_backward()
 
-    def timeline(self, work: Work) -> Timeline:
+    def timeline(self, work: Work) -> SimulatedTimeline:
         """When all that happens."""
-        line = Timeline(overlaps=self.exchange.machine.overlaps)
-        spans: list[Span] = []
+        line = SimulatedTimeline(overlaps=self.exchange.machine.overlaps)
+        spans: list[SimulatedSpan] = []
         for event in self.events:
             if isinstance(event, Computing):
                 seconds = work.backward(event.name) if event.is_backward else work.forward(event.name)
                 line.compute(event.name, seconds)
-            elif isinstance(event, Start):
+            elif isinstance(event, StartCollective):
                 line.phase = event.phase
                 spans.append(line.start(event.kind, event.name, event.seconds))
             else:
@@ -176,7 +176,7 @@ class StepOrder:
 
     def _add_moment(self, name: str, stretch: Stretch, staged: int) -> None:
         gathered = max(self.most_gathered_bytes, self.gathered_bytes)
-        self.moments.append(Moment(name, stretch, gathered, staged, frozenset(self._arrived)))
+        self.moments.append(StepPhase(name, stretch, gathered, staged, frozenset(self._arrived)))
 
     @property
     def _stages_now(self) -> bool:
@@ -191,12 +191,12 @@ class StepOrder:
     def _send(self, kind: Kind, group: GroupPlan, message: Message) -> int:
         for link in ("intra", "inter"):
             self.sent[link] += getattr(message, link)
-        self.events.append(Start(kind, group.name, message.seconds, self.phase))
+        self.events.append(StartCollective(kind, group.name, message.seconds, self.phase))
         self._num_started += 1
         return self._num_started - 1
 
     def _wait(self, number: int) -> None:
-        self.events.append(Wait(number, self.phase))
+        self.events.append(WaitCollective(number, self.phase))
 
     def _add(self, nbytes: int) -> None:
         self.gathered_bytes += nbytes

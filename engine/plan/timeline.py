@@ -9,7 +9,7 @@ Kind = Literal["compute", "gather", "reduce"]
 
 
 @dataclass(frozen=True)
-class Span:
+class SimulatedSpan:
     """Something that ran, from start to end in seconds."""
 
     kind: Kind
@@ -19,7 +19,7 @@ class Span:
 
 
 @dataclass
-class Timeline:
+class SimulatedTimeline:
     """Two lines in order: computing, and one queue of collectives, as one communicator has it.
 
     A collective starts when the queue is free and the computing that was launched before it is done; the host takes no
@@ -27,7 +27,7 @@ class Timeline:
     what sends, so that all of a collective is waited for where it starts.
     """
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SimulatedSpan] = field(default_factory=list)
     exposed: dict[str, float] = field(default_factory=dict)  # seconds by "kind, phase"
     now: float = 0.0  # of the computing
     _free: float = 0.0  # of the queue
@@ -35,20 +35,20 @@ class Timeline:
     overlaps: bool = True
 
     def compute(self, name: str, seconds: float) -> None:
-        self.spans.append(Span("compute", name, self.now, self.now + seconds))
+        self.spans.append(SimulatedSpan("compute", name, self.now, self.now + seconds))
         self.now += seconds
 
-    def start(self, kind: Kind, name: str, seconds: float) -> Span:
+    def start(self, kind: Kind, name: str, seconds: float) -> SimulatedSpan:
         """Queues a collective."""
         begin = max(self._free, self.now)
         self._free = begin + seconds
-        span = Span(kind, name, begin, self._free)
+        span = SimulatedSpan(kind, name, begin, self._free)
         self.spans.append(span)
         if not self.overlaps:
             self.wait(span)
         return span
 
-    def wait(self, span: Span) -> None:
+    def wait(self, span: SimulatedSpan) -> None:
         """What is computed from now on comes after it."""
         key = f"{span.kind}, {self.phase}"
         self.exposed[key] = self.exposed.get(key, 0.0) + max(0.0, span.end - self.now)

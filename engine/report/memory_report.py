@@ -286,7 +286,7 @@ def allocator_bytes(device: torch.device) -> int | None:
 def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int) -> MetaRun | str:
     """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
     from ..plan.meta_run import MetaRun  # [Note: what few trainings use] in `build.py`
-    from ..plan.splits import Splits
+    from ..plan.splits import PlannedSplits
 
     config = blueprint.config
     if config.tiles.mlp or config.tiles.loss:
@@ -294,7 +294,7 @@ def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
     device = "cpu" if blueprint.device == "cpu" else "cuda"
     try:
-        splits = Splits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
+        splits = PlannedSplits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
         return MetaRun(module, blueprint.units, blueprint.dtypes, device, loss_fn, casts, splits=splits)
     except Exception as error:  # a model may have anything in it that cannot be copied; a report is not worth an end
         logger.info("memory_report: the model cannot be copied for a prediction: %s", error)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...zero.unit import Unit
-from ..archive.named_state import Whole
+from ..archive.named_state import UnsplitModel
 from .join import Call
 from .steps import Steps, UnitPasses
 from .turn import Turn
@@ -25,7 +25,7 @@ class Driver(Protocol):
         """This rank's units, which hooks or the schedule take through forward and backward."""
 
     @property
-    def whole(self) -> Whole:
+    def whole(self) -> UnsplitModel:
         """The model, of which this rank may have a part."""
 
     def take_up(self, units: Sequence[Unit]) -> None:

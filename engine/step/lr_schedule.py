@@ -10,16 +10,16 @@ existing file gives the same learning rate at each update. A skipped update (fp1
 import math
 from typing import Literal
 
-from ..config.cycles import LRRangeTest, OneCycle
+from ..config.cycles import LRRangeTestConfig, OneCycleConfig
 from ..config.scheduler import (
     Constant,
     Cosine,
     Linear,
     SchedulerConfig,
-    WarmupCosineLR,
-    WarmupDecayLR,
+    WarmupCosineLRConfig,
+    WarmupDecayLRConfig,
     WarmupDecayLRParams,
-    WarmupLR,
+    WarmupLRConfig,
     WarmupLRParams,
 )
 from .cycle_schedule import one_cycle_betas, one_cycle_rate, range_test_rate
@@ -28,16 +28,16 @@ from .torch_schedule import torch_rate
 
 def learning_rate_at(scheduler: SchedulerConfig, base_lr: float, step: int) -> float:
     """The learning rate of the update after `step` updates; `base_lr` is the optimizer's. Never negative."""
-    if isinstance(scheduler, WarmupDecayLR):
+    if isinstance(scheduler, WarmupDecayLRConfig):
         params = scheduler.params
         return _between(params, base_lr, warmup_decay_factor(_iteration(step), params))
-    if isinstance(scheduler, WarmupLR):
+    if isinstance(scheduler, WarmupLRConfig):
         return _between(scheduler.params, base_lr, warmup_factor(_iteration(step), scheduler.params))
-    if isinstance(scheduler, WarmupCosineLR):
+    if isinstance(scheduler, WarmupCosineLRConfig):
         return base_lr * warmup_cosine_ratio(scheduler, _iteration(step))
-    if isinstance(scheduler, OneCycle):
+    if isinstance(scheduler, OneCycleConfig):
         return one_cycle_rate(scheduler.params, step)
-    if isinstance(scheduler, LRRangeTest):
+    if isinstance(scheduler, LRRangeTestConfig):
         return range_test_rate(scheduler.params, step)
     if isinstance(scheduler, Constant):
         return base_lr * linear_warmup(step, scheduler.params.warmup_num_steps)
@@ -48,7 +48,7 @@ def learning_rate_at(scheduler: SchedulerConfig, base_lr: float, step: int) -> f
 
 def betas_at(scheduler: SchedulerConfig, step: int) -> tuple[float, float] | None:
     """The betas of the update after `step` updates; None: those that the optimizer has."""
-    return one_cycle_betas(scheduler.params, step) if isinstance(scheduler, OneCycle) else None
+    return one_cycle_betas(scheduler.params, step) if isinstance(scheduler, OneCycleConfig) else None
 
 
 def _iteration(step: int) -> int:
@@ -90,7 +90,7 @@ def warmup_decay_factor(iteration: int, params: WarmupDecayLRParams) -> float:
     return max(0.0, (total_steps - iteration) / max(1, total_steps - warmup_steps))
 
 
-def warmup_cosine_ratio(scheduler: WarmupCosineLR, iteration: int) -> float:
+def warmup_cosine_ratio(scheduler: WarmupCosineLRConfig, iteration: int) -> float:
     """r0 + (1 - r0) x warm-up for i < w; then c + (1 - c) x (1 + cos(pi x min(1, (i - w + 1) / max(1, T - w)))) / 2.
 
     r0 = warmup_min_ratio, c = cos_min_ratio. Source: DeepSpeed's WarmupCosineLR (the update t = 0, for which DeepSpeed

@@ -15,7 +15,7 @@ from ...model.ledger import Ledger
 from ...zero.hooks import UnitHooks
 from ...zero.sequence import UnitSequence
 from ...zero.unit import Unit
-from ..archive.named_state import Whole
+from ..archive.named_state import UnsplitModel
 from . import backward_starts
 from .batch import call, forward
 from .join import Call
@@ -42,7 +42,7 @@ class WholeModel:
         """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward.
         ledger: of what hears of backwards."""
         self.passes = passes
-        self.whole = Whole.of(module, passes.units)
+        self.whole = UnsplitModel.of(module, passes.units)
         self._module = module
         self._hooks = hooks
         self._call = model_call

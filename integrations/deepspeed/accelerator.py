@@ -71,7 +71,7 @@ _TENSORS = {
 }
 
 
-class Accelerator:
+class TorchAccelerator:
     """The CPU, or torch's accelerator. Memory of the CPU is not counted: its numbers are 0."""
 
     def __init__(self, kind: str) -> None:
@@ -182,10 +182,10 @@ class Accelerator:
 
 
 @cache
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> TorchAccelerator:
     """Of this process: torch's accelerator where there is one, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return Accelerator("cpu" if found is None or found.type == "mps" else found.type)
+    return TorchAccelerator("cpu" if found is None or found.type == "mps" else found.type)
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..checkpoint.safetensors_files import Place, read_header
+from ..checkpoint.safetensors_files import TensorPlace, read_header
 
 _WHERE = "in the callable that is given to lowtide.initialize, or in the model_init of a Trainer"
 
@@ -145,7 +145,7 @@ def _check(model: str, files: Sequence[str] | None, load_config: Any) -> None:
 class _Later:
     """A tensor in a file, of which transformers takes all, in the place of a slice of safetensors."""
 
-    def __init__(self, place: Place, mapping: mmap.mmap) -> None:
+    def __init__(self, place: TensorPlace, mapping: mmap.mmap) -> None:
         """mapping: of the file, as long as it is read."""
         self._info = place.info
         self._offset = place.offset

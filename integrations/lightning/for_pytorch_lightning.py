@@ -13,14 +13,14 @@ from .single_file import read_folders_in
 from .strategy import EngineStrategy
 
 
-class LowtidePrecision(EnginePrecision, Precision):  # type: ignore[misc]  # the mixin is for two packages
+class PytorchLightningPrecision(EnginePrecision, Precision):  # type: ignore[misc]  # the mixin is for two packages
     """See `EnginePrecision`."""
 
 
-class LowtideStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]  # the mixin is for two packages
+class PytorchLightningStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]  # the mixin is for two packages
     """See `EngineStrategy`."""
 
-    precision_class = LowtidePrecision
+    precision_class = PytorchLightningPrecision
     package = "pytorch_lightning"
 
     @staticmethod

@@ -42,10 +42,10 @@ from ..wire.messages import (
     Message,
     Note,
     Output,
-    Progress,
+    ProgressReport,
+    RanksRefused,
     Reach,
     Reached,
-    Refused,
     Shown,
     Signal,
     StackDump,
@@ -198,7 +198,7 @@ class Agent:
         try:
             self._ranks = HostRanks(self._loop, message, self)
         except LaunchError as error:
-            self._channel.send(Refused(str(error)))
+            self._channel.send(RanksRefused(str(error)))
             return
         self._channel.send(Started(self._ranks.pids))
         self._loop.after(_PROGRESS_SECONDS, self._report_progress)
@@ -207,7 +207,7 @@ class Agent:
         if self._ranks is None or not self._ranks.are_running:
             return
         if progress := self._ranks.progress():
-            self._channel.send(Progress(progress))
+            self._channel.send(ProgressReport(progress))
         self._loop.after(_PROGRESS_SECONDS, self._report_progress)
 
     def _dump_stacks(self, ranks: tuple[int, ...]) -> None:

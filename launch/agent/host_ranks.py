@@ -22,7 +22,7 @@ from .process_tree import die_with_parent, kill_descendants
 from .rank_output import RankOutput
 
 
-class Listener(Protocol):
+class RankEvents(Protocol):
     """Whom the ranks' life is told."""
 
     def printed(self, rank: int, shown: bytes) -> None:
@@ -50,7 +50,7 @@ class HostRanks:
     the process is reaped here. Raises LaunchError, with nothing left behind, where they cannot be started.
     """
 
-    def __init__(self, loop: Loop, start: Start, listener: Listener) -> None:
+    def __init__(self, loop: Loop, start: Start, listener: RankEvents) -> None:
         self._loop = loop
         self._job = start.job
         self._listener = listener

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..hosts.host import HostReport
 from ..hosts.names import folded
-from ..hosts.plan import HostPlan, Plan
+from ..hosts.plan import HostPlan, JobPlan
 from .facts import PACKAGES, CheckResult
 
 # Logs and files of several hosts can hardly be compared any more; tickets of a file system are refused sooner or later.
@@ -41,7 +41,7 @@ class HostChecks:
 
 
 @dataclass(frozen=True)
-class Fault:
+class HostFault:
     """Something wrong on some hosts; str() is one line: where, expected, found, what to do.
 
     subject: in a word, for the table. is_fatal: the job would fail, so it does not start. Others are warnings.
@@ -59,7 +59,7 @@ class Fault:
         return f"{where}: expected {self.expected}, found {self.found}; {self.advice}"
 
 
-def faults(plan: Plan, checked: Sequence[HostChecks]) -> list[Fault]:
+def faults(plan: JobPlan, checked: Sequence[HostChecks]) -> list[HostFault]:
     """What is wrong, fatal faults first. checked: one per host of the plan, in its order."""
     there = [host for host in checked if not host.error]
     planned = {host.name: host for host in plan.hosts}
@@ -69,12 +69,12 @@ def faults(plan: Plan, checked: Sequence[HostChecks]) -> list[Fault]:
     return sorted(found, key=lambda fault: not fault.is_fatal)
 
 
-def _no_answer(plan: Plan, host: HostChecks) -> Fault:
+def _no_answer(plan: JobPlan, host: HostChecks) -> HostFault:
     advice = f"`ssh {host.host} true` must work without a question" if plan.transport == "ssh" else "is it up?"
-    return Fault("no answer", (host.host,), "an answer of its agent", host.error, f"{advice}, or leave it out")
+    return HostFault("no answer", (host.host,), "an answer of its agent", host.error, f"{advice}, or leave it out")
 
 
-def _differences(checked: Sequence[HostChecks]) -> Iterator[Fault]:
+def _differences(checked: Sequence[HostChecks]) -> Iterator[HostFault]:
     """What is not the same on all hosts and has to be; the most frequent value counts as right, else the first."""
 
     def of(name: str) -> Callable[[HostChecks], Any]:
@@ -97,7 +97,7 @@ def _differences(checked: Sequence[HostChecks]) -> Iterator[Fault]:
     yield from _unlike("accelerators", _majority(checked, _kind), device_names, pace, is_fatal=False)
 
 
-def _own_faults(plan: Plan, planned: HostPlan, host: HostChecks) -> Iterator[Fault]:
+def _own_faults(plan: JobPlan, planned: HostPlan, host: HostChecks) -> Iterator[HostFault]:
     """What is wrong with one host whatever the others are."""
     yield from _missing_things(plan, planned, host)
     yield from _scarce_things(planned, host)
@@ -108,10 +108,10 @@ def _own_faults(plan: Plan, planned: HostPlan, host: HostChecks) -> Iterator[Fau
         expected = f"a clock within {CLOCK_WARNING_SECONDS:g} s of the launcher's"
         is_fatal = abs(offset) > CLOCK_FAULT_SECONDS
         advice = "set it by NTP: `chronyc makestep`, or `timedatectl set-ntp true`"
-        yield Fault("clock", (host.host,), expected, f"it {abs(offset):.1f} s {side}", advice, is_fatal)
+        yield HostFault("clock", (host.host,), expected, f"it {abs(offset):.1f} s {side}", advice, is_fatal)
 
 
-def _missing_things(plan: Plan, planned: HostPlan, host: HostChecks) -> Iterator[Fault]:
+def _missing_things(plan: JobPlan, planned: HostPlan, host: HostChecks) -> Iterator[HostFault]:
     command = (
         " ".join(plan.command[1:3]) if plan.command[1:2] == ("-m",) else plan.command[1] if plan.command[1:] else ""
     )
@@ -124,43 +124,43 @@ def _missing_things(plan: Plan, planned: HostPlan, host: HostChecks) -> Iterator
     for result in host.results:
         if result.name in wanted and result.error:
             expected, advice = wanted[result.name]
-            yield Fault(result.name, (host.host,), expected, result.error, advice)
+            yield HostFault(result.name, (host.host,), expected, result.error, advice)
         folder = result.name.removeprefix("write_folder ")
         if folder != result.name and result.error:
             advice = "make it there, or free it, and let this user write to it"
-            yield Fault("write folder", (host.host,), f"to write to the folder {folder}", result.error, advice)
+            yield HostFault("write folder", (host.host,), f"to write to the folder {folder}", result.error, advice)
     for package in PACKAGES:
         if host.value(package) == "":
             advice = "install it there, or start the same environment on all hosts"
-            yield Fault(package, (host.host,), f"{package} for {plan.command[0]}", "none", advice)
+            yield HostFault(package, (host.host,), f"{package} for {plan.command[0]}", "none", advice)
     needed = sum(rank.device is not None for rank in planned.ranks)
     count = _num_devices(host)
     if host.report is not None and needed > count:
         advice = "lower its slots, or look at `nvidia-smi` there"
-        yield Fault("accelerators", (host.host,), f"{_count(needed, 'accelerator')}", str(count), advice)
+        yield HostFault("accelerators", (host.host,), f"{_count(needed, 'accelerator')}", str(count), advice)
 
 
-def _scarce_things(planned: HostPlan, host: HostChecks) -> Iterator[Fault]:
+def _scarce_things(planned: HostPlan, host: HostChecks) -> Iterator[HostFault]:
     ranks = len(planned.ranks)
     free = host.value("free_memory_bytes")
     if free is not None and free < ranks * LOW_RANK_BYTES:
         advice = "end what takes it, or put fewer ranks there"
         expected = f"{size_text(ranks * LOW_RANK_BYTES)} of free memory for {_count(ranks, 'rank')}"
-        yield Fault("memory", (host.host,), expected, size_text(free), advice, free < ranks * LEAST_RANK_BYTES)
+        yield HostFault("memory", (host.host,), expected, size_text(free), advice, free < ranks * LEAST_RANK_BYTES)
     shared = host.value("free_shared_memory_bytes")
     if shared is not None and ranks > 1 and shared < LOW_SHARED_BYTES:
         advice = "in Docker add --shm-size=8g, in Kubernetes an emptyDir with medium Memory at /dev/shm"
         expected = f"{size_text(LOW_SHARED_BYTES)} free in /dev/shm for {_count(ranks, 'rank')}"
-        yield Fault("/dev/shm", (host.host,), expected, size_text(shared), advice, is_fatal=False)
+        yield HostFault("/dev/shm", (host.host,), expected, size_text(shared), advice, is_fatal=False)
     locked = host.value("locked_memory_bytes")
     has_rdma = bool(host.value("rdma_devices")) and any(rank.device is not None for rank in planned.ranks)
     if has_rdma and isinstance(locked, int) and locked < LOW_LOCKED_BYTES:
         advice = "raise `ulimit -l` (LimitMEMLOCK=infinity of sshd or slurmd), or NCCL cannot use InfiniBand"
         expected = "no limit of locked memory"
-        yield Fault("locked memory", (host.host,), expected, size_text(locked), advice, is_fatal=False)
+        yield HostFault("locked memory", (host.host,), expected, size_text(locked), advice, is_fatal=False)
 
 
-def _way_to_master(plan: Plan, host: HostChecks) -> Iterator[Fault]:
+def _way_to_master(plan: JobPlan, host: HostChecks) -> Iterator[HostFault]:
     """The ranks' store is on the first host: its name has to lead there, and its port has to be open."""
     master, address = plan.hosts[0].name, plan.master_address
     errors = {result.name: result.error for result in host.results}
@@ -168,14 +168,14 @@ def _way_to_master(plan: Plan, host: HostChecks) -> Iterator[Fault]:
     is_loop = bool(resolved) and all(found.startswith("127.") or found == "::1" for found in resolved.split(", "))
     if errors.get("master_address"):
         advice = "add it to the name service or /etc/hosts, or name the hosts by addresses"
-        yield Fault("name", (host.host,), f"an address of {address}", errors["master_address"], advice)
+        yield HostFault("name", (host.host,), f"an address of {address}", errors["master_address"], advice)
     elif is_loop and host.host != master:
         advice = f"{address} must mean the host {master} everywhere: name it otherwise, or change /etc/hosts"
-        yield Fault("name", (host.host,), f"an address of {address} on the network", resolved, advice)
+        yield HostFault("name", (host.host,), f"an address of {address} on the network", resolved, advice)
     elif errors.get("master_port"):
         advice = f"open the ports between the hosts in the firewall, or name another way to {master}"
         expected = f"a way to the ranks' store at {address} on host {master}"
-        yield Fault("master", (host.host,), expected, errors["master_port"], advice)
+        yield HostFault("master", (host.host,), expected, errors["master_port"], advice)
 
 
 def _unlike(
@@ -184,7 +184,7 @@ def _unlike(
     value_of: Callable[[HostChecks], Any],
     advice: str,
     is_fatal: bool = True,
-) -> Iterator[Fault]:
+) -> Iterator[HostFault]:
     """A fault for each value that is not the most frequent one. Hosts without the value ("" or None) are left out."""
     values = {host.host: value for host in checked if (value := value_of(host))}
     common = _most(values.values())
@@ -192,7 +192,7 @@ def _unlike(
     for other in dict.fromkeys(values.values()):
         if other != common:
             hosts = tuple(host for host, value in values.items() if value == other)
-            yield Fault(subject, hosts, f"{subject} {common} as on {alike}", str(other), advice, is_fatal)
+            yield HostFault(subject, hosts, f"{subject} {common} as on {alike}", str(other), advice, is_fatal)
 
 
 def _majority(checked: Sequence[HostChecks], value_of: Callable[[HostChecks], Any]) -> list[HostChecks]:
@@ -201,9 +201,9 @@ def _majority(checked: Sequence[HostChecks], value_of: Callable[[HostChecks], An
     return [host for host in checked if value_of(host) == common]
 
 
-def _folded(found: Iterable[Fault]) -> list[Fault]:
+def _folded(found: Iterable[HostFault]) -> list[HostFault]:
     """Faults that differ in the host alone become one."""
-    hosts: dict[Fault, tuple[str, ...]] = {}
+    hosts: dict[HostFault, tuple[str, ...]] = {}
     for fault in found:
         key = replace(fault, hosts=())
         hosts[key] = hosts.get(key, ()) + fault.hosts

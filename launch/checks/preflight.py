@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..hosts.plan import HostPlan, Plan
+from ..hosts.plan import HostPlan, JobPlan
 from .facts import CheckRequest, CheckResult
-from .faults import Fault, HostChecks, device_names, faults, size_text
+from .faults import HostChecks, HostFault, device_names, faults, size_text
 
-__all__ = ["Fault", "HostChecks", "clock_offset", "faults", "folders_of_config", "request_for", "table"]
+__all__ = ["HostChecks", "HostFault", "clock_offset", "faults", "folders_of_config", "request_for", "table"]
 
 _CONFIG_BYTES = 1 << 20  # a larger JSON file among the arguments is data
 
 
 def request_for(
-    plan: Plan, host: HostPlan, folders: Sequence[str] = (), master_port: int | None = None
+    plan: JobPlan, host: HostPlan, folders: Sequence[str] = (), master_port: int | None = None
 ) -> CheckRequest:
     """What `host` is to look at. folders: `--check-folder` and `folders_of_config`; master_port: of the HeldPort."""
     program, *rest = plan.command
@@ -90,7 +90,7 @@ def clock_offset(results: Sequence[CheckResult], sent: float, received: float) -
     return ((start - sent) + (end - received)) / 2
 
 
-def table(checked: Sequence[HostChecks], found: Sequence[Fault] = ()) -> str:
+def table(checked: Sequence[HostChecks], found: Sequence[HostFault] = ()) -> str:
     """One row a host: versions, devices, memory, clock, and what of `found` concerns it ("ok", or the subjects)."""
     folders = dict.fromkeys(name for host in checked for name in _folder_names(host))
     heads = ["host", "python", "torch", "lowtide", "devices", "free memory", "/dev/shm", "locked", "clock", "store"]

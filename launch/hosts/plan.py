@@ -58,7 +58,7 @@ class HostPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A whole job.
 
     source: where the hosts come from, for the user ("hostfile hosts.txt", "SLURM job 4711").
@@ -91,7 +91,7 @@ def make_plan(
     environment: Mapping[str, str],
     bind: Bind = "auto",
     master_address: str | None = None,
-) -> Plan:
+) -> JobPlan:
     """The plan of a job.
 
     reports: one per host of `allocation`, in its order. environment: as `job_environment` gives it. Each rank's own
@@ -112,7 +112,7 @@ def make_plan(
         hosts.append(HostPlan(host.name, index, ranks))
     if any(_ALLOCATOR in rank.environment for host in hosts for rank in host.ranks):
         notes.append(f"ranks with a CUDA device have {_ALLOCATOR}={_SEGMENTS}, since it is not set")
-    plan = Plan(
+    plan = JobPlan(
         allocation.source,
         allocation.transport,
         tuple(hosts),
@@ -130,7 +130,7 @@ def command_of(command: Sequence[str], local_rank: str) -> list[str]:
     return [f"--local_rank={local_rank}" if word == LOCAL_RANK_WORD else word for word in command]
 
 
-def printed_plan(plan: Plan) -> str:
+def printed_plan(plan: JobPlan) -> str:
     """What `--print-plan` shows: a table of hosts, ranks, devices and cores, the command and the environment.
 
     One row a rank, or one a host where there are more than MAX_SHOWN_RANKS. Values of variables and options whose name
@@ -270,7 +270,7 @@ def _cores(
     return [() if node is None else tuple(report.nodes[node]) for node in nodes]
 
 
-def _numbered(plan: Plan) -> tuple[HostPlan, ...]:
+def _numbered(plan: JobPlan) -> tuple[HostPlan, ...]:
     """The hosts of a plan with numbers over all of them, and the variables that say so."""
     hosts: list[HostPlan] = []
     first = 0
@@ -292,7 +292,7 @@ def _numbered(plan: Plan) -> tuple[HostPlan, ...]:
     return tuple(hosts)
 
 
-def _rows(plan: Plan) -> list[tuple[str, ...]]:
+def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("host", "ranks", "local", "device", "cores")]
     for host in plan.hosts:
         groups = [host.ranks] if plan.world_size > MAX_SHOWN_RANKS else [(rank,) for rank in host.ranks]
@@ -337,7 +337,7 @@ def _quoted(value: str) -> str:
     return f"$'{escaped}'"
 
 
-def _own_variables(plan: Plan) -> list[tuple[str, dict[str, str]]]:
+def _own_variables(plan: JobPlan) -> list[tuple[str, dict[str, str]]]:
     """What only some ranks get, but the numbers that all have: ranks with the same go together."""
     groups: list[tuple[list[int], dict[str, str]]] = []
     for rank in (rank for host in plan.hosts for rank in host.ranks):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..hosts.plan import Plan
+from ..hosts.plan import JobPlan
 from ..wire.messages import Job
 from .request import Request
 
@@ -18,7 +18,7 @@ class Attempt:
     restarts: int = 0
     first_world_size: int | None = None
 
-    def job(self, plan: Plan, request: Request, inherits_terminal: bool) -> Job:
+    def job(self, plan: JobPlan, request: Request, inherits_terminal: bool) -> Job:
         """What every agent is told."""
         return Job(
             identity=self.identity,

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ..hosts.host import Allocation, LaunchError
-from ..hosts.plan import Plan
+from ..hosts.plan import JobPlan
 from ..transports.link import Transport
 from ..wire.loop import Loop
 from .attempt import Attempt
 from .display import say
 from .launcher import Launcher
 from .obituary import obituary
-from .outcome import Outcome
+from .outcome import JobOutcome
 from .request import Request
 
 FAILURES_IN_A_ROW = 2
@@ -86,7 +86,7 @@ class Attempts:
             names = ", ".join(host.name for host in self._hosts[: self._most])
             say(f"restart {self._attempt.restarts} of {self._elastic.max_restarts} on {names}")
 
-    def _run_once(self) -> Outcome | None:
+    def _run_once(self) -> JobOutcome | None:
         allocation = replace(self._allocation, hosts=tuple(self._hosts[: self._most]))
         loop = Loop()
         transport = self._make_transport(allocation)
@@ -107,7 +107,7 @@ class Attempts:
         self._tell(outcome, launcher)
         return outcome
 
-    def _tell(self, outcome: Outcome, launcher: Launcher) -> None:
+    def _tell(self, outcome: JobOutcome, launcher: Launcher) -> None:
         if outcome.stopped_by is not None:
             say(f"stopped by {signal.Signals(outcome.stopped_by).name}; no rank is left")
         elif outcome.failure is not None:
@@ -115,7 +115,7 @@ class Attempts:
             many = self._allocation.transport != "local"
             say(obituary(outcome.failure, size, has_many_hosts=many, ended=outcome.ended))
 
-    def _leave_out(self, outcome: Outcome) -> None:
+    def _leave_out(self, outcome: JobOutcome) -> None:
         """See [Note: which hosts go on]."""
         if outcome.lost_hosts:
             self._drop(outcome.lost_hosts)
@@ -132,7 +132,7 @@ class Attempts:
         self._hosts = [host for host in self._hosts if host.name not in names]
 
 
-def planned(request: Request, allocation: Allocation, transport: Transport) -> Plan:
+def planned(request: Request, allocation: Allocation, transport: Transport) -> JobPlan:
     """What would run where: asks the hosts what they have, and starts no rank."""
     loop = Loop()
     try:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..agent.process_tree import adopt_orphans, kill_descendants, reap_all
 from ..hosts.host import Allocation, LaunchError
-from ..hosts.plan import Plan
+from ..hosts.plan import JobPlan
 from ..transports.link import Transport
 from ..wire.loop import Loop
 from ..wire.messages import (
@@ -21,8 +21,8 @@ from ..wire.messages import (
     Leave,
     Message,
     Output,
-    Progress,
-    Refused,
+    ProgressReport,
+    RanksRefused,
     Signal,
     StackDump,
     Start,
@@ -31,7 +31,7 @@ from ..wire.messages import (
 )
 from .attempt import Attempt
 from .obituary import Failure
-from .outcome import Endings, Outcome
+from .outcome import Endings, JobOutcome
 from .peers import Peer, Peers
 from .preparation import Preparation, Prepared, plan_of
 from .request import Request
@@ -68,7 +68,7 @@ class Launcher:
         self._stop = StopSignals(loop, first=lambda number: self._peers.send(Signal(number)))
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> JobPlan | None:
         """None until the hosts have said what they have."""
         return None if self._prepared is None else self._prepared.plan
 
@@ -77,7 +77,7 @@ class Launcher:
         """Those from which no agent came."""
         return tuple(peer.name for peer in self._peers.all if peer.hello is None)
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """The whole attempt. Raises LaunchError where it cannot begin."""
         status = 1  # of an attempt that cannot begin
         try:
@@ -91,7 +91,7 @@ class Launcher:
             self._leave(status)
         return self._outcome()
 
-    def only_plan(self) -> Plan:
+    def only_plan(self) -> JobPlan:
         """Asks the hosts what they have, and starts nothing there but agents, which leave again."""
         try:
             self._connect()
@@ -166,7 +166,7 @@ class Launcher:
                 assert self.plan is not None
                 ranks = [rank.rank for rank in self.plan.hosts[peer.index].ranks]
                 self._pids.update(zip(ranks, pids, strict=True))
-            case Refused(text):
+            case RanksRefused(text):
                 peer.running.clear()
                 self._endings.add_failure(Failure(time.monotonic(), 1, peer.name, text=f"{peer.name}: {text}"))
             case Stopped(number):
@@ -175,7 +175,7 @@ class Launcher:
                         f"the agent of {peer.name} received {signal.Signals(number).name}: the job is stopped"
                     )
                     self._stop.take(number)
-            case Progress():
+            case ProgressReport():
                 if self._stall is not None:
                     self._stall.progress(message)
             case StackDump():
@@ -239,5 +239,5 @@ class Launcher:
         reap_all(_KILLED_SECONDS)
         self._screen.close(self._stop)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> JobOutcome:
         return self._endings.outcome(self._stop, was_started=bool(self._pids))

@@ -7,7 +7,7 @@ from .stop_signals import StopSignals
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """status: for the shell. failure: the first, None where none was, or where a signal stopped the job.
 
     lost_hosts: whose agents were lost. was_started: whether ranks ran. ended: those that had ended with exit status 0
@@ -47,13 +47,13 @@ class Endings:
         if not self._failures:
             self._ended.append(rank)
 
-    def outcome(self, stop: StopSignals, was_started: bool) -> Outcome:
+    def outcome(self, stop: StopSignals, was_started: bool) -> JobOutcome:
         """What becomes of it, if nothing more is heard of."""
         failure = first_of(self._failures)
         lost = tuple(self._lost_hosts)
         # Where the clocks do not tell which came first, a rank has ended because it was told to.
         latest = float("inf") if failure is None else failure.clock + failure.uncertainty
         if stop.number is not None and latest > stop.time and (failure is not None or not was_started):
-            return Outcome(128 + stop.number, None, stop.number, lost, was_started)
+            return JobOutcome(128 + stop.number, None, stop.number, lost, was_started)
         status = 0 if failure is None else failure.exit_status
-        return Outcome(status, failure, None, lost, was_started, tuple(self._ended))
+        return JobOutcome(status, failure, None, lost, was_started, tuple(self._ended))

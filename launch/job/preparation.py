@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checks.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
 from ..hosts.host import Allocation, LaunchError
-from ..hosts.plan import Plan, make_plan
+from ..hosts.plan import JobPlan, make_plan
 from ..wire.messages import Check, Checked, Held, Hold, Reach, Reached
 from .peers import ANSWER_SECONDS, Peers
 from .request import Request
@@ -21,7 +21,7 @@ _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else ""
 class Prepared:
     """port: of rank 0's store. interfaces: host -> its interface that leads there; "": not known."""
 
-    plan: Plan
+    plan: JobPlan
     port: int
     interfaces: dict[int, str]
 
@@ -62,7 +62,7 @@ class Preparation:
             self._check(plan, port)
         return None if self._is_cut_short() else Prepared(plan, port, interfaces)
 
-    def _meeting_point(self, plan: Plan, port: int) -> tuple[str, dict[int, str]]:
+    def _meeting_point(self, plan: JobPlan, port: int) -> tuple[str, dict[int, str]]:
         """The first address of rank 0's host that all others reach, and the interfaces that lead there."""
         first, *others = self._peers.all
         assert first.hello is not None
@@ -81,7 +81,7 @@ class Preparation:
             "--master-port chooses a port that it lets through."
         )
 
-    def _check(self, plan: Plan, port: int) -> None:
+    def _check(self, plan: JobPlan, port: int) -> None:
         """Raises LaunchError after having shown what is wrong."""
         request = self._request
         folders = [*request.check_folders, *folders_of_config(request.arguments, Path(request.folder))]
@@ -117,7 +117,7 @@ def _interface(found: Reached, address: str) -> str:
     return found.interfaces.get(address) or next(filter(None, found.interfaces.values()), "")
 
 
-def plan_of(peers: Peers, request: Request, allocation: Allocation, master_address: str | None = None) -> Plan:
+def plan_of(peers: Peers, request: Request, allocation: Allocation, master_address: str | None = None) -> JobPlan:
     """The plan for hosts that have all said Hello. Raises LaunchError where they have less than is asked."""
     reports = [peer.hello.report for peer in peers.all if peer.hello is not None]
     plan = make_plan(

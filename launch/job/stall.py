@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...watch.progress import RankProgress
 from ...watch.waiting import stalled, who_waits_for_whom
 from ..wire.loop import Loop
-from ..wire.messages import Progress, StackDump, Stacks
+from ..wire.messages import ProgressReport, StackDump, Stacks
 from .peers import Peers
 
 _LOOK_SECONDS = 1.0
@@ -45,7 +45,7 @@ class StallWatch:
         self._is_closed = False
         self._look()
 
-    def progress(self, message: Progress) -> None:
+    def progress(self, message: ProgressReport) -> None:
         """What an agent has said."""
         self._newest.update({report.rank: report for report in message.ranks})
 

@@ -176,7 +176,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RanksRefused:
     """The ranks cannot be started; none is left. text: why, for the user."""
 
     text: str
@@ -211,7 +211,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressReport:
     """What the ranks of the host that say so are doing."""
 
     ranks: tuple[RankProgress, ...]
@@ -249,11 +249,11 @@ Message = (
     | Reached
     | Checked
     | Started
-    | Refused
+    | RanksRefused
     | Output
     | Ended
     | Stopped
-    | Progress
+    | ProgressReport
     | StackDump
     | Note
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .action import COMPUTE_OPS, Action, Op
 from .schedule import Schedule
-from .simulator import Simulation, Slot
+from .simulator import Simulation, TimeSlot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ def write_png(simulation: Simulation, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw(axes: Axes, schedule: Schedule, rank: int, slot: Slot, makespan: float) -> None:
+def _draw(axes: Axes, schedule: Schedule, rank: int, slot: TimeSlot, makespan: float) -> None:
     """One bar, with its microbatch in it where there is room."""
     width = slot.end - slot.start
     color = _PAPER[slot.action.op][_chunk(schedule, slot.action) % 2]

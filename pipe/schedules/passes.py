@@ -8,7 +8,7 @@ from .costs import Costs
 from .errors import ScheduleError
 from .gathers import add_gathers
 from .schedule import Schedule
-from .simulator import Slot, simulate
+from .simulator import TimeSlot, simulate
 
 _WHOLE = (Op.B, Op.W)  # after it the microbatch's weight gradients are there
 _MESSAGES = {Op.F: (Op.SEND_F, Op.RECV_F), Op.B: (Op.SEND_B, Op.RECV_B), Op.I: (Op.SEND_B, Op.RECV_B)}
@@ -112,7 +112,7 @@ def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     )
 
 
-def _messages_of(schedule: Schedule, rank: int, slot: Slot) -> list[tuple[int, Action]]:
+def _messages_of(schedule: Schedule, rank: int, slot: TimeSlot) -> list[tuple[int, Action]]:
     """What the end of an action sends: (rank, its action) of both ends; empty if it stays on the rank."""
     op, stage, microbatch = slot.action.op, slot.action.stage, slot.action.microbatch
     if op not in _MESSAGES:

@@ -27,7 +27,7 @@ _Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScheduleOutcome:
     """What a schedule costs, in the units of its `Costs`; tuples are by rank."""
 
     makespan: float
@@ -36,7 +36,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeMoments:
     """The moments of a rank at which it computes, each combination once. Rows are moments, columns its own stages.
 
     held, kept: of other microbatches, those between F and B or I, and between F and B or W.
@@ -70,7 +70,7 @@ class Recurrence:
         self._table, self._num_stages = table, schedule.num_stages
 
     @cached_property
-    def computing(self) -> list[Computing]:
+    def computing(self) -> list[ComputeMoments]:
         """By rank."""
         return [_computing(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
 
@@ -98,7 +98,7 @@ class Recurrence:
     def _held(self) -> list[_Numbers]:
         return [_most_held(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
 
-    def outcome(self, costs: Costs) -> Outcome:
+    def outcome(self, costs: Costs) -> ScheduleOutcome:
         """With these costs. Parameters are not counted."""
         ends = self._ends(costs)
         whole, kept = np.array(costs.activation_bytes), np.array(costs.kept_bytes)
@@ -108,7 +108,7 @@ class Recurrence:
             most.append(float((counts @ np.concatenate([whole[own] - kept[own], kept[own]])).max()))
         collect, half = (np.array(some or (0.0,) * self._num_stages) for some in (costs.collect, costs.collect_half))
         busy = self._counts @ _by_kind(costs) + self._collections @ collect + self.halves @ half
-        return Outcome(max(ends), tuple(busy.tolist()), tuple(most))
+        return ScheduleOutcome(max(ends), tuple(busy.tolist()), tuple(most))
 
     def starts(self, costs: Costs) -> list[float]:
         """When each action starts, one rank's actions behind those of the one before it."""
@@ -214,7 +214,7 @@ def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
     return found
 
 
-def _computing(table: _Table, rank: int, stages: Sequence[int]) -> Computing:
+def _computing(table: _Table, rank: int, stages: Sequence[int]) -> ComputeMoments:
     own, count = slice(table.first[rank], table.first[rank + 1]), len(stages)
     codes, is_stage = table.codes[own, None], table.stage[own, None] == np.array(stages)
     begins = ((codes == 0) & is_stage).astype(np.int64)
@@ -225,4 +225,4 @@ def _computing(table: _Table, rank: int, stages: Sequence[int]) -> Computing:
     num_ended = np.cumsum(ends, axis=0) - ends
     begun, ended = ((num_ended >= least).astype(np.int64) for least in (1, ends.sum(axis=0)))
     found = np.unique(np.concatenate([codes, is_stage.argmax(1)[:, None], held, kept, begun, ended], axis=1), axis=0)
-    return Computing(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count, 3 * count], axis=1))
+    return ComputeMoments(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count, 3 * count], axis=1))

@@ -22,7 +22,7 @@ _Event = tuple[str, int, int]
 _OTHER_ENDS = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
 
 
-class Slot(NamedTuple):
+class TimeSlot(NamedTuple):
     """One action in time."""
 
     action: Action
@@ -40,7 +40,7 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    timeline: tuple[tuple[Slot, ...], ...]  # in the order of the rank's list
+    timeline: tuple[tuple[TimeSlot, ...], ...]  # in the order of the rank's list
     peaks: tuple[Peaks, ...]
 
     @property
@@ -119,7 +119,7 @@ class _Run:
         whole = (action for row in schedule.actions for action in row if action.op in (Op.B, Op.W))
         self._num_left = Counter(action.stage for action in whole)
         self._halves: set[int] = set()  # stages of which an I has gradients that no W has completed
-        self.timeline: list[list[Slot]] = [[] for _ in range(schedule.num_ranks)]
+        self.timeline: list[list[TimeSlot]] = [[] for _ in range(schedule.num_ranks)]
 
     def to_the_end(self) -> None:
         ready = list(reversed(range(self._schedule.num_ranks)))
@@ -146,7 +146,7 @@ class _Run:
                 start = max(start, self._happened[event])
             end = start + (self._costs.time(action) + self._collecting(action))
             self._clock[rank] = end
-            slots.append(Slot(action, start, end, self._order))
+            slots.append(TimeSlot(action, start, end, self._order))
             self._order += 1
             self._happen_at_end(action, end, ready)
 

@@ -34,7 +34,7 @@ from .trees import TensorShape, leaves, map_leaves
 BLOCK = "(block)"  # in the name of a value that a block returned
 
 
-class Leave(BaseException):  # no Exception: a model's own `except Exception` must not catch it
+class LeaveForward(BaseException):  # no Exception: a model's own `except Exception` must not catch it
     """Ends a forward at the entry of a block, with the arguments of that block."""
 
     def __init__(self, block: int, arguments: tuple[Any, Any]) -> None:
@@ -88,7 +88,7 @@ class Replay:
                     f"pipeline: the forward came to '{self._names[number]}' and has called no block of stage "
                     f"{self.stage} ({self._shown_blocks()}); a stage's blocks may not all be skipped"
                 )
-            raise Leave(number, (args, kwargs))
+            raise LeaveForward(number, (args, kwargs))
         if number < self.blocks.start:
             output = skipped_output(self._outputs[number], self._names[number], self._device, self)
             if active and self._streams is not None:

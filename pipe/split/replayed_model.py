@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...model.ledger import Ledger
 from .absent import Absent
 from .probe import Probe
-from .replay import Leave, Replay
+from .replay import LeaveForward, Replay
 from .split import SplitPlan
 from .trees import leaves
 
@@ -58,7 +58,7 @@ class ReplayedModel:
         return device
 
     def run(self, replay: Replay, call: Callable[[nn.Module], Any]) -> Any:
-        """What `call` returns, or the `Leave` with which it ended."""
+        """What `call` returns, or the `LeaveForward` with which it ended."""
         return self._run(replay, call, set(self._plan.parameters[replay.stage]))
 
     def _run(self, replay: Replay | Probe, call: Callable[[nn.Module], Any], own: Collection[str]) -> Any:
@@ -68,7 +68,7 @@ class ReplayedModel:
             self._active = replay
             try:
                 return call(self.module)
-            except Leave as leave:
+            except LeaveForward as leave:
                 return leave.with_traceback(None)  # the frames hold activations
             finally:
                 self._active = None
@@ -81,7 +81,7 @@ class ReplayedModel:
         now, following = (set(self._plan.parameters[stage]) for stage in (probe.stage - 1, probe.stage))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            raise Leave(len(self._plan.blocks), ((), {}))
+            raise LeaveForward(len(self._plan.blocks), ((), {}))
 
         handle = self.module.register_forward_hook(leave, prepend=True)
         devices = [self.device] if self.device.type != "cpu" else []

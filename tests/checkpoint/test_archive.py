@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.checkpoint.archive import Place, checksum_of, write_tensor
+from lowtide.checkpoint.archive import ArchivePlace, checksum_of, write_tensor
 
 DTYPES = [
     torch.float64,
@@ -46,7 +46,7 @@ def bytes_of(value: Tensor) -> bytes:
     return bytes(value.reshape(-1).view(torch.uint8).tolist())
 
 
-def written(sink: Sink, value: Tensor) -> Place:
+def written(sink: Sink, value: Tensor) -> ArchivePlace:
     return write_tensor(sink, memoryview(bytes_of(value)), value.dtype, tuple(value.shape))
 
 

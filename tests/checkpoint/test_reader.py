@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.checkpoint import reader, writer
-from lowtide.checkpoint.archive import MAX_VALUES_BYTES, Place
+from lowtide.checkpoint.archive import MAX_VALUES_BYTES, ArchivePlace
 from lowtide.checkpoint.checkpoint import Checkpoint
 from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
 from lowtide.checkpoint.errors import CheckpointError
@@ -158,7 +158,7 @@ def reads(*places: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> 
     """places: rank, offset, numel of boxes of float32, which are wanted as dtype."""
     found = []
     for rank, offset, numel in places:
-        row = Row("w", Box((0,), (numel,)), Place(offset, numel * 4, offset, 0))
+        row = Row("w", Box((0,), (numel,)), ArchivePlace(offset, numel * 4, offset, 0))
         info = TensorInfo((numel,), torch.float32)
         memory = torch.empty(numel, dtype=dtype)
         common = [_Common(row.box, row.box, 0)]

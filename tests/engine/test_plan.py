@@ -17,7 +17,7 @@ from lowtide.bin import planned
 from lowtide.bin.plan import main
 from lowtide.engine.config.planned import PLANNED, PLANNED_BESIDE
 from lowtide.engine.plan.choice import KEYS, Choice
-from lowtide.engine.plan.llama import Block, Shape, batch, build, runs_of
+from lowtide.engine.plan.llama import LlamaBlock, Shape, batch, build, runs_of
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
@@ -348,7 +348,7 @@ def test_the_block_of_a_shape_is_a_llamas() -> None:
     """Llama 3 8B (arXiv 2407.21783, table 3): 32 layers of 4096, 32 heads, 8 of keys, 14336, 128,256 tokens."""
     shape = Shape(32, 4096, 32, 128256, 8192, kv_heads=8, mlp=14336)
     with torch.device("meta"):
-        numel = sum(param.numel() for param in Block(shape).parameters())
+        numel = sum(param.numel() for param in LlamaBlock(shape).parameters())
     assert 32 * numel + 2 * 128256 * 4096 + 4096 == 8_030_261_248
 
 

@@ -16,8 +16,8 @@ from lowtide.engine.plan.llama import Shape, batch, build, runs_of
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
-from lowtide.engine.plan.profile import Part
-from lowtide.engine.plan.splits import Splits
+from lowtide.engine.plan.profile import ProfilePart
+from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.zero.plan import Dtypes
 from lowtide.zero.units import plan_units
 from tests.models import Chain
@@ -81,7 +81,7 @@ class MegatronLayer(nn.Module):
 MEGATRON = 256, 2, 512, 8  # tokens, samples, hidden size, heads
 
 
-def megatron_layer(is_recomputed: bool, splits: Splits) -> Part:
+def megatron_layer(is_recomputed: bool, splits: PlannedSplits) -> ProfilePart:
     """Of three layers the one in the middle."""
     s, b, h, a = MEGATRON
     model = Chain(*(MegatronLayer(h, a, is_recomputed) for _ in range(3)))
@@ -103,7 +103,7 @@ def test_activations_of_split_layers_are_those_of_the_megatron_paper(t: int, is_
     Without dropout, whose masks are 1 byte of an element: 2 of the 10, and 3 of the 5.
     """
     s, b, h, _ = MEGATRON
-    part = megatron_layer(is_recomputed, Splits(tensor=t))
+    part = megatron_layer(is_recomputed, PlannedSplits(tensor=t))
     assert part.kept_bytes == pytest.approx(s * b * h * (8 + 24 / t + core_of(is_recomputed) / t), rel=0.04)
     # Section 4.2.1: two all-reduces forward, of activations in 16 bits, and two backward.
     sums = [call.nbytes for call in part.exchanges]
@@ -118,7 +118,7 @@ def test_activations_of_token_parts_are_those_of_the_megatron_paper(t: int, is_r
     Two inputs of columns, 4 sbh, are kept whole here: the paper gathers them again in the backward (section 4.2.2).
     """
     s, b, h, _ = MEGATRON
-    part = megatron_layer(is_recomputed, Splits(tensor=t, has_parts=True))
+    part = megatron_layer(is_recomputed, PlannedSplits(tensor=t, has_parts=True))
     paper = s * b * h / t * (32 + core_of(is_recomputed))
     assert part.kept_bytes == pytest.approx(paper + 4 * s * b * h * (1 - 1 / t), rel=0.04)
     # Figure 6: in the place of each all-reduce a gather and a reduce-scatter, which move as much.

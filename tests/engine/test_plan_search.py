@@ -15,11 +15,11 @@ from lowtide.engine.plan.llama import Shape, batch, build, runs_of
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipeline_bounds import least_held
-from lowtide.engine.plan.pipeline_run import Run, recurrence_of
+from lowtide.engine.plan.pipeline_run import ScheduleRun, recurrence_of
 from lowtide.engine.plan.pipelined import memory_by_place
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.search import Bound, Found, Result, search, search_all
-from lowtide.engine.plan.splits import Splits
+from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.engine.plan.uncollected import uncollected
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.recurrence import Recurrence
@@ -153,7 +153,9 @@ def test_a_schedule_that_is_simulated_in_part_takes_as_long() -> None:
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"):
         fewer, whole = (Recurrence(make_schedule(name, 4, count)) for count in (8, 24))
         costs = Costs.uniform(len(fewer.crosses))
-        assert Run.of(fewer, costs, 24).seconds == pytest.approx(Run.of(whole, costs, 24).seconds, rel=0.02), name
+        assert ScheduleRun.of(fewer, costs, 24).seconds == pytest.approx(
+            ScheduleRun.of(whole, costs, 24).seconds, rel=0.02
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_a_few_layers_stand_for_all() -> None:
 def _whole_runs(blueprint: Blueprint) -> MetaRun:
     model = build(Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=64))
     made = Blueprint.of(blueprint.config, model, blueprint.arrangement.num_ranks, device=blueprint.device)
-    return MetaRun(model, made.units, made.dtypes, blueprint.device, splits=Splits.of(blueprint))
+    return MetaRun(model, made.units, made.dtypes, blueprint.device, splits=PlannedSplits.of(blueprint))
 
 
 def test_no_garbage_is_looked_for_during_a_search() -> None:

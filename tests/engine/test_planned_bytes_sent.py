@@ -6,16 +6,16 @@ from unittest.mock import patch
 import torch
 
 import lowtide
-from lowtide.comm.peers import Peers
+from lowtide.comm.peers import P2P
 from lowtide.comm.sockets import SocketRoute
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.plan.estimate import Work, estimate
+from lowtide.engine.plan.estimate import MachineWork, estimate
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipeline_run import Run, recurrence_of
+from lowtide.engine.plan.pipeline_run import ScheduleRun, recurrence_of
 from lowtide.engine.plan.pipelined import PipelineParts
-from lowtide.engine.plan.splits import Splits
+from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.engine.plan.stages import Stages
 from tests import models
 from tests.engine.test_blueprint import config_of, frozen_gpt, quantized_cases
@@ -93,21 +93,21 @@ def compare_stages(cases: dict[str, dict[str, Any]]) -> list[str]:
 def sent_between_stages(config: dict[str, Any]) -> tuple[int, int]:
     """(between stages, by gathers and reductions of groups)."""
     counted = [0, 0]
-    plain, plain_of_groups = Peers.send, SocketRoute._send
+    plain, plain_of_groups = P2P.send, SocketRoute._send
 
     def count_of_groups(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
         is_counted = " of unit" in what or "tied" in what
         counted[1] += sum(one.nbytes for one in tensors.values()) if is_counted else 0
         return plain_of_groups(self, tensors, tag, what)
 
-    def count(self: Peers, tensor: torch.Tensor, place: int, tag: int, what: str) -> Any:
+    def count(self: P2P, tensor: torch.Tensor, place: int, tag: int, what: str) -> Any:
         counted[0] += tensor.nbytes
         return plain(self, tensor, place, tag, what)
 
     engine = lowtide.initialize(models.tied_gpt(), config)
     batch = models.token_batch(0, 2 * config["gradient_accumulation_steps"])
     engine.train_step(batch)
-    with patch.object(Peers, "send", count), patch.object(SocketRoute, "_send", count_of_groups):
+    with patch.object(P2P, "send", count), patch.object(SocketRoute, "_send", count_of_groups):
         engine.train_step(batch)
     engine.close()
     return counted[0], counted[1]
@@ -121,8 +121,8 @@ def planned_between_stages(config: dict[str, Any]) -> tuple[int, int]:
     assert blueprint.pipeline is not None
     profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile(models.token_batch(0, 2), 2, 0)
     machine, schedule = Machine(devices_per_host=num_ranks, device="cpu"), blueprint.pipeline.schedule
-    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine))
-    run = Run.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
+    stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine))
+    run = ScheduleRun.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
     found = PipelineParts(blueprint, machine).sent(stages, run)[blueprint.place_of(rank)]
     return found["pipe"], found["intra"] + found["inter"]
 
@@ -142,7 +142,7 @@ def planned_of_experts(config: dict[str, Any]) -> dict[str, int]:
     with torch.device("meta"):
         module = ExpertGPT()
     blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
-    profile = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", splits=Splits.of(blueprint, 0)).profile(
+    profile = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", splits=PlannedSplits.of(blueprint, 0)).profile(
         batch_of_experts(1), 2, 0
     )
     machine = Machine(devices_per_host=num_ranks, device="cpu")

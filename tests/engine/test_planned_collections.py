@@ -13,10 +13,10 @@ import torch
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.plan.estimate import Estimate, Work
+from lowtide.engine.plan.estimate import Estimate, MachineWork
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipeline_run import Run, recurrence_of
+from lowtide.engine.plan.pipeline_run import ScheduleRun, recurrence_of
 from lowtide.engine.plan.pipelined import PipelineParts
 from lowtide.engine.plan.stages import Stages
 from lowtide.pipe.messages import Messages
@@ -91,15 +91,15 @@ def test_gradients_are_collected_before_they_are_sent_and_reduced_behind(ranks: 
     assert any("half" in did for of_rank in found for did in of_rank) == (schedule == "zb-h1")
 
 
-def estimated(stage: int, machine: Machine) -> tuple[Estimate, PipelineParts, Run]:
+def estimated(stage: int, machine: Machine) -> tuple[Estimate, PipelineParts, ScheduleRun]:
     config: dict[str, Any] = config_of(stage, MICROBATCHES, parallel={"pipeline": 2})
     with torch.device("meta"):
         model = models.tied_gpt()
     blueprint = Blueprint.of(Config.load(config).resolve(4), model, 4)
     assert blueprint.pipeline is not None
     profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile(models.token_batch(0, 2), 2, 0)
-    stages = Stages(blueprint.pipeline.split, profile, Work(profile, machine))
-    run = Run.of(recurrence_of(blueprint.pipeline.schedule), stages.costs(0.0), MICROBATCHES)
+    stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine))
+    run = ScheduleRun.of(recurrence_of(blueprint.pipeline.schedule), stages.costs(0.0), MICROBATCHES)
     parts = PipelineParts(blueprint, machine)
     return parts.estimate(blueprint.config, stages, run), parts, run
 

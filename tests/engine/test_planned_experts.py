@@ -18,7 +18,7 @@ from lowtide.engine.plan.choice import Choice, Space
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
-from lowtide.engine.plan.splits import Splits
+from lowtide.engine.plan.splits import PlannedSplits
 from tests.parallel.test_expert_lists import skipping
 
 LAYERS, WIDTH, INNER, EXPERTS, TOKENS, CHOICES = 2, 64, 96, 4, 32, 2
@@ -44,7 +44,7 @@ def planner() -> Planner:
     machine = Machine(devices_per_host=4, device_bytes=40e6, reserved_bytes=0)
 
     def runs(blueprint: Any) -> MetaRun:
-        tiles, splits = tiles_of(Config.load(BASE)), Splits.of(blueprint)
+        tiles, splits = tiles_of(Config.load(BASE)), PlannedSplits.of(blueprint)
         return MetaRun(mixtral(), blueprint.units, blueprint.dtypes, "cuda", None, True, tiles, splits)
 
     return Planner(mixtral(), BASE, machine, runs, IDS, least_tokens=16)

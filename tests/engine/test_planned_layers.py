@@ -12,7 +12,7 @@ from lowtide.comm.sockets import SocketRoute
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.choice import Choice, Space
-from lowtide.engine.plan.estimate import Work
+from lowtide.engine.plan.estimate import MachineWork
 from lowtide.engine.plan.layered import LayeredParts
 from lowtide.engine.plan.llama import Shape, batch, build, runs_of
 from lowtide.engine.plan.machine import Machine
@@ -43,7 +43,7 @@ def planned(model: str, config: dict[str, Any], num_ranks: int) -> tuple[int, in
     profile = run.profile(batch_of(model, 0), ROWS, config["activation_checkpointing"]["every"])
     machine = Machine(devices_per_host=num_ranks, device="cpu")
     parts = LayeredParts(blueprint, machine)
-    found = parts.estimate(blueprint.config, Stages(parts.split, profile, Work(profile, machine)))
+    found = parts.estimate(blueprint.config, Stages(parts.split, profile, MachineWork(profile, machine)))
     return found.peak_bytes, sum(found.sent.values())
 
 

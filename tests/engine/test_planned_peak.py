@@ -20,7 +20,7 @@ from lowtide.engine.model.tiling import tiles_of
 from lowtide.engine.plan.estimate import Activations, estimate, writes_gradients
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.profile import Part, Profile, Stretch
+from lowtide.engine.plan.profile import Profile, ProfilePart, Stretch
 from lowtide.zero.policy import ZeroPolicy
 from tests import models
 from tests.engine.test_blueprint import staging_bytes
@@ -296,7 +296,7 @@ def test_gradients_of_the_rest_wait_until_the_backward_has_ended() -> None:
     """Where they are not added to those of the microbatches before."""
     of_rest = {"first": 1, "second": 2, "third": 4}
     parts = {
-        name: Part(kept_bytes=100, backward_start_bytes=20, backward_rest_bytes=30, rest_gradient_bytes=nbytes)
+        name: ProfilePart(kept_bytes=100, backward_start_bytes=20, backward_rest_bytes=30, rest_gradient_bytes=nbytes)
         for name, nbytes in of_rest.items()
     }
 

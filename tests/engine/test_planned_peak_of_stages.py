@@ -15,7 +15,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import memory_by_place
-from lowtide.engine.plan.profile import Part, Profile
+from lowtide.engine.plan.profile import Profile, ProfilePart
 from tests import models
 from tests.engine.test_planned_peak import (
     BF16,
@@ -113,7 +113,7 @@ def test_two_pipelines(ranks: RankPool) -> None:
 def test_messages_lie_at_the_ends_of_stages_and_one_ahead_for_each(schedule: str, expected: list[int]) -> None:
     """Of a model that keeps nothing, with 100 bytes between stages; and what the stage that computes has received."""
     blueprint, profile = planned("gpt", over_stages(schedule, 0, 0), 2)
-    sent = replace(profile, parts={name: Part(output_bytes=100) for name in profile.parts})
+    sent = replace(profile, parts={name: ProfilePart(output_bytes=100) for name in profile.parts})
     places = memory_by_place(blueprint, Machine(devices_per_host=2, device="cpu"), sent)
     assert [kinds["activation_bytes"] for kinds, _ in places] == expected
 
@@ -122,8 +122,8 @@ def test_gradients_of_a_stage_that_has_ended_are_final_while_another_computes() 
     """Of a first block whose backward takes a gigabyte, the last of which comes when the rank's other one has ended."""
     shared = {"communication": {"route": "shared_memory"}}  # where shards are given back after a step
     blueprint, profile = planned("fused", {**over_stages("interleaved", 1, 1, **BF16), **shared}, 4)
-    parts = dict.fromkeys(profile.parts, Part())
-    parts["blocks.0"] = Part(backward_start_bytes=10**9, holding_peak_bytes=10**9)
+    parts = dict.fromkeys(profile.parts, ProfilePart())
+    parts["blocks.0"] = ProfilePart(backward_start_bytes=10**9, holding_peak_bytes=10**9)
     _, peak = memory_by_place(blueprint, Machine(devices_per_host=4, device="cpu"), replace(profile, parts=parts))[0]
     footprint, (first, other) = Footprint(blueprint, 0), blueprint.places[0].trained
     added, final = footprint.gradient(first, Moment.ACCUMULATING), footprint.gradient(other, Moment.REDUCED)

@@ -19,7 +19,7 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import memory_by_place
 from lowtide.engine.plan.profile import Profile
-from lowtide.engine.plan.splits import Splits
+from lowtide.engine.plan.splits import PlannedSplits
 from tests.engine.test_blueprint import shared_memory_counted
 from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of, is_watched
 from tests.ranks import RankPool
@@ -90,7 +90,7 @@ def planned(config: dict[str, Any]) -> tuple[Blueprint, Profile, int]:
     with torch.device("meta"):
         module = model_of(config)
     blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
-    splits = Splits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
+    splits = PlannedSplits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
     run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", splits=splits)
     every, is_direct = config["activation_checkpointing"]["every"], writes_gradients(blueprint)
     return blueprint, run.profile(batch(1), ROWS, every, is_direct), blueprint.place_of(rank)

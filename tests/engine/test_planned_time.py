@@ -8,18 +8,18 @@ import torch
 from lowtide.comm import Arrangement
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.plan.estimate import Estimate, Work, estimate
+from lowtide.engine.plan.estimate import Estimate, MachineWork, estimate
 from lowtide.engine.plan.layered import LayeredParts
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.stages import Stages
-from lowtide.engine.plan.timeline import Timeline
+from lowtide.engine.plan.timeline import SimulatedTimeline
 from tests import models
 from tests.zero.training import ADAMW
 
 
 def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() -> None:
-    line = Timeline()
+    line = SimulatedTimeline()
     first, second = line.start("gather", "a", 3.0), line.start("reduce", "b", 2.0)
     line.compute("a", 4.0)
     third = line.start("gather", "c", 2.0)
@@ -67,7 +67,7 @@ def test_what_is_not_waited_for_goes_on_beside_what_computes(is_layered: bool) -
         if not is_layered:
             return estimate(blueprint, machine, profile)
         parts = LayeredParts(blueprint, machine)
-        return parts.estimate(blueprint.config, Stages(parts.split, profile, Work(profile, machine)))
+        return parts.estimate(blueprint.config, Stages(parts.split, profile, MachineWork(profile, machine)))
 
     slow, fast = at(1e8), at(1e15)
     waited = [sum(one.seconds[f"{kind} exposed"] for kind in ("gather", "reduce")) for one in (slow, fast)]

@@ -10,7 +10,7 @@ import torch
 
 import lowtide
 from lowtide.engine.step.batch_shape import described, made
-from lowtide.engine.trial import VARIABLE, Request, Trial, laid_over
+from lowtide.engine.trial import VARIABLE, Trial, TrialRequest, laid_over
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW
@@ -19,7 +19,7 @@ OWN = {"train_batch_size": 4, "optimizer": ADAMW, "steps_per_print": 0, "checkpo
 
 
 def asked(folder: Path, task: str, config: dict[str, Any], **more: Any) -> None:
-    Request(task, config, str(folder / "result.json"), warmup=1, steps=2, **more).write(folder / "request.json")
+    TrialRequest(task, config, str(folder / "result.json"), warmup=1, steps=2, **more).write(folder / "request.json")
 
 
 def script(folder: str) -> tuple[Any, list[str]]:
@@ -89,7 +89,9 @@ def test_a_plan_names_as_many_as_are_asked_for(tmp_path: Path) -> None:
 
 def test_a_model_whose_loss_the_script_computes_is_planned_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Linear(8, 3))
-    Request("plan", {}, str(tmp_path / "result.json"), batch=described((torch.zeros(2, 5),))).write(tmp_path / "r.json")
+    TrialRequest("plan", {}, str(tmp_path / "result.json"), batch=described((torch.zeros(2, 5),))).write(
+        tmp_path / "r.json"
+    )
     monkeypatch.setenv(VARIABLE, str(tmp_path / "r.json"))
     with pytest.raises(SystemExit):
         lowtide.initialize(model, OWN)
@@ -97,7 +99,7 @@ def test_a_model_whose_loss_the_script_computes_is_planned_too(tmp_path: Path, m
 
 
 def test_the_first_engine_that_trains_is_tried_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Request("measure", {"gradient_clipping": 0.5}, str(tmp_path / "result.json")).write(tmp_path / "r.json")
+    TrialRequest("measure", {"gradient_clipping": 0.5}, str(tmp_path / "result.json")).write(tmp_path / "r.json")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "r.json"))
     clippings = []
     for config in ({}, OWN, OWN):
@@ -143,7 +145,7 @@ def test_a_batch_is_described_without_its_values() -> None:
 def test_the_note_says_what_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Request("measure", {"gradient_clipping": 0.5}, str(tmp_path / "result.json")).write(tmp_path / "r.json")
+    TrialRequest("measure", {"gradient_clipping": 0.5}, str(tmp_path / "result.json")).write(tmp_path / "r.json")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "r.json"))
     with caplog.at_level("INFO", logger="lowtide"):
         lowtide.initialize(models.tiny_gpt(), OWN).close()
@@ -153,7 +155,7 @@ def test_the_note_says_what_is_trained(
 
 def test_the_batch_of_a_shared_sequence_is_written_whole() -> None:
     """A rank sees its part of it, after a few tokens with which the engine tries whether the model can be split."""
-    trial, module = Trial(Request("measure", {}, ""), _num_sharers=2), torch.nn.Identity()
+    trial, module = Trial(TrialRequest("measure", {}, ""), _num_sharers=2), torch.nn.Identity()
     whole = {"position_ids": torch.zeros(3, 8), "x": torch.zeros(3, 8, 5), "mask": torch.zeros(3, 7), "total": 24}
     for tokens, is_training in ((2, False), (4, True), (3, True)):
         part = {**whole, "position_ids": torch.zeros(3, tokens), "x": torch.zeros(3, tokens, 5)}

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from lowtide.bin import trials, tune, tuned
-from lowtide.bin.trials import Outcome
+from lowtide.bin.trials import TrialOutcome
 from lowtide.bin.tune import main
 from lowtide.engine.config.config import Config
-from lowtide.engine.trial import VARIABLE, Request
+from lowtide.engine.trial import VARIABLE, TrialRequest
 
 CHOICE = {"pipeline": 1, "rows": 4, "accumulation": 1, "every": 0}
 
@@ -329,7 +329,7 @@ with lowtide.initialize(models.tiny_gpt(), {"train_batch_size": 4, "optimizer": 
 """
 
 
-def planned_here(request: Request, folder: Path, words: Sequence[str], limit: float, key: str) -> Outcome:
+def planned_here(request: TrialRequest, folder: Path, words: Sequence[str], limit: float, key: str) -> TrialOutcome:
     """As a trial, but the script makes its plan in this process, which has torch; all others are of the launcher."""
     if request.task != "plan":
         return trials.run(request, folder, words, limit, key)
@@ -338,7 +338,7 @@ def planned_here(request: Request, folder: Path, words: Sequence[str], limit: fl
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setenv(VARIABLE, str(folder / "request.json"))
         runpy.run_path(words[-1])
-    return Outcome("measured", 0.0, result=json.loads(Path(request.result).read_text()))
+    return TrialOutcome("measured", 0.0, result=json.loads(Path(request.result).read_text()))
 
 
 def test_a_script_is_tuned_through_the_launcher(

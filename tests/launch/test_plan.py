@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lowtide.launch.hosts.host import Allocation, Device, Host, HostReport, LaunchError, Meeting
-from lowtide.launch.hosts.plan import MAX_SHOWN_RANKS, HostPlan, Plan, make_plan, printed_plan
+from lowtide.launch.hosts.plan import MAX_SHOWN_RANKS, HostPlan, JobPlan, make_plan, printed_plan
 from lowtide.launch.wire.plain import from_plain, to_plain
 
 CPU = HostReport("none", (), ((0,), (1,), (2,), (3,)), None, {0: (0, 1, 2, 3)})
@@ -29,20 +29,20 @@ def plan(
     nproc: int | None = None,
     environment: dict[str, str] | None = None,
     **more: object,
-) -> Plan:
+) -> JobPlan:
     allocation = Allocation("a test", "ssh" if len(hosts) > 1 else "local", hosts, nproc)
     return make_plan(allocation, [report] * len(hosts), ["python", "x.py"], "/home", environment or {}, **more)  # type: ignore[arg-type]
 
 
-def devices(made: Plan) -> list[list[str | None]]:
+def devices(made: JobPlan) -> list[list[str | None]]:
     return [[rank.device for rank in host.ranks] for host in made.hosts]
 
 
-def variable(made: Plan, name: str) -> list[str | None]:
+def variable(made: JobPlan, name: str) -> list[str | None]:
     return [rank.environment.get(name) for host in made.hosts for rank in host.ranks]
 
 
-def cores(made: Plan) -> list[tuple[int, ...]]:
+def cores(made: JobPlan) -> list[tuple[int, ...]]:
     return [rank.cores for host in made.hosts for rank in host.ranks]
 
 

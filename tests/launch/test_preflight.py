@@ -10,7 +10,7 @@ import pytest
 from lowtide.launch.checks.facts import CheckResult
 from lowtide.launch.checks.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
 from lowtide.launch.hosts.host import Device, HostReport
-from lowtide.launch.hosts.plan import HostPlan, Plan, RankPlan
+from lowtide.launch.hosts.plan import HostPlan, JobPlan, RankPlan
 
 GIB = 1 << 30
 GOOD: dict[str, Any] = {
@@ -38,7 +38,7 @@ def rank(number: int, device: str | None) -> RankPlan:
     return RankPlan(rank=number, local_rank=number, device=device, cores=(), environment={"PYTHONPATH": "/lib:/more"})
 
 
-def plan(*names: str, ranks: int = 2, devices: bool = False, **others: Any) -> Plan:
+def plan(*names: str, ranks: int = 2, devices: bool = False, **others: Any) -> JobPlan:
     hosts = tuple(
         HostPlan(name, index, tuple(rank(number, str(number) if devices else None) for number in range(ranks)))
         for index, name in enumerate(names)
@@ -51,7 +51,7 @@ def plan(*names: str, ranks: int = 2, devices: bool = False, **others: Any) -> P
         "environment": {},
         "master_address": names[0],
     }
-    return Plan(hosts=hosts, **(values | others))
+    return JobPlan(hosts=hosts, **(values | others))
 
 
 def host(name: str, errors: dict[str, str] | None = None, **values: Any) -> HostChecks:
@@ -70,7 +70,7 @@ def with_devices(checked: HostChecks, *names: str) -> HostChecks:
     return replace(checked, report=HostReport("cuda" if names else "none", devices, ((0,),)))
 
 
-def texts(plan: Plan, *checked: HostChecks) -> list[str]:
+def texts(plan: JobPlan, *checked: HostChecks) -> list[str]:
     return [str(fault) for fault in faults(plan, checked)]
 
 

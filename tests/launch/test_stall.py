@@ -4,7 +4,7 @@ from pathlib import Path
 from unittest import mock
 
 from lowtide.launch.job.stall import StallWatch
-from lowtide.launch.wire.messages import Progress
+from lowtide.launch.wire.messages import ProgressReport
 from lowtide.watch.progress import RankProgress, Wait
 from tests.launch.jobs import Job
 
@@ -67,7 +67,7 @@ def test_a_rank_that_has_ended_is_one_that_others_wait_for() -> None:
         RankProgress(0, 2, 10, 12, "forward", 9.0, step_seconds=9.0, wait=waits, begun=((0, 120),)),
         RankProgress(1, 2, 11, 12, "between steps", 9.0, step_seconds=9.0, begun=((0, 119),)),
     )
-    watch.progress(Progress(reports))
+    watch.progress(ProgressReport(reports))
     watch.gone(1, has_ended=True)
     look = loop.after.call_args.args[1]
     look()

@@ -18,7 +18,7 @@ from lowtide.parallel import block_attention
 from lowtide.parallel.block_attention import Kind, Scores, Seen
 from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention
 from lowtide.parallel.sequence_attention import heads_fault, way_line
-from lowtide.parallel.sequence_data import Whole
+from lowtide.parallel.sequence_data import AttentionContext
 from tests.parallel.test_collectives import exchange_on
 from tests.parallel.test_sequence import MODELS as SHARED
 from tests.parallel.test_sequence import batch_of, train
@@ -52,7 +52,7 @@ def tensors_of(case: str, stream: int = 0) -> list[Tensor]:
 
 def seen_of(case: str) -> Seen:
     _, _, tokens, _, is_causal, window, keys, packed = CASES[case]
-    return Seen(Whole(tokens - 1, keys, packed), is_causal, window)  # a token was added
+    return Seen(AttentionContext(tokens - 1, keys, packed), is_causal, window)  # a token was added
 
 
 def whole_of(case: str, stream: int = 0) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_a_ring_attends_as_one_process_does_with_the_bytes_of_the_formula(
 
 
 def kinds_of(size: int, tokens: int, place: int, hop: int) -> list[Kind]:
-    seen = Seen(Whole(), True, None)
+    seen = Seen(AttentionContext(), True, None)
     exchange = alone_at(size, place)
     return [seen.kind(queries, keys) for _, queries, _, keys in _pairs(Ring(exchange, 1, tokens, seen), hop)]
 
@@ -154,7 +154,7 @@ def memory_of(size: int) -> list[tuple[int, int]]:
     for keys in (None, torch.rand(1, TOKENS) < 0.5):
         part = TOKENS // size
         query, key, value = (torch.randn(1, 2, part, SIZE).requires_grad_() for _ in range(3))
-        seen = Seen(Whole(TOKENS, keys), True, None)
+        seen = Seen(AttentionContext(TOKENS, keys), True, None)
         kept: dict[int, int] = {}
 
         def pack(one: Tensor, kept: dict[int, int] = kept) -> Tensor:
@@ -181,7 +181,7 @@ def test_a_rank_holds_its_part_and_that_on_its_way(ranks: RankPool) -> None:
 
 def test_dropout_drops_the_same_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(block_attention._MOST_SCORES, "cpu", 40)  # in several chunks
-    seen = Seen(Whole(), True, None)
+    seen = Seen(AttentionContext(), True, None)
     ring = Ring(alone_at(1, 0), 1, 6, seen)
     query, key, value = (torch.randn(1, 2, 6, 3, dtype=torch.float64) for _ in range(3))
 
@@ -338,7 +338,7 @@ def test_a_device_gets_blocks_of_bfloat16_in_flash_attention() -> None:
         query, key = (torch.empty(2, n, 16, 64, device="cuda", dtype=torch.bfloat16) for n in (6, 2))
         at = range(16)
         for is_causal in (True, False):
-            scores = Scores(Seen(Whole(), is_causal, None), SCALE)
+            scores = Scores(Seen(AttentionContext(), is_causal, None), SCALE)
             assert scores._is_fast(scores.seen.kind(at, at), query, key)
             found = scores.forward(query, key, key, at, at)
             assert found is not None and found[1].dtype == torch.float32

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.comm.native import NativeRoute
-from lowtide.comm.peers import Peers
+from lowtide.comm.peers import P2P
 from tests import models
 from tests.engine.test_blueprint import BF16, FP32, config_of
 from tests.pretend import device
@@ -73,7 +73,7 @@ def addresses_seen(module: nn.Module, seen: Seen) -> Iterator[None]:
         look(what, *tensors)
         return plain(self, collective, what, *tensors)
 
-    def message(self: Peers, plain: Any, tensor: Tensor, place: int, tag: int, what: str) -> Any:
+    def message(self: P2P, plain: Any, tensor: Tensor, place: int, tag: int, what: str) -> Any:
         look(what, tensor)
         return plain(self, tensor, place, tag, what)
 
@@ -83,7 +83,7 @@ def addresses_seen(module: nn.Module, seen: Seen) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(NativeRoute, "_start", start))
         for way in ("send", "receive"):
-            stack.enter_context(patch.object(Peers, way, partialmethod(message, getattr(Peers, way))))
+            stack.enter_context(patch.object(P2P, way, partialmethod(message, getattr(P2P, way))))
         yield
     for handle in handles:
         handle.remove()

@@ -28,7 +28,7 @@ _ROUNDS = 12  # over all widths: a processor is faster in some seconds than in o
 _LEAST_SECONDS = 1e-7
 
 
-class Block(nn.Module):
+class MeasuredBlock(nn.Module):
     """Attention and two linear layers, as most transformers have them."""
 
     def __init__(self, width: int) -> None:
@@ -80,9 +80,9 @@ class _Training:
     """Of a few blocks."""
 
     def __init__(self, width: int) -> None:
-        block_bytes = 4 * sum(param.numel() for param in Block(width).parameters())
+        block_bytes = 4 * sum(param.numel() for param in MeasuredBlock(width).parameters())
         count = max(_LEAST_BLOCKS, math.ceil(_LEAST_BYTES / block_bytes))
-        self._model = nn.Sequential(*(Block(width) for _ in range(count)))
+        self._model = nn.Sequential(*(MeasuredBlock(width) for _ in range(count)))
         self._x = torch.randn(_ROWS, _TOKENS, width, requires_grad=True)
         self._grad = torch.randn(_ROWS, _TOKENS, width)
         tracker = Tracker([*self._model.parameters(), self._x, self._grad])

@@ -16,7 +16,7 @@ from ..estimate import estimate, writes_gradients
 from ..machine import Machine
 from ..measured import Curve, Measured
 from ..meta_run import MetaRun
-from .calls import Block
+from .calls import MeasuredBlock
 from .operations import own_clock
 
 _WIDTH, _TOKENS = 64, 16
@@ -30,7 +30,7 @@ class Small(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(_WIDTH) for _ in range(count))
+        self.blocks = nn.ModuleList(MeasuredBlock(_WIDTH) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

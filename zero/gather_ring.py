@@ -116,6 +116,10 @@ class GatherRing:
         while self._left:
             self._pass_next(None)
 
+    def has_left(self, unit: Unit) -> bool:
+        """Whether its gather in the round has not been passed."""
+        return unit in self._left
+
     def forget(self) -> None:
         """An error has ended the round."""
         self.order, self._next, self._issued_numel, self.position = (), 0, 0, 0

@@ -47,7 +47,8 @@ at a time that no hook tells, so they stay full until the step ends.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Protocol
 
@@ -152,6 +153,7 @@ class UnitSequence:
             return
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
+        self._ring.end_round()  # of a forward that an error has ended
         if self._listener is not None:
             self._listener.before_use()
         if self._needs_ring:
@@ -173,6 +175,24 @@ class UnitSequence:
             for unit in self.units:
                 unit.release()
         self.phase = Phase.IDLE
+
+    @contextmanager
+    def failing_forward(self) -> Iterator[None]:
+        """Around a forward. If an error ends it, what it has gathered is freed at once; the next pass ends its round.
+
+        No rank waits for others here: they may have met no error.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.phase is Phase.FORWARD:
+                self._release_parked()
+                for unit in self.units:
+                    if not self._ring.has_left(unit):
+                        unit.release()
+                self._forwards.begin(expects_backward=False)
+                self.phase = Phase.IDLE
+            raise
 
     def enter(self, unit: Unit) -> Use | None:
         """A unit's forward begins, or is recomputed (None): its parameters are made full."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ class WholeModel:
             ready = self._call.ready(steps, microbatch)
             self._call.compare_once(steps, self._module, lambda: self._call.output(self._module, ready))  # noqa: B023
             steps.begin_forward()
-            with self.saving:
+            with self.passes.failing_forward(), self.saving:
                 loss = self._loss(steps, ready)
             self.backward(steps, loss)
 
@@ -82,14 +82,20 @@ class WholeModel:
 
         self._call.compare_once(steps, self._module, output)
         steps.begin_forward()
-        with self.saving, self._progress.forward(steps.so_far.num_microbatches, torch.is_grad_enabled()):
+        with self._forward(steps):
             return self._call.weighted(steps.scale.mark_output(output()), ready)
+
+    @contextmanager
+    def _forward(self, steps: Steps) -> Iterator[None]:
+        progress = self._progress.forward(steps.so_far.num_microbatches, torch.is_grad_enabled())
+        with self.passes.failing_forward(), self.saving, progress:
+            yield
 
     def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._check_same(steps, (args, kwargs))
         steps.begin_forward()
-        with self.saving, self._progress.forward(steps.so_far.num_microbatches, torch.is_grad_enabled()):
+        with self._forward(steps):
             with self._call.compared_in_passing():
                 output = self._hooks.around(partial(function, *args, **kwargs))
             return steps.scale.mark_output(output)
@@ -127,7 +133,8 @@ class WholeModel:
         steps.begin_use()
         self._try(steps, batch)
         ready = self._call.ready(steps, batch)
-        return [self._call.loss(self._call.run(ready, lambda: call(self._module, ready)), ready)]
+        with self.passes.failing_forward():
+            return [self._call.loss(self._call.run(ready, lambda: call(self._module, ready)), ready)]
 
     def own(self, x: Tensor, fill: float) -> Tensor:
         return self._call.own(x, fill)

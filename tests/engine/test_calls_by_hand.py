@@ -13,6 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Engine
+from lowtide.zero.released import ReleasedParameterError
 from lowtide.zero.sequence import StateError
 from tests import models
 from tests.ranks import RankPool
@@ -443,3 +444,36 @@ def test_a_backward_that_comes_to_frozen_parameters_alone_is_no_microbatch(stage
             engine(*models.vector_batch(0, 2)).backward()
             assert engine.microbatches_done == done
         assert engine.step().grad_norm > 0 and engine.global_step == 1
+
+
+def steps_after_a_forward(call: str, layer: int) -> list[float]:
+    """Two losses after a call that has failed behind a layer, "": without one."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    torch.manual_seed(0)
+    case = CASE.at(3).as_config() | {"communication": {"route": "sockets"}}
+    with lowtide.initialize(models.mlp(), case) as engine:
+        if call:
+            hook = engine.module.get_submodule(f"layers.{layer}").register_forward_hook(fail)
+            batch = models.vector_batch(0, 2)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                engine(*batch) if call == "forward" else getattr(engine, call)(batch)
+            hook.remove()
+            for param in engine.module.parameters():
+                with pytest.raises(ReleasedParameterError):
+                    param.sum()
+        return [engine.train_step(models.vector_batch(step, 2)).loss.item() for step in range(2)]
+
+
+def steps_after_forwards() -> list[list[float]]:
+    return [
+        steps_after_a_forward(call, layer)
+        for call, layer in (("", 0), ("forward", 0), ("forward", 2), ("train_step", 1), ("eval_step", 1))
+    ]
+
+
+def test_a_forward_that_fails_leaves_no_parameters_gathered(ranks: RankPool) -> None:
+    expected, *found = ranks(2, steps_after_forwards)[0]
+    assert found == [expected] * 4

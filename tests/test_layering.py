@@ -208,6 +208,16 @@ def test_what_starts_ranks_imports_no_torch(folder: str) -> None:
         assert not roots & {"torch", "numpy", "pydantic"}, name_of(path)
 
 
+def test_each_public_class_has_a_name_of_its_own() -> None:
+    """A reader who searches for a class finds one."""
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name_of(path))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
 def test_no_import_cycles() -> None:
     modules = {module_name(path): path for path in FILES}
     graph: dict[str, set[str]] = {}

@@ -29,3 +29,6 @@ class PytorchLightningStrategy(EngineStrategy, DDPStrategy):  # type: ignore[mis
 
 
 read_folders_in(saving)
+
+# The names that `lowtide.lightning` asks each of its two packages for.
+LowtidePrecision, LowtideStrategy = PytorchLightningPrecision, PytorchLightningStrategy

@@ -35,10 +35,10 @@ def in_other_package(strategy: str) -> list[float]:
         warnings.simplefilter("ignore")  # of what importing it deprecates
         import pytorch_lightning as pl
 
-    from lowtide.lightning.for_pytorch_lightning import PytorchLightningStrategy
+    from lowtide.lightning.for_pytorch_lightning import LowtideStrategy
     from lowtide.lightning.names import register
 
-    register(PytorchLightningStrategy)
+    register(LowtideStrategy)
     return losses_of(trainer(pl, strategy, world_size(), gradient_clip_val=0.5), module(pl))
 
 
@@ -96,10 +96,10 @@ def test_gradients_are_summed_when_the_module_says_so(ranks: RankPool) -> None:
 
 def by_config() -> list[float]:
     pl = lightning()
-    from lowtide.lightning import PytorchLightningStrategy
+    from lowtide.lightning import LowtideStrategy
 
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
-    strategy = PytorchLightningStrategy(config={"zero_optimization": {"stage": 2}, "optimizer": optimizer})
+    strategy = LowtideStrategy(config={"zero_optimization": {"stage": 2}, "optimizer": optimizer})
     return losses_of(trainer(pl, strategy, world_size()), module(pl, optimizers=0))
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from ..watch.log import logger
 from ..zero.sequence import StateError
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
+from .archive.full_values import give_own_storages
 from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
 from .lent_states import LentStates
@@ -80,6 +82,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         parts.ledger.belongs_to(self, self._closing.close)
         for module in parts.module.modules():
             parts.ledger.override(module, "__reduce_ex__", refuse_copy)
+        own_storages = partial(give_own_storages, parts.driver.passes.units)
+        parts.ledger.hook(parts.module.register_state_dict_post_hook(own_storages))  # type: ignore[no-untyped-call]
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from ...comm import Mesh
 from ...zero.group import Residence, ShardedGroup, values_of
@@ -250,3 +251,25 @@ def _changed(group: ShardedGroup) -> list[str]:
 def _place_in_master(shard: ShardState, piece: Piece, values: Tensor) -> None:
     part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
     values_of(shard.master_of(piece, changes=True)).copy_(part)
+
+
+def give_own_storages(
+    units: Sequence[Unit], module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """A hook of the module's `state_dict`: its parameters have storages of their own, over the same memory.
+
+    They are parts of flat buffers, which `save_model` of safetensors refuses. A change of them stays a change of the
+    parameters. Where a group frees its memory they stay parts of it, and cannot be read while they are released.
+    """
+    groups = (group for unit in units for group in unit.groups)
+    flat = {group.full.untyped_storage().data_ptr() for group in groups if not group.frees_memory}
+    own: dict[tuple[int, int], UntypedStorage] = {}  # by address and bytes: tied parameters have the same one
+    for value in state_dict.values():
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or not value.numel():
+            continue
+        storage = value.untyped_storage()
+        if storage.data_ptr() in flat and value.is_contiguous():
+            start = value.storage_offset() * value.element_size()
+            part = own.setdefault((value.data_ptr(), value.nbytes), storage[start : start + value.nbytes])
+            empty = torch.empty(0, dtype=value.dtype, device=value.device)
+            value.data = empty.set_(part, 0, value.shape, value.stride())  # its version stays the parameter's

@@ -91,6 +91,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/hosts": {"watch"},
     "watch": set(),
 }
+# Folders of tests/ whose tests `bin/test core` leaves out.
+SATELLITE_TESTS = {"integrations", "launch", "plan", "benchmarks", "bin", "examples"}
+SATELLITES = {"deepspeed", "huggingface", "lightning", "ray", "launch", "bin", "engine/plan"}
+
 _SETUPTOOLS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]
 FOLDER_OF: dict[str, str] = _SETUPTOOLS["package-dir"]
 FOLDERS = {folder.split("/")[0] for folder in FOLDER_OF.values()}
@@ -143,6 +147,14 @@ def imported_rooms(path: Path) -> set[str]:
     return {room_of(name) for name in names if name.split(".")[0] == "lowtide"}
 
 
+def is_satellite(name: str) -> bool:
+    """Of a module, or a name in one, of the product or of the tests."""
+    root, *parts = name.split(".")
+    if root != "lowtide":
+        return root == "benchmarks" or (root == "tests" and parts[0] in SATELLITE_TESTS)
+    return any("/".join(parts).startswith(f"{satellite}/") for satellite in SATELLITES)
+
+
 def uses_distributed(nodes: Sequence[ast.AST], path: Path) -> bool:
     names = imports(path, nodes)
     if path.parent.name == "checkpoint":  # its file format is that of torch.distributed.checkpoint
@@ -179,6 +191,25 @@ def test_imports_point_downward() -> None:
 
 def test_the_table_itself_points_downward() -> None:
     assert first_cycle({room: set(below) - {room} for room, below in MAY_IMPORT.items()}) is None
+
+
+def test_no_test_of_the_core_imports_a_satellite() -> None:
+    tests = CHECKOUT / "tests"
+    found = []
+    for path in tests.rglob("*.py"):
+        if path.relative_to(tests).parts[0] in SATELLITE_TESTS:
+            continue
+        for node in nodes_of(path):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [f"{name_of(path)}: {name}" for name in names if is_satellite(f"{name}.")]
+    assert found == []
+
+
+def test_the_script_leaves_out_the_tests_of_satellites() -> None:
+    said = re.search(r"satellites='\^tests/\((.*)\)/'", (CHECKOUT / "bin/test").read_text())
+    assert said is not None and set(said[1].split("|")) == SATELLITE_TESTS
 
 
 def test_only_comm_names_torch_distributed() -> None:

@@ -70,20 +70,6 @@ def test_an_unknown_name_lists_the_public_ones() -> None:
         _ = lowtide.initialise
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
-def test_the_command_starts_without_torch(arguments: list[str]) -> None:
-    code = f"""
-import sys
-from lowtide.bin.main import main
-try:
-    main({arguments})
-except SystemExit:
-    pass
-print("torch" in sys.modules)
-"""
-    assert in_fresh_python(code).endswith("\nFalse")
-
-
 def test_import_adds_little_to_torch_and_training_imports_neither_a_compiler_nor_a_planner() -> None:
     """And starts no CUDA context; nor does filling the weights of a model that is built late import them, or a name of
     lowtide.kernels. torch._dynamo and what it needs cost a second and 860 modules in every process; the others 2 to 70

@@ -75,7 +75,7 @@ class LeastBlock:
 
 def least_held(choice: Choice) -> tuple[int, bool]:
     """(stages of other microbatches of which some rank holds activations in some backward, at least; whether each of
-    its stages has ended a backward by then). `tests/engine/test_plan_search.py` holds it to the schedules.
+    its stages has ended a backward by then). `tests/plan/test_plan_search.py` holds it to the schedules.
     """
     ranks, count, chunks = choice.pipeline, choice.accumulation, num_chunks(choice)
     others = chunks * min(ranks, count) - 1

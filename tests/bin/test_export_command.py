@@ -186,3 +186,18 @@ def test_options_that_are_none_are_refused(option: list[str], text: str, capsys:
     with pytest.raises(SystemExit):
         main(["export", "in", "out", *option])
     assert text in capsys.readouterr().err
+
+
+def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("peft")
+    from tests.engine.test_adapter_checkpoints import LEFT_OUT, save  # skips this module where it is imported above
+
+    save(str(tmp_path), 0, LEFT_OUT)
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "frozen ones left out (checkpoint.exclude_frozen_parameters)" in capsys.readouterr().err
+
+
+def test_averages_that_a_checkpoint_does_not_have_are_refused(tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "in", {"w": torch.ones(3)}, compute_dtypes={"w": torch.float32})
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--ema"]) == 1
+    assert "expected averages in it, found none: the run has not called engine.ema()" in capsys.readouterr().err

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bin.export import main as export_main
 from lowtide.checkpoint.errors import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.archive.frozen import digest_of
@@ -105,12 +104,6 @@ def load_and_save(folder: str) -> bool:
         run(engine, 1, 1)
         engine.save_checkpoint(folder)
         return True
-
-
-def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, capsys: Any) -> None:
-    save(str(tmp_path), 0, LEFT_OUT)
-    assert export_main([str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "frozen ones left out (checkpoint.exclude_frozen_parameters)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowtide
 from lowtide import Engine
-from lowtide.bin.export import main as export
+from lowtide.checkpoint.export import export_source
+from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.zero.sequence import StateError
 from tests import models
 from tests.ranks import RankPool
@@ -241,7 +242,7 @@ def test_a_checkpoint_goes_on_elsewhere(
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     assert [name for name, value in plain.items() if not torch.equal(loaded[name], value)] == []
     torch.testing.assert_close(later, expected, rtol=1e-4, atol=1e-5)
-    assert export([str(tmp_path), str(tmp_path / "from checkpoint"), "--ema", "--dtype", "fp32"]) == 0
+    export_source(CheckpointFolder(tmp_path).open().averaged_weights, tmp_path / "from checkpoint", dtype=torch.float32)
     again = load_file(tmp_path / "from checkpoint" / "model.safetensors")
     assert [name for name, value in plain.items() if not torch.equal(again[name], value)] == []
 
@@ -266,7 +267,8 @@ def test_a_checkpoint_with_averages_and_an_engine_without_say_so(
         loaded, _ = load(case, tmp_path / "without", True)
     assert "the checkpoint has no moving averages of the weights: they begin anew with those that" in caplog.text
     assert all(torch.equal(loaded[name], value) for name, value in load(case, tmp_path / "without", False)[0].items())
-    assert export([str(tmp_path / "without"), str(tmp_path / "out"), "--ema"]) == 1
+    with pytest.raises(ValueError, match="expected averages in it, found none"):
+        _ = CheckpointFolder(tmp_path / "without").open().averaged_weights
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------------

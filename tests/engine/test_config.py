@@ -317,5 +317,5 @@ def test_a_predivide_factor_beside_prescale_gradients_gives_a_note() -> None:
 
 
 def test_the_config_layer_does_not_import_torch() -> None:
-    code = "import sys, lowtide.bin.config; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, lowtide.engine.config.config; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

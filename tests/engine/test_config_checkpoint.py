@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from lowtide.bin.config import main
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.schema import json_schema
 
@@ -136,16 +135,3 @@ def test_the_schema_has_the_key_of_the_file() -> None:
     properties = json_schema()["$defs"]["CheckpointConfig"]["properties"]
     assert properties["async"]["type"] == "boolean" and "asynchronous" not in properties
     assert set(FULL) < set(properties) and properties["folder"]["minLength"] == 1
-
-
-def test_the_command_shows_the_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "zero3"]) == 0
-    shown = json.loads(capsys.readouterr().out)["checkpoint"]
-    assert shown == {
-        "folder": None,
-        "every_steps": 0,
-        "keep_last": None,
-        "async": False,
-        "exclude_frozen_parameters": False,
-        "on_sigterm": False,
-    }

@@ -1,14 +1,10 @@
-"""`lowtide config explain` and `diff`: where each value comes from, and where two configs differ in meaning."""
+"""Where each value of a config comes from, and where two configs differ in meaning."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lowtide.bin.config import main
 from lowtide.engine.config.config import Config
 from lowtide.engine.config.explain import Explained, difference, explain
 from lowtide.engine.config.read import read
@@ -190,33 +186,3 @@ def test_no_key_of_a_real_file_is_passed_over(path: Path) -> None:
 def test_a_difference_is_one_of_meaning(first: Any, second: Any, said: list[str]) -> None:
     found = [f"{one.path}: {one.sides[0]} -> {one.sides[1]}" for one in difference(first, second)]
     assert set(said) <= set(found) and bool(said) == bool(found)
-
-
-def test_the_command_explains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 1, "overlap_comm": true}, "quux": 1}')
-    assert main(["explain", str(path), "--given"]) == 1
-    out, error = capsys.readouterr()
-    assert "zero_optimization.stage = 1  (set)\n    0 shards nothing, 1 the" in out and "pipeline" not in out
-    assert error.startswith(f"1 fault in {path}:\n  quux: unknown key")
-    assert main(["explain", "zero3", "--json", "--world-size", "4"]) == 0
-    said = {one["path"]: one["value"] for one in json.loads(capsys.readouterr().out)}
-    assert said["train_batch_size"] == 4 and said["zero_optimization.stage"] == 3
-
-
-def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "zero2", "zero2"]) == 0
-    assert capsys.readouterr().out == "zero2 and zero2 ask for the same\n"
-    assert main(["diff", "zero2", "zero3"]) == 1
-    assert capsys.readouterr().out == "zero_optimization.stage: 2 (set) -> 3 (set)\n"
-    assert main(["diff", "zero2", "nothing.json"]) == 2
-    assert "no such file: nothing.json" in capsys.readouterr().err
-
-
-def test_a_reader_that_has_enough_is_no_error() -> None:
-    run = "import sys; from lowtide.bin.main import main; sys.exit(main(['config', 'schema']))"
-    process = subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait() == 141
-    process.stderr.close()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import lowtide
-import lowtide.deepspeed as deepspeed
 from lowtide.engine.model.given_model import take
 from lowtide.model.ledger import Ledger
 from lowtide.zero.sequence import StateError
@@ -122,22 +121,3 @@ def test_a_copy_of_an_engines_model_is_no_engines() -> None:
     take(copy.deepcopy(model), Ledger())
     with pytest.raises(ValueError, match="this Linear is the model of an engine that is still open"):
         take(model, Ledger())
-
-
-def trained_by_deepspeeds_names(model: nn.Module) -> float:
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
-    engine: Any = deepspeed.initialize(model=model, config=config)[0]
-    loss = engine(torch.ones(2, 2)).mean()
-    engine.backward(loss)
-    engine.step()
-    return float(loss.detach())
-
-
-def lost_twice() -> list[float]:
-    model = nn.Linear(2, 2)
-    return [trained_by_deepspeeds_names(model) for _ in range(3)]
-
-
-def test_scripts_of_deepspeed_may_initialize_in_a_function(ranks: RankPool) -> None:
-    for losses in ranks(2, lost_twice):
-        assert losses[0] > losses[1] > losses[2]

@@ -19,8 +19,8 @@ from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.engine.plan.stages import Stages
 from tests import models
 from tests.engine.test_blueprint import config_of, frozen_gpt, quantized_cases
-from tests.engine.test_planned_splits import ExpertGPT
-from tests.engine.test_planned_splits import batch as batch_of_experts
+from tests.plan.test_planned_splits import ExpertGPT
+from tests.plan.test_planned_splits import batch as batch_of_experts
 from tests.ranks import RankPool
 from tests.zero.training import rank_and_world
 

@@ -19,7 +19,7 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.stages import Stages
-from tests.engine.test_planned_peak import (
+from tests.plan.test_planned_peak import (
     BF16,
     ROWS,
     TOLERANCE,
@@ -29,7 +29,7 @@ from tests.engine.test_planned_peak import (
     batch_of,
     config_of,
 )
-from tests.engine.test_planned_peak_of_stages import MODELS
+from tests.plan.test_planned_peak_of_stages import MODELS
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW
 

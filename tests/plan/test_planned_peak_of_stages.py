@@ -17,7 +17,7 @@ from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import memory_by_place
 from lowtide.engine.plan.profile import Profile, ProfilePart
 from tests import models
-from tests.engine.test_planned_peak import (
+from tests.plan.test_planned_peak import (
     BF16,
     ROWS,
     Case,

@@ -21,7 +21,7 @@ from lowtide.engine.plan.pipelined import memory_by_place
 from lowtide.engine.plan.profile import Profile
 from lowtide.engine.plan.splits import PlannedSplits
 from tests.engine.test_blueprint import shared_memory_counted
-from tests.engine.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of, is_watched
+from tests.plan.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of, is_watched
 from tests.ranks import RankPool
 from tests.zero.training import rank_and_world
 

@@ -6,23 +6,27 @@ import pytest
 import torch
 
 import lowtide
-from tests.engine.test_planned_peak import ROWS, batch_of, gpt
+from tests import models
 from tests.pretend.group import register
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW
+
+ROWS = 8
 
 
 def recorded(stage: int) -> tuple[int, int, dict[str, Any]]:
     """(peak of the report, of the allocator, the report)."""
     register()
     config = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": stage}, "optimizer": ADAMW}
-    with lowtide.initialize(gpt(), {**config, "steps_per_print": 0, "device": "pretend"}) as engine:
+    with lowtide.initialize(
+        models.TinyGPT(width=64, layers=3), {**config, "steps_per_print": 0, "device": "pretend"}
+    ) as engine:
         for number in range(2):
-            engine.train_step(batch_of("gpt", number))
+            engine.train_step(models.token_batch(number, ROWS))
         before = torch.accelerator.memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
         with engine.record_memory():
-            engine.train_step(batch_of("gpt", 2))
+            engine.train_step(models.token_batch(2, ROWS))
         report = engine.memory_report()
         assert report.peak_bytes is not None and report.allocator_bytes is not None and before
         return report.peak_bytes, report.allocator_bytes, vars(report)

@@ -562,3 +562,22 @@ def coalesced(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_caller_says_when_a_step_ends(ranks: RankPool, stage: int) -> None:
     ranks(2, coalesced, stage)
+
+
+def trained_by_deepspeeds_names(model: nn.Module) -> float:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+    engine: Any = deepspeed.initialize(model=model, config=config)[0]
+    loss = engine(torch.ones(2, 2)).mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def lost_twice() -> list[float]:
+    model = nn.Linear(2, 2)
+    return [trained_by_deepspeeds_names(model) for _ in range(3)]
+
+
+def test_scripts_of_deepspeed_may_initialize_in_a_function(ranks: RankPool) -> None:
+    for losses in ranks(2, lost_twice):
+        assert losses[0] > losses[1] > losses[2]

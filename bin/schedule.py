@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..pipe.schedules.costs import Costs
-from ..pipe.schedules.errors import ScheduleError
 from ..pipe.schedules.grid import colour_grid, write_png
 from ..pipe.schedules.registry import KINDS, is_path, make_schedule, read_schedule
-from ..pipe.schedules.schedule import Schedule
+from ..pipe.schedules.schedule import Schedule, ScheduleError
 from ..pipe.schedules.simulator import Simulation, simulate
 from .arguments import Parser
 

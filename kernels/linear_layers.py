@@ -39,12 +39,10 @@ class LinearLayers:
         ledger: takes the layers' forwards off; copies of the layers compute as plain ones from then on.
         """
         self._make: MakeGradient | None = make
-        self.num_layers = 0
         for module in modules:
             is_transposed = _transposes(module)
             if is_transposed is not None:
                 ledger.override(module, "forward", partial(self._forward, module, is_transposed))
-                self.num_layers += 1
         ledger.callback(self._forget_make)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -14,14 +14,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm import P2P, CollectiveError
 from ..model.ledger import Ledger
-from .entry import Entry
+from .backward import Entry, WeightGradients
 from .messages import Key, Messages, described
-from .schedules.action import Action, Op
-from .schedules.schedule import Schedule
+from .schedules.schedule import Action, Op, Schedule
 from .split.carried import Carried
 from .split.trees import leaves
 from .stage import Stage
-from .weight_gradients import WeightGradients
 
 _MAX_SENDS = 4  # messages that may have arrived or not; more would hold memory and hide nothing further
 

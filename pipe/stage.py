@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from ..model.ledger import Ledger
 from .split.absent import is_missing, resolved
-from .split.carried import Carried, CarriedSpec, run_lengths
-from .split.outer_values import OuterValues
-from .split.probe import Needs, Probe
+from .split.carried import Carried, CarriedSpec, OuterValues, run_lengths
 from .split.random_streams import RandomStreams
 from .split.replay import LeaveForward, Replay
-from .split.replayed_model import ReplayedModel
+from .split.replayed_model import Needs, Probe, ReplayedModel
 from .split.split import SplitPlan
 from .split.trees import TensorShape, leaves, map_leaves
 

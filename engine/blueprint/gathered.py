@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from ...comm import Mesh, Progress
-from ...pipe.schedules.action import Op
+from ...pipe.schedules.schedule import Op
 from ...zero.group import Residence, ShardedGroup
 from ...zero.plan import GroupPlan
 from ...zero.scheduled_units import ScheduledUnits

@@ -9,11 +9,10 @@ from typing import Any
 from torch import nn
 
 from ...comm import World
-from ...pipe.schedules.action import Action, Op
 from ...pipe.schedules.costs import Costs
-from ...pipe.schedules.layered import layered, layered_evaluation
+from ...pipe.schedules.generators import layered, layered_evaluation
 from ...pipe.schedules.passes import complete
-from ...pipe.schedules.schedule import Schedule
+from ...pipe.schedules.schedule import Action, Op, Schedule
 from ...pipe.split.blocks import find_blocks
 from ...pipe.split.split import SplitPlan, plan_split
 from ...zero.domain import Copies

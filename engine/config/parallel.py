@@ -6,9 +6,8 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ...configs.section import Positive, Section
-from ...pipe.schedules.errors import ScheduleError
 from ...pipe.schedules.registry import check_counts, is_path, make_schedule
-from ...pipe.schedules.schedule import Schedule
+from ...pipe.schedules.schedule import Schedule, ScheduleError
 from .batch import nearest_divisors
 from .errors import Fault, printable
 from .idle import idle

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...pipe.schedules.action import Action, Op
+from ...pipe.schedules.schedule import Action, Op
 from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...pipe.schedules.action import Op
 from ...pipe.schedules.costs import Costs
 from ...pipe.schedules.passes import merge_backward
 from ...pipe.schedules.recurrence import Recurrence, ScheduleOutcome
-from ...pipe.schedules.schedule import Schedule
+from ...pipe.schedules.schedule import Op, Schedule
 from .stages import Stages
 
 _SIMULATED_PER_RANK = 2  # microbatches; from then on a schedule repeats itself

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ...offload import ActivationOffload
-from ...pipe.schedules.action import Action
+from ...pipe.schedules.schedule import Action
 from ...pipe.split.random_streams import RandomStreams
 
 

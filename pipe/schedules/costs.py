@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from .action import Action, Op
+from .schedule import Action, Op
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .action import COMPUTE_OPS, Action, Op
-from .schedule import Schedule
+from .schedule import COMPUTE_OPS, Action, Op, Schedule
 from .simulator import Simulation, TimeSlot
 
 if TYPE_CHECKING:

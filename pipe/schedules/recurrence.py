@@ -15,9 +15,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .action import COMPUTE_OPS, Action, Op
 from .costs import Costs
-from .schedule import Schedule
+from .schedule import COMPUTE_OPS, Action, Op, Schedule
 from .simulator import simulate
 
 _CODES = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}

@@ -7,13 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .dualpipe_v import dualpipe_v
-from .errors import ScheduleError
-from .gpipe import gpipe
-from .one_f_one_b import interleaved, one_f_one_b
-from .schedule import Schedule
+from .generators import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from .schedule import Schedule, ScheduleError
 from .simulator import simulate
-from .zero_bubble import zb_h1, zb_v
 
 
 @dataclass(frozen=True)

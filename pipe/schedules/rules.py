@@ -4,11 +4,12 @@ That no rank waits for ever is not seen in one list: `simulator` finds it.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 
-from .action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
-from .errors import ScheduleError
-from .excerpt import excerpt
-from .schedule import Schedule
+from .schedule import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, Schedule, ScheduleError
+
+_REACH = 4  # actions that `excerpt` shows on each side
+_MOST_RANKS = 16
 
 
 def check_rules(schedule: Schedule) -> None:
@@ -21,10 +22,9 @@ def check_rules(schedule: Schedule) -> None:
     and after the stage's last backward.
     """
     _check_shape(schedule)
-    rules = _Rules(schedule)
     for rank in range(schedule.num_ranks):
-        _RankCheck(rules, rank).run()
-    if rules.has_messages:
+        _RankCheck(schedule, rank).run()
+    if schedule.has_messages:
         _check_order_of_messages(schedule)
 
 
@@ -55,24 +55,15 @@ def _check_shape(schedule: Schedule) -> None:
         raise ScheduleError(f"schedule {schedule.name}: rank {min(idle)} has no stage; give it one or use fewer ranks")
 
 
-class _Rules:
-    """What of the rules depends on the schedule as a whole."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.has_messages = schedule.has_messages
-        self.has_gathers = schedule.has_any(Op.GATHER, Op.RELEASE)
-        self.once = [op for op in (Op.REDUCE, Op.STEP) if schedule.has_any(op)]
-        self.is_forward_only = schedule.is_forward_only
-
-
 class _RankCheck:
     """Goes through one rank's list and remembers what has been done."""
 
-    def __init__(self, rules: _Rules, rank: int) -> None:
-        self._rules = rules
-        self._schedule = rules.schedule
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule = schedule
         self._rank = rank
+        self._has_messages = schedule.has_messages
+        self._has_gathers = schedule.has_any(Op.GATHER, Op.RELEASE)
+        self._is_forward_only = schedule.is_forward_only
         self._done: dict[Action, int] = {}  # where each action stands
         self._gathered: dict[int, int] = {}  # stage: where its GATHER stands
         self._num_finished: dict[int, int] = defaultdict(int)  # stage: B and W so far
@@ -117,9 +108,9 @@ class _RankCheck:
                 return f"{stage}{other.value}{microbatch} has done this backward; B stands for I and W"
         if action.op is Op.W and not self._has(Op.I, stage, microbatch):
             return f"the weight half comes before the input half, {stage}I{microbatch}"
-        if self._rules.has_gathers and stage not in self._gathered:
+        if self._has_gathers and stage not in self._gathered:
             return f"the parameters of stage {stage} are not gathered; put {stage}GATHER before"
-        if self._rules.has_messages and action.op is not Op.W:
+        if self._has_messages and action.op is not Op.W:
             receive = Action(Op.RECV_F if action.op is Op.F else Op.RECV_B, stage, microbatch)
             if self._is_message(receive) and receive not in self._done:
                 return f"its input is not received; put {receive} before"
@@ -132,7 +123,7 @@ class _RankCheck:
             if not 0 <= peer < self._schedule.num_stages:
                 return f"stage {stage} is the {'first' if stage == 0 else 'last'} one and has no such neighbour"
             return f"stage {peer} is on this rank too, no message is needed"
-        if action.op is Op.RECV_B and self._rules.is_forward_only:
+        if action.op is Op.RECV_B and self._is_forward_only:
             return "nothing goes backward in this schedule"
         if action.op is Op.SEND_F and not self._has(Op.F, stage, microbatch):
             return f"it is sent before it is made by {stage}F{microbatch}"
@@ -148,7 +139,7 @@ class _RankCheck:
         elif action.op is Op.RELEASE:
             if stage not in self._gathered:
                 return f"stage {stage} is not gathered"
-        elif self._num_finished[stage] < self._schedule.num_microbatches and not self._rules.is_forward_only:
+        elif self._num_finished[stage] < self._schedule.num_microbatches and not self._is_forward_only:
             finished, count = self._num_finished[stage], self._schedule.num_microbatches
             return f"the weight gradients of stage {stage} are not complete: {finished} of {count} microbatches"
         elif action.op is Op.REDUCE and Action(Op.STEP, stage) in self._done:
@@ -161,8 +152,8 @@ class _RankCheck:
         for stage in self._schedule.stages_of_rank(self._rank):
             for microbatch in range(self._schedule.num_microbatches):
                 self._check_finished(stage, microbatch, end)
-            for op in self._rules.once:
-                if Action(op, stage) not in self._done:
+            for op in (Op.REDUCE, Op.STEP):
+                if self._schedule.has_any(op) and Action(op, stage) not in self._done:
                     fail(self._schedule, self._rank, end, f"{stage}{op.value} is missing; other stages have theirs")
             if stage in self._gathered:
                 where = self._gathered[stage]
@@ -176,11 +167,11 @@ class _RankCheck:
             if not self._has(Op.W, stage, microbatch):
                 text = f"leak: what W needs is kept to the end; {stage}W{microbatch} is missing"
                 fail(self._schedule, self._rank, half, text)
-        elif not self._rules.is_forward_only and not self._has(Op.B, stage, microbatch):
+        elif not self._is_forward_only and not self._has(Op.B, stage, microbatch):
             text = f"leak: its activations are kept to the end; {stage}B{microbatch} is missing"
             fail(self._schedule, self._rank, forward, text)
-        if self._rules.has_messages:
-            backward = () if self._rules.is_forward_only else (Op.SEND_B,)
+        if self._has_messages:
+            backward = () if self._is_forward_only else (Op.SEND_B,)
             for op in (Op.SEND_F, *backward):
                 send = Action(op, stage, microbatch)
                 if self._is_message(send) and send not in self._done:
@@ -211,3 +202,36 @@ def _check_order_of_messages(schedule: Schedule) -> None:
             if schedule.actions[receiver][index] != wanted:
                 text = f"rank {sender} sends {send} here, expected {wanted}; both must have one order"
                 fail(schedule, receiver, index, text)
+
+
+def excerpt(schedule: Schedule, cells: Mapping[int, int]) -> str:
+    """The lists around `cells` (rank: index in its list), one line per rank; an index past the end marks the end.
+
+        rank 0  ... 0F1 >0B0<  0F2  0B1  0F3 ...
+        rank 1      1F0  1F1   1B0  1F2  1B1 ...
+
+    Ranks without a cell are shown around the first one's index. Of many ranks those around the first cell are shown.
+    """
+    first_rank = min(cells)
+    last = max(schedule.num_ranks - _MOST_RANKS, 0)
+    begin = min(max(first_rank - _MOST_RANKS // 2, 0), last)
+    ranks = [rank for rank in range(schedule.num_ranks) if begin <= rank < begin + _MOST_RANKS or rank in cells]
+    width = max(len(str(action)) for rank in ranks for action in (*schedule.actions[rank], "end"))
+    lines = [_line(schedule, rank, cells.get(rank), cells[first_rank], width) for rank in ranks]
+    if left_out := schedule.num_ranks - len(ranks):
+        lines.append(f"({left_out} more ranks)")
+    return "\n".join(lines)
+
+
+def _line(schedule: Schedule, rank: int, cell: int | None, center: int, width: int) -> str:
+    actions = schedule.actions[rank]
+    center = center if cell is None else cell
+    texts = []
+    for index in range(center - _REACH, center + _REACH + 1):
+        text = str(actions[index]) if 0 <= index < len(actions) else ""
+        if index == cell:
+            text = f">{text or 'end'}<"
+        texts.append(f"{text:^{width + 2}}")
+    before = "..." if center > _REACH and actions else "   "
+    after = "..." if center + _REACH + 1 < len(actions) else ""
+    return f"rank {rank:<{len(str(schedule.num_ranks - 1))}}  {before} {' '.join(texts)} {after}".rstrip()

@@ -1,28 +1,28 @@
-"""The repeated blocks of a model, between which it can be split."""
+"""The repeated blocks of a model, between which it can be split, and how long each of them takes."""
 
 from __future__ import annotations
 
+import itertools
+import statistics
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from ...model import blocks as model_blocks
 from ...model.blocks import MIN_SHARE_OF_PARAMETERS, numel
+from ...model.buffers import BufferValues
+
+Blocks = Mapping[str, nn.Module]  # by their names in the model
+_ROUNDS = 5
 
 
-@dataclass(frozen=True)
-class Block:
-    """One repeated part of a model, by its name in the model."""
-
-    name: str
-    module: nn.Module
-
-
-def find_blocks(model: nn.Module) -> tuple[Block, ...]:
+def find_blocks(model: nn.Module) -> Blocks:
     """The model's blocks, as ZeRO finds them, in order of registration. Raises ValueError where there are none."""
-    blocks = tuple(Block(name, module) for name, module in model_blocks.find_blocks(model))
+    blocks = dict(model_blocks.find_blocks(model))
     if not blocks:
         total = numel(model)
         lists = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
@@ -37,14 +37,57 @@ def find_blocks(model: nn.Module) -> tuple[Block, ...]:
     return blocks
 
 
-def check_order(blocks: Sequence[Block], called: Sequence[int]) -> None:
+def check_order(blocks: Blocks, called: Sequence[int]) -> None:
     """Raises ValueError unless a forward called every block once, in order."""
     if called != list(range(len(blocks))):
-        shown = ", ".join(blocks[number].name for number in called)
+        names = list(blocks)
+        shown = ", ".join(names[number] for number in called)
         raise ValueError(
             f"pipeline: expected a forward that calls each of {len(blocks)} blocks once, in the order of registration, "
             f"found the calls: {shown or 'none'}"
         )
+
+
+def seconds_of_blocks(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], Any]) -> list[float]:
+    """Seconds before the first block, then from the entry of each block to that of the next, or to the end.
+
+    The median of several forwards without gradients, after one that warms up; random state and buffers are as before.
+    Raises ValueError for a model on the meta device, and where a forward does not call every block once, in order.
+    """
+    if any(param.is_meta for param in model.parameters()):
+        raise ValueError(
+            'pipeline: balance "time" needs a model with memory to measure on, found parameters on the meta device; '
+            'use balance "parameters"'
+        )
+    device = next(model.parameters()).device
+    entries: list[tuple[int, float]] = []
+
+    def now() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    def entry_of(number: int) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: entries.append((number, now()))
+
+    handles = [
+        block.register_forward_pre_hook(entry_of(number), prepend=True) for number, block in enumerate(blocks.values())
+    ]
+    rounds = []
+    try:
+        fork = torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type)
+        with fork, BufferValues(model), torch.no_grad():
+            for _ in range(1 + _ROUNDS):
+                entries.clear()
+                begin = now()
+                call(model)
+                check_order(blocks, [number for number, _ in entries])
+                moments = [begin, *(moment for _, moment in entries), now()]
+                rounds.append([after - before for before, after in itertools.pairwise(moments)])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 
 def _described(name: str, module: nn.Module, total: int) -> str:

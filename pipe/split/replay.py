@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from .absent import Absent, is_missing, resolved
-from .carried import Carried, CarriedSpec, description
-from .outer_values import OuterValues
+from .carried import Carried, CarriedSpec, OuterValues, description
 from .random_streams import RandomStreams
 from .split import SplitPlan
 from .trees import TensorShape, leaves, map_leaves

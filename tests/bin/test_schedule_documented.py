@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from lowtide.bin.schedule import main
-from lowtide.pipe.schedules.errors import ScheduleError
 from lowtide.pipe.schedules.grid import text_grid
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowtide.pipe.split.balance import given_counts, partition
+from lowtide.pipe.split.split import given_counts, partition
 
 
 def all_partitions(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:

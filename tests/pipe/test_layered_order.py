@@ -2,10 +2,9 @@
 
 import pytest
 
-from lowtide.pipe.schedules.action import Op
-from lowtide.pipe.schedules.layered import layered, layered_evaluation
+from lowtide.pipe.schedules.generators import layered, layered_evaluation
 from lowtide.pipe.schedules.rules import check_rules
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import Op, Schedule
 
 
 def text_of(schedule: Schedule) -> str:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lowtide
-from lowtide.pipe.schedules.action import COMPUTE_OPS, Action, Op
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import COMPUTE_OPS, Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.stage import Call, Stage

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lowtide.pipe.schedules.action import Action, Op
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.errors import ScheduleError
 from lowtide.pipe.schedules.recurrence import Recurrence
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import Action, Op, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.pipe.schedules.errors import ScheduleError
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from lowtide.pipe.schedules.schedule import ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 
 

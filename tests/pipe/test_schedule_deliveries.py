@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from lowtide.comm import Pending
-from lowtide.pipe.deliveries import deliveries
-from lowtide.pipe.messages import Messages
-from lowtide.pipe.schedules.action import RECV_OPS, SEND_OPS, Action, Op
+from lowtide.pipe.messages import Messages, deliveries
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import RECV_OPS, SEND_OPS, Action, Op, Schedule
 
 
 def other_end(schedule: Schedule, message: Action) -> int:

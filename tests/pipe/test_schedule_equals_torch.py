@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from lowtide.pipe.schedules.action import COMPUTE_OPS, Action
 from lowtide.pipe.schedules.registry import make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import COMPUTE_OPS, Action, Schedule
 from lowtide.pipe.schedules.simulator import Simulation, simulate
 
 

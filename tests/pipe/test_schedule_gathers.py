@@ -4,13 +4,10 @@ from functools import cache
 
 import pytest
 
-from lowtide.pipe.schedules.action import COMPUTE_OPS, Action, Op
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.errors import ScheduleError
-from lowtide.pipe.schedules.gathers import add_gathers
-from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.passes import add_gathers, complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 
 

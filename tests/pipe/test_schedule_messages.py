@@ -5,12 +5,10 @@ from collections import Counter
 
 import pytest
 
-from lowtide.pipe.schedules.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.errors import ScheduleError
 from lowtide.pipe.schedules.passes import add_messages, forward_only, merge_backward
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 
 GRID = [(1, 2), (2, 4), (3, 7), (4, 8)]

@@ -4,13 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from lowtide.pipe.schedules.action import BACKWARD_OPS, Action, Op
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.errors import ScheduleError
-from lowtide.pipe.schedules.gathers import add_gathers
-from lowtide.pipe.schedules.passes import add_reduces, add_steps, complete, forward_only, merge_backward
+from lowtide.pipe.schedules.passes import add_gathers, add_reduces, add_steps, complete, forward_only, merge_backward
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 
 SPLIT = [name for name, kind in KINDS.items() if kind.splits_backward]

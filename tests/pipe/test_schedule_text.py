@@ -2,11 +2,9 @@
 
 import pytest
 
-from lowtide.pipe.schedules.action import Action, Op
-from lowtide.pipe.schedules.errors import ScheduleError
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import Action, Op, Schedule, ScheduleError
 
 TEXT = """\
 name: two ranks

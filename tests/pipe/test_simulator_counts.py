@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lowtide.pipe.schedules.action import Action
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.gathers import add_gathers
-from lowtide.pipe.schedules.passes import complete, forward_only
+from lowtide.pipe.schedules.passes import add_gathers, complete, forward_only
 from lowtide.pipe.schedules.registry import make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import Action, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 
 

@@ -2,12 +2,10 @@
 
 import pytest
 
-from lowtide.pipe.schedules.action import Action
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.errors import ScheduleError
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import make_schedule
-from lowtide.pipe.schedules.schedule import Schedule
+from lowtide.pipe.schedules.schedule import Action, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 
 

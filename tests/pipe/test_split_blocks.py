@@ -12,7 +12,7 @@ from tests.zero.containers import Dicts
 
 
 def names(model: nn.Module) -> list[str]:
-    return [block.name for block in find_blocks(model)]
+    return list(find_blocks(model))
 
 
 def test_the_elements_of_a_module_list_are_the_blocks() -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.pipe.split.forward_code import mentions
+from lowtide.pipe.split.usage import mentions
 
 PARTS = ("first", "layers", "between", "last")
 

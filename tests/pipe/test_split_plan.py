@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.pipe.split import block_times
+from lowtide.pipe.split import blocks as split_blocks
 from lowtide.pipe.split.split import SplitPlan, plan_split
 from tests import models
 from tests.pipe.staged import numels
@@ -139,7 +139,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(block_times, "time", clock)
+    monkeypatch.setattr(split_blocks, "time", clock)
     return clock
 
 

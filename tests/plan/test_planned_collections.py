@@ -20,8 +20,8 @@ from lowtide.engine.plan.pipeline_run import ScheduleRun, recurrence_of
 from lowtide.engine.plan.pipelined import PipelineParts
 from lowtide.engine.plan.stages import Stages
 from lowtide.pipe.messages import Messages
-from lowtide.pipe.schedules.action import Action, Op
 from lowtide.pipe.schedules.registry import make_schedule
+from lowtide.pipe.schedules.schedule import Action, Op
 from lowtide.zero.scheduled_units import ScheduledUnits
 from tests import models
 from tests.engine.test_blueprint import BF16, config_of

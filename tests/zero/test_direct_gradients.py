@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
 from lowtide.model.ledger import Ledger
-from lowtide.pipe.weight_gradients import WeightGradients
+from lowtide.pipe.backward import WeightGradients
 from lowtide.zero import direct_gradients
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, train, train_all

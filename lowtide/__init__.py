@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .engine.plan.plan import Plan, plan
     from .engine.step.errors import NonFiniteGradientError
     from .engine.step.step_result import StepResult
-    from .offload.errors import OffloadError
+    from .offload.host_memory import OffloadError
     from .zero.loss_scale import LossScaleError
     from .zero.released import ReleasedParameterError
 
@@ -52,7 +52,7 @@ _HOME = {
     "Machine": ".engine.plan.machine",
     "NoCheckpointError": ".checkpoint.errors",
     "NonFiniteGradientError": ".engine.step.errors",
-    "OffloadError": ".offload.errors",
+    "OffloadError": ".offload.host_memory",
     "Plan": ".engine.plan.plan",
     "ReleasedParameterError": ".zero.released",
     "StepResult": ".engine.step.step_result",

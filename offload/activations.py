@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .activation_limit import ActivationLimit
-from .errors import OffloadError
-from .heap import return_large_blocks
-from .residency import Residency
-from .saved_memory import SavedMemory
-from .saved_tensor import KeptTensor, OffloadedTensor
+from .host_memory import OffloadError, return_large_blocks
+from .residency import Residency, SavedMemory
 from .store import Store
 
+BLOCKS_IN_MEMORY = 3  # one that is computed, one that is kept for backward, one on its way
 _LOGGER = logging.getLogger("lowtide")
 _PART_OF_STORAGE = 8  # a view of less than 1/8 of its storage is saved by itself: a few rows of a data set, say
 _MIN_RETURNED_BYTES = 128 << 10  # smaller blocks of host memory stay with the C library when they are freed
@@ -263,6 +260,90 @@ def in_storages_of(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
     return lambda tensor: tensor.untyped_storage()._cdata in storages
 
 
+class ActivationLimit:
+    """A budget; without one, three blocks as large as the largest so far.
+
+    A block is what is saved from one `begin_block` to the next (after the last one of a forward comes the head, which
+    may be much larger, and counts only while it runs); without such calls, one saved tensor.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self._block_bytes: int | None = None  # saved since the last begin_block of this forward
+        self._largest_block_bytes = 0
+        self._has_blocks = False
+
+    @property
+    def nbytes(self) -> int:
+        """As of now."""
+        return self.budget_bytes or BLOCKS_IN_MEMORY * max(self._largest_block_bytes, self._block_bytes or 0)
+
+    def begin_block(self) -> None:
+        """A block's forward begins."""
+        if not self._has_blocks:  # until now each saved tensor was taken for one
+            self._has_blocks, self._largest_block_bytes = True, 0
+        self._largest_block_bytes = max(self._largest_block_bytes, self._block_bytes or 0)
+        self._block_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So much is saved together."""
+        if self._block_bytes is not None:
+            self._block_bytes += nbytes
+        elif not self._has_blocks:
+            self._largest_block_bytes = max(self._largest_block_bytes, nbytes)
+
+    def end_forward(self) -> None:
+        """What comes next is of another forward."""
+        self._largest_block_bytes = self._largest_block_bytes or self._block_bytes or 0
+        self._block_bytes = None
+
+
+class KeptTensor:
+    """A saved tensor that stays in memory. Torch does not check versions under hooks, so this does."""
+
+    __slots__ = ("_origin", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A leaf is kept itself, since its memory may be exchanged; anything else would hold its own graph.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+        self._origin = _origin(tensor)
+
+    def check_version(self) -> None:
+        """Raises torch's error where the tensor was changed in place since."""
+        if self.tensor._version != self._version:
+            raise _changed(self.tensor.type(), self.tensor.shape, self._origin, self.tensor._version, self._version)
+
+
+class OffloadedTensor:
+    """A view of a `SavedMemory`: all of a saved tensor but its bytes."""
+
+    __slots__ = ("_dtype", "_kind", "_offset", "_on_freed", "_origin", "_shape", "_stride", "memory")
+
+    def __init__(self, tensor: Tensor, memory: SavedMemory, on_freed: Callable[[SavedMemory], None]) -> None:
+        self.memory = memory
+        self._on_freed = on_freed
+        self._kind = tensor.type()
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset() - memory.start // tensor.element_size()
+        self._origin = _origin(tensor)
+
+    def check_version(self) -> None:
+        """Raises torch's error where the tensor was changed in place since."""
+        found, expected = self.memory.versions
+        if found != expected:
+            raise _changed(self._kind, self._shape, self._origin, found, expected)
+
+    def view_of(self, content: Tensor) -> Tensor:
+        """The saved tensor, in the bytes of its memory, (nbytes,) uint8."""
+        offset = content.storage_offset() // self._dtype.itemsize + self._offset
+        tensor = torch.empty(0, dtype=self._dtype, device=content.device)
+        return tensor.set_(content.untyped_storage(), offset, self._shape, self._stride)
+
+    def __del__(self) -> None:
+        self._on_freed(self.memory)
+
+
 def _is_ordinary(tensor: Tensor) -> bool:
     """True where a tensor is its storage, offset, shape and strides, and nothing else."""
     return (
@@ -270,4 +351,18 @@ def _is_ordinary(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.device.type != "meta"
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _origin(tensor: Tensor) -> str:
+    """The node that made it, as torch's message has it."""
+    return f", which is output {tensor.output_nr} of {tensor.grad_fn.name()}," if tensor.grad_fn is not None else ""
+
+
+def _changed(kind: str, shape: torch.Size, origin: str, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(shape)}]{origin} is at version {found}; expected version {expected} instead. Hint: enable "
+        "anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
     )

@@ -11,9 +11,13 @@ any other is copied through a thread's own memory. Room of dropped keys is used 
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import mmap
 import os
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +25,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from .block_file import ALIGNMENT_BYTES, BlockError, BlockFile
-from .checksum import Checksum
-from .errors import OffloadError
-from .io_threads import IoThreads, Scratch
-from .regions import Regions
+from .block_file import ALIGNMENT_BYTES, BlockError, BlockFile, Checksum
+from .host_memory import OffloadError
 from .store import Transfer, check_bytes, check_size, closed_error, unknown_key_error
 
 _Verb = Literal["save", "load"]
@@ -304,3 +305,114 @@ def _check_host(name: str, values: Tensor) -> None:
         raise ValueError(
             f"{name}: expected host memory, found {values.device}; copy it into a buffer of a HostPool first"
         )
+
+
+class Regions:
+    """Gives parts of a line that grows at its end, of exact size, and takes them back; free neighbours become one.
+
+    A region takes the smallest free part that holds it, else the end of the line. Sizes are rounded up to `alignment`,
+    so every offset is a multiple of it.
+    """
+
+    def __init__(self, alignment: int) -> None:
+        self.alignment = alignment
+        self.end = 0  # everything from here on is free
+        self._offsets: list[int] = []  # of the free parts before the end, in order
+        self._sizes: dict[int, int] = {}  # of those, by offset
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the free parts before the end."""
+        return sum(self._sizes.values())
+
+    def rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def take(self, nbytes: int) -> int:
+        """The offset of a region of nbytes."""
+        wanted = self.rounded(nbytes)
+        if not wanted:
+            return 0
+        enough = [offset for offset in self._offsets if self._sizes[offset] >= wanted]
+        if not enough:
+            offset, self.end = self.end, self.end + wanted
+            return offset
+        offset = min(enough, key=self._sizes.__getitem__)
+        left = self._sizes.pop(offset) - wanted
+        self._offsets.remove(offset)
+        if left:
+            self._insert(offset + wanted, left)
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Takes back a region that `take` gave for nbytes."""
+        size = self.rounded(nbytes)
+        if not size:
+            return
+        index = bisect.bisect(self._offsets, offset)
+        if index < len(self._offsets) and self._offsets[index] == offset + size:
+            size += self._sizes.pop(self._offsets.pop(index))
+        if index and self._offsets[index - 1] + self._sizes[self._offsets[index - 1]] == offset:
+            offset = self._offsets.pop(index - 1)
+            size += self._sizes.pop(offset)
+        if offset + size == self.end:
+            self.end = offset
+        else:
+            self._insert(offset, size)
+
+    def _insert(self, offset: int, size: int) -> None:
+        bisect.insort(self._offsets, offset)
+        self._sizes[offset] = size
+
+
+Task = Callable[["Scratch"], None]
+
+
+class Scratch:
+    """Aligned memory of one thread, for bytes that are not aligned themselves. Taken when first used."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._memory: memoryview | None = None
+
+    def view(self, nbytes: int) -> memoryview:
+        """nbytes at the beginning of a page; the same ones at every call."""
+        if self._memory is None:
+            self._memory = memoryview(mmap.mmap(-1, self._nbytes))
+        return self._memory[:nbytes]
+
+
+class IoThreads:
+    """Does tasks in the order in which they come, as many at a time as there are threads. A task must not raise."""
+
+    def __init__(self, count: int, scratch_bytes: int) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(self._tasks, Scratch(scratch_bytes)), name=f"lowtide disk {index}", daemon=True
+            )
+            for index in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._stop = weakref.finalize(self, _stop, self._tasks, count)
+
+    def submit(self, task: Task) -> None:
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """Does what has been submitted, and ends the threads."""
+        self._stop()
+        for thread in self._threads:
+            thread.join()
+
+
+def _work(tasks: queue.SimpleQueue[Task | None], scratch: Scratch) -> None:
+    while (task := tasks.get()) is not None:
+        task(scratch)
+        del task  # it keeps tensors, and the next may be long in coming
+
+
+def _stop(tasks: queue.SimpleQueue[Task | None], count: int) -> None:
+    for _ in range(count):
+        tasks.put(None)

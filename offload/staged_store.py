@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .host_pool import HostPool
+from .host_memory import HostPool
 from .store import Store, Transfer, check_bytes, check_size, closed_error, unknown_key_error
 
 _NUM_THREADS = 4  # each waits for one key at a time; the store underneath does the work

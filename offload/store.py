@@ -9,14 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import OffloadError
-from .host_pool import HostPool
+from .host_memory import HostPool, OffloadError
 
 
 class Transfer(Protocol):
@@ -199,3 +200,55 @@ def unknown_key_error(key: str) -> OffloadError:
 
 def closed_error(key: str) -> OffloadError:
     return OffloadError(f"expected an open store for '{key}', found it closed")
+
+
+_Listener = tuple[int, Callable[[str], None], Callable[[], None]]
+_listeners: list[_Listener] = []
+
+
+def listen(on_wait: Callable[[str], None], on_go_on: Callable[[], None]) -> Callable[[], None]:
+    """Tells of each wait of this thread, "transfer of layers.7", and of its end, until the result is called."""
+    listener = (threading.get_ident(), on_wait, on_go_on)
+    _listeners.append(listener)
+
+    def stop() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+    return stop
+
+
+def wait_for(transfer: Transfer, what: str) -> None:
+    """As `transfer.wait()`. what: the name of what is moved."""
+    if not _listeners or transfer.is_done:
+        transfer.wait()
+        return
+    here = threading.get_ident()
+    told = [listener for listener in _listeners if listener[0] == here]
+    for _, on_wait, _ in told:
+        on_wait(f"transfer of {what}")
+    try:
+        transfer.wait()
+    finally:
+        for _, _, on_go_on in told:
+            on_go_on()
+
+
+@dataclass(frozen=True)
+class StoredRange:
+    """A range of values in a store.
+
+    open: brings them, (numel,) of dtype, until another range is opened. What is changed in them is kept, where whoever
+    made the range said that it is for change.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    open: Callable[[], Tensor]
+
+    def part(self, low: int, high: int) -> StoredRange:
+        return StoredRange(high - low, self.dtype, lambda: self.open()[low:high])
+
+
+Memory = Tensor | StoredRange
+"""Where values are, (n,): in memory, or in a store."""

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from ...offload.activation_limit import BLOCKS_IN_MEMORY
+from ...offload.activations import BLOCKS_IN_MEMORY
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..blueprint.blueprint import Blueprint, Timing

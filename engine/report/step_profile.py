@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...offload.waits import listen
+from ...offload.store import listen
 from ...watch.progress import Progress
 from ...watch.timeline import COMPUTE, LANES, OFFLOAD, Timeline
 from ...zero.unit import Unit

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from lowtide.offload.checksum import SECTOR_BYTES, Checksum
-from lowtide.offload.regions import Regions
+from lowtide.offload.block_file import SECTOR_BYTES, Checksum
+from lowtide.offload.file_store import Regions
 
 
 def test_regions_never_overlap_and_free_neighbours_become_one() -> None:

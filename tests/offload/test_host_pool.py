@@ -199,12 +199,13 @@ def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(monkeypa
 
 def test_sizes_that_vary_come_to_an_end_of_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
+    allocate_host = host_memory.allocate_host
 
     def allocate(nbytes: int, alignment: int, _: bool) -> torch.Tensor:
         pinned.append(nbytes)
-        return host_memory.allocate_host(nbytes, alignment)
+        return allocate_host(nbytes, alignment)
 
-    monkeypatch.setattr("lowtide.offload.host_pool.allocate_host", allocate)
+    monkeypatch.setattr("lowtide.offload.host_memory.allocate_host", allocate)
     pool = HostPool(None, 64, pinned=True)
     for round_number in range(40):
         buffers = [pool.take(64 * (1 + (7 * number + 5 * round_number) % 13)) for number in range(3)]

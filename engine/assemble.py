@@ -57,7 +57,7 @@ from .step.driver import Driver
 from .step.join import Join
 from .step.late_groups import LateGroups
 from .step.learning_rates import LearningRates, scheduler_for
-from .step.lr_schedule import betas_at, learning_rate_at
+from .step.lr_schedule import betas_at, schedule_of
 from .step.microbatch_turns import MicrobatchTurns
 from .step.model_call import ModelCall
 from .step.pipeline import Pipeline
@@ -398,7 +398,7 @@ def _meta_run(blueprint: Blueprint, module: nn.Module, loss_fn: LossFn, world: W
 
 def _learning_rates(config: Config, states: _States) -> LearningRates:
     section = config.scheduler
-    schedule = None if section is None else partial(learning_rate_at, section)
+    schedule = None if section is None else schedule_of(section)
     betas = None if section is None else partial(betas_at, section)
     return LearningRates(states.optimizer, schedule, betas, states.scheduler)
 

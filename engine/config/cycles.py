@@ -1,4 +1,4 @@
-"""Scheduler types of DeepSpeed that go up and down, or only up: OneCycle and LRRangeTest. See cycle_schedule.py."""
+"""Scheduler types of DeepSpeed that go up and down, or only up: OneCycle and LRRangeTest. See lr_schedule.py."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""Scheduler types of torch, which DeepSpeed takes by their names too. See torch_schedule.py.
+"""Scheduler types of torch, which DeepSpeed takes by their names too. See lr_schedule.py.
 
 Those whose rate follows from the number of updates alone. Source of names and defaults: torch.optim.lr_scheduler.
 """

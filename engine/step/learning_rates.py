@@ -12,9 +12,8 @@ import torch
 
 from ...zero.optimizer import ShardedOptimizer
 from ..archive.run_state import restore_options
+from .lr_schedule import Schedule
 
-Schedule = Callable[[float, int], float]
-"""(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
 Betas = Callable[[int], tuple[float, float] | None]
 """Optimizer steps taken so far -> the betas of the next step, of each group that has some; None: as they are."""
 

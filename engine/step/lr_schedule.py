@@ -1,124 +1,202 @@
-"""The learning rate as a pure function of the number of optimizer steps already taken.
+"""The config's learning rates as functions of the number of optimizer steps already taken.
 
-t = optimizer steps already taken, so the first update uses t = 0. w = warmup_num_steps, T = total_num_steps.
+t = optimizer steps already taken, so the first update uses t = 0. w = warmup_num_steps, T = total_num_steps. Formulas
+of torch's schedulers are torch's own; those of DeepSpeed are here (its lr_schedules.py; OneCycle: arXiv 1803.09820).
 
-[Note: DeepSpeed's first step] DeepSpeed's own types advance after the update, starting from "before the first
+[Note: DeepSpeed's first step] DeepSpeed's warm-ups advance after the update, starting from "before the first
 iteration", so the updates t = 0 and t = 1 both use iteration i = 0: i = max(t - 1, 0). This is kept, so that an
 existing file gives the same learning rate at each update. A skipped update (fp16 overflow) does not advance t.
+OneCycle and LRRangeTest give the update t the value of iteration t.
 """
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from ..config.cycles import LRRangeTestConfig, OneCycleConfig
+import torch
+from torch.optim import lr_scheduler
+
+from ..config.cycles import LRRangeTestParams, OneCycleParams
 from ..config.scheduler import (
     Constant,
     Cosine,
     Linear,
     SchedulerConfig,
-    WarmupCosineLRConfig,
-    WarmupDecayLRConfig,
+    WarmupCosineLRParams,
     WarmupDecayLRParams,
-    WarmupLRConfig,
     WarmupLRParams,
 )
-from .cycle_schedule import one_cycle_betas, one_cycle_rate, range_test_rate
-from .torch_schedule import torch_rate
+from ..config.torch_schedulers import CosineAnnealingWarmRestarts
+
+Schedule = Callable[[float, int], float]
+"""(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
+_SECOND_BETA = 0.99  # DeepSpeed's in a OneCycle, whatever the optimizer's is
 
 
-def learning_rate_at(scheduler: SchedulerConfig, base_lr: float, step: int) -> float:
-    """The learning rate of the update after `step` updates; `base_lr` is the optimizer's. Never negative."""
-    if isinstance(scheduler, WarmupDecayLRConfig):
-        params = scheduler.params
-        return _between(params, base_lr, warmup_decay_factor(_iteration(step), params))
-    if isinstance(scheduler, WarmupLRConfig):
-        return _between(scheduler.params, base_lr, warmup_factor(_iteration(step), scheduler.params))
-    if isinstance(scheduler, WarmupCosineLRConfig):
-        return base_lr * warmup_cosine_ratio(scheduler, _iteration(step))
-    if isinstance(scheduler, OneCycleConfig):
-        return one_cycle_rate(scheduler.params, step)
-    if isinstance(scheduler, LRRangeTestConfig):
-        return range_test_rate(scheduler.params, step)
-    if isinstance(scheduler, Constant):
-        return base_lr * linear_warmup(step, scheduler.params.warmup_num_steps)
-    if isinstance(scheduler, Linear | Cosine):
-        return base_lr * decay_ratio(scheduler, step)
-    return torch_rate(scheduler, base_lr, step)
+def schedule_of(section: SchedulerConfig) -> Schedule:
+    """What a section of the config says. Rates are never negative."""
+    if isinstance(section, Constant | Linear | Cosine):
+        return _after_warmup(section)
+    if isinstance(section, CosineAnnealingWarmRestarts):
+        cosine = _torchs("CosineAnnealingLR", T_max=1, eta_min=section.params.eta_min)
+        return lambda base_lr, step: cosine(base_lr, _share_of_period(section.params.T_0, section.params.T_mult, step))
+    deepspeeds = _DEEPSPEEDS.get(section.type)
+    if deepspeeds is not None:
+        return partial(deepspeeds, section.params)
+    return _torchs(section.type, **section.params.model_dump())
 
 
-def betas_at(scheduler: SchedulerConfig, step: int) -> tuple[float, float] | None:
-    """The betas of the update after `step` updates; None: those that the optimizer has."""
-    return one_cycle_betas(scheduler.params, step) if isinstance(scheduler, OneCycleConfig) else None
+def betas_at(section: SchedulerConfig, step: int) -> tuple[float, float] | None:
+    """The betas of the update after `step` updates; None: those that the optimizer has.
+
+    OneCycle: max - (max - min) x height(t) in the cycle; then max x (1 + rate x (t - size) / decay steps). The first
+    update has the minimum, as DeepSpeed sets it when it is made.
+    """
+    params = section.params
+    if not isinstance(params, OneCycleParams) or not params.cycle_momentum:
+        return None
+    low, high = params.cycle_min_mom, params.cycle_max_mom
+    if step == 0:
+        return low, _SECOND_BETA
+    if _is_in_cycle(params, step):
+        return high - (high - low) * _height(params, step), _SECOND_BETA
+    if not params.decay_step_size or not params.decay_mom_rate:
+        return high, _SECOND_BETA
+    return high * (1 + params.decay_mom_rate * _decay_intervals(params, step)), _SECOND_BETA
 
 
-def _iteration(step: int) -> int:
-    """See [Note: DeepSpeed's first step]."""
-    return max(step - 1, 0)
+# -- torch's ------------------------------------------------------------------------------------------------------
 
 
-def _between(params: WarmupLRParams, base_lr: float, factor: float) -> float:
-    """min + (max - min) x factor, where a maximum of null is the optimizer's learning rate."""
+def _torchs(kind: str, **params: Any) -> Callable[[float, float], float]:
+    """torch's scheduler in its closed form: a checkpoint may go on at any step, and a skipped update is none."""
+    made: Any = getattr(lr_scheduler, kind)(torch.optim.SGD([torch.empty(0)]), **params)
+
+    def rate(base_lr: float, step: float) -> float:
+        made.base_lrs, made.last_epoch = [base_lr], step
+        return float(made._get_closed_form_lr()[0])
+
+    return rate
+
+
+def _share_of_period(length: int, times: int, step: int) -> float:
+    """Where in its period CosineAnnealingWarmRestarts is; each period has `times` the steps of the one before."""
+    if times == 1:
+        return step % length / length
+    while step >= length:
+        step, length = step - length, length * times
+    return step / length
+
+
+def _after_warmup(section: Constant | Linear | Cosine) -> Schedule:
+    """t / w for t < w; then constant, or m + (1 - m) x f(p), with p = min(1, (t - w) / max(1, T - w)), m = min_ratio.
+
+    linear: f(p) = 1 - p; cosine: f(p) = (1 + cos(pi p)) / 2.
+    """
+    warmup, decay_steps = section.params.warmup_num_steps, 1
+    if isinstance(section, Constant):
+        decay = _torchs("ConstantLR", factor=1.0, total_iters=0)
+    else:
+        decay_steps, end = max(1, section.params.total_num_steps - warmup), section.params.min_ratio
+        if isinstance(section, Linear):
+            decay = _torchs("LinearLR", start_factor=1.0, end_factor=end, total_iters=decay_steps)
+        else:
+            decay = _torchs("CosineAnnealingLR", T_max=decay_steps, eta_min=end)
+
+    def rate(base_lr: float, step: int) -> float:
+        return base_lr * (step / warmup if step < warmup else decay(1.0, min(step - warmup, decay_steps)))
+
+    return rate
+
+
+# -- DeepSpeed's --------------------------------------------------------------------------------------------------
+
+
+def _warmup(iteration: int, params: WarmupLRParams | WarmupCosineLRParams) -> float | None:
+    """log: ln(i + 1) / ln(w); linear: i / w. Only for i < w, with w at least 2; after it None."""
+    warmup_steps = max(2, params.warmup_num_steps)
+    if iteration >= warmup_steps:
+        return None
+    return math.log(iteration + 1) / math.log(warmup_steps) if params.warmup_type == "log" else iteration / warmup_steps
+
+
+def _warmup_lr(params: WarmupLRParams, base_lr: float, step: int) -> float:
+    """min + (max - min) x factor, where a maximum of null is the optimizer's learning rate.
+
+    WarmupLR: the factor is 1 after the warm-up. WarmupDecayLR: max(0, (T - i) / max(1, T - w)).
+    """
+    iteration = max(step - 1, 0)  # see [Note: DeepSpeed's first step]
+    factor = _warmup(iteration, params)
+    if factor is None:
+        factor = 1.0
+        if isinstance(params, WarmupDecayLRParams):
+            decay_steps = max(1, params.total_num_steps - max(2, params.warmup_num_steps))
+            factor = max(0.0, (params.total_num_steps - iteration) / decay_steps)
     peak = base_lr if params.warmup_max_lr is None else params.warmup_max_lr
     return params.warmup_min_lr + (peak - params.warmup_min_lr) * factor
 
 
-def _warmup(iteration: int, warmup_steps: int, curve: Literal["log", "linear"]) -> float:
-    """log: ln(i + 1) / ln(w); linear: i / w. Only for i < w, with w at least 2."""
-    if curve == "log":
-        return math.log(iteration + 1) / math.log(warmup_steps)
-    return iteration / warmup_steps
-
-
-def warmup_factor(iteration: int, params: WarmupLRParams) -> float:
-    """WarmupLR: ln(i + 1) / ln(w) or i / w for i < w, then 1. w is at least 2.
-
-    Source: DeepSpeed's WarmupLR.
-    """
-    warmup_steps = max(2, params.warmup_num_steps)
-    return _warmup(iteration, warmup_steps, params.warmup_type) if iteration < warmup_steps else 1.0
-
-
-def warmup_decay_factor(iteration: int, params: WarmupDecayLRParams) -> float:
-    """WarmupDecayLR: the warm-up of WarmupLR, then max(0, (T - i) / max(1, T - w)).
-
-    Source: DeepSpeed's WarmupDecayLR.
-    """
-    warmup_steps = max(2, params.warmup_num_steps)
-    if iteration < warmup_steps:
-        return warmup_factor(iteration, params)
-    total_steps = params.total_num_steps
-    return max(0.0, (total_steps - iteration) / max(1, total_steps - warmup_steps))
-
-
-def warmup_cosine_ratio(scheduler: WarmupCosineLRConfig, iteration: int) -> float:
+def _warmup_cosine_lr(params: WarmupCosineLRParams, base_lr: float, step: int) -> float:
     """r0 + (1 - r0) x warm-up for i < w; then c + (1 - c) x (1 + cos(pi x min(1, (i - w + 1) / max(1, T - w)))) / 2.
 
-    r0 = warmup_min_ratio, c = cos_min_ratio. Source: DeepSpeed's WarmupCosineLR (the update t = 0, for which DeepSpeed
-    takes 0 whatever r0 is, takes r0 here).
+    r0 = warmup_min_ratio, c = cos_min_ratio. The update t = 0, for which DeepSpeed takes 0 whatever r0 is, takes r0.
     """
-    params = scheduler.params
-    warmup_steps = max(2, params.warmup_num_steps)
-    if iteration < warmup_steps:
-        factor = _warmup(iteration, warmup_steps, params.warmup_type)
-        return params.warmup_min_ratio + (1.0 - params.warmup_min_ratio) * factor
-    progress = min(1.0, (iteration - warmup_steps + 1) / max(1, params.total_num_steps - warmup_steps))
-    return params.cos_min_ratio + (1.0 - params.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2
+    iteration = max(step - 1, 0)  # see [Note: DeepSpeed's first step]
+    low, factor = params.warmup_min_ratio, _warmup(iteration, params)
+    if factor is None:
+        warmup_steps = max(2, params.warmup_num_steps)
+        progress = min(1.0, (iteration - warmup_steps + 1) / max(1, params.total_num_steps - warmup_steps))
+        low, factor = params.cos_min_ratio, (1.0 + math.cos(math.pi * progress)) / 2
+    return base_lr * (low + (1.0 - low) * factor)
 
 
-def linear_warmup(step: int, warmup_steps: int) -> float:
-    """t / w for t < w, then 1."""
-    return step / warmup_steps if step < warmup_steps else 1.0
+def _range_test(params: LRRangeTestParams, base_lr: float, step: int) -> float:
+    """min x (1 + rate x t / size), with a whole t / size on a staircase."""
+    interval = step / params.lr_range_test_step_size
+    grown = math.floor(interval) if params.lr_range_test_staircase else interval
+    return params.lr_range_test_min_lr * (1 + params.lr_range_test_step_rate * grown)
 
 
-def decay_ratio(scheduler: Linear | Cosine, step: int) -> float:
-    """t / w for t < w; then m + (1 - m) x f(p), with p = min(1, (t - w) / max(1, T - w)) and m = min_ratio.
+def _one_cycle(params: OneCycleParams, base_lr: float, step: int) -> float:
+    """min + (max - min) x height(t) in the cycle; then min / (1 + rate x (t - size) / decay steps)."""
+    low, high = params.cycle_min_lr, params.cycle_max_lr
+    if _is_in_cycle(params, step):
+        return low + (high - low) * _height(params, step)
+    if not params.decay_step_size or not params.decay_lr_rate:
+        return low
+    return low / (1 + params.decay_lr_rate * _decay_intervals(params, step))
 
-    linear: f(p) = 1 - p; cosine: f(p) = (1 + cos(pi p)) / 2.
-    """
-    params = scheduler.params
-    if step < params.warmup_num_steps:
-        return linear_warmup(step, params.warmup_num_steps)
-    decay_steps = max(1, params.total_num_steps - params.warmup_num_steps)
-    progress = min(1.0, (step - params.warmup_num_steps) / decay_steps)
-    shape = 1.0 - progress if isinstance(scheduler, Linear) else (1.0 + math.cos(math.pi * progress)) / 2
-    return params.min_ratio + (1.0 - params.min_ratio) * shape
+
+def _sizes(params: OneCycleParams) -> tuple[int, int]:
+    first, second = params.cycle_first_step_size, params.cycle_second_step_size
+    return first, first if second is None else second
+
+
+def _is_in_cycle(params: OneCycleParams, step: int) -> bool:
+    return step <= sum(_sizes(params))
+
+
+def _decay_intervals(params: OneCycleParams, step: int) -> float:
+    return (step - sum(_sizes(params))) / params.decay_step_size
+
+
+def _height(params: OneCycleParams, step: int) -> float:
+    """From 0 to 1 and back; in whole stairs where there are some."""
+    first, second = _sizes(params)
+    position = step % (first + second)
+    is_first = position <= first
+    height = position / first if is_first else (first + second - position) / second
+    stairs = params.cycle_first_stair_count
+    if not is_first and params.cycle_second_stair_count is not None:
+        stairs = params.cycle_second_stair_count
+    return math.floor(height * stairs + 1e-9) / stairs if stairs else height
+
+
+_DEEPSPEEDS: dict[str, Callable[[Any, float, int], float]] = {
+    "WarmupLR": _warmup_lr,
+    "WarmupDecayLR": _warmup_lr,
+    "WarmupCosineLR": _warmup_cosine_lr,
+    "OneCycle": _one_cycle,
+    "LRRangeTest": _range_test,
+}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..engine.config.config import Config
 from ..engine.config.scheduler import SCHEDULER_PARAMS
-from ..engine.step.lr_schedule import betas_at, learning_rate_at
+from ..engine.step.lr_schedule import betas_at, schedule_of
 
 
 class Scheduler:
@@ -55,6 +55,7 @@ class Scheduler:
         self.optimizer = optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._sections = sections
+        self._schedules = [schedule_of(section) for section in sections]
         if self.last_batch_iteration == -1:
             self._apply()
 
@@ -66,8 +67,8 @@ class Scheduler:
     def get_lr(self) -> list[float]:
         """Of each group, at the last iteration."""
         return [
-            learning_rate_at(section, base, self.last_batch_iteration + 1)
-            for section, base in zip(self._sections, self._base_lrs, strict=True)
+            schedule(base, self.last_batch_iteration + 1)
+            for schedule, base in zip(self._schedules, self._base_lrs, strict=True)
         ]
 
     def get_last_lr(self) -> list[float]:
@@ -120,7 +121,7 @@ class WarmupCosineLR(Scheduler):
 
     def get_lr_ratio(self) -> float:
         """Of the last iteration."""
-        return learning_rate_at(self._sections[0], 1.0, self.last_batch_iteration + 1)
+        return self._schedules[0](1.0, self.last_batch_iteration + 1)
 
 
 class OneCycle(Scheduler):

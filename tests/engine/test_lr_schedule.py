@@ -10,7 +10,7 @@ import torch
 
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.scheduler import SchedulerConfig
-from lowtide.engine.step.lr_schedule import betas_at, learning_rate_at
+from lowtide.engine.step.lr_schedule import betas_at, schedule_of
 
 BASE = 0.1
 
@@ -22,8 +22,8 @@ def scheduler(kind: str, **params: Any) -> SchedulerConfig:
 
 
 def rates(kind: str, steps: int, **params: Any) -> list[float]:
-    section = scheduler(kind, **params)
-    return [learning_rate_at(section, BASE, step) for step in range(steps)]
+    rate = schedule_of(scheduler(kind, **params))
+    return [rate(BASE, step) for step in range(steps)]
 
 
 def torch_rates(make: Any, steps: int) -> list[float]:
@@ -179,6 +179,7 @@ def test_the_first_beta_goes_against_the_rate() -> None:
         ("CosineAnnealingLR", {"T_max": 5, "eta_min": 0.01}),
         ("CosineAnnealingWarmRestarts", {"T_0": 3}),
         ("CosineAnnealingWarmRestarts", {"T_0": 2, "T_mult": 2, "eta_min": 0.01}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 1, "T_mult": 3}),
         ("LinearLR", {}),
         ("LinearLR", {"start_factor": 0.5, "end_factor": 0.2, "total_iters": 4}),
         ("ConstantLR", {"total_iters": 3}),

@@ -46,20 +46,22 @@ from .blueprint.offload import Home, activation_store, host_update, offloaded_st
 from .blueprint.places import shares_of
 from .config.config import Config
 from .engine import Engine
+from .features import FEATURES
 from .model.given_model import LossFn, Values, note_divided
 from .model.later_model import move
 from .model.prepared_model import PreparedModel
 from .model.recomputed import checkpoint_activations
 from .model.sequences import Sequences
-from .parts import Parts
 from .report.memory_report import meta_run_of
 from .step.driver import Driver
+from .step.features import StepFeatures
 from .step.join import Join
 from .step.late_groups import LateGroups
 from .step.learning_rates import LearningRates, scheduler_for
 from .step.lr_schedule import betas_at, schedule_of
 from .step.microbatch_turns import MicrobatchTurns
 from .step.model_call import ModelCall
+from .step.parts import Parts
 from .step.pipeline import Pipeline
 from .step.steps import Steps
 from .step.whole_model import WholeModel
@@ -102,24 +104,28 @@ def assemble(
     input_dtype = _cast_inputs(blueprint, module, ledger)
     if trial is not None:
         ledger.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
-    return Engine(
-        Parts(
-            config=config,
-            mesh=mesh,
-            module=module,
-            driver=driver,
-            optimizer=optimizer,
-            late_groups=LateGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
-            learning_rates=_learning_rates(config, states),
-            steps=_steps(config, mesh, module, driver, optimizer, join, input_dtype, rows_per_microbatch),
-            ledger=ledger,
-            close_last=close_last,
-            blueprint=blueprint,
-            meta_run=meta_run,
-            model_flops=prepared.flops,
-            trial=trial,
-        )
+    features, scaler = StepFeatures(FEATURES), _loss_scaler(config)
+    steps = Steps(
+        config, mesh, module, driver.passes, optimizer, scaler, input_dtype, rows_per_microbatch, join, features
     )
+    parts = Parts(
+        config=config,
+        mesh=mesh,
+        module=module,
+        driver=driver,
+        optimizer=optimizer,
+        late_groups=LateGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
+        learning_rates=_learning_rates(config, states),
+        steps=steps,
+        ledger=ledger,
+        close_last=close_last,
+        blueprint=blueprint,
+        meta_run=meta_run,
+        model_flops=prepared.flops,
+        trial=trial,
+    )
+    features.begin(parts)
+    return Engine(parts)
 
 
 def _reserve_rest(blueprint: Blueprint, world: World) -> ShardRest | None:
@@ -401,20 +407,6 @@ def _learning_rates(config: Config, states: _States) -> LearningRates:
     schedule = None if section is None else schedule_of(section)
     betas = None if section is None else partial(betas_at, section)
     return LearningRates(states.optimizer, schedule, betas, states.scheduler)
-
-
-def _steps(
-    config: Config,
-    mesh: Mesh,
-    module: nn.Module,
-    driver: Driver,
-    optimizer: ShardedOptimizer,
-    join: Join,
-    input_dtype: torch.dtype | None,
-    rows_per_microbatch: int | None,
-) -> Steps:
-    scaler, passes = _loss_scaler(config), driver.passes
-    return Steps(config, mesh, module, passes, optimizer, scaler, input_dtype, rows_per_microbatch, join)
 
 
 def _loss_scaler(config: Config) -> LossScaler:

@@ -26,16 +26,15 @@ from .facade import ModuleFacade
 from .lent_states import LentStates
 from .loop_calls import LoopCalls
 from .model.given_model import refuse_copy
-from .observers import Observers
 from .parameter_access import ParameterAccess
-from .parts import Parts
-from .report.memory import ModelStateBytes
-from .report.memory_report import MemoryReport
+from .report.memory import ModelStateBytes, measure
+from .report.memory_report import MemoryReport, MemoryReports
 from .report.step_profile import StepProfile
 from .step import clip_calls
 from .step.join import Call
 from .step.late_groups import ADDING
 from .step.lent import PARAMETERS
+from .step.parts import Parts
 from .step.preemption import Preemption
 from .step.step_gradients import StepGradients
 from .step.step_result import StepResult
@@ -55,6 +54,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     """
 
     def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._features = parts.steps.features
         self.config = parts.config
         self._module = parts.module
         self.optimizer = parts.optimizer
@@ -69,14 +70,14 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._take_up_groups(FrozenValues())
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
-        self._observers = Observers(parts, self.data_size)
+        self._memory = self._features.find(MemoryReports) or MemoryReports(parts)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
         self._closing = ExitStack()  # the last one first
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
             self._closing.callback(close)
-        self._closing.callback(self._observers.close)
+        self._closing.callback(self._features.close)
         self._closing.callback(self._preemption.disarm)
         self._closing.callback(self._turn.close)
         parts.ledger.belongs_to(self, self._closing.close)
@@ -84,6 +85,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             parts.ledger.override(module, "__reduce_ex__", refuse_copy)
         own_storages = partial(give_own_storages, parts.driver.passes.units)
         parts.ledger.hook(parts.module.register_state_dict_post_hook(own_storages))  # type: ignore[no-untyped-call]
+        for feature in self._features.before_next_step:
+            feature(0)
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
     # -- who and where --------------------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
-        return self._observers.memory()
+        return measure(self._driver.passes.units, self.optimizer)
 
     def record_memory(self) -> AbstractContextManager[None]:
         """A context whose steps are recorded, operation by operation, for `memory_report`; of several the last one.
@@ -172,14 +175,14 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         Enter and leave it between steps. A recorded step takes several times as long, and computes the same.
         Raises ValueError at its end where there was no step in it.
         """
-        return self._observers.reports.recording()
+        return self._memory.recording()
 
     def memory_report(self) -> MemoryReport:
         """What this rank holds now, and of a recorded step the most, when, and who held it, beside what was predicted.
 
         A step is recorded by `record_memory`, or by the section `memory_report` of the config.
         """
-        return self._observers.reports.report(self.global_step)
+        return self._memory.report(self.global_step)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -246,7 +249,14 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             state.learning_rates.advance()
         state.global_step += 1
         self._progress.end_step(state.global_step)
-        self._observers.after_step(state.global_step, result, self._close)
+        try:
+            for feature in self._features.after_step:
+                feature(state.global_step, result)
+        except SystemExit:
+            self._close()
+            raise
+        for begin in self._features.before_next_step:
+            begin(state.global_step)
         self._save_if_due(*counts)
         return result
 
@@ -346,8 +356,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         """
         if adapters_only and merged:
             raise ValueError("engine.export(): expected adapters_only or merged, found both; call it twice")
-        if self._observers.trial is not None:
-            self._observers.trial.note_unwritten("export")
+        if any(forbids("export") for forbids in self._features.forbids_files):
             return
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             if adapters_only:
@@ -409,10 +418,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
                 "so call it after engine.step() has acted"
             )
         self._steps.refuse_more("engine.save_checkpoint()")  # what the step's last backward has updated already
-        if self._observers.trial is not None:
-            self._observers.trial.note_unwritten("checkpoint")
+        if any(forbids("checkpoint") for forbids in self._features.forbids_files):
             return tag or f"global_step{self.global_step}"
-        self._observers.flush()
+        for feature in self._features.before_save:
+            feature()
         with self._steps.apart(Activity.SAVING, Access.READS):
             self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
             state = {**self.client_state, **(client_state or {})}
@@ -434,7 +443,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         with self._steps.apart(Activity.LOADING, Access.REPLACES):
             restored = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
             self._state.restore(restored.training, restored.config)
-        self._observers.go_on_at(self.global_step)
+        for feature in self._features.after_load:
+            feature(self.global_step)
         self._state.restore_client_state(restored.client_state)
         return restored.client_state
 
@@ -474,7 +484,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         They take several times as long. The result has `is_done` after them, `table()` and `save(folder)`. Raises
         ValueError where a profile is being made.
         """
-        return self._observers.profile(self.global_step, steps)
+        return StepProfile(self._parts, self.global_step, steps)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 

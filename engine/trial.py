@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from .config.translate import BATCH_KEYS
 from .model.deferred import DeferredModel
 from .step.batch import loss_of
 from .step.batch_shape import described, made, of_whole
+from .step.features import StepFeature
+from .step.parts import Parts
+from .step.step_result import StepResult
 
 if TYPE_CHECKING:
     from .plan.machine import Machine
@@ -77,7 +80,7 @@ class TrialRequest:
 
 
 @dataclass
-class Trial:
+class Trial(StepFeature):
     """The part of a process in a trial."""
 
     request: TrialRequest
@@ -229,8 +232,12 @@ class Trial:
             if self._world is not None and not self._world.rank:  # where this step fails, it is known
                 _write(Path(self.request.result), {"num_steps": 0, "batch": self.batch})
 
-    def after_step(self, close: Callable[[], None]) -> None:
-        """At the end of each step; the last one of the trial closes the engine, and raises SystemExit."""
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return cast(Self | None, parts.trial)
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        """At the end of each step; the last one of the trial raises SystemExit."""
         is_last = len(self._ends) == self.request.warmup + self.request.steps - 1
         if is_last and self._world is not None and self._world.device.type != "cpu":
             torch.accelerator.synchronize(self._world.device)
@@ -238,13 +245,13 @@ class Trial:
         if is_last:
             self._finish()
             logger.info("trial of `lowtide tune`: %d steps are done, leaving", len(self._ends))
-            close()
             raise SystemExit(0)
 
-    def note_unwritten(self, what: str) -> None:
+    def forbids_files(self, what: str) -> bool:
         """A trial must not put its weights in the place of those of a training."""
         if self._world is not None and not self._world.rank:
             logger.info("trial of `lowtide tune`: no %s is written", what)
+        return True
 
     def _finish(self) -> None:
         """Writes what was measured, once."""

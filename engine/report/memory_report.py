@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...comm import Mesh
 from ...watch.log import logger
-from ...zero.optimizer import ShardedOptimizer
-from ...zero.unit import Unit
 from ..blueprint.axes import TENSOR
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.footprint import Footprint, Moment
 from ..step.batch_shape import described, made, of_whole
+from ..step.features import StepFeature
+from ..step.parts import Parts
+from ..step.step_result import StepResult
 from .memory import ModelStateBytes, measure
 from .memory_recording import OTHER, Recorded, Recorder
 
@@ -96,45 +96,39 @@ def reports_in(folder: Path) -> list[MemoryReport]:
     return [first, *(one for one in others if one.rank < first.world_size)]
 
 
-class MemoryReports:
+class MemoryReports(StepFeature):
     """Records steps of an engine, and reports."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        mesh: Mesh,
-        module: nn.Module,
-        units: Sequence[Unit],
-        optimizer: ShardedOptimizer,
-        meta_run: MetaRun | str,
-    ) -> None:
-        """meta_run: of the model as it was before anything stood on it; or why there is none."""
-        self._blueprint, self._mesh, self._module, self._units = blueprint, mesh, module, units
-        self._optimizer, self._meta_run = optimizer, meta_run
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._recorded: Recorded | None = None
         self._recorder: Recorder | None = None
         self._batch: Any = None
         self._remove: Callable[[], None] | None = None
         self._num_steps = 0  # of this engine; those of a checkpoint are not among them
 
-    def begin_if_due(self) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return None if parts.config.memory_report.folder is None else cls(parts)
+
+    def before_next_step(self, step: int) -> None:
         """Records the step that the section `memory_report` names, if it is the next."""
-        wanted = self._blueprint.config.memory_report
+        wanted = self._parts.config.memory_report
         if wanted.folder is not None and self._num_steps == wanted.step - 1:
             self.begin()
 
-    def after_step(self, global_step: int) -> None:
+    def after_step(self, step: int, result: StepResult) -> None:
         """Writes what that step was, if it was the last."""
         self._num_steps += 1
-        wanted = self._blueprint.config.memory_report
+        wanted = self._parts.config.memory_report
         if wanted.folder is not None and self._num_steps == wanted.step:
             self.end()
-            path = self.report(global_step).save(wanted.folder)
-            if not self._mesh.world.rank:
-                logger.info("memory of step %d: `lowtide report %s`", global_step, path.parent)
+            path = self.report(step).save(wanted.folder)
+            if not self._parts.mesh.world.rank:
+                logger.info("memory of step %d: `lowtide report %s`", step, path.parent)
 
     def memory(self) -> ModelStateBytes:
-        return measure(self._units, self._optimizer)
+        return measure(self._parts.driver.passes.units, self._parts.optimizer)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -143,7 +137,7 @@ class MemoryReports:
         try:
             yield
         except BaseException:
-            self.abort()
+            self.close()
             raise
         self.end()
 
@@ -151,49 +145,44 @@ class MemoryReports:
         """Raises ValueError while another recording goes on."""
         if self._recorder is not None:
             raise ValueError("engine.record_memory(): expected it to be ended, found it begun a second time")
-        self._mesh.world.progress.turn_on()
-        slots = self._mesh.slot_bytes
-        self._recorder = Recorder(self._module, self._units, self.memory, slots, self._mesh.world.progress)
-        self._remove = self._module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
+        parts, progress = self._parts, self._parts.mesh.world.progress
+        progress.turn_on()
+        units = parts.driver.passes.units
+        self._recorder = Recorder(parts.module, units, self.memory, parts.mesh.slot_bytes, progress)
+        self._remove = parts.module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
         self._batch = None
         self._recorder.__enter__()
+        parts.steps.features.turn_on(self)
 
     def end(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
-        self._leave(recorder)
-        self._recorded = recorder.recorded()
-
-    def abort(self) -> None:
-        """An error, or the end of the engine, came in the middle of a recording."""
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
+        self.close()
         if recorder is not None:
-            self._leave(recorder)
+            self._recorded = recorder.recorded()
 
-    def _leave(self, recorder: Recorder) -> None:
-        recorder.__exit__(None, None, None)
-        if self._remove is not None:
+    def close(self) -> None:
+        """Also where an error, or the end of the engine, comes in the middle of a recording."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and self._remove is not None:
+            recorder.__exit__(None, None, None)
             self._remove()
+        if self._parts.config.memory_report.folder is None:
+            self._parts.steps.features.turn_off(self)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._batch is None and not (args and kwargs):
-            self._batch = of_whole(described(kwargs or args), self._blueprint.config.parallel.sequence)
-
-    @property
-    def _footprint(self) -> Footprint:
-        return Footprint(self._blueprint, self._mesh.world.rank)
+            self._batch = of_whole(described(kwargs or args), self._parts.config.parallel.sequence)
 
     def report(self, step: int) -> MemoryReport:
         """step: how many the engine has made."""
         report = MemoryReport(
-            rank=self._mesh.world.rank,
-            world_size=self._mesh.world.size,
+            rank=self._parts.mesh.world.rank,
+            world_size=self._parts.mesh.world.size,
             step=step,
             now=asdict(self.memory()),
             by_module=self._by_module(),
             predicted=self._predicted_states(),
-            allocator_bytes=allocator_bytes(self._mesh.world.device),
+            allocator_bytes=allocator_bytes(self._parts.mesh.world.device),
         )
         recorded = self._recorded
         if recorded is None:
@@ -217,7 +206,7 @@ class MemoryReports:
             return self._with_prediction(report)
 
     def _predicted_states(self) -> dict[str, int]:
-        footprint = self._footprint
+        footprint = Footprint(self._parts.blueprint, self._parts.mesh.world.rank)
         moments = [footprint.at(moment, gathers=moment is Moment.REDUCED) for moment in Moment]
         return {
             "parameter_bytes": max(one.parameters for one in moments) + max(one.gathered for one in moments),
@@ -228,19 +217,20 @@ class MemoryReports:
 
     def _with_prediction(self, report: MemoryReport) -> MemoryReport:
         """Of the whole, from a run of the recorded batch on the meta device."""
-        if isinstance(self._meta_run, str):
-            return replace(report, why_not=self._meta_run)
+        meta_run, blueprint = self._parts.meta_run, self._parts.blueprint
+        if isinstance(meta_run, str):
+            return replace(report, why_not=meta_run)
         if self._batch is None:
             return replace(report, why_not="the model was called with positional and named inputs together")
         from ..plan.estimate import writes_gradients  # [Note: what few trainings use] in `build.py`
 
         batch = made(self._batch)
         shapes = [one.shape for one in torch.utils._pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.dim()]
-        config = self._blueprint.config
+        config = self._parts.config
         try:
-            profile = self._meta_run.profile(
+            profile = meta_run.profile(
                 batch, shapes[0][0] if shapes else 1, config.activation_checkpointing.every,
-                writes_gradients(self._blueprint),
+                writes_gradients(blueprint),
             )  # fmt: skip
         except ValueError as error:
             return replace(report, why_not=str(error))
@@ -249,15 +239,15 @@ class MemoryReports:
         from ..plan.machine import Machine
         from ..plan.pipelined import memory_by_place
 
-        machine = Machine(device="cuda" if self._blueprint.device != "cpu" else "cpu")
-        place = self._blueprint.place_of(self._mesh.world.rank)
-        if self._blueprint.pipeline is None:
-            found = estimate(self._blueprint, machine, profile, place)
+        machine = Machine(device="cuda" if blueprint.device != "cpu" else "cpu")
+        place = blueprint.place_of(self._parts.mesh.world.rank)
+        if blueprint.pipeline is None:
+            found = estimate(blueprint, machine, profile, place)
             kinds, peak = found.bytes, found.peak_bytes
-        elif self._blueprint.is_layered:
-            kinds, peak = memory_in_layers(self._blueprint, machine, profile, place)
+        elif blueprint.is_layered:
+            kinds, peak = memory_in_layers(blueprint, machine, profile, place)
         else:
-            kinds, peak = memory_by_place(self._blueprint, machine, profile)[place]
+            kinds, peak = memory_by_place(blueprint, machine, profile)[place]
         activations = kinds["activation_bytes"] + kinds["loss_bytes"]
         slots = report.predicted["buffer_bytes"] + profile.slot_bytes
         predicted = {**report.predicted, "buffer_bytes": slots, OTHER: activations}
@@ -265,11 +255,11 @@ class MemoryReports:
 
     def _by_module(self) -> dict[str, dict[str, int]]:
         by_group: dict[int, int] = {}
-        for shard in self._optimizer.shards:
-            by_group[id(shard.group)] = by_group.get(id(shard.group), 0) + self._optimizer.bytes_of(shard)
+        for shard in self._parts.optimizer.shards:
+            by_group[id(shard.group)] = by_group.get(id(shard.group), 0) + self._parts.optimizer.bytes_of(shard)
         found = {}
-        for unit in self._units:
-            states = measure([unit], self._optimizer)
+        for unit in self._parts.driver.passes.units:
+            states = measure([unit], self._parts.optimizer)
             found[unit.name or "the rest"] = {
                 "parameter_bytes": states.parameter_bytes,
                 "gradient_bytes": states.gradient_bytes,

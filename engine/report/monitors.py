@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any, Self
 
-from ...comm.world import World
+import torch
+
 from ...offload import OnHost
 from ...watch.log import logger
-from ...watch.progress import Progress
 from ...watch.timeline import Timeline
 from ..archive.agreement import no_rank_alone
-from ..config.config import Config
 from ..model.model_flops import ModelFlops
+from ..step.batch import tokens_in
+from ..step.features import StepFeature
+from ..step.parts import Parts
 from ..step.step_result import StepResult
-from .memory import ModelStateBytes
+from .memory import measure
 from .monitor_writers import Row, Writer, writers_for
 
 _PHASES = ("data", "forward", "backward", "pipeline", "update", "wait")
@@ -26,43 +30,34 @@ COLUMNS = (
     *(f"seconds/{phase}" for phase in _PHASES),
 )
 """Names of the numbers, in the order of a table."""
-Tokens = Sequence[tuple[int, int]]
-"""Of each microbatch of a step: its tokens, over all ranks, and the length of its sequences. None: not known."""
 
 
-class Monitors:
+class Monitors(StepFeature):
     """Rank 0's. A step is written when the next one ends, whose host wait the values of this one came before.
 
     tflops: of one rank: those of the model (`ModelFlops`) / ranks / seconds.
     """
 
-    def __init__(
-        self,
-        writers: Sequence[Writer],
-        progress: Progress,
-        flops: ModelFlops,
-        world_size: int,
-        peak_tflops: float | None,
-    ) -> None:
-        """peak_tflops: of a device; None: not known."""
+    def __init__(self, writers: Sequence[Writer], flops: ModelFlops, parts: Parts) -> None:
         self._writers = list(writers)
-        self._timeline = Timeline(progress, keeps_spans=False)
+        self._timeline = Timeline(parts.mesh.world.progress, keeps_spans=False)
         self._flops = flops
-        self._world_size = world_size
-        self._peak_tflops = peak_tflops
+        self._parts = parts
         self._begun = time.perf_counter()
+        self._sizes: dict[int, tuple[int, int]] = {}  # rows and length of each microbatch of a step
         self._waiting: tuple[int, dict[str, float], dict[str, OnHost]] | None = None
 
     @classmethod
-    def of(cls, config: Config, world: World, flops: ModelFlops | None) -> Monitors | None:
-        """None where none is on (`Config.has_monitors`), and on other ranks. flops: of the whole model.
+    def of(cls, parts: Parts) -> Self | None:
+        """None where none is on (`Config.has_monitors`), and on other ranks.
 
         Raises ValueError where a package is missing or a folder cannot be written, and on other ranks RuntimeError.
         """
+        flops, world = parts.model_flops, parts.mesh.world
         if flops is None:
             return None
         with no_rank_alone(world, "lowtide.initialize"):
-            writers = writers_for(config, COLUMNS, world.size) if world.rank == 0 else []
+            writers = writers_for(parts.config, COLUMNS, world.size) if world.rank == 0 else []
         if not writers:
             return None
         if not flops.attention_width:
@@ -70,12 +65,18 @@ class Monitors:
                 "monitors: speed/tflops counts no attention: no module has a layer named as that of queries "
                 "(q_proj, qkv, query_key_value, c_attn, ...)"
             )
-        return cls(writers, world.progress, flops, world.size, config.profile.peak_tflops)
+        return cls(writers, flops, parts)
 
-    def after_step(
-        self, step: int, result: StepResult, samples: int, given: Tokens, memory: Callable[[], ModelStateBytes]
-    ) -> None:
-        """samples: of the global batch; 0: not known. given: its tokens."""
+    def before_forward(self, batches: Sequence[Any]) -> None:
+        """A microbatch may be seen several times, in part too: its largest part counts."""
+        if torch.is_grad_enabled():
+            for at, batch in enumerate(batches, self._parts.steps.so_far.num_microbatches):
+                self._sizes[at] = max(self._sizes.get(at, (0, 0)), tokens_in(batch), key=math.prod)
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        parts, config = self._parts, self._parts.config
+        samples = config.train_batch_size or 0  # 0: not known
+        memory = measure(parts.driver.passes.units, parts.optimizer)
         now = time.perf_counter()
         seconds, self._begun = max(now - self._begun, 1e-9), now
         numbers: dict[str, float] = {
@@ -83,29 +84,36 @@ class Monitors:
             "train/loss_scale": result.loss_scale,
             "train/skipped": float(result.skipped),
             "speed/step_seconds": seconds,
-            **{f"memory/{key}": value for key, value in asdict(memory()).items()},
+            **{f"memory/{key}": value for key, value in asdict(memory).items()},
             **{f"seconds/{phase}": spent for phase, spent in self._timeline.take_seconds().items()},
         }
         if samples:
             numbers["speed/samples_per_second"] = samples / seconds
+        given = [
+            (rows * length * parts.mesh.data_size, length) for rows, length in self._sizes.values() if rows * length
+        ]
+        self._sizes.clear()
         if given:
             numbers["speed/tokens_per_second"] = sum(tokens for tokens, _ in given) / seconds
             flops = sum(self._flops.of_tokens(tokens, length) for tokens, length in given)
-            numbers["speed/tflops"] = flops / self._world_size / seconds / 1e12
-            if self._peak_tflops is not None:
-                numbers["speed/mfu"] = numbers["speed/tflops"] / self._peak_tflops
-        self.flush()
+            numbers["speed/tflops"] = flops / parts.mesh.world.size / seconds / 1e12
+            if config.profile.peak_tflops is not None:
+                numbers["speed/mfu"] = numbers["speed/tflops"] / config.profile.peak_tflops
+        self.before_save()
         tensors = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
         self._waiting = (step, numbers, {name: OnHost(one) for name, one in tensors.items() if one is not None})
 
     def close(self) -> None:
         self._timeline.stop()
-        self.flush()
+        self.before_save()
         for writer in self._writers:
             writer.close()
 
-    def flush(self) -> None:
-        """Writes the step that waits, for which the host may wait: before what is saved of it."""
+    def after_load(self, step: int) -> None:
+        self.before_save()
+
+    def before_save(self) -> None:
+        """Writes the step that waits, for which the host may wait: who goes on from here does not write it again."""
         if self._waiting is None:
             return
         (step, numbers, waiting), self._waiting = self._waiting, None
@@ -123,9 +131,3 @@ class Monitors:
             if writer in self._writers:
                 self._writers.remove(writer)
                 self._try(writer, writer.close)
-
-
-def tokens_of(tokens: Mapping[int, tuple[int, int]] | None, data_size: int, num_parts: int) -> Tokens:
-    """Of the global batch, from (rows, length) of each microbatch of this rank, or of its part of the length."""
-    sizes = (tokens or {}).values()
-    return [(rows * part * num_parts * data_size, part * num_parts) for rows, part in sizes if rows * part]

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import accumulate
-
-from torch import nn
+from typing import Self
 
 from ...watch.log import logger
-from ...zero.optimizer import ShardedOptimizer
+from ..step.features import StepFeature
+from ..step.parts import Parts
 from ..step.step_result import StepResult
 
 UNUSED_STEPS = 20
 _NUM_NAMED = 5
 
 
-class StepLog:
+class StepLog(StepFeature):
     """A line every few steps, through the logger `lowtide`."""
 
-    def __init__(self, every: int) -> None:
-        """every: steps between two lines; 0 for none."""
-        self._every = every
+    def __init__(self, every: int, samples: int) -> None:
+        """every: steps between two lines. samples: rows of a global batch."""
+        self._every, self._samples = every, samples
         self._since = time.monotonic()
 
-    def after_step(self, step: int, result: StepResult, samples: int) -> None:
-        """Called after each step; samples: rows of a global batch."""
-        if not self._every or step % self._every:
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        every = parts.config.steps_per_print
+        return cls(every, parts.config.train_batch_size or 0) if every and parts.mesh.world.rank == 0 else None
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        if step % self._every:
             return
         now = time.monotonic()
-        rate = samples * self._every / max(now - self._since, 1e-9)
+        rate = self._samples * self._every / max(now - self._since, 1e-9)
         self._since = now
         logger.info(
             "step %d: %sgradient norm %.3f, learning rate %.3g, %s%.1f samples/s",
@@ -43,17 +47,20 @@ class StepLog:
         )
 
 
-class UnusedParts:
+class UnusedParts(StepFeature):
     """Names each part of the model once that got no gradient on any rank in UNUSED_STEPS steps in a row."""
 
-    def __init__(self, params: Iterable[tuple[str, nn.Parameter]], optimizer: ShardedOptimizer) -> None:
-        """params: with their names, of the whole model."""
-        self._names = {id(param): name for name, param in params}
-        self._optimizer = optimizer
+    def __init__(self, parts: Parts) -> None:
+        self._names = {id(param): name for unit in parts.blueprint.units for name, param in unit.params}
+        self._optimizer = parts.optimizer
         self._named: set[str] = set()
         self._begin()
 
-    def after_step(self) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return cls(parts) if parts.mesh.world.rank == 0 else None
+
+    def after_step(self, step: int, result: StepResult) -> None:
         """Looks at what the steps have counted anyway, when so many are over."""
         counts = self._optimizer.counts
         done = counts.num_steps - self._begun

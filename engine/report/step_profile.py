@@ -4,44 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import Any, Self
 
 from ...offload.store import listen
-from ...watch.progress import Progress
+from ...watch.log import logger
 from ...watch.timeline import COMPUTE, LANES, OFFLOAD, Timeline
-from ...zero.unit import Unit
 from ..model.model_flops import attention_formulas
+from ..step.features import StepFeature
+from ..step.parts import Parts
+from ..step.step_result import StepResult
 
 _NAME = "profile-rank{}.json"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Of whom the profile is. sizes: unit -> bytes of its parameters as they are gathered, and of its gradients."""
-
-    sizes: Mapping[str, tuple[int, int]]
-    rank: int
-    data_size: int
-
-    @classmethod
-    def of(cls, units: Sequence[Unit], rank: int, data_size: int) -> Workload:
-        sizes: dict[str, tuple[int, int]] = {}
-        for unit in units:
-            for group in unit.groups:
-                nbytes = group.layout.padded_numel * group.plan.dtype.itemsize
-                sizes[group.plan.name] = (nbytes, nbytes)
-        return cls(sizes, rank, data_size)
-
-    def bytes_of(self, what: str) -> int | None:
-        """Of the message of one collective: "gather of layers.7"; None: of one that is no unit's."""
-        kind, _, name = what.partition(" of ")
-        gathered, reduced = self.sizes.get(name, (None, None))
-        return {"gather": gathered, "reduction": reduced}.get(kind)
 
 
 @dataclass(frozen=True)
@@ -57,11 +32,14 @@ class Collective:
     seconds: float
 
 
-class StepProfile:
+class StepProfile(StepFeature):
     """Records from its making on, until so many steps are done."""
 
-    def __init__(self, workload: Workload, module: nn.Module, progress: Progress, done: int, steps: int) -> None:
-        """done: steps before it. steps: to be recorded. Raises ValueError for less than one."""
+    def __init__(self, parts: Parts, done: int, steps: int) -> None:
+        """done: steps before it. steps: to be recorded. Raises ValueError for less than one, and beside another."""
+        self._features, world = parts.steps.features, parts.mesh.world
+        if self._features.find(StepProfile) is not None:
+            raise ValueError("engine.profile(): expected no profile that is being made, found one; it ends by itself")
         if steps < 1:
             raise ValueError(f"engine.profile(): expected at least 1 step, found {steps}")
         from torch.utils.flop_counter import FlopCounterMode  # imports triton: [Note: what few trainings use]
@@ -69,26 +47,32 @@ class StepProfile:
         self.first_step, self.steps = done + 1, steps
         self.is_done = False
         self._left = steps
-        self._workload = workload
-        self._root = type(module).__name__
-        self._timeline = Timeline(progress)
+        self._rank, self._data_size = world.rank, parts.mesh.data_size
+        groups = (group for unit in parts.driver.passes.units for group in unit.groups)
+        self._sizes = {one.plan.name: one.layout.padded_numel * one.plan.dtype.itemsize for one in groups}
+        self._root = type(parts.module).__name__
+        self._timeline = Timeline(world.progress)
         self._stop_transfers = listen(self._timeline.begin_wait, self._timeline.end_wait)
         self._counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
         self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._is_running = True
+        self.is_running = True
+        self._features.turn_on(self)
 
-    def after_step(self, step: int) -> bool:
-        """Whether that was the last one."""
+    def after_step(self, step: int, result: StepResult) -> None:
         if self._left == self.steps:
             self.first_step = step  # after a checkpoint was loaded, another one than the next
         self._left -= 1
         self.is_done = self._left == 0
-        return self.is_done
 
-    def stop(self) -> None:
+    def before_next_step(self, step: int) -> None:
+        if self.is_done:
+            self.close()
+
+    def close(self) -> None:
         """Ends it, with what there is."""
-        if self._is_running:
-            self._is_running = False
+        if self.is_running:
+            self.is_running = False
+            self._features.turn_off(self)
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's has no types
             self._stop_transfers()
             self._timeline.stop()
@@ -116,9 +100,14 @@ class StepProfile:
                 seconds[span.name] = seconds.get(span.name, 0.0) + (span.end - span.begin) / 1e9
         rows = []
         for name in dict.fromkeys([*self._timeline.collectives, *seconds]):
-            count, nbytes = self._timeline.collectives[name], self._workload.bytes_of(name)
+            count, nbytes = self._timeline.collectives[name], self._bytes_of(name)
             rows.append(Collective(name, count, None if nbytes is None else nbytes * count, seconds.get(name, 0.0)))
         return sorted(rows, key=lambda row: (-(row.message_bytes or 0), -row.seconds))
+
+    def _bytes_of(self, what: str) -> int | None:
+        """Of the message of one collective: "gather of layers.7"; None: of one that is no unit's."""
+        kind, _, name = what.partition(" of ")
+        return self._sizes.get(name) if kind in ("gather", "reduction") else None
 
     @property
     def seconds_by_lane(self) -> dict[str, float]:
@@ -133,7 +122,7 @@ class StepProfile:
         spans = self._timeline.spans
         start = min((span.begin for span in spans), default=0)
         lanes = {lane: number for number, lane in enumerate(LANES)}
-        rank = self._workload.rank
+        rank = self._rank
         names = [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
             for lane, number in lanes.items()
@@ -156,7 +145,7 @@ class StepProfile:
     def as_dict(self) -> dict[str, Any]:
         """All but the trace, for JSON."""
         return {
-            "rank": self._workload.rank,
+            "rank": self._rank,
             "first_step": self.first_step,
             "steps": self.steps,
             "seconds_by_lane": self.seconds_by_lane,
@@ -168,7 +157,7 @@ class StepProfile:
         """Writes this rank's trace-rankR.json and profile-rankR.json."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        rank = self._workload.rank
+        rank = self._rank
         (place / f"trace-rank{rank}.json").write_text(json.dumps(self.trace()), encoding="utf-8")
         (place / _NAME.format(rank)).write_text(json.dumps(self.as_dict(), indent=2), encoding="utf-8")
 
@@ -196,6 +185,34 @@ class StepProfile:
                 rows = sorted(by_depth[depth], key=lambda row: -row[1])
                 chosen += rows[: top_modules or None]
         return chosen
+
+
+class ProfileSection(StepFeature):
+    """Profiles the steps that the section `profile` of the config names, and says what was found."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._due: StepProfile | None = None
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return cls(parts) if parts.config.profile.enabled else None
+
+    def before_next_step(self, step: int) -> None:
+        wanted = self._parts.config.profile
+        if self._due is not None and not self._due.is_running:
+            profile, self._due = self._due, None
+            if profile.is_done and wanted.folder is not None:
+                profile.save(wanted.folder)
+            if profile.is_done and self._parts.mesh.world.rank == 0:
+                logger.info("%s", profile.table(wanted.module_depth, wanted.top_modules))
+        if step == wanted.step - 1 and self._parts.steps.features.find(StepProfile) is None:
+            self._due = StepProfile(self._parts, step, wanted.steps)
+
+    def after_load(self, step: int) -> None:
+        if self._due is not None:
+            self._due.close()
+        self.before_next_step(step)
 
 
 def profiles_in(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

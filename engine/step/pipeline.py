@@ -96,12 +96,12 @@ class Pipeline:
         """
         given = list(microbatches)
         steps.so_far.check_whole(len(given))
+        for call in steps.features.before_forward:
+            call(given)
         steps.guard.check()
         self._mesh.world.progress.enter(Activity.PIPELINE)
         differ = self._differ(given)
         ready = [] if differ else self._ready(steps, given)
-        for at, inputs in enumerate(ready):
-            steps.so_far.note_tokens(inputs, at)
         found = torch.full((), bool(differ), device=self._mesh.world.device)
         steps.so_far.note_doubt(found, lambda: self._tell(self._training, differ))
 

@@ -39,6 +39,4 @@ class StepInputs:
 
     def prepared(self, inputs: Any) -> Any:
         """Inputs of a forward, on the device and in the compute dtype."""
-        if self._so_far.tokens is not None and torch.is_grad_enabled():
-            self._so_far.note_tokens(inputs)
         return prepared(inputs, self._world.device, self._dtype, self._scale.mark_input)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
 from ...zero.sequence import StateError
 from ..config.config import Config
-from .batch import tokens_in
 from .clipping import Clipping
 
 
@@ -33,8 +32,6 @@ class StepSoFar:
         self.clipping_by_hand: Clipping | None = None  # of its gradients, by the caller
         self.doubt: tuple[Tensor, Callable[[], None]] | None = None  # see `note_doubt`
         self._own_clipping = Clipping(config.gradient_clipping or math.inf)
-        self.tokens: dict[int, tuple[int, int]] | None = None
-        """(rows, length) of each microbatch, where somebody counts them; he takes them away."""
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._counted_by: Callable[[], bool] | None = None  # see `count_by`
         self._by_hand = False  # he has said so in this step
@@ -77,12 +74,6 @@ class StepSoFar:
             self.lacks_loss = True
         else:
             self.losses.append(loss)
-
-    def note_tokens(self, inputs: Any, at: int | None = None) -> None:
-        """Of the microbatch of that number, None: that comes next, which may be seen several times, in part too."""
-        if self.tokens is not None:
-            at = self.num_microbatches if at is None else at
-            self.tokens[at] = max(self.tokens.get(at, (0, 0)), tokens_in(inputs), key=math.prod)
 
     def note_doubt(self, found: Tensor, tell: Callable[[], None]) -> None:
         """Of the step that begins. found: on this rank. If it is so on any, all of which must call this, then nothing

@@ -22,6 +22,7 @@ from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
+from .features import StepFeatures
 from .gradient_scale import GradientScale
 from .guard import ModelGuard
 from .join import Call, Join, weighted
@@ -104,12 +105,14 @@ class Steps:
         input_dtype: torch.dtype | None,
         rows_per_microbatch: int | None,
         join: Join,
+        features: StepFeatures,
     ) -> None:
         """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.so_far = StepSoFar(config)
         self.last = StepResult(torch.zeros(()), torch.zeros(()), optimizer.lr, loss_scaler.scale, False)
         """What the last step has come to."""
         self.join = join
+        self.features = features
         self._config = config
         self._mesh = mesh
         self._passes = passes

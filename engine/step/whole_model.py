@@ -53,6 +53,8 @@ class WholeModel:
 
     def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
         for microbatch in microbatches:
+            for feature in steps.features.before_forward:
+                feature([microbatch])
             self._check_same(steps, microbatch)
             self._try(steps, microbatch)
             ready = self._call.ready(steps, microbatch)
@@ -72,6 +74,8 @@ class WholeModel:
             steps.so_far.note_doubt(differs, self._same.read)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for feature in steps.features.before_forward:
+            feature([(args, kwargs)])
         if torch.is_grad_enabled():
             self._check_same(steps, (args, kwargs))
         self._try(steps, kwargs)
@@ -92,6 +96,8 @@ class WholeModel:
             yield
 
     def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for feature in steps.features.before_forward:
+            feature([(args, kwargs)])
         if torch.is_grad_enabled():
             self._check_same(steps, (args, kwargs))
         steps.begin_forward()

@@ -48,7 +48,7 @@ def test_steps_per_print_prints_steps_and_notes(capsys: pytest.CaptureFixture[st
 def test_a_line_leaves_out_a_loss_that_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
     result = StepResult(None, torch.ones(()), 0.1, 1.0, False)
     with caplog.at_level(logging.INFO, "lowtide"):
-        StepLog(1).after_step(3, result, 4)
+        StepLog(1, 4).after_step(3, result)
     assert "step 3: gradient norm 1.000, learning rate 0.1, " in caplog.text
 
 

@@ -1,0 +1,41 @@
+"""What an engine is put together from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...comm import Mesh
+from ...model.ledger import Ledger
+from ...zero.optimizer import ShardedOptimizer
+from ..blueprint.blueprint import Blueprint
+from ..config.config import Config
+from ..model.model_flops import ModelFlops
+from .driver import Driver
+from .features import StepFeature
+from .late_groups import LateGroups
+from .learning_rates import LearningRates
+from .steps import Steps
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `initialize` has made of a model and a config, and what features of a step look at."""
+
+    config: Config
+    mesh: Mesh
+    module: nn.Module
+    driver: Driver
+    optimizer: ShardedOptimizer
+    late_groups: LateGroups
+    learning_rates: LearningRates
+    steps: Steps
+    ledger: Ledger  # what stands on the module
+    close_last: Sequence[Callable[[], None]]
+    blueprint: Blueprint
+    meta_run: Any  # a MetaRun of `engine/plan`, for predictions; or a str, why there is none
+    model_flops: ModelFlops | None  # of the whole model, where monitors are on
+    trial: StepFeature | None  # of `lowtide tune`, which ends the script after some steps

@@ -28,14 +28,13 @@ from ..parallel.tiles import Tiled
 from ..parallel.token_parts import TokenParts
 from ..watch.log import logger
 from ..zero.build import GroupMemories
-from ..zero.direct_gradients import DirectGradients
-from ..zero.hooks import UnitHooks, cast_inputs
+from ..zero.hooks import DirectGradients, UnitHooks, cast_inputs
 from ..zero.host_update import HostUpdate
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.placement import ShardRest
 from ..zero.plan import Role
 from ..zero.sequence import UnitSequence
-from ..zero.shard_rest import ShardRest
 from ..zero.unit import Unit
 from .archive.agreement import no_rank_alone
 from .archive.full_values import FullValues

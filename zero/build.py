@@ -9,17 +9,15 @@ from torch import Tensor
 
 from ..comm import Mesh
 from ..offload import PagedBuffer, PagePool, huge_zeros
-from .codec import Codec, Draws, Parts, QuantizedCodec
+from .codec import Codec, Draws, Parts, QuantizedCodec, QuantizedWeights, WeightCodec
 from .domain import Domain
 from .gradient import GroupGradient
-from .group import ShardedGroup
-from .group_memory import PagedMemory, PagesBesideOwn, ResizedMemory
+from .group import PagedMemory, PagesBesideOwn, ResizedMemory, ShardedGroup
 from .host_update import HostUpdate
 from .low_rank import LowRank
+from .placement import ShardRest
 from .plan import GroupPlan, ModelPlan, rings_for
-from .shard_rest import ShardRest
 from .unit import Unit
-from .weight_codec import QuantizedWeights, WeightCodec
 
 Hosts = Mapping[str, HostUpdate]
 """By name of the group, what updates parameters that are on a device."""

@@ -1,4 +1,4 @@
-"""How a gradient is written for its way to other ranks, and read there."""
+"""How gradients and weights are written for their way to other ranks, read there, and added up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from ..comm import Axis, Pending, Terms, regions_of
 from ..kernels.quantized_blocks import dequantize, quantize, quantized_bytes
 from ..kernels.weight_rounding import Rounding
-from .summation import sum_with_held
 
 
 class Coming(NamedTuple):
@@ -254,3 +253,105 @@ class QuantizedCodec(Codec):
         for rank, (message, region) in enumerate(zip(sums, regions, strict=True)):
             if rank != self.axis.rank:
                 dequantize(message, self._bits, region)
+
+
+class WeightCodec:
+    """Weights go as they are: what comes is put where it is used, without a copy."""
+
+    is_exact = True
+    """Whether others get the very bits of a shard."""
+
+    def gather(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
+        """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        return axis.route.gather(full, part, what)
+
+    def refresh(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
+        """As `gather`, where `full` has what was gathered before."""
+        return self.gather(axis, full, part, what)
+
+
+class QuantizedWeights(WeightCodec):
+    """Weights go in blocks of few bits, rounded to the nearest; whoever sends takes what the others get.
+
+    gather:    full = Q(part)                       each time anew: nothing adds up
+    refresh:   full = full + Q(part - full)         what one message lacks is in the next one's difference
+
+    So `full` is the same on all ranks, and the error of a refresh is that of its last difference alone. That is error
+    feedback, whose memory is the rank's own part beside `full`. Sources: qwZ of ZeRO++, arXiv 2306.10209, section 3.1;
+    weight differences of SDP4Bit, arXiv 2410.15526, section 3.1.
+    """
+
+    is_exact = False
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def gather(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
+        return self._sent(axis, full, part, None, what)
+
+    def refresh(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
+        return self._sent(axis, full, part, full.view(axis.size, -1)[axis.place], what)
+
+    def _sent(self, axis: Axis, full: Tensor, part: Tensor, less: Tensor | None, what: str) -> Pending:
+        nbytes = quantized_bytes(part.numel(), self._bits)
+        messages = torch.empty(axis.size * nbytes, dtype=torch.uint8, device=part.device)
+        own = messages.view(axis.size, nbytes)[axis.place]
+        quantize(part, self._bits, own, less=less)
+        pending = axis.route.gather(messages, own, what)
+
+        def collect() -> None:
+            pending.wait()
+            for message, values in zip(messages.view(axis.size, nbytes), full.view(axis.size, -1), strict=True):
+                dequantize(message, self._bits, values, adds=less is not None)
+
+        return Pending(collect)
+
+
+CHUNK_NUMEL = 1 << 17  # 512 KiB of float32: what is summed stays in the cache between the passes
+
+
+NOTHING = slice(0, 0)
+"""Of what is summed: none of it."""
+
+
+def sum_with_held(terms: list[Tensor], own: int, out: Tensor, held: slice, accumulate: bool) -> None:
+    """As `sum_in_rank_order`, where `out` has the values of terms[own] in `held`, and terms[own] what is outside of it.
+
+    If anything is held, terms[own] is `out` afterwards: what it was is gone.
+    """
+    if held == NOTHING:
+        sum_in_rank_order(terms, out, accumulate)
+        return
+    for piece in (slice(0, held.start), held, slice(held.stop, out.numel())):
+        if piece.start < piece.stop:
+            chunk = out[piece]
+            chunks = [term[piece] for term in terms]
+            if piece is held:
+                chunks[own] = chunk
+            sum_in_rank_order(chunks, chunk, accumulate)
+    terms[own] = out
+
+
+def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """out = (out +) terms[0] + terms[1] + ..., added in that order in the dtype of `out`.
+
+    terms: each (numel,) of the reduce dtype; out: (numel,). One of the terms may be `out` itself.
+    """
+    if len(terms) == 1:
+        if accumulate:
+            out.add_(terms[0])
+        elif terms[0].data_ptr() != out.data_ptr():
+            out.copy_(terms[0])
+        return
+    same_dtype = all(term.dtype == out.dtype for term in terms)
+    if len(terms) == 2 and same_dtype and not accumulate:
+        torch.add(terms[0], terms[1], out=out)
+        return
+    for start in range(0, out.numel(), CHUNK_NUMEL):
+        end = start + CHUNK_NUMEL
+        chunk = out[start:end]
+        pieces = [chunk.clone() if term is out else term[start:end] for term in terms]
+        if not accumulate:
+            chunk.copy_(pieces.pop(0))
+        for piece in pieces:
+            chunk.add_(piece)

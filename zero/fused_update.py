@@ -17,10 +17,8 @@ from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .group import values_of
 from .layout import Piece
-from .masters import Masters
-from .optimizer_choice import takes_options
-from .shard_runs import Run
-from .shard_state import ShardState, StatePart
+from .master_weights import Masters
+from .shard_state import Run, ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
@@ -175,6 +173,15 @@ class FusedUpdate:
 
 
 _NOTHING = torch.empty(0)
+
+
+def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
+    """Whether the optimizer of ours does what torch's does with the options of a parameter group."""
+    if any(options.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")):
+        return False
+    if any(options.get(name, value) != value for name, value in record.torch_options.items()):
+        return False
+    return all(isinstance(value, (int, float, bool, str, tuple, list, type(None))) for value in options.values())
 
 
 def _of_whole(shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> ShardUpdate:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from ..comm import Axis, Pending, regions_of
-from .accumulation import HostSum, LocalSum, ShardMemory
+from .accumulation import HostSum, LocalSum, ShardMemory, Staging
 from .codec import Codec
 from .group import ShardedGroup
 from .host_update import HostUpdate
 from .inspection import Inspection, NonFinite
 from .low_rank import LowRank, LowRankMove
 from .move import Move
-from .staging import Staging
 
 
 class GroupGradient:

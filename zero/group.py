@@ -1,32 +1,27 @@
-"""A flat buffer of parameters, sharded over ranks as its domain says."""
+"""A flat buffer of parameters, sharded over ranks as its domain says; and its memory, which comes and goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Mesh, Pending
-from ..offload import Memory, Resident, StoredRange, bytes_in_memory
-from .domain_axes import DomainAxes
-from .group_memory import GroupMemory
-from .layout import Piece, Pieces
-from .parameter_views import ParameterViews
+from ..offload import Memory, PagedBuffer, Resident, StoredRange, bytes_in_memory
+from .autograd import untransformed
+from .codec import WeightCodec
+from .domain import DomainAxes
+from .layout import FlatLayout, Piece, Pieces
+from .placement import ShardRest
 from .plan import GroupPlan
 from .released import mark_present, mark_released
-from .shard_rest import ShardRest
-from .transforms import untransformed
-from .weight_codec import WeightCodec
 
 
 def _always() -> bool:
     return True
-
-
-_NOTHING_PENDING = Pending()
 
 
 class Residence(Enum):
@@ -303,6 +298,9 @@ class ShardedGroup:
             self._views.show(self.full)
 
 
+_NOTHING_PENDING = Pending()
+
+
 def values_of(memory: Memory) -> Tensor:
     """The values, until those of another stored range are asked for."""
     return memory if isinstance(memory, Tensor) else memory.open()
@@ -311,3 +309,134 @@ def values_of(memory: Memory) -> Tensor:
 def part_of(memory: Memory, low: int, high: int) -> Memory:
     """The elements [low, high)."""
     return memory[low:high] if isinstance(memory, Tensor) else memory.part(low, high)
+
+
+class ParameterViews:
+    """Gives parameters their `data`, each time the same two tensors of each, which take no memory of their own."""
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
+        self._params = params
+        self._layout = layout
+        self._views: list[Tensor] = []  # of the flat buffer
+        self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
+
+    def show(self, full: Tensor) -> None:
+        """They are views of the flat buffer, (padded_numel,), which is the same at every call. Released or not."""
+        if not self._views:  # made while there is memory; torch keeps them, whatever becomes of it
+            with torch.inference_mode(False):
+                self._views = [full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self._layout.slots]
+        self._point(self._views)
+
+    def empty(self, full: Tensor) -> None:
+        """They have shapes without values (a NaN, expanded), and raise when they are read."""
+        if not self._without_values:
+            with torch.inference_mode(False):
+                value = torch.nan if full.dtype.is_floating_point else 0
+                nothing = torch.full((), value, dtype=full.dtype, device=full.device)
+                self._without_values = [nothing.expand(param.shape) for param in self._params]
+        self._point(self._without_values)
+        mark_released(self._params, self._layout.names)
+
+    def _point(self, values: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, value in zip(self._params, values, strict=True):
+                param.data = value
+
+
+class GroupMemory:
+    """Addresses for `full`, (padded_numel,), and for `own`, the part of it that is at rest here; memory for a while.
+
+    Content is arbitrary whenever memory comes. Here it is there for good, and nothing comes or goes.
+    """
+
+    own_is_in_full = True
+    """Whether `own` is a part of `full`, with the same memory."""
+
+    def __init__(self, full: Tensor, own: Tensor) -> None:
+        self.full = full
+        self.own = own
+
+    def take_own(self) -> None: ...
+
+    def take_others(self) -> None:
+        """Memory for the rest of `full`, beside that of `own`."""
+
+    def give_own(self) -> None:
+        """The end of `take_own`."""
+
+    def give_others(self) -> None:
+        """The end of `take_others`."""
+
+
+class PagedMemory(GroupMemory):
+    """Pages that move between buffers, see [Note: moving pages]. `own` is a view of `full`."""
+
+    def __init__(self, pages: PagedBuffer, own: slice) -> None:
+        """own: which elements."""
+        super().__init__(pages.tensor, pages.tensor[own])
+        self._pages = pages
+        self._own = own
+
+    def take_own(self) -> None:
+        self._pages.populate(self._own.start, self._own.stop)
+
+    def take_others(self) -> None:
+        self._pages.populate(0, self._own.start)
+        self._pages.populate(self._own.stop, self.full.numel())
+
+    def give_own(self) -> None:
+        self._pages.vacate(self._own.start, self._own.stop)
+
+    def give_others(self) -> None:
+        self._pages.vacate(0, self._own.start)
+        self._pages.vacate(self._own.stop, self.full.numel())
+
+
+class PagesBesideOwn(GroupMemory):
+    """Pages of `full`, all of which come and go, and `own` in memory for itself: `full` gets other values than it."""
+
+    own_is_in_full = False
+
+    def __init__(self, pages: PagedBuffer, own_numel: int) -> None:
+        own = torch.empty(own_numel, dtype=pages.tensor.dtype)
+        super().__init__(pages.tensor, own)
+        self._pages = pages
+        own.untyped_storage().resize_(0)
+
+    def take_own(self) -> None:
+        self.own.untyped_storage().resize_(self.own.nbytes)
+
+    def take_others(self) -> None:
+        self._pages.populate(0, self.full.numel())
+
+    def give_own(self) -> None:
+        self.own.untyped_storage().resize_(0)
+
+    def give_others(self) -> None:
+        self._pages.vacate(0, self.full.numel())
+
+
+class ResizedMemory(GroupMemory):
+    """Storages that are resized, on any device. `own` has one for itself, but where it is all of `full`."""
+
+    def __init__(self, full: Tensor, own_numel: int) -> None:
+        """full: (padded_numel,), whose memory is given back at once."""
+        self.own_is_in_full = own_numel == full.numel()
+        own = full if self.own_is_in_full else torch.empty(own_numel, dtype=full.dtype, device=full.device)
+        super().__init__(full, own)
+        for memory in (self.full, self.own):
+            memory.untyped_storage().resize_(0)
+
+    def take_own(self) -> None:
+        self.own.untyped_storage().resize_(self.own.nbytes)
+
+    def take_others(self) -> None:
+        if not self.own_is_in_full:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+
+    def give_own(self) -> None:
+        self.own.untyped_storage().resize_(0)
+
+    def give_others(self) -> None:
+        if not self.own_is_in_full:
+            self.full.untyped_storage().resize_(0)

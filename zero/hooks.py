@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
-from .graph_task import current_graph_task
+from .autograd import at_all_levels, current_graph_task
 from .released import set_reader
 from .sequence import Phase, UnitSequence
-from .transforms import at_all_levels
-from .unit import Unit
-from .uses import Use
+from .unit import Unit, Use
 
 R = TypeVar("R")
 
@@ -182,6 +181,55 @@ class UnitHooks:
                 self._add(module.register_forward_hook(after))
 
 
+def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger) -> None:
+    """Casts float32 inputs of blocks, which a buffer has made of narrower ones, to the dtype that blocks compute in."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+    for block in blocks:
+        ledger.hook(block.register_forward_pre_hook(before, with_kwargs=True))
+
+
+_MIN_NUMEL = 1 << 17  # of a weight; the copy of a smaller one costs less than a backward that is written in Python
+
+
+class DirectGradients:
+    """Saves the linear layers of a model a tensor for each gradient of a weight, and the copy of it.
+
+        dw = dy^T x  ---written to--->  slot (or shard)  <---view--- param.grad
+
+    Autograd takes a gradient as it is given, so `param.grad` is a view of that memory, and `Staging` sees that nothing
+    is left to be copied. Where there is no memory yet, or the gradient has to be cast or added, it is a tensor as ever;
+    and where hooks of a user see it, who may keep it for longer than the memory is its own.
+    """
+
+    def __init__(self, sequence: UnitSequence, modules: Iterable[nn.Module], ledger: Ledger) -> None:
+        """modules: those with large weights among them are taken."""
+        self._sequence = sequence
+        large = (module for module in modules if _weight_numel(module) >= _MIN_NUMEL)
+        LinearLayers(large, self._make, ledger)
+
+    def _make(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
+        if x is None or not dy.dtype == x.dtype == param.dtype or _is_seen_by_others(param):
+            return gradient_of(dy, x, is_transposed)
+        return weight_gradient(dy, x, is_transposed, self._sequence.place_for_gradient(param))
+
+
+def _is_seen_by_others(param: nn.Parameter) -> bool:
+    """Whether its gradient is given to hooks besides the one of `UnitHooks`."""
+    after = param._post_accumulate_grad_hooks or ()
+    return bool(param._backward_hooks) or len(after) > 1
+
+
+def _weight_numel(module: nn.Module) -> int:
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight.numel() if weight is not None and weight.requires_grad else 0
+
+
 def _is_in_method(modules: Collection[int]) -> bool:
     """Whether the caller is in a method that a class of the modules has beyond those of every module.
 
@@ -197,19 +245,6 @@ def _is_in_method(modules: Collection[int]) -> bool:
 
 
 _CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
-
-
-def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger) -> None:
-    """Casts float32 inputs of blocks, which a buffer has made of narrower ones, to the dtype that blocks compute in."""
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
-
-    for block in blocks:
-        ledger.hook(block.register_forward_pre_hook(before, with_kwargs=True))
 
 
 def _run_newest(newest: Sequence[Callable[[Tensor], None]], gradient: Tensor) -> None:

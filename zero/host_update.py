@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..offload import HostCopies, HostPool, Resident, Window
 from .group import ShardedGroup
-from .shard_rest import ShardRest
+from .placement import ShardRest
 
 MAX_LEAVING = 2  # each holds a gradient shard's memory on the device
 

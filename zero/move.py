@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..comm import Axis, Pending, regions_of
-from .codec import Codec, Coming
+from .accumulation import Region
+from .codec import NOTHING, Codec, Coming
 from .group import ShardedGroup
 from .inspection import Inspection
-from .staging import Region
-from .summation import NOTHING
 
 
 class Move:

@@ -13,20 +13,15 @@ from torch import Tensor
 
 from ..offload import bytes_in_memory
 from .averages import Averages
-from .delayed_update import DelayedUpdate
 from .fused_update import FusedUpdate, UpdateTerms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
-from .offloaded_states import OffloadedStates
-from .parameter_states import ParameterStates
-from .parameter_versions import Version
+from .parameter_states import ParameterStates, StepCounts
+from .placement import OffloadedStates, ShardRest
 from .sequence import StateError
-from .shard_homes import ShardHomes
-from .shard_rest import ShardRest
-from .shard_state import ShardState
-from .speculation import Speculation
-from .step_counts import StepCounts
+from .shard_state import ShardHomes, ShardState
 from .torch_update import TorchUpdate
+from .versions import DelayedUpdate, Speculation, Version
 
 BY_HAND = (
     "{what}: expected engine.step(), which updates the shards of all ranks with the gradients of the whole step, found "

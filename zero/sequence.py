@@ -57,13 +57,11 @@ from torch import Tensor, nn
 
 from ..comm import CollectiveError, Progress
 from ..watch.log import logger
+from .autograd import GraphTask, current_graph_task, will_run
 from .gather_ring import GatherRing, Meet, Proposal, Round
-from .graph_task import GraphTask, current_graph_task, will_run
 from .group import Residence
-from .reduction_turns import ReductionTurns, gates
-from .reductions import OnFinal
-from .unit import Unit
-from .uses import Forward, OpenForwards, Use
+from .reductions import OnFinal, ReductionTurns, gates
+from .unit import Forward, OpenForwards, Unit, Use
 
 
 class StateError(RuntimeError):

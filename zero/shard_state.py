@@ -1,31 +1,146 @@
-"""Master weights and optimizer states of one group's shard, and where they rest."""
+"""Master weights and optimizer states of a group's shard: in memory, in chunks, and by piece of a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..kernels.optimizer_states import SCALE_SUFFIX
-from ..offload import Memory, OldVersion, StoredRange
+from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL, StoredState
+from ..kernels.shard_update import ShardUpdate
+from ..offload import Memory, OldVersion, StoredRange, Window, huge_zeros
 from .gradient import GroupGradient
-from .group import part_of, values_of
+from .group import ShardedGroup, part_of, values_of
 from .host_update import HostUpdate
 from .layout import Piece, Pieces
-from .masters import REMAINDERS, Masters
-from .offloaded_states import Chunk, OffloadedStates
-from .parameter_versions import ParameterVersions, Version
-from .shard_rest import ShardRest
-from .shard_runs import ShardRuns
-from .speculation import Speculation
-from .state_kinds import MASTER, kinds_of_block, scaled
-from .states_in_memory import StatesInMemory
-from .weight_form import WeightForm
-from .widened_states import WidenedStates
+from .master_weights import MASTER, REMAINDERS, Masters, NewStates, WeightForm, kinds_of_block, scaled, scaled_numel
+from .placement import Chunk, OffloadedStates, ShardRest
+from .versions import ParameterVersions, Speculation, Version
+
+
+@dataclass
+class _Open:
+    """The states of one part of a shard."""
+
+    part: object
+    stored: Callable[[bool], Mapping[str, Tensor]]
+    values: dict[str, Tensor]
+    has_changed: bool
+
+
+class WidenedStates:
+    """Holds the float32 values of one part of a shard at a time, and brings changes back into its bytes."""
+
+    def __init__(self) -> None:
+        self._open: _Open | None = None
+
+    def open(self, part: object, stored: Callable[[bool], Mapping[str, Tensor]], changes: bool) -> dict[str, Tensor]:
+        """The values by name, (n,) float32, until another part is opened.
+
+        stored: gives payloads and scales, as `new_states` names them; told whether they are for change.
+        """
+        if self._open is None or self._open.part is not part:
+            self.settle()
+            values = {name: state.widened() for name, state in _states_in(stored(False)).items()}
+            self._open = _Open(part, stored, values, False)
+        self._open.has_changed = self._open.has_changed or changes
+        return self._open.values
+
+    def settle(self) -> None:
+        """Ends the use of what is open. Values that changed are rounded to the nearest that 8 bits have."""
+        opened, self._open = self._open, None
+        if opened is not None and opened.has_changed:
+            for name, state in _states_in(opened.stored(True)).items():
+                state.narrow(opened.values[name])
+
+
+def _states_in(tensors: Mapping[str, Tensor]) -> dict[str, StoredState]:
+    return {
+        name: StoredState(tensor, tensors.get(name + SCALE_SUFFIX))
+        for name, tensor in tensors.items()
+        if not name.endswith(SCALE_SUFFIX)
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of a shard whose parameters have the same options."""
+
+    start: int
+    end: int
+    options_index: int  # in the optimizer's param_groups
+
+
+class ShardRuns:
+    """The stretches of a group's shard, and the parameters that have a part in it."""
+
+    def __init__(self, group: ShardedGroup, options_index_of: Mapping[int, int]) -> None:
+        """options_index_of: id of a parameter -> index in param_groups."""
+        self._group = group
+        self._options_index_of = options_index_of
+        self.param_ids = frozenset(id(group.params[piece.index]) for piece in group.pieces)
+        """Of the parameters that have a part here."""
+        self.all = [run for run, _ in self.stretches(lambda _: 0)]
+
+    def stretches(self, step_of: Callable[[int], int]) -> list[tuple[Run, int]]:
+        """`all`, cut where parameters have made another number of steps, with that number.
+
+        step_of: the identity of a parameter -> its number.
+        """
+        starts: list[tuple[int, int, int]] = []
+        for piece in self._group.pieces:
+            param_id = id(self._group.params[piece.index])
+            index, step = self._options_index_of[param_id], step_of(param_id)
+            if not starts or starts[-1][1:] != (index, step):
+                starts.append((piece.offset_in_shard, index, step))
+        # A run reaches to the next one, padding included: whole vectors, so that no element is a rest of its own.
+        ends = [start for start, *_ in starts[1:]] + [self._group.layout.shard_numel]
+        return [(Run(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
+
+    def options_index(self, index: int) -> int:
+        """In param_groups, of the parameter with that index in the group."""
+        return self._options_index_of[id(self._group.params[index])]
+
+
+class StatesInMemory:
+    """Of elements [0, numel) of a shard. Masters are there at once, states from `make` until `forget`."""
+
+    def __init__(self, numel: int, form: WeightForm, device: torch.device, new_states: NewStates) -> None:
+        self.numel = numel
+        self.master = huge_zeros(numel, torch.float32, device) if form.is_mixed else None
+        """(numel,), where it is beside the parameters."""
+        self.states: dict[str, Tensor] = {}
+        self._are_made = False  # of which there may be none
+        self.factors: dict[int, dict[str, Tensor]] = {}
+        """Index in the group of a matrix that this rank owns -> its states that are not elementwise, by name."""
+        self.update: ShardUpdate | None = None
+        """What an update of all that is in memory needs, as of the last one; None where other states came since."""
+        self._form = form
+        self._device = device
+        self._new_states = new_states
+
+    def make(self) -> None:
+        """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
+        if self._are_made:
+            return
+        self._are_made = True
+        first = self._new_states(torch.zeros(STATE_BLOCK_NUMEL, dtype=self._form.master_dtype))
+        for name, block in first.items():
+            if name not in self.states:
+                numel = scaled_numel(block.numel(), self.numel)
+                self.states[name] = huge_zeros(numel, block.dtype, self._device)
+                if block.any():
+                    self.states[name].fill_(block[0])  # every element begins alike
+
+    def forget(self) -> None:
+        """Gives the memory of `make` back."""
+        self.states.clear()
+        self.factors.clear()
+        self._are_made, self.update = False, None
 
 
 class StatePart(NamedTuple):
@@ -239,3 +354,74 @@ def _cut(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:
         start = piece.offset_in_param + low - piece.offset_in_shard
         yield replace(piece, offset_in_param=start, offset_in_shard=low, numel=high - low)
         low = high
+
+
+class ShardHomes:
+    """What all shards of a rank share.
+
+    | part      | what                                      | None                                |
+    |-----------|-------------------------------------------|-------------------------------------|
+    | offloaded | chunks of states, in a store or on a host |                                     |
+    | rest      | parameters, in a store                    | they are in memory                  |
+    | host      | copies of what a host updates of a device | the update is where parameters are  |
+    """
+
+    def __init__(self, offloaded: OffloadedStates, rest: ShardRest | None, host: HostUpdate | None) -> None:
+        self._offloaded = offloaded
+        self._rest = rest
+        self._host = host
+        self._widened = WidenedStates()
+        self.window = Window() if rest is None else rest.window
+        """Of parameters, on their way to the update."""
+
+    def make_shards(
+        self, gradients: Sequence[GroupGradient], options_index_of: Mapping[int, int], kept: Kept
+    ) -> list[ShardState]:
+        """Takes memory for masters and states of groups; arguments as of `ShardState`. Raises OffloadError."""
+        numels = self._offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
+        shards = [
+            ShardState(gradient, numel, options_index_of, kept, self._widened, self._offloaded, self._rest, self._host)
+            for gradient, numel in zip(gradients, numels, strict=True)
+        ]
+        self._offloaded.reserve()
+        return shards
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters rest in a store."""
+        return self._rest is not None
+
+    def are_where_computed(self, shards: Iterable[ShardState]) -> bool:
+        """Whether all of them rest where they are computed with, their states too."""
+        return self._rest is None and not any(shard.is_apart or shard.chunks for shard in shards)
+
+    def expect(self, order: Iterable[ShardState]) -> None:
+        """The chunks of these shards in one order: that of the next shard is read while this one is updated."""
+        self._offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
+
+    def put_back(self) -> None:
+        """What was opened goes back, with what was changed in it."""
+        self._widened.settle()
+        self.window.put_back()
+        self._offloaded.window.put_back()
+
+    def settle(self) -> None:
+        """8-bit states that were opened as wider ones have what was changed in these."""
+        self._widened.settle()
+
+    def wait(self) -> None:
+        """Returns when states are where they rest. Raises the error of a drive."""
+        self._offloaded.window.wait()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of states and master weights that are not with the parameters."""
+        return self._offloaded.nbytes
+
+    def close(self) -> None:
+        """Gives back what is in stores and buffers."""
+        if self._rest is None:  # else it is the rest's, which closes it
+            self.window.close()
+        for place in (self._host, self._offloaded, self._rest):
+            if place is not None:
+                place.close()

@@ -13,7 +13,7 @@ from ...checkpoint.errors import CheckpointError
 from ...checkpoint.fragment import TensorInfo
 from ...checkpoint.names import shortened
 from ...checkpoint.reader import CheckpointReader
-from ...zero.masters import REMAINDERS
+from ...zero.master_weights import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.sign_update import is_rank_state
 from .named_state import NamedState

@@ -18,10 +18,8 @@ from ...pipe.split.split import SplitPlan
 from ...zero.domain import Domain
 from ...zero.gather_ring import MAX_PREFETCHED
 from ...zero.low_rank import LowRank
-from ...zero.plan import Dtypes, ModelPlan
+from ...zero.plan import PLAIN, Dtypes, ModelPlan, UnitPlan, Wire, plan_units
 from ...zero.policy import ZeroPolicy
-from ...zero.units import UnitPlan, plan_units
-from ...zero.wire import PLAIN, Wire
 from ..config.config import Config
 from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, arrangement_of, domain_of
 from .offload import Home, Homes

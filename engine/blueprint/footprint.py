@@ -19,11 +19,11 @@ from ...zero.domain import Domain
 from ...zero.host_update import MAX_LEAVING
 from ...zero.layout import round_up
 from ...zero.low_rank import ThinLayout
-from ...zero.matrix_trip import REPLICATED, SHARDED, owners_of
-from ...zero.offloaded_states import ChunkLayout
+from ...zero.master_weights import MASTER, Kinds, kinds_of_block, scaled
+from ...zero.placement import ChunkLayout
 from ...zero.plan import GroupPlan, ModelPlan, Role
-from ...zero.sign_mean import SignLayout
-from ...zero.state_kinds import MASTER, Kinds, kinds_of_block, scaled
+from ...zero.sign_update import SignLayout
+from ...zero.whole_update import REPLICATED, SHARDED, owners_of
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint, Timing
 from .gathered import peak_gathered_bytes

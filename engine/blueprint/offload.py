@@ -22,9 +22,8 @@ from ...offload import (
 )
 from ...optimizers.table import OPTIMIZERS
 from ...zero.host_update import HostUpdate
-from ...zero.offloaded_states import OffloadedStates, StatesPlan
+from ...zero.placement import OffloadedStates, ShardRest, StatesPlan
 from ...zero.plan import GroupPlan
-from ...zero.shard_rest import ShardRest
 from ..config.config import Config
 from ..config.offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
 

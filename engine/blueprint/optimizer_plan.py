@@ -15,11 +15,10 @@ from ...kernels.dispatch import Backend
 from ...optimizers.optimizer import Optimizer, OptimizerParams, Options
 from ...optimizers.table import OPTIMIZERS
 from ...zero.fused_update import FusedUpdate
-from ...zero.masters import Masters
-from ...zero.optimizer_choice import OptimizerFactory, another, check_elementwise, record_like
+from ...zero.master_weights import Masters
 from ...zero.plan import GroupPlan, Role
 from ...zero.sign_update import SignUpdate
-from ...zero.torch_update import TorchUpdate
+from ...zero.torch_update import OptimizerFactory, TorchUpdate, another, check_elementwise, record_like
 from ...zero.whole_update import WholeUpdate
 from ..config.config import Config
 

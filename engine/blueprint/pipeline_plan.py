@@ -16,11 +16,10 @@ from ...pipe.schedules.schedule import Action, Op, Schedule
 from ...pipe.split.blocks import find_blocks
 from ...pipe.split.split import SplitPlan, plan_split
 from ...zero.domain import Copies
-from ...zero.plan import GroupPlan
+from ...zero.plan import GroupPlan, UnitPlan
 from ...zero.policy import ZeroPolicy
 from ...zero.scheduled_units import reduction_order
 from ...zero.unit import Unit
-from ...zero.units import UnitPlan
 from ..archive.named_state import UnsplitModel
 from ..config.config import Config
 from ..config.parallel import schedule_of

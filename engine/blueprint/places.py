@@ -11,8 +11,7 @@ from ...comm import Arrangement
 from ...parallel.experts import ExpertPlan
 from ...parallel.plan import TensorPlan
 from ...zero.domain import Copies, Domain
-from ...zero.plan import Dtypes, ModelPlan, Share, Shares
-from ...zero.units import UnitPlan
+from ...zero.plan import Dtypes, ModelPlan, Share, Shares, UnitPlan
 from .axes import EXPERT, TENSOR
 from .optimizer_plan import OptimizerPlan
 from .splits import Splits

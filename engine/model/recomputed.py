@@ -16,7 +16,7 @@ from ...model.ledger import Ledger
 from ...model.recomputing import Recomputing
 from ...parallel.call_states import copy_states
 from ...watch.log import logger
-from ...zero.units import UnitPlan
+from ...zero.plan import UnitPlan
 
 
 def checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: Ledger) -> None:

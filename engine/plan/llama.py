@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...zero.units import plan_units
+from ...zero.plan import plan_units
 from ..blueprint.blueprint import Blueprint
 from ..model.tiling import tiles_of
 from .meta_run import MetaRun

@@ -32,10 +32,9 @@ from ...model.blocks import find_blocks
 from ...model.ledger import Ledger
 from ...parallel.sequence_data import SequenceError, SequencePart
 from ...parallel.tiles import Tiles
-from ...zero.direct_gradients import DirectGradients
-from ...zero.plan import Dtypes
+from ...zero.hooks import DirectGradients
+from ...zero.plan import Dtypes, UnitPlan
 from ...zero.sequence import UnitSequence
-from ...zero.units import UnitPlan
 from ..step.batch import call, loss_of
 from .profile import Profile, ProfilePart
 from .splits import PlannedSplits, SplitModel

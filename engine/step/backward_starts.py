@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ...zero.graph_task import current_graph_task
+from ...zero.autograd import current_graph_task
 
 Root = Tensor | GradientEdge
 Listener = Callable[[Sequence[Root], Sequence[Root] | None], Sequence[Root]]

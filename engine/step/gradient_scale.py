@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ...parallel.tiled_logits import TiledLogits
-from ...zero.graph_task import GraphTask, current_graph_task
+from ...zero.autograd import GraphTask, current_graph_task
 from ...zero.loss_scale import LossScaler
 from ...zero.sequence import StateError
 from ..config.config import Config

@@ -13,9 +13,9 @@ from ...zero.build import GroupMemories
 from ...zero.group import ShardedGroup
 from ...zero.host_update import HostUpdate
 from ...zero.optimizer import ShardedOptimizer
+from ...zero.placement import ShardRest
 from ...zero.plan import GroupPlan, Role, plan_group
 from ...zero.sequence import StateError
-from ...zero.shard_rest import ShardRest
 from ...zero.unit import Unit
 from ..archive.agreement import no_rank_alone
 from ..blueprint.blueprint import Blueprint

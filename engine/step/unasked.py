@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...comm import Activity, Progress
-from ...zero.graph_task import current_graph_task
+from ...zero.autograd import current_graph_task
 from ...zero.sequence import StateError, UnitSequence
 from .steps import Steps
 from .turn import Turn

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtide.comm import Arrangement, Axis, Mesh, Terms, World, regions_of
-from lowtide.zero.summation import NOTHING, sum_with_held
+from lowtide.zero.codec import NOTHING, sum_with_held
 from tests.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets", "native"]

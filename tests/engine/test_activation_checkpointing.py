@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.zero import units
+from lowtide.zero import plan
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, share_of, train_all
@@ -170,7 +170,7 @@ def test_checkpointing_saves_less_for_backward() -> None:
 
 
 def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "_MIN_END_NUMEL", 1)
+    monkeypatch.setattr(plan, "_MIN_END_NUMEL", 1)
     case = Case(models.tiny_gpt, models.token_batch, config={"activation_checkpointing": {"every": 2}})
     with lowtide.initialize(case.build(), case.as_config()) as engine:
         calls = dict.fromkeys(("embedding", "blocks.0", "blocks.1", "blocks.2", "head"), 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.zero import units
+from lowtide.zero import plan
 from tests import models
 from tests.grids import pairs
 from tests.parallel.test_sequence import Plain
@@ -185,7 +185,7 @@ def test_a_step_that_all_leave_unfinished_waits_for_its_rest(ranks: RankPool) ->
 
 def make_other_calls(what: str) -> str:
     config = {"communication": {"route": "sockets", "timeout_seconds": 5}}
-    with patch.object(units, "_MIN_END_NUMEL", 1):
+    with patch.object(plan, "_MIN_END_NUMEL", 1):
         engine, other = (lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config()) for _ in range(2))
     batch = next(microbatches(CASE, engine.rank, 1))
     with pytest.raises(RuntimeError) as error, engine.join():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.zero import units
+from lowtide.zero import plan
 from lowtide.zero.sequence import StateError
 from tests.grids import pairs
 from tests.ranks import RankPool
@@ -87,7 +87,7 @@ def samples(step: int, rank: int) -> Tensor:
 def train(loss_of: Loss, stage: int, kind: str, way: str, **config: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     config = {"optimizer": SGD, "zero_optimization": {"stage": stage}, **KINDS[kind], **config}
-    with patch.object(units, "_MIN_END_NUMEL", 1), lowtide.initialize(Net(), config) as engine:
+    with patch.object(plan, "_MIN_END_NUMEL", 1), lowtide.initialize(Net(), config) as engine:
         DTYPE[engine] = next(engine.parameters()).dtype
         count = KINDS[kind].get("gradient_accumulation_steps", 1)
         for number in range(2 * count):

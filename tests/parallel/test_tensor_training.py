@@ -139,7 +139,7 @@ def gradients_in_place() -> list[tuple[tuple[int, ...], bool]]:
         "tensor_parallel": {"plan": {"embedding": "vocabulary", "head": "vocabulary"}},
     }
     with pytest.MonkeyPatch.context() as patch, lowtide.initialize(Logits(), config) as engine:
-        patch.setattr("lowtide.zero.direct_gradients.weight_gradient", seen)
+        patch.setattr("lowtide.zero.hooks.weight_gradient", seen)
         engine.train_step((torch.arange(8).view(2, 4),))
     return found
 

@@ -12,8 +12,7 @@ import lowtide
 from lowtide.engine.plan import tracker
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.profile import Profile
-from lowtide.zero.plan import Dtypes
-from lowtide.zero.units import plan_units
+from lowtide.zero.plan import Dtypes, plan_units
 from tests import models
 
 

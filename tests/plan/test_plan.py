@@ -22,8 +22,7 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.report.memory import predict
-from lowtide.zero.plan import Dtypes
-from lowtide.zero.units import plan_units
+from lowtide.zero.plan import Dtypes, plan_units
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW

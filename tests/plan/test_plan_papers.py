@@ -18,8 +18,7 @@ from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.profile import ProfilePart
 from lowtide.engine.plan.splits import PlannedSplits
-from lowtide.zero.plan import Dtypes
-from lowtide.zero.units import plan_units
+from lowtide.zero.plan import Dtypes, plan_units
 from tests.models import Chain
 
 BASE = {"optimizer": {"type": "adamw", "params": {}}, "bf16": {"enabled": True}}

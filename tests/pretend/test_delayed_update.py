@@ -2,7 +2,7 @@
 
 import torch
 
-from lowtide.zero.delayed_update import DelayedUpdate
+from lowtide.zero.versions import DelayedUpdate
 from tests.ranks import RankPool
 
 

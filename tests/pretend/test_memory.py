@@ -22,9 +22,9 @@ from lowtide.engine.config.config import Config
 from lowtide.kernels import optimizer_step
 from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs, value_of
 from lowtide.offload import FileStore, HostPool, OldVersion
-from lowtide.zero.delayed_update import DelayedUpdate
 from lowtide.zero.layout import BLOCK_NUMEL, round_up
 from lowtide.zero.plan import GroupPlan
+from lowtide.zero.versions import DelayedUpdate
 from tests import models
 from tests.engine.test_blueprint import BF16, FP32, config_of, reductions_watched
 from tests.engine.test_blueprint import frozen_gpt as gpt

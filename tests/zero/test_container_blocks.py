@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.zero.units import REST, plan_units
+from lowtide.zero.plan import REST, plan_units
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.containers import (

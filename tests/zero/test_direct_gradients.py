@@ -17,7 +17,7 @@ import lowtide
 from lowtide.kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
 from lowtide.model.ledger import Ledger
 from lowtide.pipe.backward import WeightGradients
-from lowtide.zero import direct_gradients
+from lowtide.zero import hooks
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, Outcome, train, train_all
 
@@ -79,8 +79,8 @@ def direct(is_on: bool) -> Iterator[list[bool]]:
         return weight_gradient(dy, x, is_transposed, out)
 
     with (
-        mock.patch.object(direct_gradients, "_MIN_NUMEL", 1 if is_on else 1 << 60),
-        mock.patch.object(direct_gradients, "weight_gradient", noted),
+        mock.patch.object(hooks, "_MIN_NUMEL", 1 if is_on else 1 << 60),
+        mock.patch.object(hooks, "weight_gradient", noted),
     ):
         yield found
 

@@ -13,7 +13,7 @@ import lowtide
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.optimizers import muon
 from lowtide.zero.layout import FlatLayout
-from lowtide.zero.matrix_trip import owners_of
+from lowtide.zero.whole_update import owners_of
 from tests.models import short_gpt, short_gpt_float64, token_batch
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, assert_close, share_of, train_all, train_plainly

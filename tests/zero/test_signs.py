@@ -19,7 +19,7 @@ from lowtide.engine.config.config import Config, ConfigError
 from lowtide.kernels.sign_bits import packed_signs, unpacked_signs
 from lowtide.watch.log import logger
 from lowtide.zero.layout import FlatLayout, round_up
-from lowtide.zero.sign_mean import SignLayout
+from lowtide.zero.sign_update import SignLayout
 from tests.engine.saving import Trip, load_trips, save_trips
 from tests.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
 from tests.ranks import RankPool

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.zero import units
+from lowtide.zero import plan
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, assert_close, train_all, train_plainly
@@ -353,7 +353,7 @@ def of_places(read: Callable[[int, str], list[float]]) -> list[list[float]]:
 def sums_beside_the_model(stage: int, route: str) -> list[float]:
     """Loss and norm of each step."""
     found = []
-    with patch.object(units, "_MIN_END_NUMEL", 1):
+    with patch.object(plan, "_MIN_END_NUMEL", 1):
         for logits_of in (by_head, by_embedding):
             case = case_of(WithoutHead, stage, route, accumulation=2)
             torch.manual_seed(0)
@@ -376,7 +376,7 @@ def test_a_loss_beside_the_model_may_read_large_ends(ranks: RankPool) -> None:
 def what_reads_beside_the_model_say() -> list[str]:
     found = []
     config = case_of(WithoutHead, 3).as_config()
-    with patch.object(units, "_MIN_END_NUMEL", 1), lowtide.initialize(WithoutHead(), config) as engine:
+    with patch.object(plan, "_MIN_END_NUMEL", 1), lowtide.initialize(WithoutHead(), config) as engine:
         for name in ("embedding.weight", "blocks.1.up.weight"):
             weight = engine.module.get_parameter(name)
             loss = engine(models.token_batch(0, 2)[0]).mean()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.comm.pending import REGION_ALIGNMENT_NUMEL, regions_of
-from lowtide.zero.summation import CHUNK_NUMEL, sum_in_rank_order
+from lowtide.zero.codec import CHUNK_NUMEL, sum_in_rank_order
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.zero.units import REST, UnitPlan, plan_units
+from lowtide.zero.plan import REST, UnitPlan, plan_units
 
 
 class Block(nn.Module):

@@ -20,8 +20,8 @@ from ....kernels.optimizer_step import update_shard
 from ....kernels.sum_of_squares import squares_by_block
 from ....offload import AioOptions, FileStore, OffloadError, keep_heap
 from ....optimizers.table import OPTIMIZERS
+from ....zero.codec import sum_in_rank_order
 from ....zero.layout import BLOCK_NUMEL
-from ....zero.summation import sum_in_rank_order
 from ..measured import Curve, Measured, Speeds, curve
 from .calls import measure_calls
 from .engines import host_curves

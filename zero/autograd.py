@@ -1,11 +1,13 @@
-"""What autograd is doing right now: the only place that asks its engine."""
+"""What torch is doing right now: the only place that asks autograd's engine, and the transforms of `torch.func`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -54,3 +56,28 @@ def will_run(nodes: Iterable[Node]) -> bool:
         return any(node.variable.requires_grad and executes(node) for node in nodes)  # type: ignore[attr-defined]
     except RuntimeError:  # a torch.autograd.grad which returns the gradient of one of them, and adds it to nothing
         return False
+
+
+_functorch = torch._C._functorch
+T = TypeVar("T")
+
+
+def untransformed(action: Callable[[], T]) -> T:
+    """Calls it with plain torch's operations: a view that `grad` has made cannot become a parameter's memory."""
+    if _functorch.peek_interpreter_stack() is None:
+        return action()
+    with temporarily_clear_interpreter_stack():
+        return action()
+
+
+def at_all_levels(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Each tensor, and what transforms have wrapped in it: a backward may come to any of these."""
+    return tensors if _functorch.peek_interpreter_stack() is None else _with_wrapped(tensors)
+
+
+def _with_wrapped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield tensor
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+            yield tensor

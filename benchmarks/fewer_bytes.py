@@ -5,7 +5,9 @@ the last tenth of the steps, the others of text that nobody trained on, with the
 Each is trained with several seeds, since two trainings whose last bits differ come to other losses: shown are means
 over the seeds, of the differences from the first contender with the same seed too, with the standard error of those.
 By default 2,000 steps of 0.9M parameters with 4 seeds. --messages compares messages between four ranks, processes of
-this machine; all but those of "two levels" stand for a host each:
+this machine; all but those of "two levels" stand for a host each.
+
+Example:
 
     python benchmarks/fewer_bytes.py --batch-size 8 --context 64 --json fewer_bytes.json
     python benchmarks/fewer_bytes.py --messages --batch-size 8 --context 64 --seeds 0 1 --json fewer_bits.json

@@ -1,5 +1,7 @@
 """Steps with parameters and states in files, in the plain order and layer by layer, interleaved.
 
+Example:
+
     python benchmarks/layered.py --folder /mnt/nvme --width 1024 --blocks 8 --microbatches 8
 
 One rank. A drive is as fast beside a GPU as a slower one is beside a CPU: `--drive-mb-per-second` makes it so, by

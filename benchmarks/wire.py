@@ -5,7 +5,9 @@ that is asked for (tc tbf). Each host has its own network, host name and /dev/sh
 All contenders train in the same processes, a few steps of each in turn, so that they meet the same machine; rows are
 compared by the median of their ratios to `plain` in the same round. Bytes are what the kernel has counted on one end of
 the cable, headers included. A record has rank 0's processor seconds of a step too, which say what a loaded machine
-leaves of its time. Needs root:
+leaves of its time. Needs root.
+
+Example:
 
     python benchmarks/wire.py --json wire.json --markdown wire.md --image wire.png
 """

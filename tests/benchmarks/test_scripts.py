@@ -12,7 +12,8 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.star
 
 # What each runs with. OUT is a folder for what it writes. Where a script is not here, a test of its own runs it.
 RUNS = {
-    "checkpoint": "--size tiny --contenders fsdp2 lowtide-3 --rounds 1 --repeats 1 --folder OUT --json OUT/j --png OUT/p.png",
+    "checkpoint": "--size tiny --contenders fsdp2 lowtide-3 --rounds 1 --repeats 1 --folder OUT"
+    " --json OUT/j --png OUT/p.png",
     "compare": "--size tiny --contenders ddp lowtide-3 --rounds 1 --steps 1 --memory exact --memory-steps 2"
     " --offload-folder OUT --json OUT/j --png OUT/p.png",
     "cpu_optimizer": "--numel 70000 --rounds 1 --json OUT/j",
@@ -23,11 +24,10 @@ RUNS = {
     " --offload-folder OUT --json OUT/j --png OUT/p.png",
     "layered": "--folder OUT --width 32 --blocks 2 --microbatches 2 --rounds 1",
     "offload_io": "--size 4 --unit 1 --block 1 --rounds 1 --folder OUT --json OUT/j",
-    "parallel": "--contenders single lowtide-tensor --layers 1 --width 32 --inner 32 --heads 2 --key-heads 2 --vocabulary 64"
-    " --tokens 16 --rounds 1 --warmup 1 --steps 1 --memory none --json OUT/j --png OUT/p.png",
+    "parallel": "--contenders single lowtide-tensor --layers 1 --width 32 --inner 32 --heads 2 --key-heads 2"
+    " --vocabulary 64 --tokens 16 --rounds 1 --warmup 1 --steps 1 --memory none --json OUT/j --png OUT/p.png",
     "pipeline": "--mode sleep --ranks 2 --microbatches 2 --milliseconds 1 1 1 --rounds 1 --steps 1 --contenders 1f1b"
     " torch-1f1b --json OUT/j --png OUT/p.png",
-    "timeline": "--json OUT/j --png OUT/p.png",
 }
 
 

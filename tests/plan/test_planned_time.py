@@ -8,10 +8,13 @@ import torch
 from lowtide.comm import Arrangement
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
+from lowtide.engine.plan.choice import Choice
 from lowtide.engine.plan.estimate import Estimate, MachineWork, estimate
 from lowtide.engine.plan.layered import LayeredParts
+from lowtide.engine.plan.llama import Shape, batch, build, runs_of
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.stages import Stages
 from lowtide.engine.plan.timeline import SimulatedTimeline
 from tests import models
@@ -74,3 +77,17 @@ def test_what_is_not_waited_for_goes_on_beside_what_computes(is_layered: bool) -
     hidden = [one.hidden["collectives"] for one in (slow, fast)]
     assert waited[0] < waited[1] and hidden[0] > hidden[1]
     assert waited[0] + hidden[0] == pytest.approx(waited[1] + hidden[1])
+
+
+def test_little_of_a_large_models_collectives_is_exposed() -> None:
+    """Llama 8B on 8 devices, 8192 tokens each: the order of the calls hides all but the first and the last ones."""
+    shape = Shape(32, 4096, 32, 128256, 8192, kv_heads=8, mlp=14336)
+
+    def exposed_share(**zero: object) -> float:
+        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": ADAMW}
+        loaded = Config.load({**config, "zero_optimization": {"stage": 3, **zero}})
+        planner = Planner(build(shape), loaded.as_dict(), Machine(), runs_of(shape), batch(shape))
+        found = planner.estimate(Choice.of(loaded.resolve(8)))
+        return sum(found.seconds[f"{kind} exposed"] for kind in ("gather", "reduce")) / found.step_seconds
+
+    assert exposed_share() < 0.02 < 0.12 < exposed_share(stage3_prefetch_bucket_size=0)

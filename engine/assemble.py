@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ from .model.later_model import move
 from .model.prepared_model import PreparedModel
 from .model.recomputed import checkpoint_activations
 from .model.sequences import Sequences
-from .report.memory_report import meta_run_of
+from .planner import planner
 from .step.driver import Driver
 from .step.features import StepFeatures
 from .step.join import Join
@@ -60,14 +60,11 @@ from .step.learning_rates import LearningRates, scheduler_for
 from .step.lr_schedule import betas_at, schedule_of
 from .step.microbatch_turns import MicrobatchTurns
 from .step.model_call import ModelCall
-from .step.parts import Parts
+from .step.parts import Parts, Prediction
 from .step.pipeline import Pipeline
 from .step.steps import Steps
 from .step.whole_model import WholeModel
 from .trial import Trial
-
-if TYPE_CHECKING:
-    from .plan.meta_run import MetaRun
 
 
 def assemble(
@@ -89,7 +86,7 @@ def assemble(
     config = blueprint.config
     rest = _reserve_rest(blueprint, world)
     mesh = _connect(blueprint, world)
-    meta_run = _meta_run(blueprint, module, loss_fn, world)
+    prediction = _memory_prediction(blueprint, module, loss_fn, world)
     states = _States.of(blueprint, mesh, rest, lr_scheduler)
     units, optimizer = states.units, states.optimizer
     _fill(module, units, optimizer, mesh, prepared.values, blueprint)
@@ -119,7 +116,7 @@ def assemble(
         ledger=ledger,
         close_last=close_last,
         blueprint=blueprint,
-        meta_run=meta_run,
+        memory_prediction=prediction,
         model_flops=prepared.flops,
         trial=trial,
     )
@@ -394,11 +391,15 @@ def _offload_activations(
     return offload, (offload.close, store.close)
 
 
-def _meta_run(blueprint: Blueprint, module: nn.Module, loss_fn: LossFn, world: World) -> MetaRun | str:
-    """For predictions; or why there is none."""
+def _memory_prediction(blueprint: Blueprint, module: nn.Module, loss_fn: LossFn, world: World) -> Prediction | str:
+    """For a memory report; or why there is none."""
     if blueprint.config.memory_report.folder is None:
         return "memory_report.folder is not set, which asks for the prediction of a step"
-    return meta_run_of(blueprint, module, loss_fn, world.rank)
+    try:
+        found: Prediction = planner().memory_prediction(blueprint, module, loss_fn, world.rank)
+    except ValueError as error:
+        return str(error)
+    return found
 
 
 def _learning_rates(config: Config, states: _States) -> LearningRates:

@@ -36,6 +36,7 @@ from .model.given_model import LossFn, Model, check_optimizers_agree
 from .model.later_model import LaterModel
 from .model.prepared_model import PreparedModel
 from .model.tiling import check_units
+from .planner import planner
 from .step.batch import call, loss_of
 from .trial import Trial
 
@@ -116,9 +117,8 @@ def _planned(
         trial.plan(config, described, world, loss_fn, sample_batch)
     if not config.planned_keys:
         return config
-    from .plan.agreed import planned_config  # [Note: what few trainings use]
-
-    return planned_config(config, described, world, loss_fn, sample_batch)
+    made: Config = planner().planned_config(config, described, world, loss_fn, sample_batch)
+    return made
 
 
 def _take_optimizer(optimizer: OptimizerChoice, blueprint: Blueprint, world: World, prepared: PreparedModel) -> None:

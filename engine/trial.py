@@ -24,11 +24,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..comm import World
 from ..watch.log import logger
@@ -36,16 +35,11 @@ from .config.config import Config
 from .config.fill import filled
 from .config.read import read
 from .config.translate import BATCH_KEYS
-from .model.deferred import DeferredModel
-from .step.batch import loss_of
+from .planner import planner
 from .step.batch_shape import described, made, of_whole
 from .step.features import StepFeature
 from .step.parts import Parts
 from .step.step_result import StepResult
-
-if TYPE_CHECKING:
-    from .plan.machine import Machine
-    from .plan.plan import Plan
 
 VARIABLE = "LOWTIDE_TRIAL"
 _WRITERS = ("tensorboard", "wandb", "csv_monitor", "profile", "flops_profiler", "comms_logger")
@@ -161,55 +155,25 @@ class Trial(StepFeature):
         loss_fn: Callable[[Any, Any], Tensor] | None,
         sample_batch: Any,
     ) -> dict[str, Any]:
-        from .plan.agreed import machine_here  # [Note: what few trainings use] in `build.py`
-        from .plan.plan import made_batch, plan_on
+        wanted = self.request
+        batch = made(wanted.batch) if wanted.batch is not None else sample_batch
+        config = self._with_batch(config, world.size)
+        found: dict[str, Any] = planner().plans_of_trial(
+            model, config, world, num_hosts, loss_fn, batch, wanted.sequence, wanted.num_plans
+        )
+        kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}
+        for one in found["best"]:
+            one["config"] |= kept
+        if found["given"] is not None:
+            found["given"]["config"] = self.config
+        return found
 
-        machine, key = machine_here(world, num_hosts)
-        batch = made(self.request.batch) if self.request.batch is not None else sample_batch
-        if batch is None and self.request.sequence is not None:
-            module = model if isinstance(model, nn.Module) else DeferredModel(model).module
-            batch = made_batch(module, self.request.sequence)
-        begun = time.monotonic()
-        config = self._with_batch(config, machine)
-        found = plan_on(model, config, machine, batch, loss_fn or _any_loss, self.request.num_plans)
-        return {"device": key, "plan_seconds": time.monotonic() - begun, **self._described(found, config)}
-
-    def _with_batch(self, config: Config, machine: Machine) -> Config:
+    def _with_batch(self, config: Config, world_size: int) -> Config:
         """The same with the samples of a step, which a given microbatch says too: tuning must not change them."""
         if config.planned_keys or config.train_micro_batch_size_per_gpu is None:
             return config
-        resolved = config.resolve(machine.num_devices)
+        resolved = config.resolve(world_size)
         return Config.load({**self._trained, "train_batch_size": resolved.train_batch_size})
-
-    def _described(self, found: Plan, config: Config) -> dict[str, Any]:
-        from .plan.choice import Choice
-
-        kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}
-        best = [
-            {
-                "config": {**one.config, **kept},
-                "choice": asdict(one.choice),
-                "peak_bytes": one.peak_bytes,
-                "seconds": dict(one.seconds),
-            }
-            for one in found.alternatives
-        ]
-        given = None
-        if not config.planned_keys:
-            resolved = config.resolve(found.machine.num_devices)
-            choice = asdict(Choice.of(resolved))
-            given = {
-                "config": self.config,
-                "choice": choice,
-                "peak_bytes": found.peak_bytes,
-                "seconds": dict(found.seconds),
-            }
-        return {
-            "num_choices": found.num_choices,
-            "given": given,
-            "best": best,
-            "missing": dict(found.missing),
-        }
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -283,9 +247,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 def _plain(source: Any) -> dict[str, Any]:
     """The script's own config as a file would have it."""
-    from .plan.choice import without_defaults
-
-    return without_defaults(source.as_dict()) if isinstance(source, Config) else dict(read(source)[0])
+    return dict(planner().without_defaults(source.as_dict()) if isinstance(source, Config) else read(source)[0])
 
 
 def laid_over(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,14 +265,3 @@ def laid_over(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
         both = isinstance(value, Mapping) and isinstance(before, Mapping)
         merged[key] = laid_over(value, before) if both and not is_whole else value  # type: ignore[arg-type]  # both
     return merged
-
-
-def _any_loss(output: Any, batch: Any) -> Tensor:
-    """The model's own, or for a model whose loss the script computes, one with a gradient for all of its output."""
-    try:
-        return loss_of(output, batch, None)
-    except ValueError:
-        outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
-        if not outputs:
-            raise
-        return torch.stack([one.float().mean() for one in outputs]).sum()

@@ -207,6 +207,23 @@ def test_no_test_of_the_core_imports_a_satellite() -> None:
     assert found == []
 
 
+def test_the_core_imports_no_satellite_but_the_planner_in_one_function() -> None:
+    """The public API names the planner's too, and imports them at first use."""
+    found = {
+        name_of(path)
+        for path in FILES
+        if not is_satellite(f"{module_name(path)}.")
+        and any(is_satellite(f"{name}.") for name in imports(path, nodes_of(path)))
+    }
+    assert found == {"engine/planner.py", "lowtide/__init__.py"}
+    (way,) = [
+        node
+        for node in ast.parse((CHECKOUT / "engine/planner.py").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert [node for node in ast.walk(way) if isinstance(node, ast.ImportFrom)]
+
+
 def test_the_script_leaves_out_the_tests_of_satellites() -> None:
     said = re.search(r"satellites='\^tests/\((.*)\)/'", (CHECKOUT / "bin/test").read_text())
     assert said is not None and set(said[1].split("|")) == SATELLITE_TESTS

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...watch.log import logger
-from ..blueprint.axes import TENSOR
-from ..blueprint.blueprint import Blueprint
 from ..blueprint.footprint import Footprint, Moment
 from ..step.batch_shape import described, made, of_whole
 from ..step.features import StepFeature
@@ -23,9 +21,6 @@ from ..step.parts import Parts
 from ..step.step_result import StepResult
 from .memory import ModelStateBytes, measure
 from .memory_recording import OTHER, Recorded, Recorder
-
-if TYPE_CHECKING:
-    from ..plan.meta_run import MetaRun
 
 _MAX_OWNERS = 30  # that a report names
 _MAX_SAMPLES = 400  # of the moments of a step, those with the most
@@ -216,40 +211,18 @@ class MemoryReports(StepFeature):
         }
 
     def _with_prediction(self, report: MemoryReport) -> MemoryReport:
-        """Of the whole, from a run of the recorded batch on the meta device."""
-        meta_run, blueprint = self._parts.meta_run, self._parts.blueprint
-        if isinstance(meta_run, str):
-            return replace(report, why_not=meta_run)
+        """Of the whole, by the recorded batch."""
+        predict = self._parts.memory_prediction
+        if isinstance(predict, str):
+            return replace(report, why_not=predict)
         if self._batch is None:
             return replace(report, why_not="the model was called with positional and named inputs together")
-        from ..plan.estimate import writes_gradients  # [Note: what few trainings use] in `build.py`
-
-        batch = made(self._batch)
-        shapes = [one.shape for one in torch.utils._pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.dim()]
-        config = self._parts.config
         try:
-            profile = meta_run.profile(
-                batch, shapes[0][0] if shapes else 1, config.activation_checkpointing.every,
-                writes_gradients(blueprint),
-            )  # fmt: skip
+            kinds, peak = predict(made(self._batch))
         except ValueError as error:
             return replace(report, why_not=str(error))
-        from ..plan.estimate import estimate
-        from ..plan.layered import memory_in_layers
-        from ..plan.machine import Machine
-        from ..plan.pipelined import memory_by_place
-
-        machine = Machine(device="cuda" if blueprint.device != "cpu" else "cpu")
-        place = blueprint.place_of(self._parts.mesh.world.rank)
-        if blueprint.pipeline is None:
-            found = estimate(blueprint, machine, profile, place)
-            kinds, peak = found.bytes, found.peak_bytes
-        elif blueprint.is_layered:
-            kinds, peak = memory_in_layers(blueprint, machine, profile, place)
-        else:
-            kinds, peak = memory_by_place(blueprint, machine, profile)[place]
+        slots = report.predicted["buffer_bytes"] + kinds["slot_bytes"]
         activations = kinds["activation_bytes"] + kinds["loss_bytes"]
-        slots = report.predicted["buffer_bytes"] + profile.slot_bytes
         predicted = {**report.predicted, "buffer_bytes": slots, OTHER: activations}
         return replace(report, predicted=predicted, predicted_peak_bytes=peak)
 
@@ -271,21 +244,3 @@ class MemoryReports(StepFeature):
 def allocator_bytes(device: torch.device) -> int | None:
     """The most that an accelerator's allocator has had in tensors; None on the CPU."""
     return None if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
-
-
-def meta_run_of(blueprint: Blueprint, module: nn.Module, loss_fn: Any, rank: int) -> MetaRun | str:
-    """A run of the model on the meta device, before anything of the engine stands on it; or why there is none."""
-    from ..plan.meta_run import MetaRun  # [Note: what few trainings use] in `build.py`
-    from ..plan.splits import PlannedSplits
-
-    config = blueprint.config
-    if config.tiles.mlp or config.tiles.loss:
-        return "tiles stand on the model already; `lowtide plan` counts them"
-    casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
-    device = "cpu" if blueprint.device == "cpu" else "cuda"
-    try:
-        splits = PlannedSplits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
-        return MetaRun(module, blueprint.units, blueprint.dtypes, device, loss_fn, casts, splits=splits)
-    except Exception as error:  # a model may have anything in it that cannot be copied; a report is not worth an end
-        logger.info("memory_report: the model cannot be copied for a prediction: %s", error)
-        return f"the model cannot be copied ({error})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from .late_groups import LateGroups
 from .learning_rates import LearningRates
 from .steps import Steps
 
+Prediction = Callable[[Any], tuple[Mapping[str, int], int]]
+"""From a batch to the peak of each kind of bytes, and of their total. Raises ValueError where there is none."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -36,6 +39,6 @@ class Parts:
     ledger: Ledger  # what stands on the module
     close_last: Sequence[Callable[[], None]]
     blueprint: Blueprint
-    meta_run: Any  # a MetaRun of `engine/plan`, for predictions; or a str, why there is none
+    memory_prediction: Prediction | str  # of a memory report; or why there is none
     model_flops: ModelFlops | None  # of the whole model, where monitors are on
     trial: StepFeature | None  # of `lowtide tune`, which ends the script after some steps

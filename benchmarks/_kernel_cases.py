@@ -26,7 +26,7 @@ from lowtide.kernels.rms_norm import add_rms_norm, rms_norm
 from lowtide.kernels.rotary import rotary_embedding
 from lowtide.kernels.sum_of_squares import squares_by_block
 from lowtide.kernels.weight_rounding import Rounding
-from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.optimizers import OPTIMIZERS
 
 Tensors = dict[str, Tensor]
 Size = tuple[int, ...]

@@ -40,8 +40,8 @@ from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import CHUNK_NUMEL
 from lowtide.kernels.shard_update import ShardUpdate
+from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer
-from lowtide.optimizers.table import OPTIMIZERS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..optimizers.table import OPTIMIZERS
+from ..optimizers import OPTIMIZERS
 from .fragment import TensorInfo
 from .index import Row
 from .names import data_name

@@ -1,1 +1,12 @@
-"""What an optimizer is: a record in a file of its own, which everything else reads."""
+"""The optimizers that there are. An optimizer is its record, which everything else reads: `optimizer.py`."""
+
+from collections.abc import Mapping
+
+from .adam import ADAM, ADAMAX, ADAMW, NADAM, ONEBIT_ADAM, RADAM
+from .optimizer import Optimizer
+from .sgd import ADADELTA, ADAGRAD, LION, RMSPROP, SGD
+from .whole_tensor import ADAFACTOR, LAMB, MUON
+
+_ALL = (ADAMW, ADAM, SGD, LION, ADAGRAD, RMSPROP, ADAMAX, NADAM, RADAM, ADADELTA, LAMB, MUON, ADAFACTOR, ONEBIT_ADAM)
+OPTIMIZERS: Mapping[str, Optimizer] = {one.name: one for one in _ALL}
+"""By name."""

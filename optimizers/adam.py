@@ -1,18 +1,23 @@
-"""Adam, with its decay apart from the gradient (AdamW) or in it. Sources: arXiv 1412.6980 and 1711.05101."""
+"""Adam and its kin: a step is a mean of gradients over the root of a mean of their squares."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from ctypes import c_float
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ..configs.section import Bool, Float
+from ..configs.section import Bool, Float, Natural
 from .optimizer import Apply, Beta, Optimizer, OptimizerParams, Options, State, StateDtype, lerp_coefficients
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Adam, with its decay apart from the gradient (AdamW) or in it. Sources: arXiv 1412.6980 and 1711.05101.
 
 
 class AdamWParams(OptimizerParams):
@@ -108,4 +113,205 @@ ADAM = Optimizer(
     torch_class="Adam",
     torch_options={"decoupled_weight_decay": False},
     deepspeed_names=("fusedadam", "cpuadam", "deepspeedcpuadam"),
+)
+
+
+# Adamax: Adam with the largest of the gradients in place of the root. Source: arXiv 1412.6980, section 7.
+
+
+class AdamaxParams(OptimizerParams):
+    """Keyword arguments of Adamax. Source: torch.optim.Adamax."""
+
+    lr: Float = Field(default=2e-3, ge=0)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running mean of the gradient and of its largest."""
+    eps: Float = Field(default=1e-8, ge=0)
+    """Added to the size of a gradient."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """L2 penalty, added to the gradient."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which both are kept."""
+
+
+def _adamax(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    import torch
+
+    beta1, beta2 = options["betas"]
+    mean, largest = states
+    gradient = gradient.add(weight, alpha=options["weight_decay"])
+    mean.lerp_(gradient, 1 - beta1)
+    largest.copy_(torch.maximum(largest.mul_(beta2), gradient.abs().add_(options["eps"])))
+    weight.addcdiv_(mean, largest, value=-options["lr"] / (1 - beta1 ** int(step)))
+
+
+ADAMAX = Optimizer(
+    title="Adamax",
+    params=AdamaxParams,
+    states=(State("exp_avg"), State("exp_inf", is_mean_of_squares=True)),
+    apply=_adamax,
+)
+
+
+def _decayed(weight: Tensor, gradient: Tensor, options: Options) -> Tensor:
+    """The gradient after the decay, which is in it or of the weight."""
+    if options["decoupled_weight_decay"]:
+        weight.mul_(1 - options["lr"] * options["weight_decay"])
+        return gradient
+    return gradient.add(weight, alpha=options["weight_decay"])
+
+
+# NAdam: Adam with Nesterov momentum. Source: Dozat, ICLR 2016 workshop, as torch has it.
+
+
+class NAdamParams(OptimizerParams):
+    """Keyword arguments of NAdam. Source: torch.optim.NAdam."""
+
+    lr: Float = Field(default=2e-3, ge=0)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: Float = Field(default=1e-8, ge=0)
+    """Added to the denominator."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """L2 penalty, added to the gradient."""
+    momentum_decay: Float = Field(default=4e-3, ge=0)
+    """Decay of the momentum with the step."""
+    decoupled_weight_decay: Bool = False
+    """Whether the decay is apart from the gradient, as in AdamW."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which both moments are kept."""
+
+
+def _momentum(beta1: float, decay: float, step: int) -> float:
+    """mu_t = beta1 x (1 - 0.96^(t x decay) / 2)."""
+    return float(beta1 * (1.0 - 0.5 * 0.96 ** (step * decay)))
+
+
+@lru_cache(maxsize=8)
+def _momentum_product(beta1: float, decay: float, step: int) -> float:
+    """mu_1 x ... x mu_t, in float32 as torch keeps it as a state."""
+    product = 1.0
+    for earlier in range(1, step + 1):
+        product = c_float(product * c_float(_momentum(beta1, decay, earlier)).value).value
+        if product == 0.0:
+            break
+    return product
+
+
+def _nadam(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    (beta1, beta2), decay, at = options["betas"], options["momentum_decay"], int(step)
+    mean, squares = states
+    gradient = _decayed(weight, gradient, options)
+    mean.lerp_(gradient, 1 - beta1)
+    squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = squares.div(1 - beta2**at).sqrt_().add_(options["eps"])
+    now, then = _momentum(beta1, decay, at), _momentum(beta1, decay, at + 1)
+    product = _momentum_product(beta1, decay, at)
+    weight.addcdiv_(gradient, root, value=-options["lr"] * (1 - now) / (1 - product))
+    weight.addcdiv_(mean, root, value=-options["lr"] * then / (1 - product * then))
+
+
+NADAM = Optimizer(
+    title="NAdam",
+    params=NAdamParams,
+    states=_MOMENTS,
+    apply=_nadam,
+)
+
+
+# RAdam: Adam that waits until the variance of its step is known. Source: arXiv 1908.03265.
+
+
+class RAdamParams(OptimizerParams):
+    """Keyword arguments of RAdam. Source: torch.optim.RAdam."""
+
+    lr: Float = Field(default=1e-3, ge=0)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: Float = Field(default=1e-8, ge=0)
+    """Added to the denominator."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """L2 penalty, added to the gradient."""
+    decoupled_weight_decay: Bool = False
+    """Whether the decay is apart from the gradient, as in AdamW."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which both moments are kept."""
+
+
+def _rectification(beta2: float, step: int) -> float | None:
+    """The factor of an adaptive step; None where its variance is not known yet."""
+    rho_inf = 2 / (1 - beta2) - 1
+    rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
+    if rho <= 5:
+        return None
+    return math.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
+
+
+def _radam(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    (beta1, beta2), at = options["betas"], int(step)
+    mean, squares = states
+    gradient = _decayed(weight, gradient, options)
+    mean.lerp_(gradient, 1 - beta1)
+    squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    step_size = options["lr"] / (1 - beta1**at)
+    rectified = _rectification(beta2, at)
+    if rectified is None:
+        weight.add_(mean, alpha=-step_size)
+        return
+    root = squares.sqrt().add_(options["eps"])
+    weight.addcdiv_(mean, root, value=-step_size * rectified * math.sqrt(1 - beta2**at))
+
+
+RADAM = Optimizer(
+    title="RAdam",
+    params=RAdamParams,
+    states=_MOMENTS,
+    apply=_radam,
+)
+
+
+# 1-bit Adam, whose ranks send one bit for each element. Source: arXiv 2102.02888. Defaults are DeepSpeed's, and like
+# DeepSpeed's its moments are not corrected in the first steps.
+
+
+class OneBitAdamParams(OptimizerParams):
+    """Keyword arguments of 1-bit Adam. Source: arXiv 2102.02888."""
+
+    lr: Float = Field(default=1e-3, ge=0)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: Float = Field(default=1e-8, ge=0)
+    """Added to the denominator."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """Decay of the parameters per step, times the learning rate."""
+    state_dtype: Literal["fp32"] = "fp32"
+    """The type in which both moments are kept."""
+    freeze_step: Natural = 100_000
+    """Steps of the warm-up, which is Adam: after it the second moment stays, and ranks send signs of momenta."""
+
+
+def onebit_direction(weight: Tensor, mean: Tensor, squares: Tensor, options: Options) -> Tensor:
+    """m / (sqrt(v) + eps) + decay w. What has no second moment has not been seen in the warm-up, and has no step."""
+    found = (mean / squares.sqrt().add_(options["eps"])).masked_fill_(squares == 0, 0.0)
+    return found.add_(weight, alpha=options["weight_decay"]) if options["weight_decay"] else found
+
+
+def _onebit_adam(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    """A step of the warm-up."""
+    (beta1, beta2), (mean, squares) = options["betas"], states
+    mean.lerp_(gradient, 1 - beta1)
+    squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    weight.add_(onebit_direction(weight, mean, squares, options), alpha=-float(options["lr"]))
+
+
+ONEBIT_ADAM = Optimizer(
+    title="OneBitAdam",
+    params=OneBitAdamParams,
+    states=_MOMENTS,
+    apply=_onebit_adam,
+    sends_signs=True,
+    keeps_step=False,
 )

@@ -1,6 +1,6 @@
 """The record of an optimizer: everything that differs between one optimizer and another.
 
-`table.py` lists the records. The config takes its keys and names from there, the update of a shard its formula, a
+`__init__.py` lists the records. The config takes its keys and names from there, the update of a shard its formula, a
 checkpoint the names of its states. Nothing here imports torch, without which a config is read.
 """
 

@@ -1,4 +1,4 @@
-"""SGD, with or without momentum, as torch has it."""
+"""SGD and other elementwise rules: Lion, Adagrad, RMSprop and Adadelta."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ..configs.section import Bool, Float
-from .optimizer import Optimizer, OptimizerParams, Options, State, StateDtype
+from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, lerp_coefficients
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# SGD, with or without momentum, as torch has it.
 
 
 class SGDParams(OptimizerParams):
@@ -37,7 +40,7 @@ class SGDParams(OptimizerParams):
         return [("nesterov", f"needs momentum above 0 and dampening 0, {found}")]
 
 
-def _apply(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
     import torch
 
     torch._fused_sgd_(
@@ -54,7 +57,7 @@ def _apply(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Ten
     )
 
 
-def _coefficients(options: Options, step: int) -> tuple[float, ...]:
+def _sgd_coefficients(options: Options, step: int) -> tuple[float, ...]:
     """decay, -lr, and where there is a buffer momentum, 1 - dampening, share of the gradient, share of the buffer.
 
     As torch: the first gradient starts the buffer as it is.
@@ -72,9 +75,194 @@ SGD = Optimizer(
     title="SGD",
     params=SGDParams,
     states=(State("momentum_buffer", needed_option="momentum"),),
-    apply=_apply,
-    coefficients=_coefficients,
+    apply=_sgd,
+    coefficients=_sgd_coefficients,
     idle=(0.0, 0.0, 1.0, 0.0, 0.0, 0.0),
     keeps_step=False,
     torch_class="SGD",
+)
+
+
+# Lion: steps of one size, in the sign of a mean of gradients. Source: arXiv 2302.06675, program 1.
+
+
+class LionParams(OptimizerParams):
+    """Keyword arguments of Lion, with the defaults of the paper (torch has none). Source: arXiv 2302.06675."""
+
+    lr: Float = Field(default=1e-4, ge=0)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """Mixing factor of the update, and decay of the momentum."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """Decay of the parameters per step, times the learning rate."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which the momentum is kept."""
+
+
+def _lion(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    """w -= lr * (sign(beta1 m + (1 - beta1) g) + decay w);  m = beta2 m + (1 - beta2) g."""
+    beta1, beta2 = options["betas"]
+    momentum = states[0]
+    weight.mul_(1 - options["lr"] * options["weight_decay"])
+    weight.add_(gradient.lerp(momentum, beta1).sign_(), alpha=-options["lr"])
+    momentum.lerp_(gradient, 1 - beta2)
+
+
+def _lion_coefficients(options: Options, step: int) -> tuple[float, ...]:
+    """decay, lerp of the direction (2), lerp of m (2), -lr."""
+    beta1, beta2 = options["betas"]
+    lr = float(options["lr"])
+    return (1 - lr * options["weight_decay"], *lerp_coefficients(beta1), *lerp_coefficients(1 - beta2), -lr)
+
+
+LION = Optimizer(
+    title="Lion",
+    params=LionParams,
+    states=(State("exp_avg"),),
+    apply=_lion,
+    coefficients=_lion_coefficients,
+    idle=(1.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+    keeps_step=False,
+    deepspeed_names=("fusedlion", "cpulion", "deepspeedcpulion"),
+    deepspeed_defaults={"lr": 1e-3, "betas": (0.9, 0.999)},
+)
+
+
+# Adagrad: gradients over the root of the sum of all their squares. Source: Duchi et al., JMLR 12, 2011.
+
+
+class AdagradParams(OptimizerParams):
+    """Keyword arguments of Adagrad. Source: torch.optim.Adagrad."""
+
+    lr: Float = Field(default=1e-2, ge=0)
+    """Learning rate."""
+    lr_decay: Float = Field(default=0.0, ge=0)
+    """Decay of the learning rate with the step."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """L2 penalty, added to the gradient."""
+    initial_accumulator_value: Float = Field(default=0.0, ge=0)
+    """Start value of the sum of squares."""
+    eps: Float = Field(default=1e-10, ge=0)
+    """Added to the denominator."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which the sum of squares is kept."""
+
+
+def _adagrad(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    import torch
+
+    torch._fused_adagrad_(
+        [weight],
+        [gradient],
+        [states[0]],
+        [step],
+        lr=options["lr"],
+        lr_decay=options["lr_decay"],
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        maximize=False,
+    )
+
+
+def _adagrad_coefficients(options: Options, step: int) -> tuple[float, ...]:
+    """decay, step size, eps."""
+    step_size = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
+    return (options["weight_decay"], step_size, options["eps"])
+
+
+ADAGRAD = Optimizer(
+    title="Adagrad",
+    params=AdagradParams,
+    states=(State("sum", is_mean_of_squares=True, start_option="initial_accumulator_value"),),
+    apply=_adagrad,
+    coefficients=_adagrad_coefficients,
+    idle=(0.0, 0.0, 1.0),
+    torch_class="Adagrad",
+    deepspeed_names=("cpuadagrad", "deepspeedcpuadagrad"),
+)
+
+
+# RMSprop: gradients over the root of a running mean of their squares, as torch has it.
+
+
+class RMSpropParams(OptimizerParams):
+    """Keyword arguments of RMSprop. Source: torch.optim.RMSprop."""
+
+    lr: Float = Field(default=1e-2, ge=0)
+    """Learning rate."""
+    alpha: Float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the running mean of squares."""
+    eps: Float = Field(default=1e-8, ge=0)
+    """Added to the denominator."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """L2 penalty, added to the gradient."""
+    momentum: Float = Field(default=0.0, ge=0)
+    """Momentum factor."""
+    centered: Bool = False
+    """Whether the squares are those of the distance from a running mean of the gradient."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which the running means are kept."""
+
+
+def _rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    by_name = dict(zip((state.name for state in RMSPROP.states_for(options)), states, strict=True))
+    keep = options["alpha"]
+    gradient = gradient.add(weight, alpha=options["weight_decay"])
+    squares = by_name["square_avg"].mul_(keep).addcmul_(gradient, gradient, value=1 - keep)
+    if options["centered"]:
+        mean = by_name["grad_avg"].lerp_(gradient, 1 - keep)
+        squares = squares.addcmul(mean, mean, value=-1)
+    root = squares.sqrt().add_(options["eps"])
+    if options["momentum"]:
+        buffer = by_name["momentum_buffer"].mul_(options["momentum"]).addcdiv_(gradient, root)
+        weight.add_(buffer, alpha=-options["lr"])
+    else:
+        weight.addcdiv_(gradient, root, value=-options["lr"])
+
+
+RMSPROP = Optimizer(
+    title="RMSprop",
+    params=RMSpropParams,
+    states=(
+        State("square_avg", is_mean_of_squares=True),
+        State("momentum_buffer", needed_option="momentum"),
+        State("grad_avg", needed_option="centered"),
+    ),
+    apply=_rmsprop,
+)
+
+
+# Adadelta: steps as large as those before them. Source: arXiv 1212.5701.
+
+
+class AdadeltaParams(OptimizerParams):
+    """Keyword arguments of Adadelta. Source: torch.optim.Adadelta."""
+
+    lr: Float = Field(default=1.0, ge=0)
+    """Factor of each step."""
+    rho: Float = Field(default=0.9, ge=0, le=1)
+    """Decay of both running means of squares."""
+    eps: Float = Field(default=1e-6, ge=0)
+    """Added to both before their roots are taken."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """L2 penalty, added to the gradient."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which both are kept."""
+
+
+def _adadelta(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    squares, steps = states
+    keep, eps = options["rho"], options["eps"]
+    gradient = gradient.add(weight, alpha=options["weight_decay"])
+    squares.mul_(keep).addcmul_(gradient, gradient, value=1 - keep)
+    change = steps.add(eps).sqrt_().div_(squares.add(eps).sqrt_()).mul_(gradient)
+    steps.mul_(keep).addcmul_(change, change, value=1 - keep)
+    weight.add_(change, alpha=-options["lr"])
+
+
+ADADELTA = Optimizer(
+    title="Adadelta",
+    params=AdadeltaParams,
+    states=(State("square_avg", is_mean_of_squares=True), State("acc_delta", is_mean_of_squares=True)),
+    apply=_adadelta,
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm import Exchange, regions_of
 from ..kernels.sign_bits import BITS, packed_signs, unpacked_signs
-from ..optimizers.onebit import direction
+from ..optimizers.adam import onebit_direction
 from ..optimizers.optimizer import Options
 from .fused_update import FusedUpdate, ScalarStates, UpdateTerms
 from .layout import FlatLayout, Piece
@@ -228,7 +228,7 @@ class SignUpdate(FusedUpdate):
         new = mean.mean(new, frozenset(range(len(shard.group.params))).difference(index for index, _, _ in used))
         for _, where, options in used:
             momentum[where] = new[where]
-            step = direction(shard.master[where], new[where], squares[where], options)
+            step = onebit_direction(shard.master[where], new[where], squares[where], options)
             shard.master[where].add_(step, alpha=-float(options["lr"]))
 
     def update_together(

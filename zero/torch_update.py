@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..kernels.weight_rounding import rounded_weights
 from ..offload import Memory
+from ..optimizers import OPTIMIZERS
 from ..optimizers.optimizer import Optimizer, Options
-from ..optimizers.table import OPTIMIZERS
 from .fused_update import ScalarStates, UpdateTerms, takes_options
 from .layout import BLOCK_NUMEL, Piece
 from .master_weights import Masters

@@ -27,7 +27,7 @@ from ...checkpoint.writer import RankWriter, Snapshot
 from ...checkpoint.writing_process import WritingProcess
 from ...comm import Mesh
 from ...offload import HostPool, host_is_pinned
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from ...watch.log import logger
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.parameter_states import StateKey

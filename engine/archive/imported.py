@@ -21,7 +21,7 @@ from ...checkpoint.index import Manifest
 from ...checkpoint.names import folder_path
 from ...checkpoint.values import encode
 from ...checkpoint.writer import RankWriter
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from ..config.config import Config
 from .run_state import encode_client_state, random_state
 

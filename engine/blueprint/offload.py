@@ -20,7 +20,7 @@ from ...offload import (
     StreamCopies,
     host_is_pinned,
 )
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from ...zero.host_update import HostUpdate
 from ...zero.placement import OffloadedStates, ShardRest, StatesPlan
 from ...zero.plan import GroupPlan

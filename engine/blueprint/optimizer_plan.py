@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.dispatch import Backend
+from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import Optimizer, OptimizerParams, Options
-from ...optimizers.table import OPTIMIZERS
 from ...zero.fused_update import FusedUpdate
 from ...zero.master_weights import Masters
 from ...zero.plan import GroupPlan, Role

@@ -1,6 +1,6 @@
 """What goes between ranks in fewer bytes than it has: which settings that goes with."""
 
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from .errors import Fault, shown
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig

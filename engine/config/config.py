@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Dtype, Float, Int, Natural, Positive, Section
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
 from .compiling import CompileConfig, compile_notes
 from .compressed import compression_faults

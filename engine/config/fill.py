@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from ...configs.section import MAX_INTEGER, Section
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from .deepspeed import RULES
 from .errors import ConfigError, Fault, did_you_mean, shown
 from .read import join

@@ -1,6 +1,6 @@
 """What the settings of offload need, and which of them have no effect together."""
 
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from .errors import Fault, shown
 from .idle import idle, no_effect
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig

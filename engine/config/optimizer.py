@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from ...configs.section import Section
+from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import OptimizerParams, State, StateDtype
-from ...optimizers.table import OPTIMIZERS
 from .errors import Fault, did_you_mean, shown
 from .parallel import ParallelConfig
 from .sections import ZeroConfig

@@ -11,7 +11,7 @@ runtime/lr_schedules.py.
 
 from collections.abc import Iterator, Mapping
 
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from .deepspeed import RULES
 from .errors import shown
 from .optimizer import OptimizerConfig

@@ -8,8 +8,8 @@ from pydantic import create_model
 from pydantic.json_schema import models_json_schema
 
 from ...configs.section import Section
+from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import Optimizer
-from ...optimizers.table import OPTIMIZERS
 from .config import Config
 from .deepspeed import RULES, Rule
 from .planned import PLANNED

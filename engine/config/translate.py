@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...configs.section import Section
-from ...optimizers.table import OPTIMIZERS
+from ...optimizers import OPTIMIZERS
 from .deepspeed import RULES, judge
 from .errors import MAX_FAULTS, Fault, shown, unknown_key
 from .optimizer import canonical_optimizer

@@ -14,8 +14,8 @@ from torch import Tensor
 from lowtide.configs.section import Float
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.schema import json_schema
+from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer, OptimizerParams, Options, State, StateDtype
-from lowtide.optimizers.table import OPTIMIZERS
 from tests import models
 from tests.engine.saving import Continuation, Trip, load_trips, save_trips
 from tests.ranks import RankPool

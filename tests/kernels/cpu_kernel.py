@@ -11,8 +11,8 @@ from lowtide.kernels.cpu_build import BuildError, find_compiler
 from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.shard_update import ShardUpdate
+from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer
-from lowtide.optimizers.table import OPTIMIZERS
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False}

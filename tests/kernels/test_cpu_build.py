@@ -15,7 +15,7 @@ from lowtide.kernels.cpu_build import BuildError, cache_folder, find_compiler, l
 from lowtide.kernels.cpu_optimizer import cpu_kernel
 from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import update_shard
-from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, needs_compiler
 from tests.ranks import RankPool
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.shard_update import ShardUpdate
-from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.optimizers import OPTIMIZERS
 from tests.grids import pairs
 from tests.kernels.cpu_kernel import ADAM, CASES, SGD, STATE_DTYPES, Shard, needs_compiler, start_values
 from tests.kernels.test_optimizer_step import Lion, run_torch

@@ -14,8 +14,8 @@ from lowtide.kernels.optimizer_states import (
     widened_blocks,
 )
 from lowtide.kernels.optimizer_step import update_shard
+from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import State
-from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAGRAD, ADAM
 
 NARROW = [torch.bfloat16, torch.int8]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import CHUNK_NUMEL, update_shard
+from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer
-from lowtide.optimizers.table import OPTIMIZERS
 
 STEPS = 4
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_shard
+from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer
-from lowtide.optimizers.table import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES
 from tests.kernels.exact import DTYPES, assert_near_float64
 from tests.kernels.optimizer_rules import STEP, Start, magnitudes

@@ -11,7 +11,7 @@ from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
 from lowtide.kernels.triton.option_runs import OptionRuns, run_table
-from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES
 
 NUMEL = 3000

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import update_runs, update_shard
 from lowtide.kernels.weight_rounding import Rounding, rounded_weights, split_weights, with_remainder
-from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, CASES, STATE_DTYPES, bits, needs_compiler
 from tests.kernels.test_triton_optimizer_step_bits import EXACT, assert_same, powers_of_two
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.optimizers import muon
+from lowtide.optimizers import whole_tensor
 from lowtide.zero.layout import FlatLayout
 from lowtide.zero.whole_update import owners_of
 from tests.models import short_gpt, short_gpt_float64, token_batch
@@ -85,7 +85,7 @@ def test_it_is_the_published_update(ranks: RankPool) -> None:
 def count(stage: int) -> tuple[int, int, dict[str, list[str]]]:
     """(orthogonalisations of this rank in three steps, matrices of the model, states by name)."""
     calls = 0
-    plain = muon.orthogonalised
+    plain = whole_tensor.orthogonalised
 
     def counted(matrix: Tensor, steps: int) -> Tensor:
         nonlocal calls
@@ -93,7 +93,7 @@ def count(stage: int) -> tuple[int, int, dict[str, list[str]]]:
         return plain(matrix, steps)
 
     with (
-        patch.object(muon, "orthogonalised", counted),
+        patch.object(whole_tensor, "orthogonalised", counted),
         lowtide.initialize(short_gpt(), Case(short_gpt, token_batch, config=CONFIG).at(stage).as_config()) as engine,
     ):
         for step in range(3):

@@ -15,7 +15,7 @@ from torch import Tensor
 import lowtide
 from lowtide.kernels.weight_rounding import Rounding, rounded_weights
 from lowtide.offload import FileStore
-from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.optimizers import OPTIMIZERS
 from lowtide.zero.gradient import GroupGradient
 from tests.engine.test_optimizer_offload import Wide, offloaded
 from tests.engine.test_speculative_update import speculative

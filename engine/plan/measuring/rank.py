@@ -19,7 +19,7 @@ from ....comm import Arrangement, Axis, Mesh, World
 from ....kernels.optimizer_step import update_shard
 from ....kernels.sum_of_squares import squares_by_block
 from ....offload import AioOptions, FileStore, OffloadError, keep_heap
-from ....optimizers.table import OPTIMIZERS
+from ....optimizers import OPTIMIZERS
 from ....zero.codec import sum_in_rank_order
 from ....zero.layout import BLOCK_NUMEL
 from ..measured import Curve, Measured, Speeds, curve

@@ -8,7 +8,7 @@ from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.shard_update import ShardUpdate
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.weight_rounding import Rounding
-from lowtide.optimizers.table import OPTIMIZERS
+from lowtide.optimizers import OPTIMIZERS
 
 OPTIONS: dict[str, Any] = {
     "lr": 1e-3,

@@ -1,0 +1,249 @@
+"""Optimizers whose steps need more than elements: LAMB, Muon and Adafactor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from ..configs.section import Bool, Float, NonNegative, Positive
+from .adam import ADAMW
+from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, WholeTensorRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# LAMB: Adam whose step is as large as the parameter. Source: arXiv 1904.00962, algorithm 2.
+
+
+class LambParams(OptimizerParams):
+    """Keyword arguments of LAMB. Source: arXiv 1904.00962; the bounds are DeepSpeed's."""
+
+    lr: Float = Field(default=1e-3, ge=0)
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running mean of the gradient and of its square."""
+    eps: Float = Field(default=1e-8, ge=0)
+    """Added to the denominator."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """Decay of the parameters, a part of the step before it is scaled."""
+    bias_correction: Bool = True
+    """Whether both moments are divided by what they lack in the first steps, as in the paper."""
+    max_coeff: Float = Field(default=10.0, ge=0)
+    """The most that a step is scaled by: the norm of the parameter over that of the step."""
+    min_coeff: Float = Field(default=0.01, ge=0)
+    """The least that a step is scaled by."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which both moments are kept."""
+
+    def conflicts(self) -> list[tuple[str, str]]:
+        if self.min_coeff <= self.max_coeff:
+            return []
+        return [("min_coeff", f"expected at most max_coeff ({self.max_coeff:g}), found {self.min_coeff:g}")]
+
+
+def _lamb_direction(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    """w = m / c1 / (sqrt(v / c2) + eps) + decay w, with c1 = 1 - beta1^t and c2 = 1 - beta2^t."""
+    (beta1, beta2), at = options["betas"], int(step)
+    mean, squares = states
+    mean.lerp_(gradient, 1 - beta1)
+    squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    first, second = (1 - beta1**at, 1 - beta2**at) if options["bias_correction"] else (1.0, 1.0)
+    root = squares.sqrt().div_(math.sqrt(second)).add_(options["eps"])
+    weight.mul_(options["weight_decay"]).addcdiv_(mean, root, value=1 / first)
+
+
+def _lamb_ratio(options: Options, step: int, numel: int, weight_norm: float, direction_norm: float) -> float:
+    if not weight_norm or not direction_norm:
+        return 1.0
+    return float(min(max(weight_norm / direction_norm, options["min_coeff"]), options["max_coeff"]))
+
+
+def _lamb_finish(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    weight.add_(gradient, alpha=-float(options["lr"]) * options["ratio"])
+
+
+LAMB = Optimizer(
+    title="Lamb",
+    params=LambParams,
+    states=(State("exp_avg"), State("exp_avg_sq", is_mean_of_squares=True)),
+    apply=_lamb_direction,
+    whole=WholeTensorRule(finish=_lamb_finish, ratio=_lamb_ratio),
+    keeps_step=False,
+    deepspeed_names=("fusedlamb",),
+)
+
+
+# Muon: momentum whose matrices are orthogonalised; AdamW for everything else. Source: Keller Jordan, 2024,
+# kellerjordan.github.io/posts/muon, and the code of github.com/KellerJordan/Muon, whose coefficients these are.
+
+
+class MuonParams(OptimizerParams):
+    """Keyword arguments of Muon, for matrices, and of the AdamW beside it. Source: github.com/KellerJordan/Muon."""
+
+    lr: Float = Field(default=0.02, ge=0)
+    """Learning rate of matrices: about the spectral norm of a step."""
+    momentum: Beta = 0.95
+    """Decay of the running mean of the gradient."""
+    nesterov: Bool = True
+    """Whether the gradient is mixed into the mean once more."""
+    ns_steps: Positive = 5
+    """Newton-Schulz iterations of an orthogonalisation."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """Decay of the parameters per step, times the learning rate."""
+    adam_lr: Float | None = Field(default=None, ge=0)
+    """Learning rate of what AdamW updates: embeddings, heads, vectors. null: `lr`."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Of AdamW: decay of the running mean of the gradient and of its square."""
+    eps: Float = Field(default=1e-10, ge=0)
+    """Of AdamW: added to the denominator."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which momentum and moments are kept."""
+
+
+def _muon_direction(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    """m = momentum m + (1 - momentum) g;  w = m, or mixed with g once more."""
+    momentum = options["momentum"]
+    states[0].lerp_(gradient, 1 - momentum)
+    weight.copy_(gradient.lerp(states[0], momentum) if options["nesterov"] else states[0])
+
+
+def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+    """(rows, columns) -> the same singular vectors, with singular values of about 0.7 to 1.2."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    result: Tensor = x.T if is_tall else x
+    return result
+
+
+def _muon_matrix(direction: Tensor, step: int, options: Options, factors: Mapping[str, Tensor]) -> Tensor:
+    rows, columns = direction.shape
+    scale: float = max(1.0, rows / max(columns, 1)) ** 0.5  # a matrix may be empty
+    return orthogonalised(direction, options["ns_steps"]) * scale
+
+
+def _muon_finish(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    lr = float(options["lr"])
+    weight.mul_(1 - lr * options["weight_decay"]).add_(gradient, alpha=-lr)
+
+
+MUON = Optimizer(
+    title="Muon",
+    params=MuonParams,
+    states=(
+        State("momentum_buffer", needed_option="is_matrix"),
+        State("exp_avg", needed_option="is_other"),
+        State("exp_avg_sq", needed_option="is_other", is_mean_of_squares=True),
+    ),
+    apply=_muon_direction,
+    whole=WholeTensorRule(finish=_muon_finish, matrix=_muon_matrix, beside=ADAMW),
+    keeps_step=False,
+)
+
+
+# Adafactor: second moments of matrices as row and column means. Source: arXiv 1804.04235, in torch.optim's words.
+# The formulas are those of torch.optim.Adafactor, which differ from the paper in two places: the largest relative step
+# is `lr` in the place of 0.01, and the first eps is a bound of what is divided by, and not added to squares.
+
+
+_EPS = 2.0**-23  # of float32
+
+
+class AdafactorParams(OptimizerParams):
+    """Keyword arguments of torch.optim.Adafactor, and what Hugging Face's can leave out."""
+
+    lr: Float = Field(default=1e-2, ge=0)
+    """The largest relative step."""
+    beta2_decay: Float = Field(default=-0.8, le=0)
+    """Second moments weigh a step t with t to this power; with -0.8 the last of 1,000 with 0.004."""
+    eps: tuple[NonNegative | None, NonNegative] = (None, 1e-3)
+    """The least root of a second moment, null for float32's epsilon; and the least size of a parameter."""
+    d: Float = Field(default=1.0, ge=1)
+    """The most that the root of the mean square of a step may be, before it is scaled. Hugging Face: clip_threshold."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """Decay of the parameters per step, times the learning rate."""
+    scale_parameter: Bool = True
+    """Whether steps are as large as the parameter: times the root of its mean square."""
+    relative_step: Bool = True
+    """Whether the step is at most 1 / sqrt(t)."""
+    state_dtype: StateDtype = "fp32"
+    """The type in which second moments of vectors are kept. Those of rows and columns are float32."""
+
+
+def _least(options: Options) -> float:
+    first = options["eps"][0]
+    return _EPS if first is None else float(first)
+
+
+def _root(mean_of_squares: Tensor, options: Options) -> Tensor:
+    return mean_of_squares.clamp(min=_least(options) ** 2).sqrt()
+
+
+def _adafactor_direction(
+    weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options
+) -> None:
+    """w = g / sqrt(v), v = (1 - t^decay) v + t^decay g^2; of a matrix w = g, whose factors come later."""
+    if options["is_matrix"]:
+        weight.copy_(gradient)
+        return
+    states[0].lerp_(gradient.square(), float(step) ** options["beta2_decay"])
+    weight.copy_(gradient / _root(states[0], options))
+
+
+def _adafactor_factors(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    *batch, rows, columns = shape
+    return {"row_var": (*batch, rows, 1), "col_var": (*batch, 1, columns)}
+
+
+def _adafactor_matrix(gradient: Tensor, step: int, options: Options, factors: Mapping[str, Tensor]) -> Tensor:
+    """g / sqrt(R C / mean(R)), clipped: R and C are the means of squares over rows and columns."""
+    if not gradient.numel():
+        return gradient
+    weight, squares = step ** options["beta2_decay"], gradient.square()
+    rows, columns = factors["row_var"], factors["col_var"]
+    rows.lerp_(squares.mean(-1, keepdim=True), weight)
+    columns.lerp_(squares.mean(-2, keepdim=True), weight)
+    moments = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=_least(options))
+    direction = gradient / _root(moments, options)
+    size = max(1.0, float(direction.norm()) / math.sqrt(direction.numel()) / float(options["d"]))
+    return direction / size
+
+
+def _adafactor_ratio(options: Options, step: int, numel: int, weight_norm: float, direction_norm: float) -> float:
+    """What the direction is scaled by. That of a matrix is clipped already."""
+    size = 1.0 if options["is_matrix"] else max(1.0, direction_norm / math.sqrt(max(numel, 1)) / options["d"])
+    lr = float(options["lr"])
+    step_size = min(lr, step**-0.5) if options["relative_step"] else lr
+    if options["scale_parameter"]:
+        step_size *= max(options["eps"][1], weight_norm / math.sqrt(max(numel, 1)))
+    return step_size / size
+
+
+def _adafactor_finish(
+    weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options
+) -> None:
+    weight.mul_(1 - float(options["lr"]) * options["weight_decay"]).add_(gradient, alpha=-options["ratio"])
+
+
+ADAFACTOR = Optimizer(
+    title="Adafactor",
+    params=AdafactorParams,
+    states=(State("variance", needed_option="is_other", is_mean_of_squares=True),),
+    apply=_adafactor_direction,
+    whole=WholeTensorRule(
+        finish=_adafactor_finish,
+        ratio=_adafactor_ratio,
+        matrix=_adafactor_matrix,
+        factors=_adafactor_factors,
+        takes_all=True,
+    ),
+    keeps_step=False,
+)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..engine.config.config import Config
 from ..engine.config.read import read
-from ..engine.model.deferred import DeferredModel
+from ..engine.model.deferred import module_for_shapes
 from ..engine.plan.calibration import calibrated
 from ..engine.plan.llama import Shape, batch, build, runs_of
 from ..engine.plan.machine import Machine
@@ -187,7 +187,7 @@ def _factory(text: str) -> Callable[[], nn.Module]:
 def _made(build: Callable[[], nn.Module]) -> nn.Module:
     """Without memory. Raises ValueError where that cannot be."""
     try:
-        return DeferredModel(build).module
+        return module_for_shapes(build)
     except TypeError as error:
         raise ValueError(f"--model: expected a callable without arguments that builds a model ({error})") from error
 

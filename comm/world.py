@@ -251,9 +251,13 @@ class World:
         return self.raised.channel(-1, range(self.size))
 
     @cached_property
+    def hosts(self) -> list[str]:
+        """By rank, the host that it is on: told apart by boot identity and memory namespace, not only by name."""
+        return self.gather_objects(_host_identity())
+
+    @property
     def num_hosts(self) -> int:
-        """How many hosts the ranks are on: told apart by boot identity and memory namespace, not only by name."""
-        return len(set(self.gather_objects(_host_identity())))
+        return len(set(self.hosts))
 
 
 def _choose_device(device: str) -> torch.device:

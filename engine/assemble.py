@@ -46,8 +46,8 @@ from .blueprint.places import shares_of
 from .config.config import Config
 from .engine import Engine
 from .features import FEATURES
+from .model.deferred import move
 from .model.given_model import LossFn, Values, note_divided
-from .model.later_model import move
 from .model.prepared_model import PreparedModel
 from .model.recomputed import checkpoint_activations
 from .model.sequences import Sequences

@@ -32,8 +32,8 @@ from .blueprint.pipeline_plan import agreed_split
 from .config.config import Config
 from .config.elastic import first_world_size
 from .engine import Engine
+from .model.deferred import LaterModel
 from .model.given_model import LossFn, Model, check_optimizers_agree
-from .model.later_model import LaterModel
 from .model.prepared_model import PreparedModel
 from .model.tiling import check_units
 from .planner import planner
@@ -53,7 +53,8 @@ def initialize(
 ) -> Engine:
     """An engine that trains `model` as the config says.
 
-    model: a module, or a callable without arguments that builds one; then no rank ever holds the whole.
+    model: a module, or a callable without arguments that builds one; then no rank ever holds the whole, or, where its
+    constructors cannot be recorded, a host has it once in a memory-mapped file.
     config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`. Where it says "auto"
     for a degree or a place, as the preset "auto" does everywhere, `lowtide.plan` chooses; the log says what, and why.
     loss_fn(output, batch) -> loss; without it the model's output is the loss, or has it as .loss, ["loss"] or [0].

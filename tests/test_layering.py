@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "comm",
         "kernels",
         "model",
+        "offload",
         "watch",
     },
     "engine/blueprint": {

@@ -50,6 +50,7 @@ NOT_PUBLIC = {  # error: why nobody has to catch it by its name
     "HandshakeError": "the command says it",
     "LaunchError": "the command says it",
     "MeasuringError": "the command says it",
+    "NotRecordedError": "the model is built with memory",
     "ScheduleError": "becomes a ConfigError; the command says it",
     "StateError": "the script is wrong, not the run",
     "UnreachableError": "the command says it",

@@ -21,8 +21,8 @@ from ..blueprint.optimizer_plan import OptimizerPlan
 from ..config.config import Config
 from ..config.errors import shown
 from ..config.explain import leaves
-from .deferred import DeferredModel
-from .later_model import LaterModel
+from .deferred import DeferredModel, LaterModel, build_in_files, move
+from .recording import NotRecordedError
 
 Values = Iterator[tuple[nn.Parameter, Tensor]]
 
@@ -49,10 +49,41 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     draws = not isinstance(model, LaterModel) or model.random_state is not None
     if draws:
         torch.set_rng_state(world.broadcast_object(torch.get_rng_state()))  # every rank replays the same random numbers
-    later = model if isinstance(model, LaterModel) else DeferredModel(model)
+    try:
+        later = model if isinstance(model, LaterModel) else DeferredModel(model)
+        refusal = None
+    except NotRecordedError as error:
+        refusal = error
+    if not isinstance(model, LaterModel):
+        refusal = next((one for one in world.gather_objects(refusal) if one is not None), None)
+        if refusal is not None:
+            module = _built_in_turn(model, world, refusal)
+            return module, values_of(module.parameters(), world)
     if draws:
         later.random_state = world.broadcast_object(later.random_state)
     return later.module, chain(values_of(later.given, world), later.values())
+
+
+def _built_in_turn(build: Callable[[], nn.Module], world: World, refusal: NotRecordedError) -> nn.Module:
+    """The module on each rank, with values on rank 0 alone. See [Note: built in files] in `deferred.py`."""
+    if world.rank == 0:
+        logger.info("model: built in memory-mapped files, by one rank of a host after the other: %s", refusal)
+    peers = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+    module = None
+    # Rank 0 is the last of its host, so that none builds beside its values.
+    for turn in reversed(range(max(map(world.hosts.count, world.hosts)))):
+        if peers.index(world.rank) == turn:
+            try:
+                module = build_in_files(build)
+            except Exception as error:
+                error.add_note(f"It was called with memory: {refusal}")
+                raise
+            if world.rank > 0:
+                for param in module.parameters():
+                    move(param, torch.zeros((), dtype=param.dtype).expand(param.shape))
+        world.barrier()
+    assert module is not None
+    return module
 
 
 def _needed(cls: type) -> list[str]:

@@ -1,9 +1,14 @@
-"""What constructors of modules do with tensors, written down while these are on the meta device.
+"""Construction of a model on the meta device, written down to be done again with values.
 
-[Note: values that a constructor reads]
-Some read a value: `[rate.item() for rate in torch.linspace(0, 0.1, depth)]`, a mask's `nonzero()`. Where no random
-number is in it, the operations that have made it are done at once, with values. Else it is an error: what the random
-numbers are is only known when all that were drawn before have been drawn.
+[Note: what is recorded]
+Under two modes of torch the constructors of tensors make meta tensors, and each operation on these is written down with
+the storages that it reads and writes. Tensors of Python's data (`torch.tensor`) are kept as they are.
+
+[Note: what is not recorded]
+The recorder knows constructors that make tensors, fill them and compute with them. It refuses the rest: values that are
+read (`item`, `numpy`), generators that are seeded or passed, random numbers on another device, tensors with and without
+memory in one operation. A refusal is noted before it is raised: a constructor may catch the error and do something else
+than with values. Then the model is built with values (`engine/model/given_model.py`), which is right in any case.
 """
 
 from __future__ import annotations
@@ -11,9 +16,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
-from weakref import ref
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.utils._device
@@ -22,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .recorded_generators import TORCHS, RecordedGenerator, check_seed, identity_of
-from .recorded_operations import RecordedOperation, View, draws, mapped, on_cpu, tensors_in, written_by
+T = TypeVar("T")
 
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _FILLS = {
@@ -46,7 +50,93 @@ _CERTAIN: dict[Any, Callable[..., bool]] = {
 _CONSTRUCTORS = frozenset(_device_constructors.__wrapped__())
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_NUM_LOOKED_AT = 64  # elements of a list
+_OTHER_WITHOUT_VALUES = {Tensor.apply_, Tensor.map_, Tensor.new_tensor, Tensor.data_ptr}
+"""On a meta tensor they give something else without an error."""
+_MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
+
+
+class NotRecordedError(ValueError):
+    """A constructor does what the recorder does not know; see [Note: what is not recorded]."""
+
+
+class MappedTensor(Tensor):
+    """Values in a mapped file that does not change: a recording keeps the mapping in place of a copy."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter's
+
+
+@dataclass(frozen=True)
+class View:
+    """A meta tensor as a view of a storage, by the storage's identity."""
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        """Raises NotRecordedError for a tensor whose memory does not hold its values."""
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise NotRecordedError("makes tensors that are sparse, conjugated or negated by a flag")
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(tensor.untyped_storage()._cdata, shape, strides, int(tensor.storage_offset()), tensor.dtype)
+
+    def of_values(self, base: Tensor) -> Tensor:
+        """The same view of memory that has values."""
+        whole = torch.empty(0, dtype=self.dtype, device=base.device)
+        return whole.set_(base.untyped_storage(), self.offset, self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class RecordedOperation:
+    """In args and kwargs views stand for meta tensors."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    outputs: list[View]
+    filled: int | None  # the storage of which it writes every byte and reads none
+    default_dtype: torch.dtype  # as it was then
+
+    @property
+    def views(self) -> Iterator[View]:
+        """What it reads and writes."""
+        return _found(View, (self.args, self.kwargs, self.outputs))
+
+    @property
+    def copied(self) -> Tensor | None:
+        """The tensor that it only copies, where that can stand for the copy: it is as the copy would be."""
+        if self.function != torch.ops.aten.copy_.default or not isinstance(self.args[1], Tensor):
+            return None
+        target, source = self.args[0], self.args[1]
+        layout = tuple(source.shape), source.stride(), source.storage_offset(), source.dtype
+        return source if layout == (target.shape, target.strides, 0, target.dtype) else None
+
+    def run(self, real: dict[int, Tensor]) -> None:
+        """real: by storage, a tensor on the CPU that has it. What is made is put there."""
+        if self.filled is not None and self.filled not in real:
+            whole: View = self.args[0]
+            real[self.filled] = torch.empty_strided(whole.shape, whole.strides, dtype=whole.dtype)
+
+        def materialize(value: Any) -> Any:
+            if isinstance(value, View):
+                return value.of_values(real[value.storage])
+            is_meta = isinstance(value, torch.device) and value.type == "meta"
+            return torch.device("cpu") if is_meta else value
+
+        args, kwargs = _mapped(materialize, (self.args, self.kwargs))
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            with torch.no_grad():
+                result = self.function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default)
+        for view, tensor in zip(self.outputs, _tensors_in(result), strict=True):
+            if view.storage not in real:
+                real[view.storage] = _laid_out_as(view, tensor)
 
 
 class Recording:
@@ -55,61 +145,50 @@ class Recording:
     def __init__(self) -> None:
         self.operations: list[RecordedOperation] = []
         self.constants: dict[int, Tensor] = {}
+        self.made: set[int] = set()  # storages of constants, and of what operations make
         self.alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
         self.random_state: Tensor | None = None
-        """Of torch's generator for the CPU, behind which operations that are recorded go on."""
-        self.generators: dict[int, RecordedGenerator] = {}
-        """By what they are in C++: those that operations draw from, but for torch's."""
-        self.of_arrays: set[int] = set()  # storages with values, which NumPy may change
-        self._shared: list[tuple[Tensor, bytes]] = []  # with an array of NumPy's, and what it held then
-        self.lent: dict[int, ref[Any]] = {}  # by storage, the array of NumPy's that has its values
-        self._borrowers: dict[int, list[int]] = {}  # a storage with values -> the operations that read it
-        self._earlier: RecordedGenerator | None = None  # torch's, of an earlier context
-        self._torch: RecordedGenerator | None = None  # while what draws is recorded, and nothing draws
+        """Of torch's generator for the CPU, when the first tensor was made."""
+        self.refused: str | None = None  # why the first thing was that is not recorded
+        self._state: Tensor | None = None  # of torch's generator after the last draw; None: operations may draw
+        self._mapped: list[tuple[Tensor, int]] = []  # tensors in files, with their versions
 
     @contextmanager
     def running(self, all_on_meta: bool = True) -> Iterator[None]:
-        """A context in which modules are made. Raises ValueError where values of tensors are read in it.
+        """A context in which modules are made. Raises NotRecordedError where it cannot be done again.
 
         all_on_meta: else only what its maker puts there himself, by `with torch.device("meta")`.
         """
         on_meta = _OnMeta() if all_on_meta else nullcontext()
-        generator = self._generator() if all_on_meta else nullcontext()
         data = _DataRecorder(self, all_on_meta)
-        try:
-            with generator, on_meta, data, _OperationRecorder(self, data), _torch_replaced(self):
-                yield
-            self._check_shared()
-        except (NotImplementedError, RuntimeError, TypeError) as error:
-            if isinstance(error, TypeError) and "meta" not in str(error):  # such as of torch.Tensor(weight)
-                raise
-            raise ValueError(
-                "the model builder reads values of tensors while it constructs the model, which has no memory then "
-                f"({str(error).splitlines()[0]}). Pass the constructed module to initialize in its place."
-            ) from error
-
-    @contextmanager
-    def _generator(self) -> Iterator[None]:
-        """torch's, and others that are drawn from, have states of our own, and theirs afterwards."""
         outside = torch.get_rng_state()
-        if self._earlier is None or not self.operations:
-            self._earlier = RecordedGenerator(torch.default_generator, self.operations)
-        if not self.operations:
-            self.random_state = outside
-        self._torch = self._earlier
-        self._torch.go_on()
-        told, torch.initial_seed = torch.initial_seed, self._torch.told_seed
-        torch.random.initial_seed = self._torch.told_seed
+        self._state = outside if all_on_meta else None
         try:
-            yield
-            for one in (self._torch, *self.generators.values()):
-                one.note_state()
+            with on_meta, data, _OperationRecorder(self), _trunc_normal_recorded(self):
+                yield
+            self._check_state()
+            if any(tensor._version != version for tensor, version in self._mapped):
+                self.refuse("changes tensors of a mapped file after it has copied them")
+        except Exception as error:
+            # Such as of torch.FloatTensor(weight), which no mode sees.
+            is_of_meta = isinstance(error, RuntimeError | TypeError) and "meta" in str(error)
+            if self.refused is None and not is_of_meta:
+                raise
+            self.refused = self.refused or str(error).splitlines()[0]
         finally:
-            torch.initial_seed = torch.random.initial_seed = told
-            self._torch = None
-            torch.set_rng_state(outside)
-            for one in self.generators.values():
-                one.generator.set_state(one.first)
+            if all_on_meta:
+                torch.set_rng_state(outside)
+            self._state = None
+        if self.refused is not None:
+            raise NotRecordedError(
+                f"the model builder cannot be recorded, since it {self.refused}: pass the constructed module in its "
+                "place"
+            )
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raises NotRecordedError, and `running` does so again if the builder catches it."""
+        self.refused = self.refused or why
+        raise NotRecordedError(why)
 
     def record(
         self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False
@@ -118,138 +197,72 @@ class Recording:
 
         fills: it writes every element of its first argument, whatever that holds.
         """
-        outputs = tensors_in(result)
-        if not any(tensor.is_meta for tensor in (*outputs, *tensors_in((args, kwargs)))):
+        outputs, inputs = _tensors_in(result), _tensors_in((args, kwargs))
+        if not any(tensor.is_meta for tensor in (*outputs, *inputs)):
             return
-        if "sparse" in str(function):
-            raise NotImplementedError(f"{function} has no memory to be described by")
         if self.random_state is None:
             with _nothing_recorded():
                 self.random_state = torch.get_rng_state()
-        drawn_from = self._drawn_from(kwargs) if draws(function) else None
-        if drawn_from is not None:
-            drawn_from.note_state()
+        if any(tensor.is_meta and View.of(tensor).storage not in self.made for tensor in inputs):
+            self.refuse("uses tensors without memory that are not made in the call, or not by an operation")
+        if _draws(function):
+            self._note_draw()
+        described, options = _mapped(self._described, (args, kwargs))
+        views = [View.of(tensor) for tensor in outputs]
+        self.made.update(view.storage for view in views)
         self.alive.extend(tensor.untyped_storage() for tensor in outputs)
-        for tensor in tensors_in((args, kwargs)):
-            if not tensor.is_meta:
-                self._borrowers.setdefault(View.of(tensor).storage, []).append(len(self.operations))
-        operation = RecordedOperation.of(function, args, kwargs, outputs, fills)
-        if self.lent and any(
-            (array := self.lent.get(one.storage)) and array() is not None for one in operation.written
-        ):
-            raise NotImplementedError(f"{function} changes a tensor of which a NumPy array has the memory")
-        is_of_array = any(View.of(tensor).storage in self.of_arrays for tensor in tensors_in((args, kwargs)))
-        self.operations.append(operation.with_own_copies() if is_of_array else operation)
-        if drawn_from is not None:
-            drawn_from.take_seed()
+        filled = _whole_storage(inputs) if fills else None
+        self.operations.append(
+            RecordedOperation(function, described, options, views, filled, torch.get_default_dtype())
+        )
 
-    def beside_meta(self, function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments, and where some have no memory, those that have values without it too.
-
-        Kernels of torch fail on both, or read what is not there. What is copied alone may be a mapped file: it is not
-        read. Before tensors with values are changed, operations that read them later get their own.
-        """
-        written = tensors_in(written_by(function, args, kwargs))
-        with_values = [tensor for tensor in written if not tensor.is_meta]
-        for tensor in with_values:
-            for index in self._borrowers.pop(View.of(tensor).storage, ()):
-                self.operations[index] = self.operations[index].with_own_copies()
-        if with_values and any(leaf.is_meta for leaf in tensors_in((args, kwargs))):
-            raise NotImplementedError(f"{function} changes a tensor that has memory by one that has none")
-        if with_values or function is torch.ops.aten.copy_.default:
-            return args, kwargs
-        kinds = {leaf.is_meta for leaf in tensors_in((args, kwargs)) if leaf.is_meta or leaf.dim()}
-        if len(kinds) < 2:
-            return args, kwargs
-
-        def without_memory(leaf: Any) -> Any:
-            has_values = isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim()
-            return self.constant(leaf.detach().clone()) if has_values else leaf
-
-        lifted: tuple[Any, Any] = mapped(without_memory, (args, kwargs))
-        return lifted
-
-    def may_draw(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether an operation that draws does so on the meta device, or from a generator that no other has used."""
-        device, generator = kwargs.get("device"), kwargs.get("generator")
-        if generator is not None and identity_of(generator) not in (*self.generators, TORCHS):
-            check_seed(generator.initial_seed())
-            return True
-        on_meta = device is not None and device.type == "meta"
-        return on_meta or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
-
-    def _drawn_from(self, kwargs: dict[str, Any]) -> RecordedGenerator | None:
-        generator = kwargs.get("generator")
-        if self._torch is None or generator is None or identity_of(generator) == TORCHS:
-            return self._torch
-        if identity_of(generator) not in self.generators:
-            self.generators[identity_of(generator)] = RecordedGenerator(generator, self.operations)
-        return self.generators[identity_of(generator)]
+    def check(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuses an operation that gives something else here than in a construction with memory."""
+        inputs = _tensors_in((args, kwargs))
+        with_values = [tensor for tensor in inputs if not tensor.is_meta]
+        is_mixed = 0 < len(with_values) < len(inputs) and function is not torch.ops.aten.copy_.default
+        if is_mixed and (with_values[0] is inputs[0] or any(tensor.dim() for tensor in with_values)):
+            # Kernels of torch fail on both, or read memory that is not there.
+            self.refuse("computes with tensors that have memory and tensors that have none")
+        if self._state is not None and _draws(function):
+            on_meta = str(kwargs.get("device")) == "meta" or any(tensor.is_meta for tensor in inputs)
+            if not on_meta or kwargs.get("generator") is not None:
+                self.refuse("draws random numbers on a device that it names, or from a generator of its own")
 
     def constant(self, value: Tensor) -> Tensor:
-        """A meta tensor for a tensor that was made from Python's data: its values are kept as they are."""
-        if value.layout != torch.strided:
-            raise NotImplementedError(f"a tensor of layout {value.layout} has no memory to be described by")
+        """A meta tensor for a tensor that was made from Python's data."""
+        value = value if value.untyped_storage().resizable() else value.clone()  # an array of NumPy's has the memory
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         self.alive.append(meta.untyped_storage())
         self.constants[View.of(meta).storage] = value
+        self.made.add(View.of(meta).storage)
         return meta.requires_grad_(value.requires_grad)
 
-    def shared(self, value: Tensor) -> Tensor:
-        """The tensor, of which an array of NumPy's has or gets the memory."""
+    def _described(self, leaf: Any) -> Any:
+        """An argument as it is kept: a copy of values that may change, unless a file has them."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_meta:
+            return View.of(leaf)
+        if isinstance(leaf, MappedTensor) or leaf.untyped_storage().filename is not None:
+            self._mapped.append((leaf, leaf._version))
+            return leaf
         with _nothing_recorded():
-            self._shared.append((value, _bytes_of(value)))
-        return value
+            return leaf.detach().clone()
 
-    def _check_shared(self) -> None:
-        """Raises ValueError where NumPy has changed what operations that come later have to find as it was."""
-        if any(_bytes_of(value) != held for value, held in self._shared):
-            raise ValueError(
-                "the model builder changes a NumPy array that shares memory with a tensor (tensor.numpy(), "
-                "torch.as_tensor(array)), whose values come later: expected a copy (tensor.numpy().copy(), "
-                "torch.tensor(array)), or pass the constructed module to initialize in its place"
-            )
-
-    def value_of(self, tensor: Tensor) -> Tensor | None:
-        """A meta tensor with its values now; None where they hang on random numbers."""
-        view = View.of(tensor)
-        needed, operations = {view.storage}, []
-        for operation in reversed(self.operations):
-            if any(one.storage in needed for one in operation.written):
-                if operation.is_random:
-                    return None
-                operations.append(operation)
-                needed.update(one.storage for one in operation.views)
-                if operation.filled is not None:  # what it held before may be random
-                    needed.discard(operation.filled)
+    def _check_state(self) -> None:
+        """Nothing draws while operations are recorded, so torch's generator stays where it is unless it is set."""
         with _nothing_recorded():
-            real = {storage: value.clone() for storage, value in self.constants.items() if storage in needed}
-            for operation in reversed(operations):
-                operation.run(real)
-            return view.of_values(real[view.storage]) if view.storage in real else None
+            if self._state is not None and not torch.equal(torch.get_rng_state(), self._state):
+                self.refuse("sets the state of torch's generator")
 
-    def computed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """What an operation gives that needs values; None if it changes a meta tensor, or hangs on random numbers."""
-        values: dict[int, Tensor] = {}
-        for leaf in tensors_in((args, kwargs)):
-            if leaf.is_meta:
-                value = self.value_of(leaf)
-                if value is None:
-                    return None
-                values[id(leaf)] = value
-        if draws(function) or any(id(one) in values for one in tensors_in(written_by(function, args, kwargs))):
-            return None
-        with _nothing_recorded():
-            real = mapped(lambda leaf: values.get(id(leaf), on_cpu(leaf)), (args, kwargs))
-            result = function(*real[0], **real[1])
-        if function is torch.ops.aten._to_copy.default or function._schema.is_mutable:
-            return (result,)  # the caller wants it there
-        return (mapped(lambda leaf: self.constant(leaf) if isinstance(leaf, Tensor) else leaf, result),)
-
-
-def _bytes_of(value: Tensor) -> bytes:
-    array: bytes = value.detach().resolve_conj().resolve_neg().numpy().tobytes()
-    return array
+    def _note_draw(self) -> None:
+        """Moves torch's generator on, so that a state that a constructor keeps is that of one operation alone."""
+        self._check_state()
+        if self._state is not None:
+            with _nothing_recorded():
+                torch.empty(1).random_()
+                self._state = torch.get_rng_state()
 
 
 @contextmanager
@@ -260,39 +273,22 @@ def _nothing_recorded() -> Iterator[None]:
 
 
 @contextmanager
-def _torch_replaced(owner: Recording) -> Iterator[None]:
-    """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation.
-
-    Of pickled meta tensors others are made, without values; and what `from_numpy` gives may be changed by NumPy.
-    """
-    draw, from_numpy = nn.init._no_grad_trunc_normal_, torch.from_numpy
-    reduce: Any = Tensor._reduce_ex_internal
+def _trunc_normal_recorded(owner: Recording) -> Iterator[None]:
+    """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation."""
+    original = nn.init._no_grad_trunc_normal_
 
     def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not tensor.is_meta:
-            return draw(tensor, *args, **kwargs)
-        owner.record(draw, (tensor, *args), kwargs, tensor, fills=True)
-        return tensor
-
-    def pickled(tensor: Tensor, protocol: int) -> Any:
-        if tensor.is_meta:
-            raise RuntimeError("pickle or copy.copy of a tensor that has none")
-        return reduce(tensor, protocol)
-
-    def noted(array: Any) -> Tensor:
-        tensor = from_numpy(array)
-        owner.of_arrays.add(View.of(tensor).storage)
-        owner.alive.append(tensor.untyped_storage())
+            return original(tensor, *args, **kwargs)
+        owner.check(original, (tensor, *args), kwargs)
+        owner.record(original, (tensor, *args), kwargs, tensor, fills=True)
         return tensor
 
     nn.init._no_grad_trunc_normal_ = record
-    torch.from_numpy = noted  # type: ignore[assignment]
-    Tensor._reduce_ex_internal = pickled  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.init._no_grad_trunc_normal_, torch.from_numpy = draw, from_numpy
-        Tensor._reduce_ex_internal = reduce  # type: ignore[method-assign]
+        nn.init._no_grad_trunc_normal_ = original
 
 
 class _OnMeta(TorchFunctionMode):
@@ -300,95 +296,56 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_constructor = func in _CONSTRUCTORS or (func is torch.normal and not tensors_in((args, kwargs)))
+        is_constructor = func in _CONSTRUCTORS or (func is torch.normal and not _tensors_in((args, kwargs)))
         if is_constructor and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         return func(*args, **kwargs)
 
 
 class _DataRecorder(TorchFunctionMode):
-    """What is made of Python's data, and what becomes it."""
+    """What is made of Python's data, and what asks for the device or for values."""
 
     def __init__(self, owner: Recording, all_on_meta: bool) -> None:
         super().__init__()
-        self.all_on_meta = all_on_meta
-        self.num_open = 0  # calls of torch's functions
-        self._owner = owner
-        self._from_data = _FROM_DATA if all_on_meta else ()
+        self._owner, self._all_on_meta = owner, all_on_meta
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.num_open += 1
         try:
             return self._called(func, args, kwargs)
-        finally:
-            self.num_open -= 1
+        except Exception as error:  # the builder may catch it, which would not come with values
+            if any(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
+                name = getattr(func, "__name__", str(func))
+                self._owner.refused = self._owner.refused or f"calls {name} ({str(error).splitlines()[0]})"
+            raise
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func == _IS_META and _is_asked_by_torch(sys._getframe(2)):
+        if func == _IS_META and _caller_is(sys._getframe(2), nn.init, nn.modules.module):
             # orthogonal_, dirac_ and sparse_ do nothing on meta tensors: their operations must be recorded.
             # load_state_dict warns that it does nothing, and does what is recorded.
             return False
+        if func in _OTHER_WITHOUT_VALUES and args[0].is_meta:
+            self._owner.refuse(f"calls {func.__name__} of a tensor whose values come later")
+        if func is torch.empty_strided and _caller_is(sys._getframe(2), torch._utils):
+            self._owner.refuse("pickles a tensor, or copies it by copy.copy")
+        if func in _MOVES and args[0].is_meta and self._all_on_meta:
+            return _moved_nowhere(func, args, kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
             return func(args[0], self._index(args[1]), *args[2:])
-        if func in _READ_IN_PYTHON and args[0].is_meta:
-            value = None if func in (Tensor.apply_, Tensor.map_) else self._owner.value_of(args[0])
-            if value is None:
-                raise RuntimeError(f"{func.__name__} of a tensor that has none")
-            if func is Tensor.tolist:
-                return func(value)
-            array = func(self._owner.shared(value), *args[1:], **kwargs)
-            self._owner.lent[View.of(args[0]).storage] = ref(array)
-            return array
-        if func == Tensor.__format__ and args[0].is_meta:
-            value = self._owner.value_of(args[0])
-            if value is None and args[1]:
-                raise RuntimeError(f"format '{args[1]}' of a tensor that has none")
-            return func(args[0] if value is None else value, args[1])
-        if func is Tensor.data_ptr and args[0].is_meta:  # so that tensors of one memory are found
-            view = View.of(args[0])
-            return view.storage + view.offset * view.dtype.itemsize
-        if func is Tensor.new_tensor and args[0].is_meta and self.all_on_meta:
-            func, kwargs = torch.tensor, {"dtype": args[0].dtype, **kwargs}
-            args = args[1:]
-        if func in _MOVES and args[0].is_meta and self.all_on_meta:
-            return _moved_nowhere(func, args, kwargs)
-        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
-            return func(args[0], self._owner.constant(args[1].detach()))
         data = next(iter((*args, *kwargs.values())), None)  # by whatever name
-        device = kwargs.get("device") or "meta"  # as by device=weight.device
-        if func not in self._from_data or torch.device(device).type != "meta" or isinstance(data, Tensor):
+        device = kwargs.get("device") or ("meta" if self._all_on_meta else "cpu")
+        if func not in _FROM_DATA or torch.device(device).type != "meta" or isinstance(data, Tensor):
             return func(*args, **kwargs)
-        args, kwargs = mapped(self._value, (args, kwargs)) if _has_tensors(data) else (args, kwargs)
         value = func(*args, **{**kwargs, "device": "cpu"})
         if not value.numel():
             return value  # nothing to defer; and transformers asks in this way for the default device
-        is_own = value.untyped_storage().resizable()  # not of an array of NumPy's
-        return self._owner.constant(value if is_own else self._owner.shared(value))
-
-    def _value(self, leaf: Any) -> Any:
-        """A number that is a tensor, in a list."""
-        if not isinstance(leaf, Tensor) or not leaf.is_meta:
-            return leaf
-        return leaf.item() if (value := self._owner.value_of(leaf)) is None else value
+        return self._owner.constant(value)
 
     def _index(self, index: Any) -> Any:
         """torch makes tensors of lists of numbers where nobody sees it."""
         if isinstance(index, tuple):
             return tuple(map(self._index, index))
-        if isinstance(index, list) and index and all(isinstance(one, bool) for one in index):
-            index = [place for place, is_taken in enumerate(index) if is_taken]
-        is_list = isinstance(index, list) and not any(isinstance(one, Tensor | slice | None) for one in index)
-        kind = torch.long if is_list and not index else None
-        return self._owner.constant(torch.tensor(index, dtype=kind, device="cpu")) if is_list else index
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_READ_IN_PYTHON = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.apply_, Tensor.map_}
-"""What reads values and is no operation: on a meta tensor it does nothing, or fails in words of its own."""
-
-
-_MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.type_as}
+        return self._owner.constant(torch.tensor(index, device="cpu")) if isinstance(index, list) and index else index
 
 
 def _moved_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -397,10 +354,6 @@ def _moved_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if isinstance(args[1] if len(args) > 1 else None, Tensor):
         return args[0].to(args[1].dtype)
-    if func is Tensor.type:
-        kind = next(iter((*args[1:], *kwargs.values())), None)
-        kind = getattr(torch, kind.rpartition(".")[2]) if isinstance(kind, str) else kind  # "torch.FloatTensor"
-        return func(args[0]) if kind is None else args[0].to(getattr(kind, "dtype", kind))
     copies = kwargs.pop("copy", False)
     _, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
     options = {} if memory_format is None else {"memory_format": memory_format}
@@ -408,9 +361,9 @@ def _moved_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, owner: Recording, data: _DataRecorder) -> None:
+    def __init__(self, owner: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owner, self._data = owner, data
+        self._owner = owner
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -419,41 +372,63 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, fills = kwargs or {}, func in _FILLS
-        if func is torch.ops.aten.empty.memory_format and self._data.all_on_meta and not self._data.num_open:
-            kwargs = {**kwargs, "device": torch.device("meta")}  # torch.Tensor(3, 4), which is no function of torch's
-        if self._data.all_on_meta and draws(func) and not self._owner.may_draw(args, kwargs):
-            raise ValueError(
-                f"the model builder draws random numbers ({func}) on a device that it names, while it constructs the "
-                "model, where all that was drawn before is only drawn later: leave the device out, give it a "
-                "generator, or pass the constructed module to initialize in its place"
-            )
+        self._owner.check(func, args, kwargs)
         # The kernels of these two for meta tensors import torch's compiler, 105 MiB, and leave the tensor as it is.
         is_certain = func in _CERTAIN and _CERTAIN[func](*args[1:], **kwargs)
-        try:
-            if self._data.all_on_meta:
-                args, kwargs = self._owner.beside_meta(func, args, kwargs)
-            result = args[0] if is_certain and args[0].is_meta else func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError):
-            computed = self._owner.computed(func, args, kwargs)
-            if computed is None:
-                raise
-            return computed[0]
+        result = args[0] if is_certain and args[0].is_meta else func(*args, **kwargs)
         if not func.is_view:  # a view is described by its storage, and has no values of its own to wait for
             self._owner.record(func, args, kwargs, result, fills)
         return result
 
 
-def _has_tensors(data: Any) -> bool:
-    """Whether a list is one of tensors, by its first: others may be long."""
-    while isinstance(data, list | tuple) and data:
-        if any(isinstance(one, Tensor) for one in data[:_NUM_LOOKED_AT]):
-            return True
-        data = data[0]
-    return False
-
-
-def _is_asked_by_torch(frame: FrameType | None) -> bool:
-    """Whether torch.nn.init or a module asks, also through a `with torch.device(...)` around the modules."""
+def _caller_is(frame: FrameType | None, *modules: Any) -> bool:
+    """Whether one of these modules calls, also through a `with torch.device(...)` around it."""
     while frame is not None and frame.f_globals is vars(torch.utils._device):
         frame = frame.f_back
-    return frame is not None and any(frame.f_globals is vars(one) for one in (nn.init, nn.modules.module))
+    return frame is not None and any(frame.f_globals is vars(one) for one in modules)
+
+
+# torch's own functions for trees take most of a recording's time: they look for classes that were registered.
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree of lists, tuples and dicts with each leaf changed."""
+    if isinstance(tree, list | tuple):
+        return type(tree)([_mapped(change, one) for one in tree])
+    return {key: _mapped(change, one) for key, one in tree.items()} if isinstance(tree, dict) else change(tree)
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    """In their order."""
+    return list(_found(Tensor, tree))
+
+
+def _found(kind: type[T], tree: Any) -> Iterator[T]:
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for one in tree:
+            yield from _found(kind, one)
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            yield from _found(kind, one)
+
+
+def _draws(function: Callable[..., Any]) -> bool:
+    """Whether a function, of torch's dispatcher or of nn.init, draws random numbers."""
+    tags = getattr(function, "tags", None)  # nn.init's has none, and is recorded because it draws
+    return tags is None or torch.Tag.nondeterministic_seeded in tags
+
+
+def _whole_storage(inputs: list[Tensor]) -> int | None:
+    """The storage of the first input, if that is all of it, row by row, and no other input lies in it."""
+    target = View.of(inputs[0])
+    if target.offset or not inputs[0].is_contiguous() or inputs[0].nbytes != inputs[0].untyped_storage().nbytes():
+        return None
+    others = (tensor.untyped_storage()._cdata for tensor in inputs[1:])
+    return None if target.storage in others else target.storage
+
+
+def _laid_out_as(view: View, tensor: Tensor) -> Tensor:
+    """The tensor with the strides that it had on the meta device: kernels for it (linalg.qr) may choose others."""
+    if tuple(tensor.stride()) == view.strides or view.offset:
+        return tensor
+    return torch.empty_strided(view.shape, view.strides, dtype=view.dtype).copy_(tensor)

@@ -16,7 +16,7 @@ from ...watch.log import logger
 from ..blueprint.axes import TENSOR
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
-from ..model.deferred import DeferredModel
+from ..model.deferred import module_for_shapes
 from ..step.batch import loss_of
 from .agreed import machine_here, planned_config
 from .choice import Choice, without_defaults
@@ -85,7 +85,7 @@ def plans_of_trial(
     """
     machine, key = machine_here(world, num_hosts)
     if batch is None and sequence is not None:
-        batch = made_batch(model if isinstance(model, nn.Module) else DeferredModel(model).module, sequence)
+        batch = made_batch(model if isinstance(model, nn.Module) else module_for_shapes(model), sequence)
     begun = time.monotonic()
     found = plan_on(model, config, machine, batch, loss_fn or _any_loss, num_plans)
     given = None

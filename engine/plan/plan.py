@@ -15,7 +15,7 @@ from ...model import blocks as model_blocks
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
 from ..config.errors import shown
-from ..model.deferred import DeferredModel
+from ..model.deferred import module_for_shapes
 from ..model.sequences import check_sequences
 from ..model.tiling import tiles_of
 from .choice import KEYS, Choice, Space, value_at
@@ -135,7 +135,7 @@ def plan_on(
     num_alternatives: int = 10,
 ) -> Plan:
     """As `plan`, on a machine that has the ranks."""
-    module = model if isinstance(model, nn.Module) else DeferredModel(model).module
+    module = model if isinstance(model, nn.Module) else module_for_shapes(model)
     batch = sample_batch if sample_batch is not None else made_batch(module)
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
 

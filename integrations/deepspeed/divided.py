@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import World
-from ..engine.model.later_model import LaterModel
+from ..engine.model.deferred import LaterModel
 from ..offload import allocate_host, trim_heap
 from ..zero.released import mark_present, mark_released, set_reader
 from .errors import UsageError

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..comm import World
 from ..engine.archive.agreement import no_rank_alone
 from ..engine.archive.run_state import random_state, read_random_state, set_random_state
-from ..engine.model.later_model import move
+from ..engine.model.deferred import move
 from ..engine.model.recording import Recording
 from ..model.blocks import Layers
 from ..pipe.split.split import plan_split

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..engine.model.deferred import Found, LaterModel, move, plain_tensors
 from ..engine.model.given_model import values_of
-from ..engine.model.later_model import LaterModel, move
-from ..engine.model.plain_tensors import Found, plain_tensors
 from .init import join_world
 from .layers import PipelineModule
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..checkpoint.safetensors_files import TensorPlace, read_header
+from ..engine.model.recording import MappedTensor
 
 _WHERE = "in the callable that is given to lowtide.initialize, or in the model_init of a Trainer"
 
@@ -58,7 +59,8 @@ def streaming() -> Iterator[None]:
     if not torch.empty(0).is_meta:
         raise ReadAtOnceError(
             "lowtide.huggingface.streaming: expected a model that is built without memory, found one that would be "
-            f"read at once; call it {_WHERE}"
+            f"read at once; call it {_WHERE}. If the log says that this callable cannot be recorded, call "
+            "transformers' own from_pretrained in it"
         )
     from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
@@ -91,7 +93,7 @@ class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `engine/model/deferred.py`
+        return False  # as in `engine/model/recording.py`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,7 +161,7 @@ class _Later:
         if not later.numel():
             return later
         values = torch.frombuffer(self._mapping, dtype=info.dtype, count=later.numel(), offset=self._offset)
-        return later.copy_(values.view(info.shape))
+        return later.copy_(values.view(info.shape).as_subclass(MappedTensor))
 
     def get_shape(self) -> list[int]:
         return list(self._info.shape)

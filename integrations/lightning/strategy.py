@@ -153,7 +153,7 @@ class EngineStrategy(_OfPackage):
             if not self._defers:
                 raise
             raise ValueError(
-                f"{error} In a LightningModule: give LowtideStrategy deferred_init=False, or load weights after the "
+                f"{error}. In a LightningModule: give LowtideStrategy deferred_init=False, or load weights after the "
                 "fit has begun, by `trainer.strategy.engine.load_weights(...)`"
             ) from error
 

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from lowtide.kernels.cross_entropy import cross_entropy
 from lowtide.kernels.gated_mlp import geglu, swiglu
-from lowtide.kernels.layer_norm import add_layer_norm, layer_norm
 from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
 from lowtide.kernels.optimizer_states import StoredState, new_state, stored_states
 from lowtide.kernels.optimizer_step import update_shard
 from lowtide.kernels.quantized_blocks import QUANTIZED_BLOCK_NUMEL, dequantize, quantize, quantized_bytes
-from lowtide.kernels.rms_norm import add_rms_norm, rms_norm
 from lowtide.kernels.rotary import rotary_embedding
+from lowtide.kernels.row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from lowtide.kernels.sum_of_squares import squares_by_block
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
@@ -207,9 +206,7 @@ def moved_by_norm(t: Tensors, results: Tensors, parameters: int, numbers: int) -
     }
 
 
-def norm_case(
-    name: str, file: str, forms: Mapping[str, Form], exact: Form, parameters: tuple[str, ...], numbers: int
-) -> Case:
+def norm_case(name: str, forms: Mapping[str, Form], exact: Form, parameters: tuple[str, ...], numbers: int) -> Case:
     of_sum = name.startswith("add_")
     unused = {"weight", "bias"} - set(parameters)
 
@@ -219,7 +216,7 @@ def norm_case(
 
     return Case(
         name=name,
-        file=file,
+        file="row_norm",
         draw=draw,
         forms=forms,
         exact=exact,
@@ -315,7 +312,6 @@ ROTARY = Case(
 LAYER_CASES = (
     norm_case(
         "rms_norm",
-        "rms_norm",
         {
             "lowtide": lambda t: {"y": rms_norm(t["x"], t["weight"], EPS, backend="triton")},
             "torch": torch_rms,
@@ -328,14 +324,12 @@ LAYER_CASES = (
     ),
     norm_case(
         "add_rms_norm",
-        "rms_norm",
         {"lowtide": our_add_rms, "torch": torch_add_rms, "compile": torch_add_rms, "liger": liger_add_rms},
         exact_add_rms,
         ("weight",),
         1,
     ),
     norm_case(
-        "layer_norm",
         "layer_norm",
         {
             "lowtide": lambda t: {"y": layer_norm(t["x"], t["weight"], t["bias"], EPS, backend="triton")},
@@ -349,7 +343,6 @@ LAYER_CASES = (
     ),
     norm_case(
         "add_layer_norm",
-        "layer_norm",
         {"lowtide": our_add_layer, "torch": torch_add_layer, "compile": torch_add_layer},
         exact_add_layer,
         ("weight", "bias"),

@@ -36,10 +36,8 @@ from rich.console import Console
 from torch import Tensor
 
 from lowtide.kernels.cpu_build import load_library
-from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
-from lowtide.kernels.optimizer_step import CHUNK_NUMEL
-from lowtide.kernels.shard_update import ShardUpdate
+from lowtide.kernels.optimizer_step import CHUNK_NUMEL, CpuKernel, ShardUpdate
 from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer
 

@@ -176,7 +176,7 @@ def stubbed_kernels() -> Iterator[None]:
             ("kernels.sum_of_squares.uses_triton", lambda *args: True),
             ("kernels.optimizer_step.uses_triton", lambda *args: True),
             ("kernels.exact_sum.uses_triton", lambda *args: True),
-            ("kernels.clip_factor.uses_triton", lambda *args: True),
+            ("kernels.sum_of_squares.uses_triton", lambda *args: True),
             ("engine.step.step_update._is_waited_for", lambda device: True),
             ("kernels.triton.sum_of_squares.launch", launch_squares),
             ("kernels.triton.optimizer_step.launch", launch),

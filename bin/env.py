@@ -22,8 +22,8 @@ import torch
 from ..engine.plan.measured import VARIABLE, Measured, default_path
 from ..engine.plan.measuring.measure import MeasuringError, measure
 from ..kernels.cpu_build import BuildError, find_compiler
-from ..kernels.cpu_optimizer import cpu_kernel
 from ..kernels.dispatch import has_triton
+from ..kernels.optimizer_step import cpu_kernel
 from ..launch.checks.facts import CheckRequest, CheckResult, run_checks, versions
 from ..launch.checks.faults import size_text
 from ..launch.hosts.host import HostReport

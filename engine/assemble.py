@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..comm import Mesh, World
-from ..kernels.cpu_optimizer import cpu_kernel
+from ..kernels.optimizer_step import cpu_kernel
 from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of

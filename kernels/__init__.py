@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from .fuse import Fused, fuse_model
     from .fused_loss import loss_only
     from .gated_mlp import geglu, geglu_packed, swiglu, swiglu_packed
-    from .layer_norm import add_layer_norm, layer_norm
     from .linear_cross_entropy import linear_cross_entropy
     from .optimizer_step import update_runs, update_shard
-    from .rms_norm import add_rms_norm, rms_norm
     from .rotary import rotary_embedding
+    from .row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from .sum_of_squares import squares_by_block, squares_of_each
 
 __all__ = [
@@ -43,16 +42,16 @@ __all__ = [
 
 _HOME = {
     "Fused": ".fuse",
-    "add_layer_norm": ".layer_norm",
-    "add_rms_norm": ".rms_norm",
+    "add_layer_norm": ".row_norm",
+    "add_rms_norm": ".row_norm",
     "cross_entropy": ".cross_entropy",
     "fuse_model": ".fuse",
     "geglu": ".gated_mlp",
     "geglu_packed": ".gated_mlp",
-    "layer_norm": ".layer_norm",
+    "layer_norm": ".row_norm",
     "linear_cross_entropy": ".linear_cross_entropy",
     "loss_only": ".fused_loss",
-    "rms_norm": ".rms_norm",
+    "rms_norm": ".row_norm",
     "rotary_embedding": ".rotary",
     "squares_by_block": ".sum_of_squares",
     "squares_of_each": ".sum_of_squares",
@@ -64,7 +63,7 @@ _HOME = {
 
 
 class _Package(ModuleType):
-    """Importing the file rms_norm.py would put the module in the place of the function of that name."""
+    """Importing the file cross_entropy.py would put the module in the place of the function of that name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

@@ -1,5 +1,5 @@
 
-// Messages of quantized blocks, there and back, in one pass over memory. Called through ctypes by cpu_blocks.py; the
+// Messages of quantized blocks, there and back, in one pass over memory. Called through ctypes by quantized_blocks.py; the
 // formula, its notes and the same in torch are in quantized_blocks.py.
 //
 // Every operation on an element is one IEEE operation in a fixed order, and two are never contracted into one
@@ -22,7 +22,7 @@ typedef uint8_t vc __attribute__((vector_size(LANES)));
 enum Kind { FLOAT32 = 1, BFLOAT16 = 2 };
 enum { BLOCK = 128, VECTORS = BLOCK / LANES, TASK = 256 };  // blocks that a thread takes at a time
 
-// The same fields in the same order stand in cpu_blocks.py.
+// The same fields in the same order stand in quantized_blocks.py.
 struct Blocks {
     void *values;          // (blocks * BLOCK,) of kind: read by quantize, written by dequantize
     const void *less;      // (blocks * BLOCK,) of less_kind, or null

@@ -1,4 +1,4 @@
-// One optimizer step on a flat shard, in one pass over memory. Called through ctypes by cpu_optimizer.py; needs no
+// One optimizer step on a flat shard, in one pass over memory. Called through ctypes by optimizer_step.py; needs no
 // header but the compiler's own.
 //
 // [Note: Same bits everywhere]
@@ -36,7 +36,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 enum Kind { NONE = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, INT8 = 4 };
 enum { BLOCK = 256, MAX_COEFFICIENTS = 8, TASK = 128 * BLOCK };
 
-// The same fields in the same order stand in cpu_optimizer.py.
+// The same fields in the same order stand in optimizer_step.py.
 struct Job {
     void *master;                // (n,) of master_kind
     const void *gradient;        // (n,) of gradient_kind

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .dispatch import Backend, uses_triton
+from .dispatch import Backend, as_rows, uses_triton
 from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
-from .rows import as_rows
 
 _BLOCK_BYTES = 4 * 2**20  # of logits that the eager reference widens at once: bounds its memory, fits a cache
 

@@ -1,4 +1,4 @@
-"""Which form of a kernel runs: Triton on a GPU, the eager reference elsewhere."""
+"""Which form of a kernel runs: Triton on a GPU, the eager reference elsewhere; and rows, which most kernels take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -52,6 +52,12 @@ def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
     return True
 
 
+@cache
+def triton_form(name: str) -> Any:
+    """The module `triton/<name>.py`. Looked up once: a step would pay for each `import` that it comes to."""
+    return importlib.import_module(f".triton.{name}", __package__)
+
+
 def is_interpreted() -> bool:
     """True where Triton kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -68,3 +74,29 @@ def _has_triton_or_says_so() -> bool:
         logger = logging.getLogger("lowtide")
         logger.warning("triton is not installed: kernels run as eager torch operations, which are slower on a GPU")
     return has_triton()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x, (..., n), as (rows, n) with adjacent columns; a view of x where its strides allow it."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((_num_rows(x), x.shape[-1]))
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
+
+
+def check_row_weight(kernel: str, x: Tensor, name: str, weight: Tensor | None) -> None:
+    """Raises ValueError unless x is a floating-point (..., n) and weight (n,), or None."""
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"{kernel}: expected a floating-point x of at least one dimension, found {tuple(x.shape)} {x.dtype}"
+        )
+    if weight is not None and tuple(weight.shape) != (x.shape[-1],):
+        raise ValueError(
+            f"{kernel}: expected {name} of shape ({x.shape[-1]},), the last dimension of x, {tuple(x.shape)}; found "
+            f"{tuple(weight.shape)}"
+        )
+
+
+def _num_rows(x: Tensor) -> int:
+    count = 1
+    for size in x.shape[:-1]:
+        count *= size
+    return count

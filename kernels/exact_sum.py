@@ -10,14 +10,14 @@ Arithmetic and Validity" (2013), chapter 8.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import compress
 
 import torch
 from torch import Tensor
 
-from .dispatch import Backend, uses_triton
+from .dispatch import Backend, triton_form, uses_triton
 
 _LIMB_BITS = 32
 _MASK = (1 << _LIMB_BITS) - 1
@@ -38,7 +38,7 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
     sums: (m,) int64; values: (n,) float64, on the same device.
     """
     if uses_triton(backend, "exact_sum", sums):
-        _triton_form()(sums, values, row, flag)
+        triton_form("sum_of_squares").add_limbs(sums, values, row, flag)
         return
     is_finite = values.isfinite()
     mantissa, exponent = torch.frexp(torch.where(is_finite, values, 0.0))
@@ -52,14 +52,6 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
     limbs[1:].index_add_(0, index, ((low >> _LIMB_BITS) & _MASK) + (high & _MASK))
     limbs[2:].index_add_(0, index, high >> _LIMB_BITS)
     sums[flag : flag + 1].bitwise_or_(is_finite.all().logical_not())
-
-
-@cache
-def _triton_form() -> Callable[[Tensor, Tensor, int, int], None]:
-    """Looked up once: a step would pay for each `import` that it comes to."""
-    from .triton.exact_sum import add_limbs as by_triton
-
-    return by_triton
 
 
 def value_of(limbs: Tensor) -> Tensor:

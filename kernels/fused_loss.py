@@ -17,7 +17,7 @@ import inspect
 import sys
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial, wraps
 from typing import Any, Unpack
 
@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from .cross_entropy import cross_entropy
 from .dispatch import Backend
-from .hugging_face import family_of
 from .linear_cross_entropy import linear_cross_entropy
 from .loss_terms import LossOptions, Reduction
 
@@ -189,3 +188,43 @@ def _output_type(original: type[nn.Module]) -> Any:
     found = [getattr(modeling, name) for name in _OUTPUTS if hasattr(modeling, name)]
     # GPT-2's module has both: the model with a language modeling head returns the one with cross-attentions.
     return found[-1] if found else None
+
+
+# -- what is known of Hugging Face's classes, by their names: transformers is never imported here ---------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """The classes of `transformers.models.<name>.modeling_<name>` that have the forms of Llama."""
+
+    name: str
+    prefix: str
+    parts: tuple[str, ...] = ("RMSNorm", "MLP", "Attention", "ForCausalLM")
+    norm_offset: float = 0.0  # what is added to the weight of an RMS norm: Gemma's begin at 0
+    caps_logits: bool = False  # config.final_logit_softcapping
+
+
+_FAMILIES = (
+    Family("llama", "Llama"),
+    Family("mistral", "Mistral"),
+    Family("mixtral", "Mixtral", ("RMSNorm", "Attention")),  # experts, and a loss that has more terms
+    Family("qwen2", "Qwen2"),
+    Family("qwen3", "Qwen3"),
+    Family("gemma", "Gemma", norm_offset=1.0),
+    Family("gemma2", "Gemma2", norm_offset=1.0, caps_logits=True),
+    Family("gpt2", "GPT2", ("LMHeadModel",)),  # its norms are torch's
+)
+_BY_NAME = {
+    f"transformers.models.{family.name}.modeling_{family.name}.{family.prefix}{part}": (family, part)
+    for family in _FAMILIES
+    for part in family.parts
+}
+
+
+def family_of(cls: type, *parts: str) -> Family | None:
+    """The family of which `cls` is one of `parts`, such as "RMSNorm"; None where it is none of them.
+
+    cls itself is asked for, not its bases: a subclass may compute something else.
+    """
+    family, part = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", (None, ""))
+    return family if part in parts else None

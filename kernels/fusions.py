@@ -26,12 +26,10 @@ from torch import Tensor, nn
 
 from .cross_entropy import cross_entropy
 from .dispatch import Backend
-from .fused_loss import head_members, is_causal_lm, linear_loss_members, loss_members
+from .fused_loss import family_of, head_members, is_causal_lm, linear_loss_members, loss_members
 from .gated_mlp import geglu, swiglu
-from .hugging_face import family_of
-from .layer_norm import layer_norm
-from .rms_norm import rms_norm
 from .rotary import rotary_embedding
+from .row_norm import layer_norm, rms_norm
 
 FUSIONS = ("rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy")
 """The names by which fusions are switched."""

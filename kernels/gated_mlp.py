@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dispatch import Backend, uses_triton
-from .rows import as_rows
+from .dispatch import Backend, as_rows, uses_triton
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 

@@ -1,7 +1,7 @@
 """One optimizer step on a flat shard: unscale, clip, update and cast in one pass over memory.
 
 Three tiers behind one function. On a GPU, a Triton kernel (`triton/optimizer_step.py`), and on the CPU, a C++ kernel
-(`cpu_optimizer.py`), read and write each element once. Where there is neither, and for float64, torch's fused kernels
+(`CpuKernel`), read and write each element once. Where there is neither, and for float64, torch's fused kernels
 run chunk by chunk: each chunk is small enough to stay in the cache between unscaling, update and cast. That tier is the
 specification of the others. All are elementwise (8-bit states: blockwise): what they do to an element does not depend
 on where it lies, so a shard may be any piece of the model.
@@ -9,21 +9,107 @@ on where it lies, so a shard may be any piece of the model.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..optimizers.optimizer import Optimizer, Options
-from .cpu_optimizer import cpu_kernel
-from .dispatch import Backend, uses_triton
-from .optimizer_states import other_noise, rounding_noise, stored_states
-from .shard_update import KERNEL, ShardUpdate
-from .weight_rounding import Rounding, rounded_weights, split_weights, with_remainder
+from ..optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
+from .cpu_build import NATIVE, load_library, made_as_wanted
+from .dispatch import Backend, triton_form, uses_triton
+from .optimizer_states import STATE_BLOCK_NUMEL, StoredState, other_noise, rounding_noise, step_seed, stored_states
+from .weight_rounding import Rounding, rounded_weights, split_weights, step_key, with_remainder
 
+KERNEL = "optimizer_step"
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
 LAUNCH_NUMEL = 1 << 26  # elements: half a millisecond, and what follows an update (the others get it) begins so soon
+# As cpu_optimizer.cpp has them.
+_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
+
+
+@dataclass(slots=True, eq=False)
+class ShardUpdate:
+    """A shard, and what its update needs; see `update_runs`. No runs: there is nothing of a parameter in it.
+
+    A shard may keep its own from step to step, and put the gradient, runs and steps of the next one in their place.
+    """
+
+    master: Tensor
+    gradient: Tensor
+    states: Sequence[StoredState]
+    runs: Sequence[tuple[int, Options]]
+    steps: Sequence[int]
+    out: Tensor | None
+    rounding: Rounding | None = None  # of master weights in bfloat16: at random
+    remainder: Tensor | None = None  # (n,) what master weights in bfloat16 lack: bfloat16, or int8 beside a rounding
+    numel: int = field(init=False)
+    kind: Hashable = field(init=False)
+    """Shards that agree in it can be updated by one launch, or none of them can."""
+
+    def __post_init__(self) -> None:
+        self.numel = self.master.numel()
+        of_tensors = [(tensor.dtype, tensor.is_contiguous()) for tensor in self.tensors]
+        is_absent = [one is None for one in (self.out, self.rounding, self.remainder)]
+        self.kind = (self.master.device, *is_absent, *of_tensors)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is anything to update."""
+        return bool(self.runs) and self.numel > 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor | None] = [self.master, self.gradient, self.out, self.remainder]
+        for state in self.states:
+            found += state.payload, state.scale
+        return [tensor for tensor in found if tensor is not None]
+
+    def part(self, start: int, end: int) -> ShardUpdate:
+        """The tensors of elements start to end, start a multiple of 256; with the runs of the whole."""
+        return replace(
+            self,
+            master=self.master[start:end],
+            gradient=self.gradient[start:end],
+            states=[state.part(start, end) for state in self.states],
+            out=None if self.out is None else self.out[start:end],
+            rounding=None if self.rounding is None else self.rounding.at(start),
+            remainder=None if self.remainder is None else self.remainder[start:end],
+        )
+
+    def check(self) -> None:
+        """Raises ValueError where the tensors, the runs and the steps do not fit together."""
+        numel, shape = self.numel, self.master.shape
+        if len(shape) != 1 or not self.master.is_floating_point():
+            raise ValueError(f"{KERNEL}: expected floating-point master (n,), found {tuple(shape)} {self.master.dtype}")
+        for name, tensor in (("gradient", self.gradient), ("out", self.out)):
+            if tensor is not None and (tensor.shape != shape or not tensor.is_floating_point()):
+                raise ValueError(
+                    f"{KERNEL}: expected floating-point {name} ({numel},) like master, found {tuple(tensor.shape)} "
+                    f"{tensor.dtype}"
+                )
+        remainder, expected = self.remainder, torch.bfloat16 if self.rounding is None else torch.int8
+        if remainder is not None and (remainder.shape != shape or remainder.dtype != expected):
+            raise ValueError(
+                f"{KERNEL}: expected remainder ({numel},) {expected} like master, found {tuple(remainder.shape)} "
+                f"{remainder.dtype}"
+            )
+        for index, state in enumerate(self.states):
+            num_blocks = -(-numel // STATE_BLOCK_NUMEL)
+            if state.payload.shape != shape or (state.scale is not None and state.scale.shape != (num_blocks,)):
+                scale = None if state.scale is None else tuple(state.scale.shape)
+                raise ValueError(
+                    f"{KERNEL}: expected state {index} ({numel},) like master, and the scale of an 8-bit state "
+                    f"({num_blocks},); found {tuple(state.payload.shape)}, scale {scale}"
+                )
+        ends = [0, *(end for end, _ in self.runs)]
+        if self.runs and (ends[-1] != numel or ends != sorted(ends)):
+            raise ValueError(f"{KERNEL}: expected ends of runs that ascend to {numel}, found {ends[1:]}")
+        if len(self.steps) != len(self.runs):
+            raise ValueError(f"{KERNEL}: expected a step of each of the {len(self.runs)} runs, found {len(self.steps)}")
 
 
 def update_shard(
@@ -113,7 +199,7 @@ def update_shards(
     def launch(kind: Hashable) -> None:
         numbers = waiting.pop(kind)
         if used := [shards[number] for number in numbers if shards[number].is_used]:
-            _triton_form()(optimizer, used, step, gradient_scale, skip)
+            triton_form("optimizer_step").update(optimizer, used, step, gradient_scale, skip)
         for number in numbers:
             on_updated(number)
 
@@ -172,14 +258,6 @@ def _triton_serves(backend: Backend, optimizer: Optimizer, shard: ShardUpdate) -
     if backend == "triton":
         raise ValueError(f'{KERNEL}: backend "triton" does not take {problem}; use "auto"')
     return False
-
-
-@cache
-def _triton_form() -> Callable[..., None]:
-    """Looked up once: a step would pay for each `import` that it comes to."""
-    from .triton.optimizer_step import update
-
-    return update
 
 
 def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> None:
@@ -264,3 +342,119 @@ def _store_weight(chunk: ShardUpdate, weight: Tensor, before: Tensor, noise: Ten
         chunk.master.copy_(weight)
     if chunk.out is not None:
         chunk.out.copy_(chunk.master)
+
+
+# -- on the CPU, by C++ -----------------------------------------------------------------------------------------------
+
+
+class _Job(ctypes.Structure):
+    """The struct of the same name in cpu_optimizer.cpp."""
+
+    _fields_ = (
+        ("master", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("states", ctypes.c_void_p * 2),
+        ("scales", ctypes.c_void_p * 2),
+        ("remainder", ctypes.c_void_p),
+        ("run_ends", ctypes.POINTER(ctypes.c_int64)),
+        ("coefficients", ctypes.POINTER(ctypes.c_float)),
+        ("n", ctypes.c_int64),
+        ("next_task", ctypes.c_int64),
+        ("first", ctypes.c_uint64),
+        ("rule", ctypes.c_int32),
+        ("master_kind", ctypes.c_int32),
+        ("gradient_kind", ctypes.c_int32),
+        ("out_kind", ctypes.c_int32),
+        ("state_kind", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("is_drawn", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("key", ctypes.c_uint32 * 2),
+        ("gradient_scale", ctypes.c_float),
+    )
+
+
+class CpuKernel:
+    """The C++ form, one pass over memory; `cpu_optimizer.cpp` says how it computes."""
+
+    def __init__(self, flags: Sequence[str] = NATIVE) -> None:
+        """flags: which instructions the compiler may use. Raises BuildError."""
+        library = load_library(Path(__file__).with_name("cpu_optimizer.cpp"), flags)
+        self._step = library.lowtide_optimizer_step
+        self._step.argtypes = [ctypes.POINTER(_Job)]
+        self._step.restype = None
+        library.lowtide_rule.argtypes = [ctypes.c_char_p, ctypes.c_int32]
+        library.lowtide_rule.restype = ctypes.c_int32
+        self._rule = functools.cache(lambda name, num_states: int(library.lowtide_rule(name.encode(), num_states)))
+
+    def serves(self, optimizer: Optimizer, shard: ShardUpdate) -> bool:
+        """Whether this kernel has the optimizer for such tensors: all contiguous, on the CPU.
+
+        Master weights are float32; or bfloat16, where it is said how these are rounded.
+        """
+        master, out = shard.master, shard.out
+        if optimizer.coefficients is None or self._rule(optimizer.name, len(shard.states)) < 0:
+            return False
+        if shard.rounding is not None or shard.remainder is not None:
+            if master.dtype != torch.bfloat16 or out is not None:
+                return False
+        elif master.dtype != torch.float32:
+            return False
+        beside = shard.remainder if out is None else out
+        tensors = [master, shard.gradient, *(state.payload for state in shard.states)]
+        tensors += [] if beside is None else [beside]
+        return (
+            all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+            and shard.gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and all(
+                state.payload.dtype in (torch.float32, torch.bfloat16) or state.scale is not None
+                for state in shard.states
+            )
+            and (out is None or out.dtype in (torch.bfloat16, torch.float16))
+        )
+
+    def update(self, optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float) -> None:
+        """As `update_runs`, for what it `serves`; the gradient is only read."""
+        master, gradient, states, out = shard.master, shard.gradient, shard.states, shard.out
+        runs, steps, rounding, remainder = shard.runs, shard.steps, shard.rounding, shard.remainder
+        ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
+        values = (ctypes.c_float * (MAX_COEFFICIENTS * len(runs)))()
+        for index, ((_, options), step_of_run) in enumerate(zip(runs, steps, strict=True)):
+            of_run = optimizer.coefficients_at(options, step_of_run)
+            values[index * MAX_COEFFICIENTS : index * MAX_COEFFICIENTS + len(of_run)] = list(of_run)
+        job = _Job(
+            master=master.data_ptr(),
+            gradient=gradient.data_ptr(),
+            out=None if out is None else out.data_ptr(),
+            states=(ctypes.c_void_p * 2)(*(state.payload.data_ptr() for state in states)),
+            scales=(ctypes.c_void_p * 2)(*(None if s.scale is None else s.scale.data_ptr() for s in states)),
+            remainder=None if remainder is None else remainder.data_ptr(),
+            run_ends=ends,
+            coefficients=values,
+            n=master.numel(),
+            rule=self._rule(optimizer.name, len(states)),
+            master_kind=_KINDS[master.dtype],
+            gradient_kind=_KINDS[gradient.dtype],
+            out_kind=0 if out is None else _KINDS[out.dtype],
+            state_kind=_KINDS[states[0].payload.dtype] if states else 0,
+            threads=torch.get_num_threads(),
+            seed=step_seed(step),
+            gradient_scale=gradient_scale,
+        )
+        if rounding is not None:
+            job.is_drawn, job.first = 1, rounding.first
+            job.key[0], job.key[1] = step_key(rounding.seed, step)
+        self._step(ctypes.byref(job))
+        for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must not use them now
+            torch.autograd.graph.increment_version(tensor)
+
+
+@functools.cache
+def cpu_kernel() -> CpuKernel | None:
+    """The kernel of this process, or None where torch's kernels do the work; the log says which, and why.
+
+    LOWTIDE_CPU_KERNEL: "native" (the default) uses what this processor can do, "portable" what all of its family can,
+    "torch" builds nothing. Raises ValueError for anything else.
+    """
+    return made_as_wanted(CpuKernel, "CPU optimizer", "one C++ pass a shard", "torch's kernels, chunk by chunk")

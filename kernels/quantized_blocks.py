@@ -18,14 +18,22 @@ Sources: ZeRO++, arXiv 2306.10209, section 3; SDP4Bit, arXiv 2410.15526.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from .cpu_blocks import cpu_blocks
-from .dispatch import Backend, uses_triton
-from .weight_rounding import Rounding
+from .cpu_build import NATIVE, load_library, made_as_wanted
+from .dispatch import Backend, triton_form, uses_triton
+from .weight_rounding import Rounding, step_key
 
 QUANTIZED_BLOCK_NUMEL = 128
+SIGNS_PER_BYTE = 8
+_KINDS = {torch.float32: 1, torch.bfloat16: 2}  # as cpu_blocks.cpp has them
 _SMALLEST = 2.0**-100
 _UNIT = 2.0**-24  # random numbers are multiples of it, below 1
 
@@ -52,9 +60,7 @@ def quantize(
     """
     values = values.detach()
     if uses_triton(backend, "quantize", values, less):
-        from .triton.quantized_blocks import quantize as by_triton
-
-        by_triton(values, bits, message, less, rounding, step)
+        triton_form("quantized_blocks").quantize(values, bits, message, less, rounding, step)
         return
     kernel = cpu_blocks() if backend == "auto" and values.device.type == "cpu" else None
     if kernel is not None and kernel.serves(values, less, message):
@@ -66,9 +72,7 @@ def quantize(
 def dequantize(message: Tensor, bits: int, out: Tensor, *, adds: bool = False, backend: Backend = "auto") -> None:
     """out, (n,) of a float dtype, = what a message says; adds: is added to, in float32, and rounded once."""
     if uses_triton(backend, "dequantize", out):
-        from .triton.quantized_blocks import dequantize as by_triton
-
-        by_triton(message, bits, out, adds)
+        triton_form("quantized_blocks").dequantize(message, bits, out, adds)
         return
     kernel = cpu_blocks() if backend == "auto" and out.device.type == "cpu" else None
     if kernel is not None and kernel.serves(out, None, message):
@@ -100,7 +104,7 @@ def quantize_reference(
         noise = rounding.noise(numel, step, values.device).view_as(y)
         y = (y + (noise >> 8 & 0xFFFFFF).float() * _UNIT).floor()
     codes = torch.where(is_broken, is_bad.float(), y.clamp_(-most, most)).to(torch.int32)
-    payload, scales = _parts(message, bits)
+    payload, scales = parts_of(message, bits)
     scales.copy_(scale.view(-1))
     if bits == 8:
         payload.view(torch.int8).copy_(codes.view(-1))
@@ -111,7 +115,7 @@ def quantize_reference(
 
 def dequantize_reference(message: Tensor, bits: int, out: Tensor, adds: bool) -> None:
     """The formula in eager torch."""
-    payload, scales = _parts(message, bits)
+    payload, scales = parts_of(message, bits)
     if bits == 8:
         codes = payload.view(torch.int8).view(-1, QUANTIZED_BLOCK_NUMEL).float()
     else:
@@ -121,8 +125,111 @@ def dequantize_reference(message: Tensor, bits: int, out: Tensor, adds: bool) ->
     out.copy_(out.float().add_(values) if adds else values)
 
 
-def _parts(message: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def parts_of(message: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(codes, uint8; scales, float32) of a message."""
     of_block = QUANTIZED_BLOCK_NUMEL * bits // 8
     num_blocks = message.numel() // (of_block + 4)
     return message[: num_blocks * of_block], message[num_blocks * of_block :].view(torch.float32)
+
+
+class _Blocks(ctypes.Structure):
+    """The struct of the same name in cpu_blocks.cpp."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("less", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("blocks", ctypes.c_int64),
+        ("next_task", ctypes.c_int64),
+        ("first", ctypes.c_uint64),
+        ("key", ctypes.c_uint32 * 2),
+        ("kind", ctypes.c_int32),
+        ("less_kind", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("is_drawn", ctypes.c_int32),
+        ("adds", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+class CpuBlocks:
+    """The C++ form, one pass over memory; `cpu_blocks.cpp` says how it computes."""
+
+    def __init__(self, flags: Sequence[str] = NATIVE) -> None:
+        """flags: which instructions the compiler may use. Raises BuildError."""
+        self._run = load_library(Path(__file__).with_name("cpu_blocks.cpp"), flags).lowtide_blocks
+        self._run.argtypes = [ctypes.POINTER(_Blocks), ctypes.c_int32]
+        self._run.restype = None
+
+    def serves(self, values: Tensor, less: Tensor | None, message: Tensor) -> bool:
+        """Whether this kernel takes such tensors: contiguous, float32 or bfloat16, both values alike, on the CPU."""
+        tensors = [values, message, *([] if less is None else [less])]
+        is_alike = less is None or less.dtype == values.dtype
+        is_here = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        return is_here and is_alike and values.dtype in _KINDS
+
+    def quantize(
+        self, values: Tensor, bits: int, message: Tensor, less: Tensor | None, rounding: Rounding | None, step: int
+    ) -> None:
+        """As `quantize`, for what it `serves`."""
+        job = _job(values, bits, message)
+        if less is not None:
+            job.less, job.less_kind = less.data_ptr(), job.kind
+        if rounding is not None:
+            job.is_drawn, job.first = 1, rounding.first
+            job.key[0], job.key[1] = step_key(rounding.seed, step)
+        self._run(ctypes.byref(job), 0)
+
+    def dequantize(self, message: Tensor, bits: int, out: Tensor, adds: bool) -> None:
+        """As `dequantize`, for what it `serves`."""
+        job = _job(out, bits, message)
+        job.adds = int(adds)
+        self._run(ctypes.byref(job), 1)
+
+
+def _job(values: Tensor, bits: int, message: Tensor) -> _Blocks:
+    codes = message.data_ptr()
+    return _Blocks(
+        values=values.data_ptr(),
+        codes=codes,
+        scales=codes + values.numel() * bits // 8,
+        blocks=values.numel() // QUANTIZED_BLOCK_NUMEL,
+        kind=_KINDS[values.dtype],
+        bits=bits,
+        threads=torch.get_num_threads(),
+    )
+
+
+@functools.cache
+def cpu_blocks() -> CpuBlocks | None:
+    """The kernel of this process, or None where torch's kernels do the work, as `optimizer_step.cpu_kernel` says."""
+    return made_as_wanted(CpuBlocks, "CPU messages", "one C++ pass a message", "torch's kernels")
+
+
+# -- signs of numbers, eight to a byte --------------------------------------------------------------------------------
+
+
+def packed_signs(values: Tensor) -> Tensor:
+    """(n,), n a multiple of 8 -> (n / 8,) uint8: a bit is set where a value is not negative; the first is the highest.
+
+    NumPy packs on the processor: torch has no operator for it, and seven would pass over memory in its place.
+    """
+    is_positive = values >= 0
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.packbits(is_positive.numpy()))
+    weights = _weights(values.device)
+    return (is_positive.view(-1, SIGNS_PER_BYTE) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpacked_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n,) uint8 -> (8 n,) of +1 and -1."""
+    if packed.device.type == "cpu":
+        bits = torch.from_numpy(np.unpackbits(packed.numpy()))
+    else:
+        bits = ((packed.view(-1, 1) & _weights(packed.device)) != 0).view(-1)
+    return bits.to(dtype).mul_(2).sub_(1)
+
+
+def _weights(device: torch.device) -> Tensor:
+    return torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8).to(device)

@@ -1,10 +1,17 @@
-"""Norms of rows: what the RMS norm and the layer norm have in common, as one differentiable function on Triton.
+"""RMS norm and layer norm of rows, alone and with the addition of a residual in front of it.
 
-    h = x + residual                            (h = x without)
+    h = x + residual                                        (add_rms_norm, add_layer_norm; else h = x)
     h^ = (h - mean) / sqrt(mean((h - mean)^2) + eps)        mean: of each row of h, or 0 for the RMS norm
-    y = h^ * (weight + offset) + bias
+    y = h^ * (weight + offset) + bias                       the RMS norm has no bias, the layer norm no offset
 
-`rms_norm.py` and `layer_norm.py` have the references, the derivatives and the sources.
+Computed in float32 and rounded once. Backward, with h^ = (h - mean) rstd and g = (weight + offset) dy:
+
+    dx = rstd (g - mean(g) - h^ mean(g h^)) + dh            without mean(g) for the RMS norm
+    dweight = sum over rows of dy h^                        dbias = sum over rows of dy
+
+Saved for backward: h, which the next layers keep anyway, and one float32 a row, two of a layer norm. Sources:
+arXiv 1910.07467, section 3; offset 1 is Gemma's form, in which weights start at 0; arXiv 1607.06450, section 3.
+Under torch.autocast the dtype of x is kept, as torch does on a CPU; on a GPU torch's own norms cast x to float32 first.
 """
 
 from __future__ import annotations
@@ -14,10 +21,105 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import as_rows
+from .dispatch import Backend, as_rows, check_row_weight, uses_triton
 
 
-def row_norm(
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, backend: Backend = "auto"
+) -> Tensor:
+    """y, of the shape and dtype of x. x: (..., n); weight: (n,) or None for ones.
+
+    Raises ValueError where shapes do not fit together, or the backend is not possible.
+    """
+    check_row_weight("rms_norm", x, "weight", weight)
+    if not uses_triton(backend, "rms_norm", x, weight) or not x.numel():
+        return rms_norm_reference(x, weight, eps, offset=offset)
+    return _row_norm(x, None, weight, None, eps, offset=offset, subtracts_mean=False)[0]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """y and h = x + residual, which is the residual of the next layer; both of the shape and dtype of x.
+
+    x, residual: (..., n) of one dtype; weight: (n,) or None for ones. Raises ValueError as `rms_norm`.
+    """
+    check_row_weight("add_rms_norm", x, "weight", weight)
+    _check_residual("add_rms_norm", x, residual)
+    if not uses_triton(backend, "add_rms_norm", x, residual, weight) or not x.numel():
+        total = x + residual
+        return rms_norm_reference(total, weight, eps, offset=offset), total
+    y, h = _row_norm(x, residual, weight, None, eps, offset=offset, subtracts_mean=False)
+    assert h is not None
+    return y, h
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:
+    """The formula in eager torch; float64 stays float64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (weight.to(wide.dtype) + offset)
+    return y.to(x.dtype)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, *, backend: Backend = "auto"
+) -> Tensor:
+    """y, of the shape and dtype of x. x: (..., n); weight: (n,) or None for ones; bias: (n,) or None for zeros.
+
+    Raises ValueError where shapes do not fit together, or the backend is not possible.
+    """
+    check_row_weight("layer_norm", x, "weight", weight)
+    check_row_weight("layer_norm", x, "bias", bias)
+    if not uses_triton(backend, "layer_norm", x, weight, bias) or not x.numel():
+        return layer_norm_reference(x, weight, bias, eps)
+    return _row_norm(x, None, weight, bias, eps, subtracts_mean=True)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """y and h = x + residual, which is the residual of the next layer; both of the shape and dtype of x.
+
+    x, residual: (..., n) of one dtype; weight, bias: (n,) or None. Raises ValueError as `layer_norm`.
+    """
+    check_row_weight("add_layer_norm", x, "weight", weight)
+    check_row_weight("add_layer_norm", x, "bias", bias)
+    _check_residual("add_layer_norm", x, residual)
+    if not uses_triton(backend, "add_layer_norm", x, residual, weight, bias) or not x.numel():
+        total = x + residual
+        return layer_norm_reference(total, weight, bias, eps), total
+    y, h = _row_norm(x, residual, weight, bias, eps, subtracts_mean=True)
+    assert h is not None
+    return y, h
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The formula in eager torch; float64 stays float64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centered = wide - wide.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.to(wide.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    return y.to(x.dtype)
+
+
+def _row_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -27,14 +129,14 @@ def row_norm(
     offset: float = 0.0,
     subtracts_mean: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """y and h, None without a residual; both of the shape and dtype of x.
+    """y and h on Triton, None without a residual; both of the shape and dtype of x.
 
     x, residual: (..., n) of one dtype, with elements, where Triton can run; weight, bias: (n,) or None.
     """
     return _RowNorm.apply(x, residual, weight, bias, eps, offset, subtracts_mean)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def check_residual(kernel: str, x: Tensor, residual: Tensor) -> None:
+def _check_residual(kernel: str, x: Tensor, residual: Tensor) -> None:
     """Raises ValueError unless the residual has the shape and dtype of x."""
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(

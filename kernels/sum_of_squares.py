@@ -1,4 +1,4 @@
-"""Sums of squares by block, which also tell whether a value is not finite: one pass over flat buffers.
+"""Sums of squares by block, which also tell whether a value is not finite; and the factor that clips by their sum.
 
     s_b = sum of x_i^2 over block b, in float64;  inf or nan exactly where block b holds an inf or a nan
 
@@ -9,19 +9,28 @@ can then be added exactly. (Another device, a list of tensors, or a buffer that 
 order.) The Triton form divides a block by the power of two of its largest value first: squares of
 float32 overflow above 1e19 and vanish below 1e-23. It rounds otherwise than the reference, by a few units of float32.
 Results stay on the device: nothing here waits for it.
+
+[Note: What an update is told]
+By how much gradients are multiplied, and whether the update is left out. A dozen operators on a few numbers, or one
+launch. The sum comes as limbs (`exact_sum.py`): every rank has the same.
+
+    norm = rest * sqrt(sum of squares);  factor = rest * min(1, limit / (norm + 1e-6)), where norm > limit, else rest
+    skip = any of two flags, or another number where one is expected
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .dispatch import Backend, uses_triton
+from .dispatch import Backend, triton_form, uses_triton
+from .exact_sum import NUM_LIMBS, value_of
 
 MAX_BLOCK_NUMEL = 4096
+EPSILON = 1e-6  # of `clip_factor`
 
 
 def squares_by_block(
@@ -36,16 +45,9 @@ def squares_by_block(
         return squares_of_each([values], block_numel, non_finite=non_finite, backend=backend)[0]
     check_blocks("squares_by_block", [values], block_numel)
     if uses_triton(backend, "squares_by_block", values):
-        return _triton_form()(values.detach() if values.requires_grad else values, block_numel)
+        by_triton = triton_form("sum_of_squares").squares_by_block
+        return by_triton(values.detach() if values.requires_grad else values, block_numel)  # type: ignore[no-any-return]
     return squares_by_block_reference(values, block_numel)
-
-
-@cache
-def _triton_form() -> Callable[[Tensor, int], Tensor]:
-    """Looked up once: a step would pay for each `import` that it comes to."""
-    from .triton.sum_of_squares import squares_by_block as by_triton
-
-    return by_triton
 
 
 def squares_of_each(
@@ -59,9 +61,9 @@ def squares_of_each(
             f"{non_finite.dtype}"
         )
     if uses_triton(backend, "squares_by_block", *tensors, non_finite):
-        from .triton.sum_of_squares import squares_of_each as by_triton
-
-        return by_triton([one.detach() if one.requires_grad else one for one in tensors], block_numel, non_finite)
+        by_triton = triton_form("sum_of_squares").squares_of_each
+        given = [one.detach() if one.requires_grad else one for one in tensors]
+        return by_triton(given, block_numel, non_finite)  # type: ignore[no-any-return]
     squares = [squares_by_block_reference(tensor, block_numel) for tensor in tensors]
     if non_finite is not None:
         for one in squares:
@@ -97,3 +99,32 @@ def check_blocks(kernel: str, tensors: Sequence[Tensor], block_numel: int) -> No
     for index, tensor in enumerate(tensors):
         if not tensor.is_floating_point():
             raise ValueError(f"{kernel}: expected floating-point values, found {tensor.dtype} at index {index}")
+
+
+def clip_factor(
+    sums: Tensor,
+    flags: int,
+    known: tuple[int, int],
+    rest: float,
+    limit: float,
+    *,
+    clips_below: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """factor, (1,) float64, and skip, (1,) int64: not 0 where nothing is to be updated. [Note: What an update is told]
+
+    sums: (m,) int64, the limbs of the sum of squares first. flags: where in it two numbers stand that are 0 if the step
+    counts; known: where another one stands, and what that is then. clips_below: also a norm that is not above the
+    limit, but within 1e-6 of it.
+    """
+    clips_below &= limit != math.inf
+    if uses_triton(backend, "clip_factor", sums):
+        by_triton = triton_form("sum_of_squares").clip_factor
+        return by_triton(sums, flags, known, rest, limit, clips_below, EPSILON)  # type: ignore[no-any-return]
+    norm = value_of(sums[:NUM_LIMBS]).sqrt() * rest
+    factor = (torch.full_like(norm, limit) / (norm + EPSILON)).clamp(max=1.0)  # limit / norm: a rounded reciprocal
+    if not clips_below:
+        factor = torch.where(norm > limit, factor, 1.0)
+    place, expected = known
+    skip = sums[flags : flags + 2].sum(dim=0, keepdim=True) + (sums[place : place + 1] != expected)
+    return (factor * rest).view(1), skip

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..kernels.dispatch import Backend
 from ..kernels.optimizer_states import new_states, stored_states
-from ..kernels.optimizer_step import update_shards
-from ..kernels.shard_update import ShardUpdate
+from ..kernels.optimizer_step import ShardUpdate, update_shards
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .group import values_of

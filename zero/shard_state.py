@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.optimizer_states import SCALE_SUFFIX, STATE_BLOCK_NUMEL, StoredState
-from ..kernels.shard_update import ShardUpdate
+from ..kernels.optimizer_step import ShardUpdate
 from ..offload import Memory, OldVersion, StoredRange, Window, huge_zeros
 from .gradient import GroupGradient
 from .group import ShardedGroup, part_of, values_of

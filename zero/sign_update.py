@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Exchange, regions_of
-from ..kernels.sign_bits import BITS, packed_signs, unpacked_signs
+from ..kernels.quantized_blocks import SIGNS_PER_BYTE, packed_signs, unpacked_signs
 from ..optimizers.adam import onebit_direction
 from ..optimizers.optimizer import Options
 from .fused_update import FusedUpdate, ScalarStates, UpdateTerms
@@ -53,7 +53,7 @@ class SignLayout:
 
     def nbytes(self, place: int) -> int:
         """Of a message with the signs of a region."""
-        return self.numel(place) // BITS + len(self.stretches[place]) * self.dtype.itemsize
+        return self.numel(place) // SIGNS_PER_BYTE + len(self.stretches[place]) * self.dtype.itemsize
 
     @property
     def max_nbytes(self) -> int:
@@ -143,7 +143,7 @@ class SignMean:
 
     def _decoded(self, message: Tensor, place: int) -> Tensor:
         region, stretches = self.layout.regions[place], self.layout.stretches[place]
-        num_bytes = (region.stop - region.start) // BITS
+        num_bytes = (region.stop - region.start) // SIGNS_PER_BYTE
         signs = unpacked_signs(message[:num_bytes], self.layout.dtype)
         scales = message[num_bytes:].clone().view(self.layout.dtype)  # aligned
         end = 0

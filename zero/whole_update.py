@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..comm import Exchange
 from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
-from ..kernels.optimizer_step import update_shards
-from ..kernels.shard_update import ShardUpdate
+from ..kernels.optimizer_step import ShardUpdate, update_shards
 from ..kernels.weight_rounding import with_remainder
 from ..optimizers.optimizer import Optimizer, Options, WholeTensorRule
 from .fused_update import FusedUpdate, ScalarStates, UpdateTerms

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ...comm import Mesh
-from ...kernels.clip_factor import clip_factor
 from ...kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs, value_of
+from ...kernels.sum_of_squares import clip_factor
 from ...offload import OnHost, sent
 from ...zero.gradient import GroupGradient
 from ...zero.plan import Role

@@ -8,8 +8,10 @@ where a shard is cut. Only denormal numbers differ: the C++ kernel flushes them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
 from ..optimizer_states import STATE_BLOCK_NUMEL, signed_word, step_seed
-from ..shard_update import ShardUpdate
+from ..optimizer_step import ShardUpdate
 from ..weight_rounding import signed_long, step_key
 from .launch import launch
 from .optimizer_states import (
@@ -32,10 +34,21 @@ from .optimizer_states import (
     store_state,
     with_byte,
 )
-from .option_runs import OptionRuns, coefficient_table, run_table, stream_of
-from .shard_table import NUM_FIELDS, Row, shard_of_program, shard_table
 
+Coefficients = tuple[float, ...]
+Row = tuple[int, ...]
+"""Of the table of shards: first program, length, first number where bits are drawn by number, and the addresses of the
+weight, gradient, two states, their scales, output and remainder; an address is 0 without. See `shard_table`."""
+NUM_FIELDS = 11
 TILE_BLOCKS = 4  # a tile is 1024 elements: 4 a thread, 16 bytes of float32, or 8 where nothing is as wide
+_TENSORS = ("W", "G", "S", "V", "S_SCALE", "V_SCALE", "OUT", "REST")
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+}
 
 
 @triton.jit
@@ -226,7 +239,7 @@ def update(
         rows.append((first, numel, number, *[0 if one is None else one.data_ptr() for one in _tensors(shard)]))
         first += num_programs[-1]
         runs[-1] = (first * tile_numel, runs[-1][1])
-    table = shard_table(tuple(rows), device, stream)
+    table, is_aligned = shard_table(tuple(rows), device, stream)
     chosen = OptionRuns.of(runs, steps, optimizer.coefficients_at)
     by_program = coefficients = None
     if len(chosen.ends) > 1:
@@ -240,7 +253,7 @@ def update(
     low_key, high_key = (0, 0) if rounding is None else step_key(rounding.seed, step)
     launch(
         _kernel, (first,), num_warps=8 if master.dtype == torch.float32 else 4, enable_fp_fusion=False,
-        SHARDS_ptr=table.rows, SHARD_OF_PROGRAM_ptr=shard_of_program(tuple(num_programs), device, stream),
+        SHARDS_ptr=table, SHARD_OF_PROGRAM_ptr=shard_of_program(tuple(num_programs), device, stream),
         FACTOR_ptr=gradient_scale if has_factor else None, SKIP_ptr=skip,
         ENDS_ptr=by_program.ends if by_program is not None else None,
         CHOICES_ptr=by_program.choices if by_program is not None else None,
@@ -249,22 +262,12 @@ def update(
         seed=signed_word(step_seed(step)), low_key=signed_word(low_key), high_key=signed_word(high_key),
         factor=1.0 if has_factor else float(gradient_scale),
         **numbers, **dtypes,
-        IS_ALIGNED=table.is_aligned, NUM_FIELDS=NUM_FIELDS,
+        IS_ALIGNED=is_aligned, NUM_FIELDS=NUM_FIELDS,
         RULE=optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
         NUM_COEFFICIENTS=MAX_COEFFICIENTS, IS_DRAWN=rounding is not None,
     )  # fmt: skip
     # A graph that saved them must not use them now.
     torch.autograd.graph.increment_version([one for s in shards for one in (s.master, s.out) if one is not None])
-
-
-_TENSORS = ("W", "G", "S", "V", "S_SCALE", "V_SCALE", "OUT", "REST")
-_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.int8: tl.int8,
-    torch.uint8: tl.uint8,
-}
 
 
 def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
@@ -274,3 +277,105 @@ def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
     for index, state in enumerate(shard.states):
         payloads[index], scales[index] = state.payload, state.scale
     return [shard.master, shard.gradient, *payloads, *scales, shard.out, shard.remainder]
+
+
+# -- where the shards are, and which of their stretches have options of their own -------------------------------------
+
+
+# Tables are kept for the stream that they were copied on: another would have to wait for the copy. They say no more
+# than their keys.
+@lru_cache(maxsize=64)
+def shard_table(rows: tuple[Row, ...], device: torch.device, stream: int) -> tuple[Tensor, bool]:
+    """(shards, NUM_FIELDS) int64, and whether all addresses are multiples of 16 bytes.
+
+    Programs are dealt out to the shards in order, a tile each, so a shard's last program may have less than a tile.
+    Copied anew where an address has changed, as those of gradients may from step to step.
+    """
+    is_aligned = not any(address % 16 for row in rows for address in row[3:])
+    return on_device(torch.tensor(rows, dtype=torch.int64), device), is_aligned
+
+
+@lru_cache(maxsize=64)
+def shard_of_program(num_programs: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """(programs,) int32: whose tile each program has. num_programs: of each shard."""
+    shards = torch.arange(len(num_programs), dtype=torch.int32)
+    return on_device(shards.repeat_interleave(torch.tensor(num_programs)), device)
+
+
+class OptionRuns(NamedTuple):
+    """Stretches by number; neighbours differ in their coefficients."""
+
+    ends: tuple[int, ...]
+    choices: tuple[int, ...]  # index in `coefficients` of each stretch
+    coefficients: tuple[Coefficients, ...]  # MAX_COEFFICIENTS numbers each, all different
+
+    @staticmethod
+    def of(
+        runs: Sequence[tuple[int, Options]], steps: Sequence[int], coefficients: Callable[[Options, int], Coefficients]
+    ) -> OptionRuns:
+        """runs: (end, options), ascending; steps: of each run; coefficients: of options and step.
+
+        Stretches with equal coefficients share them, and are one if adjacent.
+        """
+        by_options: dict[tuple[int, int], int] = {}  # id of options, which are few objects for many runs, and step
+        by_value: dict[Coefficients, int] = {}
+        ends: list[int] = []
+        choices: list[int] = []
+        for (end, options), step in zip(runs, steps, strict=True):
+            if end == (ends[-1] if ends else 0):
+                continue
+            choice = by_options.get((id(options), step))
+            if choice is None:
+                # Whole numbers, as in weight_decay=0, would be compiled into a kernel of their own.
+                values = tuple(map(float, coefficients(options, step)))
+                values += (0.0,) * (MAX_COEFFICIENTS - len(values))
+                choice = by_options[id(options), step] = by_value.setdefault(values, len(by_value))
+            if choices and choices[-1] == choice:
+                ends[-1] = end
+                continue
+            ends.append(end)
+            choices.append(choice)
+        return OptionRuns(tuple(ends), tuple(choices), tuple(by_value))
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Which stretches a program of the kernel meets, on the device."""
+
+    ends: Tensor  # (runs,) int64
+    choices: Tensor  # (runs,) int32
+    first_runs: Tensor  # (programs + 1,) int32: the stretch in which each program begins, and the last of all
+
+
+@lru_cache(maxsize=1024)
+def run_table(
+    ends: tuple[int, ...], choices: tuple[int, ...], tile_numel: int, device: torch.device, stream: int
+) -> RunTable:
+    """For programs of tile_numel elements each. It follows from the model alone, so it is copied once."""
+    ends_tensor = torch.tensor(ends, dtype=torch.int64)
+    starts = torch.arange(0, ends[-1], tile_numel)
+    first_runs = torch.searchsorted(ends_tensor, starts, right=True, out_int32=True)
+    first_runs = torch.cat([first_runs, torch.tensor([len(ends) - 1], dtype=torch.int32)])
+    return RunTable(
+        on_device(ends_tensor, device),
+        on_device(torch.tensor(choices, dtype=torch.int32), device),
+        on_device(first_runs, device),
+    )
+
+
+@lru_cache(maxsize=16)
+def coefficient_table(coefficients: tuple[Coefficients, ...], device: torch.device, stream: int) -> Tensor:
+    """(sets, MAX_COEFFICIENTS) float32. The shards of a step share it."""
+    return on_device(torch.tensor(coefficients, dtype=torch.float32), device)
+
+
+def stream_of(device: torch.device) -> int:
+    """What the tables are kept for."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """The copy to a GPU is from pinned memory, so that the host does not wait for it."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..optimizer_states import signed_word
+from ..quantized_blocks import QUANTIZED_BLOCK_NUMEL as BLOCK_NUMEL
+from ..quantized_blocks import parts_of
 from ..weight_rounding import Rounding, signed_long, step_key
 from .launch import launch
 from .optimizer_states import nearest_bfloat16, numbered_noise
 
-BLOCK_NUMEL = 128
 ROWS = 16  # blocks of a program that quantizes
 ROWS_BACK = 32  # of one that reads: 16 bytes of codes a thread
 
@@ -114,7 +114,7 @@ def quantize(
 ) -> None:
     """values: (n,), n a multiple of 128 -> message."""
     n_blocks = values.numel() // BLOCK_NUMEL
-    codes, scales = parts(message, n_blocks, bits)
+    codes, scales = parts_of(message, bits)
     low_key, high_key = (0, 0) if rounding is None else step_key(rounding.seed, step)
     launch(
         _quantize_kernel, (-(-n_blocks // ROWS),), num_warps=4, enable_fp_fusion=False,
@@ -128,14 +128,8 @@ def quantize(
 def dequantize(message: Tensor, bits: int, out: Tensor, adds: bool) -> None:
     """message -> out, (n,)."""
     n_blocks = out.numel() // BLOCK_NUMEL
-    codes, scales = parts(message, n_blocks, bits)
+    codes, scales = parts_of(message, bits)
     launch(
         _dequantize_kernel, (-(-n_blocks // ROWS_BACK),), num_warps=4, CODES_ptr=codes, SCALES_ptr=scales, OUT_ptr=out,
         n_blocks=n_blocks, BITS=bits, ADDS=adds, BLOCK_NUMEL=BLOCK_NUMEL, ROWS=ROWS_BACK, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def parts(message: Tensor, n_blocks: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a message."""
-    end = n_blocks * BLOCK_NUMEL * bits // 8
-    return message[:end], message[end:].view(torch.float32)

@@ -1,18 +1,29 @@
-"""Triton form of `kernels/sum_of_squares.py`: a program takes a few blocks and writes the sum of each."""
+"""Triton forms of `kernels/sum_of_squares.py` and of `kernels/exact_sum.py`.
+
+A program takes a few blocks and writes the sum of each. A program adds up its values limb by limb, and each limb by one
+atomic sum. One program makes the factor that clips.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .tables import entry_of, tables
+from ..exact_sum import BIAS_BITS, NUM_LIMBS
+from .launch import launch, next_power_of_2
+
+MAX_ENTRIES = 1024  # of a launch: each program reads where all entries start
+_WIDTHS = (16, 128, MAX_ENTRIES)  # few, for each is compiled by itself
+_NOWHERE = 2**63 - 1
+
 
 TILE_NUMEL = 4096  # elements of a program: 32 a thread
+LIMBS_TILE_NUMEL = 1024  # values of a program of the exact sum
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -50,6 +61,14 @@ def _flat_kernel(
     at = block[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]
     x = tl.load(X_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
     _store_squares(_squares_of_rows(x), S_ptr, FLAG_ptr, block, ok)
+
+
+@triton.jit
+def entry_of(program, TABLE_ptr, WIDTH: tl.constexpr):
+    """The number of the entry that the program belongs to, and that of the program within it (int64)."""
+    starts = tl.load(TABLE_ptr + tl.arange(0, WIDTH))
+    entry = tl.sum((starts <= program).to(tl.int32), axis=0) - 1
+    return entry, program - tl.load(TABLE_ptr + entry)
 
 
 @triton.jit
@@ -124,6 +143,31 @@ def squares_of_spans(
     return squares, counts
 
 
+def tables(
+    num_programs: Sequence[int], fields: Sequence[Sequence[int]], device: torch.device
+) -> Iterator[tuple[Tensor, int, int]]:
+    """(table, its width, programs) of each launch. num_programs: of each entry, at least 1; fields: values by entry.
+
+    A table lets one launch work through many tensors: (num_fields, width) int64, one column an entry. Its first field
+    is the number of the entry's first program: programs are dealt out to the entries in order, each a stretch of one
+    entry. Width is a power of two; entries beyond the last start at no program. The copy to a GPU is from pinned
+    memory, so that the host does not wait for it.
+    """
+    for first in range(0, len(num_programs), MAX_ENTRIES):
+        counts = num_programs[first : first + MAX_ENTRIES]
+        width = next(width for width in _WIDTHS if width >= len(counts))
+        starts = [0]
+        for count in counts:
+            assert count >= 1
+            starts.append(starts[-1] + count)
+        padding = width - len(counts)
+        rows = [starts[:-1] + [_NOWHERE] * padding]
+        rows += [[*field[first : first + MAX_ENTRIES], *[0] * padding] for field in fields]
+        is_apart = device.type != "cpu" and torch.accelerator.is_available()  # else nothing runs: it is compiled
+        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=is_apart)
+        yield on_host.to(device, non_blocking=True), width, starts[-1]
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """tensor as (n,), contiguous, at an address that is a multiple of 16 bytes; itself where it is."""
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
@@ -138,3 +182,77 @@ def _squares_of_one(flat: Tensor, block_numel: int, non_finite: Tensor | None) -
         n_blocks=n_blocks, BLOCK_NUMEL=block_numel, ROWS=rows,
     )  # fmt: skip
     return squares
+
+
+@triton.jit(do_not_specialize=["n", "row", "flag"])
+def _limbs_kernel(X_ptr, SUMS_ptr, n, row, flag, TILE: tl.constexpr):
+    """SUMS[row:] += the finite x, in units of 2^-1152, 32 bits a limb;  SUMS[flag] = 1 where an x is inf or nan."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    bits = tl.load(X_ptr + at, mask=at < n, other=0.0).to(tl.int64, bitcast=True)
+    exponent = (bits >> 52) & 0x7FF
+    is_finite = exponent < 0x7FF
+    integer = (bits & 0xFFFFFFFFFFFFF) | tl.where(
+        exponent > 0, 0x10000000000000, 0
+    )  # x = integer * 2^(exponent - 1075)
+    integer = tl.where(is_finite, tl.where(bits < 0, -integer, integer), 0)
+    position = tl.maximum(exponent, 1) + 77  # 1152 - 1075
+    index, shift = position >> 5, position & 31
+    low, high = (integer & 0xFFFFFFFF) << shift, (integer >> 32) << shift
+    middle = ((low >> 32) & 0xFFFFFFFF) + (high & 0xFFFFFFFF)
+    first = tl.min(tl.where(integer != 0, index, 72), axis=0)
+    last = tl.max(tl.where(integer != 0, index, 0), axis=0)
+    for limb in range(first, last + 3):
+        part = tl.where(index == limb, low & 0xFFFFFFFF, 0)
+        part += tl.where(index + 1 == limb, middle, 0)
+        part += tl.where(index + 2 == limb, high >> 32, 0)
+        tl.atomic_add(SUMS_ptr + row + limb, tl.sum(part, axis=0))
+    if tl.min(is_finite.to(tl.int32), axis=0) == 0:
+        tl.store(SUMS_ptr + flag, 1)
+
+
+def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int) -> None:
+    """As `exact_sum.add_limbs`."""
+    launch(
+        _limbs_kernel, (-(-values.numel() // LIMBS_TILE_NUMEL),), num_warps=4, X_ptr=values, SUMS_ptr=sums,
+        n=values.numel(), row=row, flag=flag, TILE=LIMBS_TILE_NUMEL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["flags", "place", "expected", "rest", "limit"])
+def _clip_kernel(
+    SUMS_ptr, FACTOR_ptr, SKIP_ptr, flags, place, expected, rest, limit,
+    CLIPS_BELOW: tl.constexpr, EPSILON: tl.constexpr, NUM_LIMBS: tl.constexpr, BIAS_BITS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """FACTOR = rest * min(1, limit / (norm + EPSILON));  SKIP = flags. rest, limit: the bits of float64."""
+    at = tl.arange(0, TILE)
+    limbs = tl.load(SUMS_ptr + at, mask=at < NUM_LIMBS, other=0)
+    exponent = at.to(tl.int64) * 32 - BIAS_BITS + 1023  # of what a limb counts; below all normal numbers it is nothing
+    unit = tl.where(limbs == 0, 0, tl.minimum(tl.maximum(exponent, 0), 2047) << 52).to(tl.float64, bitcast=True)
+    square = tl.sum(limbs.to(tl.float64) * unit, axis=0)
+    rest = rest.to(tl.int64).to(tl.float64, bitcast=True)
+    limit = limit.to(tl.int64).to(tl.float64, bitcast=True)
+    one = tl.full((), 1.0, tl.float64)
+    norm = tl.sqrt(square) * rest
+    factor = tl.minimum(limit / (norm + tl.full((), EPSILON, tl.float64)), one)
+    if not CLIPS_BELOW:
+        factor = tl.where(norm > limit, factor, one)
+    tl.store(FACTOR_ptr, factor * rest)
+    differs = tl.load(SUMS_ptr + place) != expected
+    tl.store(SKIP_ptr, tl.load(SUMS_ptr + flags) + tl.load(SUMS_ptr + flags + 1) + differs.to(tl.int64))
+
+
+def clip_factor(
+    sums: Tensor, flags: int, known: tuple[int, int], rest: float, limit: float, clips_below: bool, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """As `clip_factor.clip_factor`."""
+    factor = torch.empty(1, dtype=torch.float64, device=sums.device)
+    skip = torch.empty(1, dtype=torch.int64, device=sums.device)
+    rest_bits, limit_bits = struct.unpack("=2q", struct.pack("=2d", rest, limit))  # a float would come as a float32
+    launch(
+        _clip_kernel, (1,), num_warps=4, SUMS_ptr=sums, FACTOR_ptr=factor, SKIP_ptr=skip,
+        flags=flags, place=known[0], expected=known[1], rest=rest_bits, limit=limit_bits,
+        CLIPS_BELOW=clips_below, EPSILON=epsilon, NUM_LIMBS=NUM_LIMBS, BIAS_BITS=BIAS_BITS,
+        TILE=next_power_of_2(NUM_LIMBS),
+    )  # fmt: skip
+    return factor, skip

@@ -15,16 +15,16 @@ import torch
 from lowtide.bin import env
 from lowtide.bin.main import main
 from lowtide.engine.plan.measuring.measure import MeasuringError
-from lowtide.kernels import cpu_build, cpu_optimizer
+from lowtide.kernels import cpu_build, optimizer_step
 from lowtide.launch.hosts.host import Device, HostReport
 
 
 @pytest.fixture(autouse=True)
 def kernel_was_not_built() -> Iterator[None]:
     """Before the test, nor after it for others."""
-    cpu_optimizer.cpu_kernel.cache_clear()
+    optimizer_step.cpu_kernel.cache_clear()
     yield
-    cpu_optimizer.cpu_kernel.cache_clear()
+    optimizer_step.cpu_kernel.cache_clear()
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.kernels.cpu_optimizer import CpuKernel
+from lowtide.kernels.optimizer_step import CpuKernel
 
 # Read where a kernel is defined, so before any module of lowtide.kernels.triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lowtide.kernels.cpu_build import BuildError, find_compiler
-from lowtide.kernels.cpu_optimizer import CpuKernel
 from lowtide.kernels.optimizer_states import new_states, stored_states
-from lowtide.kernels.shard_update import ShardUpdate
+from lowtide.kernels.optimizer_step import CpuKernel, ShardUpdate
 from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer
 

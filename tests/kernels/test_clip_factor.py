@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowtide.engine.step.clipping import Clipping
-from lowtide.kernels.clip_factor import clip_factor
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs, to_limbs
+from lowtide.kernels.sum_of_squares import clip_factor
 
 FLAGS, KNOWN = NUM_LIMBS, (NUM_LIMBS + 2, 5)
 

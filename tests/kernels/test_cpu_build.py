@@ -12,9 +12,8 @@ import torch
 
 from lowtide.kernels import cpu_build
 from lowtide.kernels.cpu_build import BuildError, cache_folder, find_compiler, load_library
-from lowtide.kernels.cpu_optimizer import cpu_kernel
 from lowtide.kernels.optimizer_states import new_states
-from lowtide.kernels.optimizer_step import update_shard
+from lowtide.kernels.optimizer_step import cpu_kernel, update_shard
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, needs_compiler
 from tests.ranks import RankPool

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from lowtide.kernels import logit_chunks
 from lowtide.kernels.cross_entropy import cross_entropy
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
@@ -17,6 +16,7 @@ from lowtide.kernels.triton import cross_entropy as triton_form
 from tests.grids import pairs
 
 BACKENDS = ("triton", "reference")
+linear_form = import_module("lowtide.kernels.linear_cross_entropy")
 eager_form = import_module("lowtide.kernels.cross_entropy")  # by name: the package has the function of that name
 ROWS, WIDTH, CLASSES = 96, 64, 4096
 LOGITS = ROWS * CLASSES * 4
@@ -75,7 +75,7 @@ def test_training_holds_one_chunk_and_the_gradients(reduction: Reduction, is_fro
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16_holds_the_sum_of_chunks_in_float32(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     strip_bytes = WEIGHT // 64
-    monkeypatch.setattr(logit_chunks, "_STRIP_BYTES", strip_bytes)
+    monkeypatch.setattr(linear_form, "_STRIP_BYTES", strip_bytes)
     hidden, weight = (torch.randn(n, WIDTH, dtype=torch.bfloat16, requires_grad=True) for n in (ROWS, CLASSES))
     bias = torch.randn(CLASSES, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, CLASSES, (ROWS,))

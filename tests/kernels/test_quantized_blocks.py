@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.kernels.cpu_blocks import CpuBlocks
 from lowtide.kernels.dispatch import Backend
-from lowtide.kernels.quantized_blocks import dequantize, quantize, quantized_bytes
+from lowtide.kernels.quantized_blocks import CpuBlocks, dequantize, quantize, quantized_bytes
 from lowtide.kernels.weight_rounding import Rounding
 from tests.kernels.cpu_kernel import needs_compiler
 

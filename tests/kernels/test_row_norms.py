@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowtide.kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_reference
-from lowtide.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from lowtide.kernels.row_norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from lowtide.kernels.triton import row_norm as triton_form
 from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowtide.kernels.cpu_optimizer import CpuKernel
+from lowtide.kernels.optimizer_step import CpuKernel
 from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, Shard, assert_same_bits, needs_compiler, start_values
 

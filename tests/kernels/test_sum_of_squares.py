@@ -57,9 +57,9 @@ def test_a_list_of_tensors(block_numel: int, backend: Backend, generator: torch.
 
 
 def test_more_tensors_than_a_table_holds(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.kernels.triton import tables
+    from lowtide.kernels.triton import sum_of_squares
 
-    monkeypatch.setattr(tables, "MAX_ENTRIES", 16)
+    monkeypatch.setattr(sum_of_squares, "MAX_ENTRIES", 16)
     tensors = list(torch.randn(37, 50, generator=generator))
     found = squares_of_each(tensors, 64, backend="triton")
     for one, tensor in zip(found, tensors, strict=True):

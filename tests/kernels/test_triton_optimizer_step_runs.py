@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
-from lowtide.kernels.optimizer_step import update_runs, update_shard, update_shards
-from lowtide.kernels.shard_update import ShardUpdate
+from lowtide.kernels.optimizer_step import ShardUpdate, update_runs, update_shard, update_shards
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
-from lowtide.kernels.triton.option_runs import OptionRuns, run_table
+from lowtide.kernels.triton.optimizer_step import OptionRuns, run_table
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES
 

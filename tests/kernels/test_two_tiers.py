@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.kernels.cpu_optimizer import cpu_kernel
 from lowtide.kernels.optimizer_states import stored_states
-from lowtide.kernels.optimizer_step import CHUNK_NUMEL, update_runs, update_shard
+from lowtide.kernels.optimizer_step import CHUNK_NUMEL, cpu_kernel, update_runs, update_shard
 from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, Shard, needs_compiler, start_values
 

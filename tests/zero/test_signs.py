@@ -16,7 +16,7 @@ from lowtide.comm import regions_of
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import Moment, RankBytes, bytes_of
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.kernels.sign_bits import packed_signs, unpacked_signs
+from lowtide.kernels.quantized_blocks import packed_signs, unpacked_signs
 from lowtide.watch.log import logger
 from lowtide.zero.layout import FlatLayout, round_up
 from lowtide.zero.sign_update import SignLayout

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lowtide.kernels.clip_factor import clip_factor
 from lowtide.kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
+from lowtide.kernels.sum_of_squares import clip_factor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,12 +2,12 @@
 
 import torch
 
-from lowtide.kernels.triton import clip_factor
+from lowtide.kernels.triton import sum_of_squares
 
 
 def clip(clips_below: bool, dtype: torch.dtype) -> None:
     sums = torch.empty(150, dtype=dtype, device="meta")
-    clip_factor.clip_factor(sums, 144, (148, 3), 0.25, 1.0, clips_below, 1e-6)
+    sum_of_squares.clip_factor(sums, 144, (148, 3), 0.25, 1.0, clips_below, 1e-6)
 
 
 CASES = {"above": lambda dtype: clip(False, dtype), "below": lambda dtype: clip(True, dtype)}

@@ -2,12 +2,12 @@
 
 import torch
 
-from lowtide.kernels.triton import exact_sum
+from lowtide.kernels.triton import sum_of_squares
 
 
 def add(dtype: torch.dtype) -> None:
     sums = torch.empty(145, dtype=torch.int64, device="meta")
-    exact_sum.add_limbs(sums, torch.empty(5000, dtype=dtype, device="meta"), 0, 144)
+    sum_of_squares.add_limbs(sums, torch.empty(5000, dtype=dtype, device="meta"), 0, 144)
 
 
 CASES = {"limbs": add}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
-from lowtide.kernels.shard_update import ShardUpdate
+from lowtide.kernels.optimizer_step import ShardUpdate
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS

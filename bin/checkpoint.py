@@ -338,7 +338,7 @@ def parser() -> Parser:
 
 def _import(arguments: argparse.Namespace, parser: Parser) -> int:
     """Writes a checkpoint of DeepSpeed's as one of ours, or weights of `zero_to_fp32` as safetensors."""
-    from ..engine.archive.imported import import_deepspeed, import_weights, is_folder_of_weights
+    from ..deepspeed.checkpoint_import import import_deepspeed, import_weights, is_folder_of_weights
 
     source = folder_path(arguments.source)
     if not source.is_dir():

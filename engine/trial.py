@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from ..comm import World
 from ..watch.log import logger
 from .config.config import Config
-from .config.fill import filled
 from .config.read import read
-from .config.translate import BATCH_KEYS
+from .config.translate import BATCH_KEYS, filled
 from .planner import planner
 from .step.batch_shape import described, made, of_whole
 from .step.features import StepFeature

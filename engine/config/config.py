@@ -1,6 +1,6 @@
 """The config: one JSON file, checked as a whole before anything is built. The only place that knows JSON.
 
-file -> config_read (plain values) -> config_translate (DeepSpeed's other keys, "auto") -> Config -> resolve(world_size)
+file -> read.py (plain values) -> translate.py ("auto", a dialect's keys) -> Config -> resolve(world_size)
 
 Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
 """
@@ -20,11 +20,9 @@ from ...optimizers import OPTIMIZERS
 from .batch import Batch, fill_batch, nearest_divisors
 from .compiling import CompileConfig, compile_notes
 from .compressed import compression_faults
-from .deepspeed import RULES
 from .elastic import KeptBatch, nothing_kept
 from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
 from .errors import MAX_FAULTS, ConfigError, Fault, FaultKind, shown, unknown_key
-from .fill import READ, Fill, filled
 from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, wire_notes, zero_notes
 from .kernels import KernelsConfig, idle_kernel_settings
 from .layered import layered_faults
@@ -32,7 +30,6 @@ from .monitors import CsvMonitorConfig, ProfileConfig, TensorboardConfig, WandbC
 from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .offload_checks import offload_faults, offload_notes
 from .optimizer import OptimizerConfig, whole_faults
-from .origin import other_defaults, without_unread
 from .parallel import (
     ParallelConfig,
     PipelineConfig,
@@ -44,7 +41,6 @@ from .parallel import (
     schedule_faults,
     world_faults,
 )
-from .planned import planned
 from .read import join, read
 from .scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from .sections import (
@@ -60,7 +56,19 @@ from .sections import (
     ZeroConfig,
 )
 from .tiles import TilesConfig, idle_tiles
-from .translate import AUTO, BATCH_KEYS, known_rule_keys, translate
+from .translate import (
+    AUTO,
+    BATCH_KEYS,
+    OWN_WORDS,
+    READ,
+    Dialect,
+    Fill,
+    dialect_of,
+    filled,
+    other_keys,
+    planned,
+    translate,
+)
 
 _DEVICE_NAME = "^[a-z][a-z0-9_]{0,30}$"
 
@@ -153,6 +161,7 @@ class Config(Section):
     _source: str | None = PrivateAttr(default=None)
     _auto_batch_keys: tuple[str, ...] = PrivateAttr(default=())
     _planned_keys: tuple[str, ...] = PrivateAttr(default=())
+    _dialect: Dialect = PrivateAttr(default=OWN_WORDS)
 
     @classmethod
     def load(
@@ -171,8 +180,9 @@ class Config(Section):
             return source
         raw, name = read(source)
         raw, fill_notes = filled(raw, fill or {}, cls)
-        raw, unread_notes = without_unread(raw)
-        translation = translate(raw)
+        dialect = dialect_of(raw, cls)
+        raw, unread_notes = dialect.without_unread(raw)
+        translation = translate(raw, dialect)
         config, faults = _validate(translation.values)
         faults = translation.faults + faults
         if faults or config is None:
@@ -187,8 +197,9 @@ class Config(Section):
         config._notes = tuple(
             notes
             + _idle_settings(config)
-            + other_defaults(raw, config.gradient_clipping, config.optimizer, config.scheduler)
+            + dialect.other_defaults(raw, config.gradient_clipping, config.optimizer, config.scheduler)
         )
+        config._dialect = dialect
         config._source = name
         config._auto_batch_keys = tuple(
             path for path in translation.auto_paths if path in BATCH_KEYS and path not in chosen
@@ -219,7 +230,7 @@ class Config(Section):
             for key in self._planned_keys
             if key in reasons
         ]
-        made._notes, made._source = (*self._notes, *chosen), self._source
+        made._notes, made._source, made._dialect = (*self._notes, *chosen), self._source, self._dialect
         return made
 
     @property
@@ -233,7 +244,8 @@ class Config(Section):
         text = [note for note in self._notes if READ in note]
         rest = [note for note in self._notes if note not in text]
         said = ["; ".join(text)] if text else []
-        idle = [note for note in rest if note.partition(": ")[0] in RULES and " has no effect here: " in note]
+        rules = self._dialect.reasons
+        idle = [note for note in rest if note.partition(": ")[0] in rules and " has no effect here: " in note]
         if len(idle) < 2:
             return (*said, *rest)
         keys = ", ".join(note.partition(": ")[0] for note in idle)
@@ -469,7 +481,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
     }
     path = ".".join(str(part) for part in loc[:-1])
     fields = sections[path].json_keys() if path in sections else ["type", "params"]
-    return fields + known_rule_keys(path)
+    return fields + other_keys(path)
 
 
 def _conflicts(config: Config) -> list[Fault]:

@@ -10,12 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 from ...configs.section import Section
 from .config import Config
-from .deepspeed import RULES
 from .errors import ConfigError, Fault, shown
-from .fill import filled
-from .origin import without_unread
 from .read import join, read
-from .translate import ALIASES, BATCH_KEYS, translate
+from .translate import ALIASES, BATCH_KEYS, Dialect, dialect_of, filled, translate
 
 Source = str | os.PathLike[str] | Mapping[str, object]
 Origin = Literal["set", "default", "auto", "derived", "no effect", "fault"]
@@ -64,10 +61,11 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     raw, name = read(source)
     config, faults = _loaded(raw, world_size)
     raw, text_notes = filled(raw, {}, Config)
-    notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw).notes])
+    dialect = dialect_of(raw, Config)
+    notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw, dialect).notes])
     notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
-    file = _File.of(raw, notes, faults)
-    found = list(_fields(Config, dict(config) if config is not None else _apart(raw), file))
+    file = _File.of(raw, notes, faults, dialect)
+    found = list(_fields(Config, dict(config) if config is not None else _apart(raw, dialect), file))
     ours = [one.path for one in found]
     others = {path: value for path, value in file.given.items() if not any(_is_within(path, one) for one in ours)}
     found += [file.foreign(path, value) for path, value in others.items()]
@@ -87,21 +85,21 @@ def _loaded(raw: dict[str, object], world_size: int | None) -> tuple[Config | No
         return config, list(error.faults)
 
 
-def _apart(raw: dict[str, object]) -> dict[str, object]:
+def _apart(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
     """Optimizer and scheduler of a config with faults: which keys they have depends on their type alone."""
-    values, found = translate(raw).values, dict[str, object]()
+    values, found = translate(raw, dialect).values, dict[str, object]()
     for name in {"optimizer", "scheduler"} & values.keys():
         with suppress(ValidationError):
             found[name] = getattr(Config.model_validate({name: values[name]}), name)
     return found
 
 
-def _written(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
+def _written(section: Mapping[str, Any], dialect: Dialect, path: str = "") -> Iterator[tuple[str, object]]:
     """(path, value) of what a file says, by the name that the key has here."""
     for key, value in section.items():
         here = _named(path, key)
-        if isinstance(value, Mapping) and value and here not in RULES:
-            yield from _written(value, here)
+        if isinstance(value, Mapping) and value and here not in dialect.reasons:
+            yield from _written(value, dialect, here)
         else:
             yield here, value
 
@@ -118,9 +116,9 @@ def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str =
     return kept
 
 
-def _translated(raw: dict[str, object]) -> dict[str, object]:
+def _translated(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
     """path -> value, of our keys."""
-    return {path: value for path, value in leaves(translate(raw).values) if value != {}}
+    return {path: value for path, value in leaves(translate(raw, dialect).values) if value != {}}
 
 
 def _named(section: str, key: str) -> str:
@@ -149,20 +147,21 @@ class _File:
     meant: Mapping[str, Mapping[str, object]]
     notes: Mapping[str, str]
     faults: Sequence[Fault]
+    dialect: Dialect
 
     @classmethod
-    def of(cls, raw: dict[str, object], notes: Mapping[str, str], faults: Sequence[Fault]) -> "_File":
-        read_keys = without_unread(raw)[0]
-        given, values = dict(_written(raw)), _translated(read_keys)
+    def of(cls, raw: dict[str, object], notes: Mapping[str, str], faults: Sequence[Fault], dialect: Dialect) -> "_File":
+        read_keys = dialect.without_unread(raw)[0]
+        given, values = dict(_written(raw, dialect)), _translated(read_keys, dialect)
         meant = {}
         for key in [key for key in given if key not in values]:
-            rest, alone = (_translated(_part(read_keys, is_in_it)) for is_in_it in (key.__ne__, key.__eq__))
+            rest, alone = (_translated(_part(read_keys, is_in_it), dialect) for is_in_it in (key.__ne__, key.__eq__))
             meant[key] = {
                 path: value
                 for path, value in values.items()
                 if rest.get(path, _ABSENT) != value or alone.get(path, _ABSENT) == value
             }
-        return cls(given, meant, notes, faults)
+        return cls(given, meant, notes, faults, dialect)
 
     def value(self, path: str, default: object) -> object:
         """Of one of our keys, where it cannot be asked of a config."""
@@ -199,7 +198,7 @@ class _File:
         if meant := self.meant[path]:
             return Explained(path, value, "set", ", ".join(f"{key} {shown(one)}" for key, one in meant.items()), "")
         note = self.notes.get(path, "").partition(" has no effect here: ")[2] or self.notes.get(path, "")
-        why = note or (RULES[path].reason if path in RULES else "all is the same without it")
+        why = note or self.dialect.reasons.get(path, "all is the same without it")
         return Explained(path, value, "no effect", why, "")
 
 

@@ -73,6 +73,12 @@ ADAM_IS_ADAMW = (
 )
 
 
+def optimizer_name(written: object) -> str:
+    """The one name of a type, in upper or lower case and by its other names; what is none of them in lower case."""
+    word = str(written).lower()
+    return next((one.name for one in OPTIMIZERS.values() if word in (one.name, *one.deepspeed_names)), word)
+
+
 def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] | None, list[str], list[Fault]]:
     """The section with the type's one name, the notes that this needs, and its faults (then there is no section).
 
@@ -83,8 +89,7 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         kind: Literal["type", "missing"] = "type" if "type" in section else "missing"
         found = f", found {shown(written)}" if "type" in section else ""
         return None, [], [Fault("optimizer.type", kind, f"expected one of {', '.join(OPTIMIZERS)}{found}")]
-    written_so = (one.name for one in OPTIMIZERS.values() if written.lower() in (one.name, *one.deepspeed_names))
-    name = next(written_so, written.lower())
+    name = optimizer_name(written)
     if name in REMOVED:
         return None, [], [Fault("optimizer.type", "unsupported", f"{shown(written)} was removed; {REMOVED[name]}")]
     if name not in OPTIMIZERS:
@@ -96,10 +101,6 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         fix = f"there is {', '.join(OPTIMIZERS)}; or pass your own elementwise torch optimizer class to initialize"
         return None, [], [Fault("optimizer.type", "unsupported" if name in NOT_DONE else "value", f"{what}; {fix}")]
     params = section.get("params", {})
-    if isinstance(params, dict) and name == "muon" and "muon_lr" in params:
-        params = {"adam_lr": params.get("lr"), **params, "lr": params["muon_lr"]}
-        del params["muon_lr"]
-        return {**section, "type": name, "params": params}, [], []
     if isinstance(params, dict) and OPTIMIZERS[name].sends_signs and "bias_correction" in params:
         why = "1-bit optimizers correct no moments, here and in DeepSpeed"
         note = f"optimizer.params.bias_correction: {shown(params['bias_correction'])} has no effect here: {why}"

@@ -1,7 +1,6 @@
 """The JSON schema of the config, for editors: the fields, "auto", comments, and DeepSpeed's other keys."""
 
 import json
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import create_model
@@ -11,23 +10,8 @@ from ...configs.section import Section
 from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import Optimizer
 from .config import Config
-from .deepspeed import RULES, Rule
-from .planned import PLANNED
 from .read import OR_NEVER
-from .translate import (
-    ALIASES,
-    AUTO,
-    BATCH_KEYS,
-    BF16_MASTERS,
-    BF16_STATES,
-    CPU_SWITCHES,
-    FLOPS_WORDS,
-    IDLE_WORDS,
-    MICS,
-    NULL_IS_DEFAULT,
-    PIN_SWITCH,
-    QUANTIZED,
-)
+from .translate import ALIASES, AUTO, BATCH_KEYS, NULL_IS_DEFAULT, PLANNED, deepspeed
 
 _HOMES = {  # section: the definitions that describe it
     "data_types": ["DataTypesConfig"],
@@ -58,13 +42,6 @@ _HOMES = {  # section: the definitions that describe it
     "comms_logger": ["CommsLogger"],
 }
 _COMMENTS: dict[str, dict[str, str]] = {r"^(_|//|\$schema$)": {}}
-_TYPES = {
-    "true or false": "boolean",
-    "an integer": "number",
-    "a number": "number",
-    "a string": "string",
-    "an object": "object",
-}
 
 
 def schema_text() -> str:
@@ -78,59 +55,21 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "lowtide config"
     definitions = schema["$defs"]
-    _add_profilers(schema)
-    for definition in [schema, *definitions.values()]:
-        definition["patternProperties"] = _COMMENTS
     for key in ("optimizer", "scheduler"):
         _open_type_names(schema, key)
-    for path, rule in RULES.items():
-        _add(schema, path, _rule_schema(rule))
-    for path, section in CPU_SWITCHES.items():
-        _add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
-    pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
-    _add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
-    mics = {"type": ["integer", "null"], "description": "The same as shard_size. -1: all ranks are one group."}
-    _add(schema, MICS, mics)
-    for path, meaning in (
-        (BF16_MASTERS, 'masters false, and data_types.grad_accum_dtype "bf16".'),
-        (BF16_STATES, 'optimizer.params.state_dtype "bf16".'),
-        *((path, _bits_of(bits)) for path, bits in QUANTIZED.items()),
-    ):
-        _add(schema, path, {"type": ["boolean", "null"], "description": f"true: {meaning}"})
-    _allow(schema, "zero_optimization", {"type": "boolean"})
+    deepspeed().add_to_schema(schema)
+    for definition in [schema, *definitions.values()]:
+        definition["patternProperties"] = _COMMENTS
     for path in [*NULL_IS_DEFAULT, *OR_NEVER]:
-        _allow(schema, path, {"type": "null"})
+        allow(schema, path, {"type": "null"})
     for path in [*AUTO, *BATCH_KEYS, *PLANNED]:
-        _allow(schema, path, {"const": "auto"})
+        allow(schema, path, {"const": "auto"})
     for size in ({"const": "auto"}, {"type": "integer", "minimum": 0}):
-        _allow(schema, "tiles", size)
+        allow(schema, "tiles", size)
     for alias, path in ALIASES.items():
         for home in _properties(schema, alias):
             home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
     return schema
-
-
-def _bits_of(bits: Mapping[str, int]) -> str:
-    """What a switch of ZeRO++ means."""
-    return "at stage 3 " + " and ".join(f"communication.{key} {count}" for key, count in bits.items()) + "."
-
-
-def _add_profilers(schema: dict[str, Any]) -> None:
-    """DeepSpeed's sections that are `profile` here."""
-    profile = schema["$defs"]["ProfileConfig"]["properties"]
-    flops: dict[str, Any] = {ours: profile[own] for ours, own in FLOPS_WORDS.items()}
-    flops["profile_step"] = {"type": "integer", "description": "step of `profile`."}
-    flops["output_file"] = {"type": ["string", "null"], "description": "With .profile behind it, folder of `profile`."}
-    for key, title, others in (("flops_profiler", "FlopsProfiler", flops), ("comms_logger", "CommsLogger", {})):
-        idle = {word: {"description": "No effect here: `profile` writes all of it."} for word in IDLE_WORDS[key]}
-        enabled = {"type": "boolean", "description": "Turns `profile` on."}
-        section = {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {"enabled": enabled, **others, **idle},
-        }
-        schema["$defs"][title] = section
-        schema["properties"][key] = {"anyOf": [{"$ref": f"#/$defs/{title}"}, {"type": "null"}]}
 
 
 def _with_optimizers(schema: dict[str, Any]) -> dict[str, Any]:
@@ -175,28 +114,18 @@ def _params_of(definition: dict[str, Any]) -> str:
     return str(definition["properties"]["params"]["$ref"].rpartition("/")[2])
 
 
-def _add(schema: dict[str, Any], path: str, value: dict[str, Any]) -> None:
+def add(schema: dict[str, Any], path: str, value: dict[str, Any]) -> None:
     for home in _properties(schema, path):
         home[path.rpartition(".")[2]] = value
 
 
-def _allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
+def allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
     """The key at `path` takes what `other` describes as well."""
     key = path.rpartition(".")[2]
     for home in _properties(schema, path):
         if key in home and other not in home[key].get("anyOf", []):
             outside = {name: home[key].pop(name) for name in ("description", "title", "default") if name in home[key]}
             home[key] = {"anyOf": [home[key], other], **outside}
-
-
-def _rule_schema(rule: Rule) -> dict[str, Any]:
-    """A key with no effect takes its type and "auto"; any other takes what changes nothing."""
-    if rule.outcome == "no_effect":
-        described = {"description": f"No effect here: {rule.reason}."}
-        kind = _TYPES.get(rule.expected)
-        return described if kind is None else {"anyOf": [{"type": [kind, "null"]}, {"const": "auto"}], **described}
-    described = {"description": f"Not supported yet: {rule.reason}."}
-    return described if rule.outcome == "section" else {"enum": list(rule.agrees), **described}
 
 
 def _open_type_names(schema: dict[str, Any], key: str) -> None:

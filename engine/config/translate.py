@@ -1,41 +1,41 @@
-"""From the words of a file to the fields of Config: aliases, "auto", DeepSpeed's other keys, one name for each type."""
+"""From the words of a file to the fields of Config: second names, "auto", values as text, one name for each type.
 
-from collections.abc import Sequence
+[Note: dialects] A file with a key that is no field here, or with no word that only we have, may be one for another
+engine. Its `Dialect` takes what it knows out of the file, with a note or a fault for each key. DeepSpeed's is
+`lowtide.deepspeed.dialect`, which is imported for such a file alone.
+
+[Note: text for a value] YAML 1.1 reads 1e-3 as text, and templates write every value as text. Where a key takes a
+number, text that is wholly a finite number means this number; where it takes true or false, "true" and "false" do. The
+value then has to fit its key as if it had stood there without quotes: "5e8" is an integer, "3.5" is none. All other
+text stays, for the key to take or to refuse: "yes" and "1" are no flags, "true" is no number.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, get_args
 
-from ...configs.section import Section
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from ...configs.section import MAX_INTEGER, Section
 from ...optimizers import OPTIMIZERS
-from .deepspeed import RULES, judge
-from .errors import MAX_FAULTS, Fault, shown, unknown_key
-from .optimizer import canonical_optimizer
-from .planned import PLANNED
+from .errors import MAX_FAULTS, ConfigError, Fault, did_you_mean, shown, unknown_key
+from .optimizer import OptimizerConfig, canonical_optimizer
 from .read import join
-from .scheduler import SCHEDULER_PARAMS, canonical_scheduler
+from .scheduler import SCHEDULER_PARAMS, SCHEDULERS, SchedulerConfig, canonical_scheduler
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-ALIASES = {  # alias: field
+ALIASES = {  # second name of a key: its name
     "bfloat16": "bf16",
     "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
     "aio.intra_op_parallelism": "aio.thread_count",
 }
-CPU_SWITCHES = {  # true is device "cpu" in this section
-    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
-    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
-    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
-    "activation_checkpointing.cpu_checkpointing": "activation_checkpointing.offload",
-}
-_OLD_SWITCHES = tuple(path.rpartition(".")[2] for path in CPU_SWITCHES)
-MICS = "zero_optimization.mics_shard_size"  # shard_size, where it is above 0
-PIN_SWITCH = "zero_optimization.cpu_offload_use_pin_memory"  # pin_memory of what the two before it offload
-BF16_MASTERS = "bf16.bf16_master_weights_and_grads"  # masters false, and gradients that accumulate in bf16
-QUANTIZED: dict[str, dict[str, int]] = {  # ZeRO++, whose stage is 3 -> keys of the section `communication`
-    "zero_optimization.zero_quantized_weights": {"weight_bits": 8},
-    "zero_optimization.zero_quantized_nontrainable_weights": {"frozen_weight_bits": 8},
-    "zero_optimization.zero_quantized_gradients": {"gradient_bits": 4, "gradient_bits_in_host": 4},
-}
-BF16_STATES = "bf16.bf16_optimizer_states"  # state_dtype "bf16"
-_OFFLOAD = tuple(dict.fromkeys(CPU_SWITCHES.values()))
+_OFFLOAD = (
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+    "activation_checkpointing.offload",
+)
 NULL_IS_DEFAULT = ("aio", "elasticity", *_OFFLOAD, *(f"{section}.device" for section in _OFFLOAD))
 _DEFAULT = "the default"
 AUTO = {  # path: why "auto" has this value; the value is what the key has when it is left out
@@ -67,6 +67,25 @@ AUTO = {  # path: why "auto" has this value; the value is what the key has when 
     "scheduler.params.cos_min_ratio": _DEFAULT,
     "scheduler.params.warmup_type": _DEFAULT,
 }
+PLANNED = (
+    "parallel.pipeline",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.expert",
+    "pipeline.schedule",
+    "pipeline.chunks",
+    "zero_optimization.stage",
+    "zero_optimization.shard_size",
+    "zero_optimization.zero_hpz_partition_size",
+    "activation_checkpointing.every",
+)
+PLANNED_BESIDE = (  # with one of the above; alone, "auto" of these has the meaning that it has in a file for DeepSpeed
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+    "activation_checkpointing.offload.device",
+)
 
 
 REMOVED = {  # section that earlier versions had: (its switch, which null turns off; what to use instead)
@@ -76,6 +95,23 @@ REMOVED = {  # section that earlier versions had: (its switch, which null turns 
         "(https://github.com/meta-pytorch/torchft), and remove the section",
     ),
 }
+
+_OWN = """
+    device seed parallel tensor_parallel sequence_parallel kernels communication
+    compile.blocks compile.mode compile.dynamic compile.fullgraph
+    pipeline.schedule pipeline.chunks pipeline.microbatches pipeline.balance
+    zero_optimization.shard_size zero_optimization.units zero_optimization.update_in_backward
+    zero_optimization.layered_gradient_accumulation
+    zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.delay_after_steps bf16.auto_cast
+    bf16.masters
+    activation_checkpointing.every activation_checkpointing.offload aio.verify optimizer.params.state_dtype
+    memory_report profile
+    checkpoint.folder checkpoint.every_steps checkpoint.keep_last checkpoint.async checkpoint.on_sigterm
+    checkpoint.exclude_frozen_parameters
+"""
+OWN_KEYS = frozenset(_OWN.split())
+"""Keys that no other engine has: a file that says one was written for this engine."""
+_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
 
 
 @dataclass
@@ -93,21 +129,116 @@ class Translation:
         self.notes += [answer for answer in answers if isinstance(answer, str)]
 
 
-def known_rule_keys(section: str) -> list[str]:
-    """The keys below a section ("" for the top level) that are DeepSpeed's and no fields of Config."""
+class Dialect:
+    """What a file may say beside our keys: here nothing. See [Note: dialects]."""
+
+    reasons: Mapping[str, str] = {}
+    """Key with a rule -> what to do in its place, or why it has no effect."""
+
+    def keys(self) -> Mapping[str, set[type]]:
+        """Path of each key -> the types of its values."""
+        return {}
+
+    def keys_of(self, section: str) -> list[str]:
+        """The names of the keys below a section, "" for the top level."""
+        return []
+
+    def without_unread(self, raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+        """The file without keys that its own engine never reads, and a note for each."""
+        return raw, []
+
+    def take(
+        self, path: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation
+    ) -> bool:
+        """Whether it has translated this key of `section`: into `kept`, the values of that section here, or `out`."""
+        return False
+
+    def finish(self, out: Translation) -> None:
+        """Translates what stands in several sections."""
+
+    def other_defaults(
+        self,
+        raw: dict[str, object],
+        gradient_clipping: float,
+        optimizer: OptimizerConfig | None,
+        scheduler: SchedulerConfig | None,
+    ) -> list[str]:
+        """A note for each key that the file leaves out, and that its own engine then has another value for."""
+        return []
+
+    def add_to_schema(self, schema: dict[str, Any]) -> None:
+        """Adds its keys to the JSON schema."""
+
+
+OWN_WORDS = Dialect()
+
+
+def deepspeed() -> Dialect:
+    """DeepSpeed's. The only import of that package by the engine."""
+    from ...deepspeed.dialect import DeepSpeed
+
+    return DeepSpeed()
+
+
+def other_keys(section: str) -> list[str]:
+    """The names that a file may have below a section, "" for the top level, beside those of its fields."""
     prefix = f"{section}." if section else ""
-    paths = [*RULES, *ALIASES, *CPU_SWITCHES, PIN_SWITCH, MICS, BF16_MASTERS, BF16_STATES, *QUANTIZED]
-    names = {path.removeprefix(prefix).split(".")[0] for path in paths if path.startswith(prefix)}
-    return sorted(name for name in names if f"{prefix}{name}" in paths)
+    aliases = (path.removeprefix(prefix) for path in ALIASES if path.startswith(prefix))
+    return [*(name for name in aliases if "." not in name), *deepspeed().keys_of(section)]
 
 
-def translate(raw: dict[str, object]) -> Translation:
+def dialect_of(raw: Mapping[str, Any], fields: type[Section], also: Collection[str] = ()) -> Dialect:
+    """That of a file's plain values. also: further paths that are asked for."""
+    paths, own = set(paths_of(raw)), own_keys(fields)
+    is_own = all(path in own for path in also) and _has_own_keys(raw, "", own)
+    return OWN_WORDS if is_own and not says_no_own_word(raw, paths) else deepspeed()
+
+
+def says_no_own_word(raw: Mapping[str, Any], paths: set[str]) -> bool:
+    """Whether a file with these paths could have been written for another engine."""
+    optimizer, scheduler = (_type(raw.get(name)) for name in ("optimizer", "scheduler"))
+    is_own_type = optimizer in OPTIMIZERS or scheduler in [name for name in SCHEDULERS if name.islower()]
+    return bool(paths & _SIZES) and not paths & OWN_KEYS and not is_own_type
+
+
+def paths_of(section: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The paths of all sections and keys, as they are written."""
+    for key, value in section.items():
+        here = join(path, key)
+        yield here
+        if isinstance(value, dict):
+            yield from paths_of(value, here)
+
+
+def _has_own_keys(section: Mapping[str, Any], path: str, own: Mapping[str, set[type]]) -> bool:
+    for key, value in section.items():
+        here = canonical(join(path, key))
+        if isinstance(value, Mapping) and any(known.startswith(f"{here}.") for known in own):
+            if not _has_own_keys(value, here, own):
+                return False
+        elif here not in own:
+            return False
+    return True
+
+
+def _type(section: object) -> str | None:
+    """None: it has none that can be one."""
+    found = section.get("type") if isinstance(section, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def planned(auto_paths: list[str]) -> tuple[str, ...]:
+    """Those of the keys that say "auto" which are planned."""
+    if not any(path in PLANNED for path in auto_paths):
+        return ()
+    return tuple(path for path in auto_paths if path in PLANNED or path in PLANNED_BESIDE)
+
+
+def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
     """The values of Config's fields in `raw` (plain values without comments), the rest as notes and faults."""
     out = Translation({})
-    out.values = _walk(raw, "", out)
-    _take_profilers(out)
-    _take_bf16_switches(out)
-    _take_quantized(out)
+    out.values = _walk(raw, "", out, dialect)
+    dialect.finish(out)
     optimizer = out.values.pop("optimizer", None)
     if isinstance(optimizer, dict):
         given = optimizer
@@ -136,7 +267,7 @@ def translate(raw: dict[str, object]) -> Translation:
 
 def _slips(section: dict[str, object], path: str) -> list[Fault]:
     """Unknown keys of an optimizer or scheduler of no known type, which Config does not see: "type" may be meant."""
-    known = ["type", "params", *known_rule_keys(path)]
+    known = ["type", "params", *other_keys(path)]
     slips = [key for key in section if key not in known][:MAX_FAULTS]
     return [unknown_key(join(path, key), key, known) for key in slips]
 
@@ -151,8 +282,8 @@ def _give_back(section: dict[str, object], name: str, params: type[Section], aut
         auto_paths[:] = [path for path in auto_paths if path not in unknown]
 
 
-def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, object]:
-    """The keys of a section that are left for Config once rules, aliases and "auto" are taken out."""
+def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dialect) -> dict[str, object]:
+    """The keys of a section that are left for Config once second names, "auto" and a dialect are taken out."""
     kept: dict[str, object] = {}
     for key, value in section.items():
         here = join(path, key)
@@ -163,22 +294,14 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
                 out.faults.append(Fault(here, "conflict", message))
                 continue
             key, here = name, ALIASES[here]
-        if here == "zero_optimization" and isinstance(value, bool):
-            kept[key] = {"stage": int(value)}
-        elif here == MICS:
-            _mics(value, section, kept, out)
-        elif here in RULES:
-            out.add(judge(here, RULES[here], value))
-        elif here in REMOVED:
+        if here in REMOVED:
             out.add([_removed(here, value)])
-        elif here in CPU_SWITCHES or here == PIN_SWITCH:
-            _switch(here, value, section, kept, out)
-        elif value is None and here in NULL_IS_DEFAULT:
+        elif dialect.take(here, value, section, kept, out) or (value is None and here in NULL_IS_DEFAULT):
             continue
         elif value == "auto" and (here in AUTO or here in BATCH_KEYS or here in PLANNED):
             out.auto_paths.append(here)
         elif isinstance(value, dict):
-            kept[key] = _walk(value, here, out)
+            kept[key] = _walk(value, here, out, dialect)
         else:
             kept[key] = value
     return kept
@@ -192,124 +315,122 @@ def _removed(here: str, value: object) -> str | Fault:
     return Fault(here, "unsupported", f"was removed; {instead}")
 
 
-def _switch(here: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
-    """DeepSpeed's old switches of offload: each true one is a section in `kept`."""
-    if value is not None and not isinstance(value, bool):
-        out.faults.append(Fault(here, "type", f"expected true or false, found {shown(value)}"))
-    elif here == PIN_SWITCH:
-        if value is not None and not any(section.get(key) is True for key in _OLD_SWITCHES):
-            reason = "it goes with cpu_offload and cpu_offload_params; the sections of today have pin_memory"
-            out.notes.append(f"{here}: {shown(value)} has no effect here: {reason}")
-    elif value:
-        name = CPU_SWITCHES[here].rpartition(".")[2]
-        if section.get(name) is not None:
-            message = f'means the same as "device": "cpu" in "{name}", which is given too; keep one of them'
-            out.faults.append(Fault(here, "conflict", message))
-            return
-        pinned = section.get(PIN_SWITCH.rpartition(".")[2])
-        kept[name] = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
+Fill = Mapping[str, object]
+"""Path of a key, in this project's words or DeepSpeed's -> its value where the file says "auto"."""
+
+READ = ': read "'
+"""In a note on text that was read as a value."""
+_Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]  # beyond it, as JSON: a float
+_NUMBER = TypeAdapter[int | float](_Whole | FiniteFloat)
 
 
-def _mics(value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
-    """MiCS is hybrid sharding: stage 3 within groups of ranks, and copies of these."""
-    if value is None or value == -1:
-        return
-    if section.get("shard_size") is not None:
-        out.faults.append(
-            Fault(MICS, "conflict", 'means the same as "shard_size", which is given too; keep one of them')
-        )
-    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        out.faults.append(Fault(MICS, "value", f"expected -1, or the ranks of a shard group, found {shown(value)}"))
-    else:
-        kept["shard_size"] = value
+def canonical(path: str) -> str:
+    """The path with the one name that a key, and each section above it, has here."""
+    parts: list[str] = []
+    for part in path.split("."):
+        here = ".".join([*parts, part])
+        parts = ALIASES.get(here, here).split(".")
+    return ".".join(parts)
 
 
-def _take_bf16_switches(out: Translation) -> None:
-    """DeepSpeed's words for parameters, gradients and states of bf16: they stand in the section `bf16` until here."""
-    section = out.values.get("bf16")
-    if not isinstance(section, dict):
-        return
-    found = {path: section.pop(path.rpartition(".")[2], None) for path in (BF16_MASTERS, BF16_STATES)}
-    for path, value in found.items():
-        if value is not None and not isinstance(value, bool):
-            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
-    if found[BF16_MASTERS] is True:
-        if section.get("masters", False) is not False:
-            out.faults.append(Fault(BF16_MASTERS, "conflict", 'means "masters": false; keep one of them'))
-        section["masters"] = False
-        data_types = out.values.setdefault("data_types", {})
-        if isinstance(data_types, dict) and data_types.get("grad_accum_dtype") is None:
-            data_types["grad_accum_dtype"] = "bf16"
-        out.notes.append(f"{BF16_MASTERS}: true is bf16.masters false here, which rounds updates at random")
-    if found[BF16_STATES] is True:
-        optimizer = out.values.get("optimizer")
-        params = optimizer.setdefault("params", {}) if isinstance(optimizer, dict) else None
-        if found[BF16_MASTERS] is not True:
-            message = "needs bf16_master_weights_and_grads true, as in DeepSpeed; or set optimizer.params.state_dtype"
-            out.faults.append(Fault(BF16_STATES, "conflict", message))
-        elif not isinstance(params, dict):
-            message = "needs an optimizer in the file, whose state_dtype it is: one that is passed has its own states"
-            out.faults.append(Fault(BF16_STATES, "conflict", message))
-        else:
-            params.setdefault("state_dtype", "bf16")
+def filled(raw: dict[str, object], fill: Fill, fields: type[Section]) -> tuple[dict[str, object], list[str]]:
+    """The plain values with those of `fill` for "auto", and with values for text, and a note for each of these.
+
+    A key that says something else keeps it, as does one that the file leaves out. fields: of a whole config.
+    Raises ConfigError for a path that no config has. See [Note: text for a value].
+    """
+    values = {canonical(path): value for path, value in fill.items()}
+    known = {**own_keys(fields), **dialect_of(raw, fields, list(values)).keys()}
+    faults = [
+        Fault(path, "unknown", f"fill: no config has such a key{did_you_mean(path, known)}")
+        for path in fill
+        if canonical(path) not in known
+    ]
+    if faults:
+        raise ConfigError(faults)
+    notes: list[str] = []
+    return _with(raw, "", values, known, notes), notes
 
 
-def _take_quantized(out: Translation) -> None:
-    """The switches of ZeRO++ are bits of messages here, in the section `communication`."""
-    section = out.values.get("zero_optimization")
-    if not isinstance(section, dict):
-        return
-    for path, bits in QUANTIZED.items():
-        value = section.pop(path.rpartition(".")[2], None)
-        if value is not None and not isinstance(value, bool):
-            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
-        if value is not True:
+def value_of(raw: Mapping[str, object], path: str) -> object:
+    """What the plain values have for a key, by any of its names; None where they leave it out."""
+    return _find(raw, "", canonical(path))
+
+
+def _find(section: Mapping[str, object], path: str, wanted: str) -> object:
+    for key, value in section.items():
+        here = canonical(join(path, key))
+        if here == wanted:
+            return value
+        if isinstance(value, Mapping) and wanted.startswith(f"{here}."):
+            return _find(value, here, wanted)
+    return None
+
+
+def _with(
+    section: dict[str, object], path: str, values: Fill, known: Mapping[str, set[type]], notes: list[str]
+) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in section.items():
+        here = join(path, key)
+        here = ALIASES.get(here, here)
+        if isinstance(value, dict):
+            result[key] = _with(value, here, values, known, notes)
             continue
-        said = ", ".join(f"communication.{key} {count}" for key, count in bits.items())
-        if section.get("stage") != 3:
-            reason = f"it is of stage 3; {said} acts at every stage"
-            out.notes.append(f"{path}: true has no effect here: {reason}")
-            continue
-        communication = out.values.setdefault("communication", {})
-        given = [key for key in bits if isinstance(communication, dict) and communication.get(key) is not None]
-        if given:
-            message = f"means {said}, and communication.{given[0]} is given too; keep one of them"
-            out.faults.append(Fault(path, "conflict", message))
-        elif isinstance(communication, dict):
-            communication |= bits
-            out.notes.append(f"{path}: true is {said} here")
+        if value == "auto" and here in values:
+            value = values[here]
+            notes.append(f'{here}: "auto" is {shown(value)}: it was given as `fill`')
+        kinds = known.get(here, {bool} if key == "enabled" else set())
+        result[key] = _value(value, here, kinds, notes)
+    return result
 
 
-FLOPS_WORDS = {"profile_step": "step", "module_depth": "module_depth", "top_modules": "top_modules"}
-IDLE_WORDS = {  # of the sections that are `profile` here, which writes all that these would choose
-    "flops_profiler": ("recompute_fwd_factor", "detailed"),
-    "comms_logger": ("verbose", "prof_all", "debug", "prof_ops"),
-}
+def _value(value: object, path: str, kinds: set[type], notes: list[str]) -> object:
+    """The value that text stands for where a key takes these kinds of values; all else as it is."""
+    if isinstance(value, list):
+        return [_value(item, path, kinds, notes) for item in value]
+    if not isinstance(value, str) or str in kinds:
+        return value
+    found: object = value
+    if bool in kinds and value in ("true", "false"):
+        found = value == "true"
+    elif kinds & {int, float}:
+        try:
+            found = _NUMBER.validate_python(value)
+        except ValidationError:
+            return value
+    if found is not value:
+        notes.append(f"{path}: read {shown(value)} as {shown(found)}")
+    return found
 
 
-def _take_profilers(out: Translation) -> None:
-    """DeepSpeed's flops_profiler and comms_logger are the section `profile`."""
-    found: dict[str, object] = {}
-    for name, idle in IDLE_WORDS.items():
-        section = out.values.pop(name, None)
-        if section is None or section is False:
-            continue
-        if not isinstance(section, dict):
-            out.faults.append(Fault(name, "type", f"expected an object, found {shown(section)}"))
-            continue
-        known = ["enabled", *idle, *((*FLOPS_WORDS, "output_file") if name == "flops_profiler" else ())]
-        out.faults += [unknown_key(f"{name}.{key}", key, known) for key in section if key not in known]
-        if not isinstance(section.get("enabled", False), bool):
-            message = f"expected true or false, found {shown(section['enabled'])}"
-            out.faults.append(Fault(f"{name}.enabled", "type", message))
-        if section.get("enabled") is True:
-            found["enabled"] = True
-            found |= {FLOPS_WORDS[key]: value for key, value in section.items() if key in FLOPS_WORDS}
-            if isinstance(section.get("output_file"), str):
-                found["folder"] = f"{section['output_file']}.profile"
-    if not found:
-        return
-    step, own = found.get("step"), out.values.get("profile")
-    found["step"] = max(1, step) if isinstance(step, int) else 1  # DeepSpeed's -1 is every step
-    out.values["profile"] = {**found, **own} if isinstance(own, dict) else found
-    out.notes.append("profile: flops_profiler and comms_logger are this section here, which writes all of both")
+@cache
+def own_keys(fields: type[Section]) -> dict[str, set[type]]:
+    """Every key that is ours -> the types that it takes: bool, int, float or str. fields: of a whole config."""
+    known = _kinds(fields, "") | {"tiles": {int}, "optimizer.params.adam_w_mode": {bool}}
+    known["optimizer.type"] = known["scheduler.type"] = {str}
+    known |= {section: set() for section in REMOVED}
+    for kind, sections in (
+        ("optimizer", [one.params for one in OPTIMIZERS.values()]),
+        ("scheduler", list(SCHEDULER_PARAMS.values())),
+    ):
+        for section in sections:
+            for path, kinds in _kinds(section, f"{kind}.params").items():
+                known[path] = known.get(path, set()) | kinds
+    return known
+
+
+def _kinds(section: type[BaseModel], path: str) -> dict[str, set[type]]:
+    found: dict[str, set[type]] = {}
+    for name, info in section.model_fields.items():
+        here, kind = join(path, info.alias or name), info.annotation
+        is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
+        found |= _kinds(kind, here) if is_section else {here: _leaves(kind)}  # type: ignore[arg-type]  # it is one
+    return found
+
+
+def _leaves(kind: object) -> set[type]:
+    """The types that an annotation names, and those of a Literal's values but for its words: `str` is any text."""
+    if parts := get_args(kind):
+        return set[type]().union(*map(_leaves, parts))
+    return {kind} if isinstance(kind, type) else {type(kind)} - {str}

@@ -2,18 +2,24 @@
 
 A script for DeepSpeed changes this one line. What is here does what DeepSpeed 0.19 does, with its defaults; each name
 that is not here says so, and why, when it is used. See docs/deepspeed.md.
+
+Names are found when they are asked for: a config with keys of DeepSpeed needs `dialect.py` alone, and no torch.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import comm, names
-from .accelerator import get_accelerator
-from .arguments import add_config_arguments
-from .comm import init_distributed
-from .config import DeepSpeedConfig
-from .engine import DeepSpeedEngine
-from .messages import log_dist, logger
-from .start import initialize
+from . import names
+
+if TYPE_CHECKING:
+    from . import comm as comm
+    from .accelerator import get_accelerator as get_accelerator
+    from .arguments import add_config_arguments as add_config_arguments
+    from .comm import init_distributed as init_distributed
+    from .config import DeepSpeedConfig as DeepSpeedConfig
+    from .engine import DeepSpeedEngine as DeepSpeedEngine
+    from .messages import log_dist as log_dist
+    from .messages import logger as logger
+    from .start import initialize as initialize
 
 names.install()
 
@@ -24,8 +30,6 @@ __git_hash__ = __git_branch__ = None
 version = __version__
 git_hash = git_branch = None
 HAS_TRITON = False
-TORCH_DISTRIBUTED_DEFAULT_PORT = comm.DEFAULT_PORT
-dist = comm
 
 __all__ = [
     "DeepSpeedConfig",
@@ -48,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *names.listed()["."]})
+    return sorted({*globals(), *__all__, *names.listed()["."]})

@@ -15,11 +15,11 @@ import torch
 
 from ..engine.config.config import Config
 from ..engine.config.errors import ConfigError, Fault, shown
-from ..engine.config.fill import filled
-from ..engine.config.origin import PEAK, with_their_defaults
 from ..engine.config.read import read
 from ..engine.config.sections import dtype_name
+from ..engine.config.translate import filled
 from . import comm
+from .dialect import PEAK, with_their_defaults
 from .errors import UsageError
 from .messages import log_dist_once
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 _ROOT = __name__.rpartition(".")[0]
 
 _IN_FILES = {
-    "": "version git_hash git_branch dist TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "": "version git_hash git_branch",
     "accelerator": "get_accelerator",
     "arguments": "add_config_arguments",
     "builders": "__compatible_ops__ __installed_ops__ compatible_ops installed_ops OpBuilder FusedAdamBuilder "
@@ -31,6 +31,7 @@ _IN_FILES = {
     "checkpointing": "checkpoint configure is_configured reset model_parallel_cuda_manual_seed "
     "model_parallel_reconfigure_tp_seed get_cuda_rng_tracker non_reentrant_checkpoint CudaRNGStatesTracker "
     "set_num_layers partition_activations_in_checkpoint",
+    "comm": "dist init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT",
     "config": "DeepSpeedConfig",
     "config_objects": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig "
     "DeepSpeedFP16Config DeepSpeedBF16Config ZeroStageEnum",

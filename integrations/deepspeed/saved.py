@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.deepspeed_files import COUNTERS
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.names import folder_path
 from ..engine.archive.run_state import read_client_state, read_training
+from .checkpoint_files import COUNTERS
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..engine.config.config import Config
 from ..engine.config.errors import ConfigError, Fault, shown
-from ..engine.config.fill import filled, value_of
 from ..engine.config.parallel import ParallelConfig
 from ..engine.config.read import PRESETS, read
+from ..engine.config.translate import filled, value_of
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 """A preset's name, a path of a JSON file, or a dictionary."""

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from lowtide.engine.config.config import Config
-from lowtide.engine.config.deepspeed import RULES
 from lowtide.engine.config.read import PRESETS, preset_names
 from lowtide.engine.config.schema import json_schema, schema_text
+from lowtide.engine.config.translate import deepspeed
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 ROOT = Path(__file__).resolve().parents[2]
+
+RULES = deepspeed().reasons
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name != "auto"])

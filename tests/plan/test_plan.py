@@ -15,7 +15,7 @@ from torch import nn
 import lowtide
 from lowtide.bin import planned
 from lowtide.bin.plan import main
-from lowtide.engine.config.planned import PLANNED, PLANNED_BESIDE
+from lowtide.engine.config.translate import PLANNED, PLANNED_BESIDE
 from lowtide.engine.plan.choice import KEYS, Choice
 from lowtide.engine.plan.llama import LlamaBlock, Shape, batch, build, runs_of
 from lowtide.engine.plan.machine import Machine

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -48,7 +49,7 @@ from torch.distributed import (
 from ...comm import World
 from ..accelerator import get_accelerator
 
-DEFAULT_PORT = 29500
+DEFAULT_PORT = TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "send",
 ]
 
+dist = sys.modules[__name__]
 allgather_fn = all_gather_into_tensor
 reduce_scatter_fn = reduce_scatter_tensor
 inference_all_reduce = all_reduce

@@ -1,6 +1,8 @@
 """DeepSpeed's keys have one of four outcomes: works, a note, not supported yet, unknown."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,8 @@ import pytest
 from torch import nn
 
 import lowtide
+from lowtide.deepspeed.rules import RULES, SECTION_WORDS, is_on
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.config.deepspeed import RULES, is_on
-from lowtide.engine.config.deepspeed_sections import SECTION_WORDS
 from lowtide.engine.config.translate import AUTO, BATCH_KEYS
 
 
@@ -383,3 +384,24 @@ def test_reduce_scatter_bucket_note_has_its_text() -> None:
 )
 def test_words_that_deepspeed_takes_are_taken(words: dict[str, Any], ours: dict[str, Any]) -> None:
     assert Config.load(words) == Config.load(ours)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_imported"),
+    [
+        ("zero3", False),
+        ({"train_batch_size": 8, "parallel": {"tensor": 2}, "optimizer": {"type": "Adam"}}, False),
+        ({"bfloat16": {"enabled": True}, "aio": {"intra_op_parallelism": 2}, "gradient_clipping": "auto"}, False),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, True),
+        ({"train_batch_size": 8}, True),  # which DeepSpeed takes too, with other defaults
+        ({"zero_optimization": {"stge": 2}}, True),  # a near key may be one of DeepSpeed's
+    ],
+)
+def test_the_dialect_is_imported_for_files_that_need_it(config: Any, is_imported: bool) -> None:
+    code = f"""
+import contextlib, sys, lowtide
+with contextlib.suppress(lowtide.ConfigError):
+    lowtide.Config.load({config!r}).resolve(8).short_notes
+raise SystemExit("lowtide.deepspeed" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == is_imported

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.checkpoint import MODEL, STATE
-from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
-from ...checkpoint.deepspeed_files import COUNTERS, DeepSpeedCheckpoint, load_pickle, read_deepspeed
-from ...checkpoint.export import export_source
-from ...checkpoint.folder import CheckpointFolder
-from ...checkpoint.fragment import Fragment, TensorInfo
-from ...checkpoint.index import Manifest
-from ...checkpoint.names import folder_path
-from ...checkpoint.values import encode
-from ...checkpoint.writer import RankWriter
-from ...optimizers import OPTIMIZERS
-from ..config.config import Config
-from .run_state import encode_client_state, random_state
+from ..checkpoint.checkpoint import MODEL, STATE
+from ..checkpoint.dcp import STEP, OptimizerNames, option_blobs
+from ..checkpoint.export import export_source
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.fragment import Fragment, TensorInfo
+from ..checkpoint.index import Manifest
+from ..checkpoint.names import folder_path
+from ..checkpoint.values import encode
+from ..checkpoint.writer import RankWriter
+from ..engine.archive.run_state import encode_client_state, random_state
+from ..engine.config.config import Config
+from ..optimizers import OPTIMIZERS
+from .checkpoint_files import COUNTERS, DeepSpeedCheckpoint, load_pickle, read_deepspeed
 
 
 def import_deepspeed(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lowtide.deepspeed.rules import RULES
 from lowtide.engine.config.config import Config, _known_keys
-from lowtide.engine.config.deepspeed import RULES
-from lowtide.engine.config.origin import OWN_KEYS
+from lowtide.engine.config.translate import OWN_KEYS
 
 CLIPPING = "gradient_clipping: left out, so it is 0.0 here; DeepSpeed 0.19 has 1.0 then. Write the one you mean"
 DECAY = (

@@ -1,0 +1,353 @@
+"""DeepSpeed's words in a config file, as the fields of lowtide's `Config`: imported for a file that has some of them.
+
+[Note: two defaults] A key that is left out has the default of docs/config.md, for every file. Where DeepSpeed has
+another one that changes the numbers of a training, a file that was written for it trains differently here, and nothing
+in it says so. Such a file gets a note for each of these keys: one with a key that only DeepSpeed has, and one that
+says no word of ours where DeepSpeed could run it (it needs a batch size). Any other was written with docs/config.md at
+hand.
+Source: DeepSpeed 0.19.8, runtime/constants.py, runtime/engine.py (_configure_basic_optimizer), ops/adam, ops/lion,
+runtime/lr_schedules.py.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..engine.config.errors import Fault, shown, unknown_key
+from ..engine.config.optimizer import OptimizerConfig, optimizer_name
+from ..engine.config.scheduler import SchedulerConfig, WarmupDecayLRConfig
+from ..engine.config.translate import Dialect, Translation, paths_of, says_no_own_word
+from ..optimizers import OPTIMIZERS
+from .rules import RULES, judge, rule_schema
+
+CPU_SWITCHES = {  # true is device "cpu" in this section
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
+    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
+    "activation_checkpointing.cpu_checkpointing": "activation_checkpointing.offload",
+}
+_OLD_SWITCHES = tuple(path.rpartition(".")[2] for path in CPU_SWITCHES)
+MICS = "zero_optimization.mics_shard_size"  # shard_size, where it is above 0
+PIN_SWITCH = "zero_optimization.cpu_offload_use_pin_memory"  # pin_memory of what the two before it offload
+BF16_MASTERS = "bf16.bf16_master_weights_and_grads"  # masters false, and gradients that accumulate in bf16
+QUANTIZED: dict[str, dict[str, int]] = {  # ZeRO++, whose stage is 3 -> keys of the section `communication`
+    "zero_optimization.zero_quantized_weights": {"weight_bits": 8},
+    "zero_optimization.zero_quantized_nontrainable_weights": {"frozen_weight_bits": 8},
+    "zero_optimization.zero_quantized_gradients": {"gradient_bits": 4, "gradient_bits_in_host": 4},
+}
+BF16_STATES = "bf16.bf16_optimizer_states"  # state_dtype "bf16"
+_SWITCHES = (*CPU_SWITCHES, PIN_SWITCH, BF16_MASTERS, BF16_STATES, *QUANTIZED)
+_KEYS = frozenset([*RULES, *_SWITCHES, MICS])
+FLOPS_WORDS = {"profile_step": "step", "module_depth": "module_depth", "top_modules": "top_modules"}
+IDLE_WORDS = {  # of the sections that are `profile` here, which writes all that these would choose
+    "flops_profiler": ("recompute_fwd_factor", "detailed"),
+    "comms_logger": ("verbose", "prof_all", "debug", "prof_ops"),
+}
+_MUON_LR = "optimizer.params.muon_lr"
+PEAK = "warmup_max_lr"
+_THEIR_PEAK = 1e-3  # of WarmupDecayLR alone: of WarmupLR it is the optimizer's lr there too
+_MONITORS = {
+    "tensorboard": {"job_name": "DeepSpeedJobName"},
+    "csv_monitor": {"job_name": "DeepSpeedJobName"},
+    "wandb": {"project": "deepspeed"},
+}
+
+_UNREAD = {
+    "max_grad_norm": "gradient_clipping is the key",
+    "lr_scheduler": "scheduler is the key",
+    "distributed_backend": "deepspeed.init_distributed takes it",
+    "pipeline_parallel_size": "parallel.pipeline is the key",
+    **{f"optimizer.{key}": "it belongs into optimizer.params" for key in ("lr", "betas", "eps", "weight_decay")},
+}
+"""Keys in files of users that DeepSpeed never reads: what the writer of such a file may have meant."""
+_ADAM_NAMES = ("adam", *OPTIMIZERS["adam"].deepspeed_names)
+
+
+class DeepSpeed(Dialect):
+    """The keys of DeepSpeed that are no fields here: switches of the kind below, and `RULES`."""
+
+    reasons: Mapping[str, str] = {path: rule.reason for path, rule in RULES.items()}
+
+    def keys(self) -> Mapping[str, set[type]]:
+        of_rules: dict[str, set[type]] = {"true or false": {bool}, "an integer": {int}, "a number": {float}}
+        known: dict[str, set[type]] = {path: of_rules.get(rule.expected, {str}) for path, rule in RULES.items()}
+        known |= {path: {bool} for path in (*_SWITCHES, "zero_optimization")}
+        known |= {path: {int} for path in (MICS, *(f"flops_profiler.{word}" for word in FLOPS_WORDS))}
+        return known | {_MUON_LR: {float}}
+
+    def keys_of(self, section: str) -> list[str]:
+        prefix = f"{section}." if section else ""
+        names = {path.removeprefix(prefix).split(".")[0] for path in _KEYS if path.startswith(prefix)}
+        return sorted(name for name in names if f"{prefix}{name}" in _KEYS)
+
+    def without_unread(self, raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+        """In files that are not for DeepSpeed they are errors."""
+        paths = set(paths_of(raw))
+        unread = [path for path in _UNREAD if path in paths] if _is_for_deepspeed(raw, paths) else []
+        kept = dict(raw)
+        for path in unread:
+            section, _, key = path.rpartition(".")
+            if section:
+                inner = kept[section]
+                assert isinstance(inner, dict)
+                kept[section] = {name: value for name, value in inner.items() if name != key}
+            else:
+                del kept[key]
+        return kept, [f"{path}: has no effect here, and DeepSpeed never reads it: {_UNREAD[path]}" for path in unread]
+
+    def take(
+        self, path: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation
+    ) -> bool:
+        if path == "zero_optimization" and isinstance(value, bool):
+            kept[path] = {"stage": int(value)}
+        elif path == MICS:
+            _mics(value, section, kept, out)
+        elif path in RULES:
+            out.add(judge(path, RULES[path], value))
+        elif path in CPU_SWITCHES or path == PIN_SWITCH:
+            _switch(path, value, section, kept, out)
+        else:
+            return False
+        return True
+
+    def finish(self, out: Translation) -> None:
+        _take_profilers(out)
+        _take_bf16_switches(out)
+        _take_quantized(out)
+        _take_muon_lr(out)
+
+    def other_defaults(
+        self,
+        raw: dict[str, object],
+        gradient_clipping: float,
+        optimizer: OptimizerConfig | None,
+        scheduler: SchedulerConfig | None,
+    ) -> list[str]:
+        paths = set(paths_of(raw))
+        if not _is_for_deepspeed(raw, paths):
+            return []
+        theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (gradient_clipping, 1.0)}
+        if optimizer is not None:
+            for key, value in _their_params(raw, optimizer.type).items():
+                theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
+        if isinstance(scheduler, WarmupDecayLRConfig):
+            theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
+        return [
+            f"{path}: left out, so it is {shown(here)} here; DeepSpeed 0.19 has {shown(there)} then. "
+            "Write the one you mean"
+            for path, (here, there) in theirs.items()
+            if path not in paths and here != there
+        ]
+
+    def add_to_schema(self, schema: dict[str, Any]) -> None:
+        from ..engine.config.schema import add, allow  # for one command alone
+
+        _add_profilers(schema)
+        for path, rule in RULES.items():
+            add(schema, path, rule_schema(rule))
+        for path, section in CPU_SWITCHES.items():
+            add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
+        pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
+        add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
+        mics = {"type": ["integer", "null"], "description": "The same as shard_size. -1: all ranks are one group."}
+        add(schema, MICS, mics)
+        for path, meaning in (
+            (BF16_MASTERS, 'masters false, and data_types.grad_accum_dtype "bf16".'),
+            (BF16_STATES, 'optimizer.params.state_dtype "bf16".'),
+            *((path, _bits_of(bits)) for path, bits in QUANTIZED.items()),
+        ):
+            add(schema, path, {"type": ["boolean", "null"], "description": f"true: {meaning}"})
+        allow(schema, "zero_optimization", {"type": "boolean"})
+
+
+def _is_for_deepspeed(raw: Mapping[str, Any], paths: set[str]) -> bool:
+    return bool(paths & _KEYS) or says_no_own_word(raw, paths)
+
+
+def _their_params(raw: dict[str, object], kind: str) -> Mapping[str, object]:
+    section = raw["optimizer"]
+    params = section.get("params") if isinstance(section, dict) else None
+    if kind == "adamw" and isinstance(params, dict) and params.get("torch_adam") is True:
+        return {"weight_decay": 0.01}  # torch.optim.AdamW in place of DeepSpeed's own
+    return OPTIMIZERS[kind].deepspeed_defaults
+
+
+def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
+    """The values of a file for DeepSpeed, with what they leave out as DeepSpeed has it: see [Note: two defaults].
+
+    What is no valid file stays as it is, for `Config.load` to refuse.
+    """
+    filled: dict[str, object] = {"gradient_clipping": 1.0, **raw}
+    for name, defaults in _MONITORS.items():
+        section = raw.get(name)
+        if isinstance(section, dict):
+            filled[name] = {**defaults, **section}
+    section = raw.get("optimizer")
+    if isinstance(section, dict) and isinstance(section.get("type"), str):
+        written = section["type"].lower()
+        params = section.get("params") or {}
+        is_decoupled = written in _ADAM_NAMES and isinstance(params, dict) and params.get("adam_w_mode", True) is True
+        kind = "adamw" if is_decoupled else written
+        found = next((one.name for one in OPTIMIZERS.values() if kind in (one.name, *one.deepspeed_names)), None)
+        if found is not None and isinstance(params, dict):
+            filled["optimizer"] = {**section, "params": {**_their_params({"optimizer": section}, found), **params}}
+    section = raw.get("scheduler")
+    if isinstance(section, dict) and str(section.get("type")).lower() == "warmupdecaylr":
+        params = section.get("params") or {}
+        if isinstance(params, dict):
+            filled["scheduler"] = {**section, "params": {PEAK: _THEIR_PEAK, **params}}
+    return filled
+
+
+def _switch(here: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
+    """DeepSpeed's old switches of offload: each true one is a section in `kept`."""
+    if value is not None and not isinstance(value, bool):
+        out.faults.append(Fault(here, "type", f"expected true or false, found {shown(value)}"))
+    elif here == PIN_SWITCH:
+        if value is not None and not any(section.get(key) is True for key in _OLD_SWITCHES):
+            reason = "it goes with cpu_offload and cpu_offload_params; the sections of today have pin_memory"
+            out.notes.append(f"{here}: {shown(value)} has no effect here: {reason}")
+    elif value:
+        name = CPU_SWITCHES[here].rpartition(".")[2]
+        if section.get(name) is not None:
+            message = f'means the same as "device": "cpu" in "{name}", which is given too; keep one of them'
+            out.faults.append(Fault(here, "conflict", message))
+            return
+        pinned = section.get(PIN_SWITCH.rpartition(".")[2])
+        kept[name] = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
+
+
+def _mics(value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
+    """MiCS is hybrid sharding: stage 3 within groups of ranks, and copies of these."""
+    if value is None or value == -1:
+        return
+    if section.get("shard_size") is not None:
+        out.faults.append(
+            Fault(MICS, "conflict", 'means the same as "shard_size", which is given too; keep one of them')
+        )
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        out.faults.append(Fault(MICS, "value", f"expected -1, or the ranks of a shard group, found {shown(value)}"))
+    else:
+        kept["shard_size"] = value
+
+
+def _take_bf16_switches(out: Translation) -> None:
+    """DeepSpeed's words for parameters, gradients and states of bf16: they stand in the section `bf16` until here."""
+    section = out.values.get("bf16")
+    if not isinstance(section, dict):
+        return
+    found = {path: section.pop(path.rpartition(".")[2], None) for path in (BF16_MASTERS, BF16_STATES)}
+    for path, value in found.items():
+        if value is not None and not isinstance(value, bool):
+            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
+    if found[BF16_MASTERS] is True:
+        if section.get("masters", False) is not False:
+            out.faults.append(Fault(BF16_MASTERS, "conflict", 'means "masters": false; keep one of them'))
+        section["masters"] = False
+        data_types = out.values.setdefault("data_types", {})
+        if isinstance(data_types, dict) and data_types.get("grad_accum_dtype") is None:
+            data_types["grad_accum_dtype"] = "bf16"
+        out.notes.append(f"{BF16_MASTERS}: true is bf16.masters false here, which rounds updates at random")
+    if found[BF16_STATES] is True:
+        optimizer = out.values.get("optimizer")
+        params = optimizer.setdefault("params", {}) if isinstance(optimizer, dict) else None
+        if found[BF16_MASTERS] is not True:
+            message = "needs bf16_master_weights_and_grads true, as in DeepSpeed; or set optimizer.params.state_dtype"
+            out.faults.append(Fault(BF16_STATES, "conflict", message))
+        elif not isinstance(params, dict):
+            message = "needs an optimizer in the file, whose state_dtype it is: one that is passed has its own states"
+            out.faults.append(Fault(BF16_STATES, "conflict", message))
+        else:
+            params.setdefault("state_dtype", "bf16")
+
+
+def _take_quantized(out: Translation) -> None:
+    """The switches of ZeRO++ are bits of messages here, in the section `communication`."""
+    section = out.values.get("zero_optimization")
+    if not isinstance(section, dict):
+        return
+    for path, bits in QUANTIZED.items():
+        value = section.pop(path.rpartition(".")[2], None)
+        if value is not None and not isinstance(value, bool):
+            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
+        if value is not True:
+            continue
+        said = ", ".join(f"communication.{key} {count}" for key, count in bits.items())
+        if section.get("stage") != 3:
+            reason = f"it is of stage 3; {said} acts at every stage"
+            out.notes.append(f"{path}: true has no effect here: {reason}")
+            continue
+        communication = out.values.setdefault("communication", {})
+        given = [key for key in bits if isinstance(communication, dict) and communication.get(key) is not None]
+        if given:
+            message = f"means {said}, and communication.{given[0]} is given too; keep one of them"
+            out.faults.append(Fault(path, "conflict", message))
+        elif isinstance(communication, dict):
+            communication |= bits
+            out.notes.append(f"{path}: true is {said} here")
+
+
+def _take_profilers(out: Translation) -> None:
+    """DeepSpeed's flops_profiler and comms_logger are the section `profile`."""
+    found: dict[str, object] = {}
+    for name, idle in IDLE_WORDS.items():
+        section = out.values.pop(name, None)
+        if section is None or section is False:
+            continue
+        if not isinstance(section, dict):
+            out.faults.append(Fault(name, "type", f"expected an object, found {shown(section)}"))
+            continue
+        known = ["enabled", *idle, *((*FLOPS_WORDS, "output_file") if name == "flops_profiler" else ())]
+        out.faults += [unknown_key(f"{name}.{key}", key, known) for key in section if key not in known]
+        if not isinstance(section.get("enabled", False), bool):
+            message = f"expected true or false, found {shown(section['enabled'])}"
+            out.faults.append(Fault(f"{name}.enabled", "type", message))
+        if section.get("enabled") is True:
+            found["enabled"] = True
+            found |= {FLOPS_WORDS[key]: value for key, value in section.items() if key in FLOPS_WORDS}
+            if isinstance(section.get("output_file"), str):
+                found["folder"] = f"{section['output_file']}.profile"
+    if not found:
+        return
+    step, own = found.get("step"), out.values.get("profile")
+    found["step"] = max(1, step) if isinstance(step, int) else 1  # DeepSpeed's -1 is every step
+    out.values["profile"] = {**found, **own} if isinstance(own, dict) else found
+    out.notes.append("profile: flops_profiler and comms_logger are this section here, which writes all of both")
+
+
+def _take_muon_lr(out: Translation) -> None:
+    """DeepSpeed's Muon has a rate of its own beside that of the parameters that Adam updates."""
+    optimizer = out.values.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
+    if not isinstance(optimizer, dict) or not isinstance(params, dict) or "muon_lr" not in params:
+        return
+    if optimizer_name(optimizer.get("type")) == "muon":
+        rates = {"adam_lr": params.get("lr"), **params, "lr": params["muon_lr"]}
+        del rates["muon_lr"]
+        out.values["optimizer"] = {**optimizer, "params": rates}
+
+
+def _add_profilers(schema: dict[str, Any]) -> None:
+    """DeepSpeed's sections that are `profile` here."""
+    profile = schema["$defs"]["ProfileConfig"]["properties"]
+    flops: dict[str, Any] = {ours: profile[own] for ours, own in FLOPS_WORDS.items()}
+    flops["profile_step"] = {"type": "integer", "description": "step of `profile`."}
+    flops["output_file"] = {"type": ["string", "null"], "description": "With .profile behind it, folder of `profile`."}
+    for key, title, others in (("flops_profiler", "FlopsProfiler", flops), ("comms_logger", "CommsLogger", {})):
+        idle = {word: {"description": "No effect here: `profile` writes all of it."} for word in IDLE_WORDS[key]}
+        enabled = {"type": "boolean", "description": "Turns `profile` on."}
+        section = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"enabled": enabled, **others, **idle},
+        }
+        schema["$defs"][title] = section
+        schema["properties"][key] = {"anyOf": [{"$ref": f"#/$defs/{title}"}, {"type": "null"}]}
+
+
+def _bits_of(bits: Mapping[str, int]) -> str:
+    """What a switch of ZeRO++ means."""
+    return "at stage 3 " + " and ".join(f"communication.{key} {count}" for key, count in bits.items()) + "."

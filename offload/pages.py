@@ -74,16 +74,15 @@ class TransientBuffer:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        pool = PagePool()
-        self._pages = PagedBuffer(pool, numel, dtype)
-        self._pool = pool
-        self.tensor = self._pages.tensor
-        pool.advise_huge(self._pages.base, self.tensor.nbytes)
+        pages = PagedBuffer(PagePool(), numel, dtype)
+        self.tensor = pages.tensor
+        self._whole_pages = pages.base, self.tensor.nbytes // PAGE_BYTES * PAGE_BYTES
+        self._madvise = _libc().madvise
+        self._madvise(*self._whole_pages, _HUGEPAGE)
 
     def drop(self) -> None:
-        """Gives the memory back; the content is zero from now on."""
-        self._pages.vacate(0, self.tensor.numel())
-        self._pool.trim()
+        """Gives the memory back; the content of whole pages is zero from now on."""
+        self._madvise(*self._whole_pages, _DONTNEED)
 
 
 def huge_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -169,16 +168,6 @@ class PagePool:
         """Pages in the range may be moved elsewhere."""
         if nbytes:
             self._vacated.append((address, nbytes))
-
-    def advise_huge(self, address: int, nbytes: int) -> None:
-        """Asks for huge pages in the range."""
-        self._libc.madvise(address, nbytes // PAGE_BYTES * PAGE_BYTES, _HUGEPAGE)
-
-    def trim(self) -> None:
-        """Gives the memory of vacated pages back to the system."""
-        for address, nbytes in self._vacated:
-            self._libc.madvise(address, nbytes, _DONTNEED)
-        self._vacated.clear()
 
     def _best(self, nbytes: int) -> tuple[int, int]:
         """Takes the smallest range that suffices off the list, else the largest."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from ..offload import PagePool, TransientBuffer, bytes_in_memory, huge_zeros
 from .group import ShardedGroup
 from .host_update import HostUpdate
-from .layout import Slot
 
 Region = tuple[int, int, Tensor]
 """[start, end) of the flat buffer, and the memory for it, (end - start,)."""
@@ -57,25 +56,47 @@ class Staging:
                 return memory[slot.offset_in_flat - start : slot.end_in_flat - start].view(slot.shape)
         return None
 
-    def take(self, index: int) -> None:
-        """The gradient of parameter `index` of the group. One that comes again is added, as autograd would have."""
-        if index in self._taken and not self._adds:
-            for place, part in self._moves([index]):
-                place.copy_(place.to(part.dtype).add_(part))
-        else:
-            self._take([index])
+    def take(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters of the group, which are freed; not where one was added up, or made, there.
+
+        A gradient that comes again is added, as autograd would have.
+        """
+        places, parts = [], []
+        for index in indices:
+            slot, param = self._group.layout.slots[index], self._group.params[index]
+            comes_again = index in self._taken and not self._adds
+            self._taken.add(index)
+            gradient, param.grad = param.grad, None
+            assert gradient is not None
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            for start, end, memory in self._regions:
+                low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
+                if low >= high:
+                    continue
+                place, part = memory[low - start : high - start], gradient
+                if high - low == slot.numel:
+                    place = place.view(slot.shape)
+                else:
+                    part = gradient.reshape(-1)[low - slot.offset_in_flat : high - slot.offset_in_flat]
+                if place.data_ptr() == part.data_ptr():
+                    continue
+                if comes_again:
+                    place.copy_(place.to(part.dtype).add_(part))
+                else:
+                    places.append(place)
+                    parts.append(part)
+        if places:
+            torch._foreach_add_(places, parts) if self._adds else torch._foreach_copy_(places, parts)
 
     def finish(self) -> set[int]:
         """Takes what is left, and writes zeros where there is none, and between the parameters.
 
         Returns which parameters had a gradient.
         """
-        if self._take_whole():
+        if not self._taken and self._take_whole():
             return self._taken
-        left = [index for index, param in enumerate(self._group.params) if param.grad is not None]
-        for index in self._taken.intersection(left):  # comes again
-            self.take(index)
-        self._take([index for index in left if index not in self._taken])
+        self.take([index for index, param in enumerate(self._group.params) if param.grad is not None])
         if not self._adds:
             self._zero_rest()
         return self._taken
@@ -83,7 +104,7 @@ class Staging:
     def _take_whole(self) -> bool:
         """All gradients by one operator, with a view for none; whether that can be. As FSDP2 does it."""
         layout, params = self._group.layout, self._group.params
-        if self._taken or self._adds or len(self._regions) > 1 or not layout.is_dense:
+        if self._adds or len(self._regions) > 1 or not layout.is_dense:
             return False
         ((_, _, memory),) = self._regions
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
@@ -104,17 +125,6 @@ class Staging:
         self._taken.update(range(len(params)))
         return True
 
-    def _take(self, indices: list[int]) -> None:
-        moves = self._moves(indices)
-        self._taken.update(indices)
-        if not moves:
-            return
-        places, parts = zip(*moves, strict=True)
-        if self._adds:
-            torch._foreach_add_(places, parts)
-        else:
-            torch._foreach_copy_(places, parts)
-
     def _zero_rest(self) -> None:
         """Where no gradient was, and between the parameters."""
         end = 0
@@ -129,34 +139,6 @@ class Staging:
         for start, end, memory in self._regions:
             if max(start, low) < min(end, high):
                 memory[max(start, low) - start : min(end, high) - start].zero_()
-
-    def _moves(self, indices: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
-        """(memory, what belongs there) for gradients, which are freed; not where one was added up, or made, there."""
-        moves = []
-        for index in indices:
-            slot, param = self._group.layout.slots[index], self._group.params[index]
-            gradient, param.grad = param.grad, None
-            assert gradient is not None
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            moves += [one for one in self._overlaps(slot, gradient) if one[0].data_ptr() != one[1].data_ptr()]
-        return moves
-
-    def _overlaps(self, slot: Slot, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(memory, the part of the gradient that belongs there) for each region that the parameter touches."""
-        if len(self._regions) == 1:
-            ((_, _, memory),) = self._regions
-            yield memory[slot.offset_in_flat : slot.end_in_flat].view(slot.shape), gradient
-            return
-        for start, end, memory in self._regions:
-            low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
-            if low >= high:
-                continue
-            place = memory[low - start : high - start]
-            if high - low == slot.numel:
-                yield place.view(slot.shape), gradient
-            else:
-                yield place, gradient.reshape(-1)[low - slot.offset_in_flat : high - slot.offset_in_flat]
 
 
 class LocalSum:

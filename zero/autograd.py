@@ -59,12 +59,14 @@ def will_run(nodes: Iterable[Node]) -> bool:
 
 
 _functorch = torch._C._functorch
+current_transform: Callable[[], object | None] = _functorch.peek_interpreter_stack
+"""The innermost transform of `torch.func` in which the caller is; None outside of any."""
 T = TypeVar("T")
 
 
 def untransformed(action: Callable[[], T]) -> T:
     """Calls it with plain torch's operations: a view that `grad` has made cannot become a parameter's memory."""
-    if _functorch.peek_interpreter_stack() is None:
+    if current_transform() is None:
         return action()
     with temporarily_clear_interpreter_stack():
         return action()
@@ -72,7 +74,7 @@ def untransformed(action: Callable[[], T]) -> T:
 
 def at_all_levels(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     """Each tensor, and what transforms have wrapped in it: a backward may come to any of these."""
-    return tensors if _functorch.peek_interpreter_stack() is None else _with_wrapped(tensors)
+    return tensors if current_transform() is None else _with_wrapped(tensors)
 
 
 def _with_wrapped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

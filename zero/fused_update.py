@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..optimizers.optimizer import Optimizer, Options
 from .group import values_of
 from .layout import Piece
 from .master_weights import Masters
-from .shard_state import Run, ShardState, StatePart
+from .shard_state import ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
@@ -38,12 +39,16 @@ class UpdateTerms(NamedTuple):
         """How often a parameter was updated, with this time; 0 where it is not."""
         return 0 if param_id in self.unused else self.step - self.missed.get(param_id, 0)
 
-    def stretches(self, shard: ShardState) -> list[tuple[Run, int]]:
-        """The runs of a shard, each with its step."""
-        runs = shard.runs
-        if runs.param_ids.isdisjoint(self.unused) and runs.param_ids.isdisjoint(self.missed):
-            return [(run, self.step) for run in runs.all]
-        return runs.stretches(self.step_of)
+    def runs_in(self, shard: ShardState, start: int, end: int) -> tuple[list[tuple[int, Options]], list[int]]:
+        """What of the runs lies in elements [start, end) of a shard: (end there, options) of each, and its step."""
+        own = shard.runs
+        are_alike = own.param_ids.isdisjoint(self.unused) and own.param_ids.isdisjoint(self.missed)
+        runs, steps = [], []
+        for run, step in zip(own.all, repeat(self.step)) if are_alike else own.stretches(self.step_of):
+            if run.start < end and run.end > start:
+                runs.append((min(run.end, end) - start, self.options[run.options_index]))
+                steps.append(step)
+        return runs, steps
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,8 @@ class FusedUpdate:
         self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: UpdateTerms
     ) -> Iterator[ShardUpdate]:
         """One of each part, before the next part is asked for."""
-        stretches = terms.stretches(shard)
         for part in parts:
-            runs, steps = _inside(part.start, part.end, stretches, terms.options)
+            runs, steps = terms.runs_in(shard, part.start, part.end)
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield _of_part(shard, part, of_part, runs, steps)
 
@@ -185,7 +189,7 @@ def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
 
 def _of_whole(shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> ShardUpdate:
     """Of a shard that is all in memory: its own of the last step, with what is new in this one."""
-    runs, steps = _inside(0, shard.memory.numel, terms.stretches(shard), terms.options)
+    runs, steps = terms.runs_in(shard, 0, shard.memory.numel)
     update = shard.memory.update
     if update is None:
         shard.memory.make()
@@ -203,15 +207,3 @@ def _of_part(
     if shard.form.has_remainder:
         *states, remainder = states
     return ShardUpdate(part.master, gradient, stored_states(states), runs, steps, part.rounded, rounding, remainder)
-
-
-def _inside(
-    start: int, end: int, stretches: Iterable[tuple[Run, int]], options: Sequence[Options]
-) -> tuple[list[tuple[int, Options]], list[int]]:
-    """What of the stretches lies in a part of the shard: (end in the part, options) of each, and its step."""
-    runs, steps = [], []
-    for run, step in stretches:
-        if run.start < end and run.end > start:
-            runs.append((min(run.end, end) - start, options[run.options_index]))
-            steps.append(step)
-    return runs, steps

@@ -237,20 +237,18 @@ class GroupGradient:
         """
         if self.group.params[index].grad is None:  # frozen since its forward: autograd tells of it, and adds nothing
             return
-        if self._staging is None and not self._may_stage_early(boundary):
-            return
         self._early.add(index)  # once, however often it comes: autograd adds it up
-        staging = self._early_staging(boundary)
+        staging = self._staging or self._early_staging(boundary)
         if staging is not None:
-            while self._early:
-                staging.take(self._early.pop())
+            staging.take(self._early)
+            self._early.clear()
 
     def place_for(self, index: int, boundary: bool) -> Tensor | None:
         """Memory for the gradient of parameter `index`, which is about to be made, in such a backward; see `Staging`.
 
         None where `take_early` would not stage it.
         """
-        staging = self._early_staging(boundary)
+        staging = self._staging or self._early_staging(boundary)
         return None if staging is None else staging.place(index)
 
     def collect(self, boundary: bool) -> Iterator[Pending]:
@@ -258,6 +256,7 @@ class GroupGradient:
 
         The first step stages them and frees `param.grad`; each later one waits for what the one before it has given.
         """
+        self._early.clear()
         if not boundary and self._is_in_place:
             return
         if not boundary and not self.reduces_every_backward:
@@ -270,13 +269,13 @@ class GroupGradient:
         axis = self._move.staging_axis(boundary, self._has_shard)
         message = None if axis is None else self._move.open_message(axis, self._has_shard)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
-        self._early.clear()
         if self._is_in_place:
             self._drop_untouched()
         self.used |= staging.finish()
         self._is_in_place = False
         counts = boundary and self._host is None and not self.group.axes.is_tied and self.group.axes.is_counted
-        yield from self._move.sum(axis, message, self._open_shard(), self._has_shard, boundary, counts)
+        assert self.shard is not None
+        yield from self._move.sum(axis, message, self.shard, self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
         if self._host is not None and not self.group.axes.is_tied and (boundary or self.group.axes.replicas.size == 1):
             self._leave(boundary)
@@ -336,19 +335,20 @@ class GroupGradient:
         region = regions_of(shard.numel(), axis.size)[axis.rank] if self._move.sums() else slice(0, shard.numel())
         self.inspection.look(axis, region.start, shard[region], (), counts=True)
 
-    def _may_stage_early(self, boundary: bool) -> bool:
-        """True where the gradient is reduced after this backward, and a part that comes twice is added exactly."""
-        if self._local.has_values or not (boundary or self.reduces_every_backward):
-            return False
-        axis = self._move.staging_axis(boundary, self._has_shard)
-        return not self._has_shard if axis is None else self._move.adds_exactly
-
     def _early_staging(self, boundary: bool) -> Staging | None:
-        """The staging of the backward that runs, begun now if it can be."""
-        if self._staging is None and self._may_stage_early(boundary):
-            axis = self._move.staging_axis(boundary, self._has_shard)
-            message = None if axis is None else self._move.next_message(axis, self._has_shard)
-            if axis is None or message is not None:  # else the next gradient may find a message that is free
+        """The staging of the backward that runs, begun now if it can be; else the next gradient may find that it can.
+
+        It can where the gradient is reduced after this backward, and a part that comes twice is added exactly.
+        """
+        if self._local.has_values or not (boundary or self.reduces_every_backward):
+            return None
+        axis = self._move.staging_axis(boundary, self._has_shard)
+        if axis is None:
+            if not self._has_shard:
+                self._staging = self._open_staging(None, None)
+        elif self._move.adds_exactly:
+            message = self._move.next_message(axis, self._has_shard)
+            if message is not None:
                 self._staging = self._open_staging(axis, message)
         return self._staging
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm import Mesh, Pending
 from ..offload import Memory, PagedBuffer, Resident, StoredRange, bytes_in_memory
 from .autograd import untransformed
 from .codec import WeightCodec
 from .domain import DomainAxes
-from .layout import FlatLayout, Piece, Pieces
+from .layout import Piece, Pieces
 from .placement import ShardRest
 from .plan import GroupPlan
 from .released import mark_present, mark_released
@@ -76,7 +76,9 @@ class ShardedGroup:
         are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
         self.frees_memory = bool(plan.domain.parameters) and are_apart
         """True where a release gives memory back, and a gather needs the other ranks."""
-        self._views = ParameterViews(self.params, self.layout)
+        # Of each parameter the same two tensors each time, which take no memory of their own.
+        self._views: list[Tensor] = []  # of the flat buffer
+        self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
 
     @property
     def full_bytes(self) -> int:
@@ -169,7 +171,7 @@ class ShardedGroup:
 
     def install(self) -> None:
         """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
-        untransformed(partial(self._views.empty if self.frees_memory else self._views.show, self.full))
+        untransformed(self._hide if self.frees_memory else self._show)
 
     # -- full and sharded -----------------------------------------------------------------------------------------
 
@@ -199,11 +201,10 @@ class ShardedGroup:
         """Makes the parameters full."""
         if self.residence is Residence.FULL:
             return
-        if self.residence is Residence.SHARDED:
+        if self.frees_memory:  # else all is there, and the names alone come back
             self.start_gather()
-        if self.residence is Residence.LOADING:
             self.continue_gather()
-        untransformed(self._take_gathered)
+            untransformed(self._take_gathered)
         mark_present(self.params)
         self.residence = Residence.FULL
 
@@ -218,7 +219,7 @@ class ShardedGroup:
 
     def park(self) -> None:
         """Hides full parameters, which stay in memory: as COMING, with nothing on its way."""
-        untransformed(partial(self._views.empty, self.full))
+        untransformed(self._hide)
         self.residence = Residence.COMING
 
     def release(self, holds_shard: bool = False) -> None:
@@ -230,11 +231,11 @@ class ShardedGroup:
             return
         if self.keeper is not None and self.keeper():
             return
-        if self.residence is not Residence.FULL:  # prefetched, and then not needed
-            self.continue_gather()
-            untransformed(self._take_gathered)
         if self.frees_memory:
-            untransformed(partial(self._views.empty, self.full))
+            if self.residence is not Residence.FULL:  # prefetched, and then not needed
+                self.continue_gather()
+                untransformed(self._take_gathered)
+            untransformed(self._hide)
             self._memory.give_others()
         else:
             mark_released(self.params, self.layout.names)
@@ -294,8 +295,29 @@ class ShardedGroup:
     def _take_gathered(self) -> None:
         self._pending.wait()
         self._pending = _NOTHING_PENDING
-        if self.frees_memory:
-            self._views.show(self.full)
+        self._show()
+
+    def _show(self) -> None:
+        """Parameters are views of `full`. Released or not."""
+        if not self._views:  # made while there is memory; torch keeps them, whatever becomes of it
+            with torch.inference_mode(False):
+                self._views = [self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.slots]
+        self._point(self._views)
+
+    def _hide(self) -> None:
+        """Parameters have shapes without values (a NaN, expanded), and raise when they are read."""
+        if not self._without_values:
+            with torch.inference_mode(False):
+                value = torch.nan if self.full.dtype.is_floating_point else 0
+                nothing = torch.full((), value, dtype=self.full.dtype, device=self.full.device)
+                self._without_values = [nothing.expand(param.shape) for param in self.params]
+        self._point(self._without_values)
+        mark_released(self.params, self.layout.names)
+
+    def _point(self, values: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, value in zip(self.params, values, strict=True):
+                param.data = value
 
 
 _NOTHING_PENDING = Pending()
@@ -309,38 +331,6 @@ def values_of(memory: Memory) -> Tensor:
 def part_of(memory: Memory, low: int, high: int) -> Memory:
     """The elements [low, high)."""
     return memory[low:high] if isinstance(memory, Tensor) else memory.part(low, high)
-
-
-class ParameterViews:
-    """Gives parameters their `data`, each time the same two tensors of each, which take no memory of their own."""
-
-    def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
-        self._params = params
-        self._layout = layout
-        self._views: list[Tensor] = []  # of the flat buffer
-        self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
-
-    def show(self, full: Tensor) -> None:
-        """They are views of the flat buffer, (padded_numel,), which is the same at every call. Released or not."""
-        if not self._views:  # made while there is memory; torch keeps them, whatever becomes of it
-            with torch.inference_mode(False):
-                self._views = [full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self._layout.slots]
-        self._point(self._views)
-
-    def empty(self, full: Tensor) -> None:
-        """They have shapes without values (a NaN, expanded), and raise when they are read."""
-        if not self._without_values:
-            with torch.inference_mode(False):
-                value = torch.nan if full.dtype.is_floating_point else 0
-                nothing = torch.full((), value, dtype=full.dtype, device=full.device)
-                self._without_values = [nothing.expand(param.shape) for param in self._params]
-        self._point(self._without_values)
-        mark_released(self._params, self._layout.names)
-
-    def _point(self, values: Sequence[Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for param, value in zip(self._params, values, strict=True):
-                param.data = value
 
 
 class GroupMemory:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
 from ..model.blocks import has_forward, parameters_read_by
 from ..model.ledger import Ledger
-from .autograd import at_all_levels, current_graph_task
+from .autograd import at_all_levels, current_graph_task, current_transform
 from .released import set_reader
 from .sequence import Phase, UnitSequence
 from .unit import Unit, Use
@@ -117,7 +117,7 @@ class UnitHooks:
             use = uses.pop()
             uses.clear()  # a forward that ended with an exception has left its own behind
             if use is not None and (tensors := _tensors_with_graph(output)):
-                self._on_first_gradient(tensors, lambda: sequence.enter_backward(use))
+                self._on_first_gradient(tensors, partial(sequence.enter_backward, use))
             sequence.leave(unit)
 
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))
@@ -259,6 +259,8 @@ def _keeps_graph(output: Any) -> bool:
 def _tensors_with_graph(output: Any) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return []
+    if isinstance(output, Tensor) and current_transform() is None:
+        return [output] if output.requires_grad else []
     return [tensor for tensor in at_all_levels(tensors_in(output)) if tensor.requires_grad]
 
 

@@ -271,11 +271,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self.counts.begin()
         self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
-        self._homes.put_back()
+        if self._are_here:
+            self._homes.settle()
+        else:
+            self._homes.put_back()
+            self._homes.expect(order)
         if speculates:
             self.speculation.begin()
-        if not self._are_here:
-            self._homes.expect(order)
 
     def update(
         self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None

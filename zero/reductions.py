@@ -47,44 +47,46 @@ class Reductions:
     """Takes each reduction one phase on when the next one starts: the time between the two covers its waiting."""
 
     def __init__(self) -> None:
-        self._in_flight: list[_Flight] = []  # oldest first
+        self.in_flight: list[_Flight] = []
+        """Oldest first."""
 
     def start(self, gradient: GroupGradient, boundary: bool, on_final: OnFinal | None = None) -> None:
         """Stages a group's gradient and starts to reduce it, after the others were taken on."""
-        self._advance_all()
+        if self.in_flight:
+            self._advance_all()
         steps = gradient.collect(boundary) if on_final is None else _with_end(gradient, boundary, on_final)
         pending = next(steps, None)
         if pending is not None:
-            self._in_flight.append(_Flight(steps, pending))
+            self.in_flight.append(_Flight(steps, pending))
 
     def poll(self) -> None:
         """Takes those on that would not wait: their memory is free the sooner, here and on other ranks.
 
         See [Note: early phases].
         """
-        if not self._in_flight:
+        if not self.in_flight:
             return
         older = None
-        for flight in list(self._in_flight):
+        for flight in list(self.in_flight):
             is_behind = older is None or older.num_phases > flight.num_phases
             if is_behind and flight.pending.is_done and not flight.advance():
-                self._in_flight.remove(flight)
+                self.in_flight.remove(flight)
             else:
                 older = flight
 
     def finish(self) -> None:
         """Waits for all."""
-        while self._in_flight:
+        while self.in_flight:
             self._advance_all()
 
     def abandon(self) -> None:
         """Leaves them as they are: other ranks will not answer."""
-        self._in_flight.clear()
+        self.in_flight.clear()
 
     def _advance_all(self) -> None:
-        for flight in list(self._in_flight):
+        for flight in list(self.in_flight):
             if not flight.advance():
-                self._in_flight.remove(flight)
+                self.in_flight.remove(flight)
 
 
 def _with_end(gradient: GroupGradient, boundary: bool, on_final: OnFinal) -> Iterator[Pending]:

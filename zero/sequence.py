@@ -117,6 +117,8 @@ class UnitSequence:
         self.phase = Phase.IDLE
         self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
         self._ring = GatherRing(units, prefetch_numel, meet)
+        self._reach = self._ring.reach if self._needs_ring else _gather_alone
+        """Makes a unit full: in the order of a round, where that needs other ranks."""
         self._turns = ReductionTurns(units, self._ring if self._needs_ring else None)
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._lag = 0
@@ -151,7 +153,8 @@ class UnitSequence:
             return
         if self.phase is Phase.FORWARD:  # the last forward ended with an exception
             self.end_forward(keeps_graph=False)
-        self._ring.end_round()  # of a forward that an error has ended
+        if self._needs_ring:
+            self._ring.end_round()  # of a forward that an error has ended
         if self._listener is not None:
             self._listener.before_use()
         if self._needs_ring:
@@ -165,9 +168,9 @@ class UnitSequence:
         if self.phase is not Phase.FORWARD:
             return
         if keeps_graph and not self.units[-1].is_full:  # a head, perhaps, that only a loss beside the model reads
-            self._ring.reach(self.units[-1], Round.FORWARD) if self._needs_ring else self.units[-1].gather()
-        self._release_parked()
+            self._reach(self.units[-1], Round.FORWARD)
         if self._needs_ring:
+            self._release_parked()
             self._ring.end_round()
         if not keeps_graph:
             for unit in self.units:
@@ -199,19 +202,17 @@ class UnitSequence:
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
             if self._turns.read_on:
                 self._come_to(unit)
-            self._gather_in_backward(unit)
+            self._reach(unit, Round.GATHER)
             return None
         if self.phase is Phase.IDLE and self._listener is not None:
             self._listener.before_use()
         if self._parked is unit:
             self._parked = None
             unit.gather()
-        elif self._needs_ring:
+        else:
             if self._parked is not None:
                 self._release_parked()
-            self._ring.reach(unit, Round.FORWARD)
-        else:
-            unit.gather()
+            self._reach(unit, Round.FORWARD)
         return Use(unit, self._forwards)
 
     @property
@@ -290,7 +291,7 @@ class UnitSequence:
             self._heard = None
         self._gather_rest()
         self._forwards.count(self.units)
-        self._turns.begin(boundary, on_final, self._begin_round())
+        self._turns.begin(boundary, on_final, self._begin_round() if self._needs_ring else ())
 
     @property
     def last_forward(self) -> Forward:
@@ -317,7 +318,7 @@ class UnitSequence:
         if self._progress.is_on:
             self._progress.at_unit(use.unit.name)
         if self.phase is Phase.BACKWARD:
-            self._gather_in_backward(use.unit)
+            self._reach(use.unit, Round.GATHER)
         else:
             self._lend(use)
 
@@ -353,15 +354,15 @@ class UnitSequence:
         turns = self._turns
         if turns.read_on:
             self._come_to(unit)
-        if unit.stages_early:
+        if unit.stages_early and turns.reductions.in_flight:
             turns.reductions.poll()
         # Reentrant checkpointing runs a backward of its own for each use of a unit.
         is_last = not unit.waiting and (unit.num_uses < 2 or current_graph_task() == self._graph_task)
         if is_last and unit is not self.rest:
             unit.is_ready = True
             turns.collect_ready()
-        elif unit.stages_early and unit is turns.order[turns.cursor]:
-            unit.take_early(param, turns.boundary)
+        elif unit.stages_early and unit is turns.order[turns.cursor] and id(param) in unit.places:
+            unit.gradients[0].take_early(unit.places[id(param)], turns.boundary)
 
     def place_for_gradient(self, param: nn.Parameter) -> Tensor | None:
         """Memory of its shape that the gradient of a parameter can be written to, if it is the turn of its unit."""
@@ -374,7 +375,8 @@ class UnitSequence:
         if id(param) not in unit.trained:
             return None
         turns.reductions.poll()
-        return unit.place_for(param, turns.boundary)
+        place = unit.places.get(id(param))  # of the group that is reduced first
+        return None if place is None else unit.gradients[0].place_for(place, turns.boundary)
 
     def end_backward(self) -> None:
         """Reduces what is left: units that this rank did not use, and the rest."""
@@ -455,7 +457,7 @@ class UnitSequence:
             self._lent.remove(unit)
             unit.release()
         if not use.unit.is_full:
-            self._gather_in_backward(use.unit)
+            self._reach(use.unit, Round.GATHER)
             self._lent.append(use.unit)
         if torch.is_grad_enabled():
             self._keep(use.unit)
@@ -482,8 +484,6 @@ class UnitSequence:
 
     def _begin_round(self) -> Sequence[int]:
         """Begins the round of a backward; the gates of its reductions. A collective."""
-        if not self._needs_ring:
-            return ()
         self._release_parked()
         uses = tuple([self._numbers[unit] for forward in self._forwards.expected() for unit in forward.order])
         used = set(uses)
@@ -521,13 +521,12 @@ class UnitSequence:
         unit.keep()
         self._kept.add(unit)
 
-    def _gather_in_backward(self, unit: Unit) -> None:
-        if self._needs_ring:
-            self._ring.reach(unit, Round.GATHER)
-        else:
-            unit.gather()
-
     def _come_to(self, unit: Unit) -> None:
         """Autograd has come to a unit alone, and not to what is read of it elsewhere."""
         if unit.first_use is not None and unit is not self.rest and unit not in self._kept:
             self._turns.leave_behind(unit.first_use)
+
+
+def _gather_alone(unit: Unit, kind: Round) -> None:
+    """Where a gather needs no other rank, there are no rounds."""
+    unit.gather()

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
 
 from ..comm import Pending
@@ -50,7 +50,8 @@ class Unit:
         self.stages_early = any(stages_early(gradient.group.full.device) for gradient in gradients)
         """Whether gradients are staged as they come, in the backward of a unit whose turn to be reduced is next."""
         self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
-        self._places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
+        self.places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
+        """Identities of the parameters whose group is reduced first -> their indices in it."""
 
     def find_accumulators(self) -> None:
         """Asks autograd for them, once parameters are where they stay."""
@@ -129,15 +130,6 @@ class Unit:
             gradient.group.release(holds_shard=is_updated and not gradient.leaves_device)
         return len(self.gradients) == len(self.groups)
 
-    def take_early(self, param: nn.Parameter, boundary: bool) -> None:
-        """Stages a gradient before the others of the unit are there, if it is of the group that is reduced first."""
-        if id(param) in self._places:
-            self.gradients[0].take_early(self._places[id(param)], boundary)
-
-    def place_for(self, param: nn.Parameter, boundary: bool) -> Tensor | None:
-        """Memory for a gradient that `take_early` would stage."""
-        return self.gradients[0].place_for(self._places[id(param)], boundary) if id(param) in self._places else None
-
 
 BEFORE_ALL_USES = 1  # a number of a use, to which autograd has come when it is done; 0 says nothing
 
@@ -153,11 +145,6 @@ class Forward:
         """Whether a backward has been through it. Another one may come where its graph is retained."""
 
 
-def start_of(forward: Forward) -> int:
-    """The number of its first use."""
-    return next(iter(forward.first_use.values()))
-
-
 class OpenForwards:
     """Those of which a backward may come."""
 
@@ -166,7 +153,7 @@ class OpenForwards:
         self.last = Forward()  # or what is used between two
         self.expects_backward = False
         """Whether one may come of the last that has begun."""
-        self.known: list[weakref.ref[Forward]] = []
+        self.known: list[weakref.ref[Forward]] = []  # in the order of their first uses
         self.of_backward = set[Forward]()  # those that the backward has come to
 
     def begin(self, expects_backward: bool) -> None:
@@ -187,7 +174,7 @@ class OpenForwards:
 
     def expected(self) -> list[Forward]:
         """Those that the next backward may be of: all that had none, or else all whose graphs are there."""
-        alive = sorted((forward for one in self.known if (forward := one()) is not None), key=start_of)
+        alive = [forward for one in self.known if (forward := one()) is not None]
         return [one for one in alive if not one.is_done or one in self.of_backward] or alive
 
     def count(self, units: Sequence[Unit]) -> None:

@@ -28,7 +28,7 @@ from ..parallel.tiles import Tiled
 from ..parallel.token_parts import TokenParts
 from ..watch.log import logger
 from ..zero.build import GroupMemories
-from ..zero.hooks import DirectGradients, UnitHooks, cast_inputs
+from ..zero.hooks import UnitHooks, cast_inputs, make_gradients_in_place
 from ..zero.host_update import HostUpdate
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
@@ -246,7 +246,7 @@ def _driver(
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
-        DirectGradients(sequence, module.modules(), ledger)
+        make_gradients_in_place(sequence, module.modules(), ledger)
     return WholeModel(module, sequence, hooks, model_call, activation_offload or nullcontext(), mesh, ledger)
 
 

@@ -163,7 +163,7 @@ class FileStore:
         for index in range(len(entry.checksums)):
             self._threads.submit(partial(self._do_block, entry, transfer, verb, index))
 
-    def _do_block(self, entry: _Entry, transfer: _FileTransfer, verb: _Verb, index: int, scratch: Scratch) -> None:
+    def _do_block(self, entry: _Entry, transfer: _FileTransfer, verb: _Verb, index: int, scratch: memoryview) -> None:
         begin = index * self.aio.block_size
         end = min(begin + self.aio.block_size, entry.nbytes)
         move = self._save_block if verb == "save" else self._load_block
@@ -184,23 +184,23 @@ class FileStore:
                 entry.failure = transfer.error
             transfer.end_block()
 
-    def _save_block(self, entry: _Entry, block: memoryview, index: int, scratch: Scratch) -> None:
+    def _save_block(self, entry: _Entry, block: memoryview, index: int, scratch: memoryview) -> None:
         if self.aio.verify:
             entry.checksums[index] = self._checksum.of(block)
         straight = _aligned_bytes(block)
         rest = len(block) - straight
         parts = [block[:straight]] if straight else []
         if rest:
-            padded = scratch.view(self._regions.rounded(rest))
+            padded = scratch[: self._regions.rounded(rest)]
             padded[:rest] = block[straight:]
             parts.append(padded)
         self._file.write(parts, entry.offset + index * self.aio.block_size)
 
-    def _load_block(self, entry: _Entry, block: memoryview, index: int, scratch: Scratch) -> None:
+    def _load_block(self, entry: _Entry, block: memoryview, index: int, scratch: memoryview) -> None:
         straight = _aligned_bytes(block)
         rest = len(block) - straight
         parts = [block[:straight]] if straight else []
-        padded = scratch.view(self._regions.rounded(rest)) if rest else memoryview(b"")
+        padded = scratch[: self._regions.rounded(rest)] if rest else memoryview(b"")
         self._file.read([*parts, padded] if rest else parts, entry.offset + index * self.aio.block_size)
         block[straight:] = padded[:rest]
         if self.aio.verify and (found := self._checksum.of(block)) != entry.checksums[index]:
@@ -365,21 +365,8 @@ class Regions:
         self._sizes[offset] = size
 
 
-Task = Callable[["Scratch"], None]
-
-
-class Scratch:
-    """Aligned memory of one thread, for bytes that are not aligned themselves. Taken when first used."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._memory: memoryview | None = None
-
-    def view(self, nbytes: int) -> memoryview:
-        """nbytes at the beginning of a page; the same ones at every call."""
-        if self._memory is None:
-            self._memory = memoryview(mmap.mmap(-1, self._nbytes))
-        return self._memory[:nbytes]
+Task = Callable[[memoryview], None]
+"""Gets aligned memory of its thread, for bytes that are not aligned themselves."""
 
 
 class IoThreads:
@@ -388,9 +375,7 @@ class IoThreads:
     def __init__(self, count: int, scratch_bytes: int) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(
-                target=_work, args=(self._tasks, Scratch(scratch_bytes)), name=f"lowtide disk {index}", daemon=True
-            )
+            threading.Thread(target=_work, args=(self._tasks, scratch_bytes), name=f"lowtide disk {index}", daemon=True)
             for index in range(count)
         ]
         for thread in self._threads:
@@ -407,7 +392,8 @@ class IoThreads:
             thread.join()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], scratch: Scratch) -> None:
+def _work(tasks: queue.SimpleQueue[Task | None], scratch_bytes: int) -> None:
+    scratch = memoryview(mmap.mmap(-1, scratch_bytes))  # takes memory where it is written to
     while (task := tasks.get()) is not None:
         task(scratch)
         del task  # it keeps tensors, and the next may be long in coming

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .host_memory import allocate_host
-from .store import Transfer
+from .store import Transfer, Underway, stream_waits
 
 
 class HostCopies(Protocol):
@@ -37,12 +37,13 @@ class StreamCopies:
         self._to_device = torch.Stream(device)
 
     def to_host(self, values: Tensor, out: Tensor) -> Transfer:
-        return _StreamCopy(self._start(self._to_host, values, out))
+        copied = self._start(self._to_host, values, out)
+        return Underway(copied.query, copied.synchronize)
 
     def to_device(self, values: Tensor, out: Tensor) -> Transfer:
         copied = self._start(self._to_device, values, out)
-        torch.accelerator.current_stream(self._device).wait_event(copied)
-        return _StreamCopy(copied)
+        stream_waits(self._device, copied)
+        return Underway(copied.query, copied.synchronize)
 
     def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:
         stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -83,18 +84,6 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     if is_plain and not (values.is_pinned() and values.is_contiguous()):  # what has gaps is copied on its way, unpinned
         values = torch.empty_like(values, pin_memory=True).copy_(values)
     return values.to(device, non_blocking=True)
-
-
-class _StreamCopy:
-    def __init__(self, copied: torch.Event) -> None:
-        self._copied = copied
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._copied.query())
-
-    def wait(self) -> None:
-        self._copied.synchronize()
 
 
 def bytes_in_memory(values: Tensor) -> int:

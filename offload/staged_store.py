@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .host_memory import HostPool
-from .store import Store, Transfer, check_bytes, check_size, closed_error, unknown_key_error
+from .store import Store, Transfer, Underway, check_bytes, check_size, closed_error, stream_waits, unknown_key_error
 
 _NUM_THREADS = 4  # each waits for one key at a time; the store underneath does the work
 
@@ -56,7 +56,15 @@ class StagedStore:
         buffer = self._take(values.numel())
         copied = self._copy(values, into=buffer, device=values.device, after=self._now(values.device))
         self._sizes[key] = values.numel()
-        return _Saving(values.device, copied, self._begin(key, partial(self._write, key, buffer, copied)))
+        future = self._begin(key, partial(self._write, key, buffer, copied))
+
+        def wait() -> None:
+            if copied is not None:
+                stream_waits(values.device, copied)
+            if future.done():  # an error that is known by then is raised
+                _raise_error(future)
+
+        return Underway(lambda: copied is None or copied.query(), wait)
 
     def load(self, key: str, out: Tensor) -> Transfer:
         check_bytes("out", out)
@@ -64,7 +72,8 @@ class StagedStore:
             raise closed_error(key) if self._is_closed else unknown_key_error(key)
         check_size(key, self._sizes[key], out)
         buffer = self._take(out.numel())
-        return _Loading(self._begin(key, partial(self._read, key, buffer, out, self._now(out.device))))
+        future = self._begin(key, partial(self._read, key, buffer, out, self._now(out.device)))
+        return Underway(future.done, partial(_raise_error, future))  # any stream may use what a thread has seen copied
 
     def drop(self, key: str) -> None:
         if key not in self._sizes:
@@ -133,39 +142,6 @@ class StagedStore:
         with stream:
             into.copy_(values, non_blocking=True)
             return stream.record_event()
-
-
-class _Saving:
-    """The bytes are free when they are copied. An error that is known by then is raised."""
-
-    def __init__(self, device: torch.device, copied: torch.Event | None, future: Future[None]) -> None:
-        self._device = device
-        self._copied = copied
-        self._future = future
-
-    @property
-    def is_done(self) -> bool:
-        return self._copied is None or bool(self._copied.query())
-
-    def wait(self) -> None:
-        if self._copied is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._copied)
-        if self._future.done():
-            _raise_error(self._future)
-
-
-class _Loading:
-    """The thread has waited for the copy onto the device, so any stream may use it."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> None:
-        _raise_error(self._future)
 
 
 def _raise_error(future: Future[None]) -> None:

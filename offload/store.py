@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -74,31 +75,20 @@ class Store(Protocol):
         """The sum of the sizes that were saved and not dropped."""
 
 
-class _Finished:
-    """A transfer that was done when it was asked for."""
+@dataclass(frozen=True)
+class Underway:
+    """A transfer that somebody else makes: a stream, or a thread."""
 
-    is_done = True
-
-    def wait(self) -> None:
-        pass
-
-
-FINISHED: Transfer = _Finished()
-
-
-class _StreamTransfer:
-    """A copy on a stream. Does not keep the caller's tensor: the store knows of it until the key is dropped."""
-
-    def __init__(self, device: torch.device, event: torch.Event) -> None:
-        self._device = device
-        self.event = event
+    asks: Callable[[], bool]  # whether it is done
+    wait: Callable[[], None]
 
     @property
     def is_done(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.asks())
 
-    def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self.event)
+
+FINISHED: Transfer = Underway(lambda: True, lambda: None)
+"""A transfer that was done when it was asked for."""
 
 
 class HostStore:
@@ -116,7 +106,7 @@ class HostStore:
         self._owns_pool = pool is None
         self._streams: dict[torch.device, torch.Stream] = {}
         self._kept: dict[str, Tensor] = {}
-        self._running: dict[str, _StreamTransfer] = {}
+        self._running: dict[str, torch.Event] = {}
         self._is_closed = False
 
     def reserve(self, sizes: Iterable[int]) -> None:
@@ -148,7 +138,7 @@ class HostStore:
         if key not in self._kept:
             raise closed_error(key) if self._is_closed else unknown_key_error(key)
         if running := self._running.pop(key, None):
-            running.event.synchronize()  # host memory is used again without regard to streams
+            running.synchronize()  # host memory is used again without regard to streams
         self.pool.give(self._kept.pop(key))
 
     def close(self) -> None:
@@ -162,7 +152,7 @@ class HostStore:
         running = self._running.pop(key, None)
         if caller.device.type == "cpu":
             if running is not None:
-                running.event.synchronize()
+                running.synchronize()
             into.copy_(values)
             return FINISHED
         stream = self._streams.get(caller.device)
@@ -170,12 +160,17 @@ class HostStore:
             stream = self._streams[caller.device] = torch.Stream(caller.device)
         stream.wait_stream(torch.accelerator.current_stream(caller.device))
         if running is not None:  # it may be on the stream of another device
-            stream.wait_event(running.event)
+            stream.wait_event(running)
         with stream:
             into.copy_(values, non_blocking=True)
-            event = stream.record_event()
-        transfer = self._running[key] = _StreamTransfer(caller.device, event)
-        return transfer
+            event = self._running[key] = stream.record_event()
+        # Does not keep the caller's tensor: the store knows of the copy until the key is dropped.
+        return Underway(event.query, partial(stream_waits, caller.device, event))
+
+
+def stream_waits(device: torch.device, event: torch.Event) -> None:
+    """What a device is given from now on comes after the event."""
+    torch.accelerator.current_stream(device).wait_event(event)
 
 
 def check_bytes(name: str, values: Tensor) -> None:

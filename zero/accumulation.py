@@ -94,11 +94,13 @@ class Staging:
 
         Returns which parameters had a gradient.
         """
-        if not self._taken and self._take_whole():
-            return self._taken
-        self.take([index for index, param in enumerate(self._group.params) if param.grad is not None])
+        if self._taken or not self._take_whole():
+            self.take([index for index, param in enumerate(self._group.params) if param.grad is not None])
         if not self._adds:
-            self._zero_rest()
+            for low, high in self._group.layout.outside(self._taken):
+                for start, end, memory in self._regions:
+                    if max(start, low) < min(end, high):
+                        memory[max(start, low) - start : min(end, high) - start].zero_()
         return self._taken
 
     def _take_whole(self) -> bool:
@@ -121,24 +123,8 @@ class Staging:
         for param in params:
             param.grad = None
         torch._chunk_cat(gradients, 0, 1, out=memory[: layout.slots[-1].end_in_flat].view(1, -1))
-        self._zero(layout.slots[-1].end_in_flat, layout.padded_numel)
         self._taken.update(range(len(params)))
         return True
-
-    def _zero_rest(self) -> None:
-        """Where no gradient was, and between the parameters."""
-        end = 0
-        for index, slot in enumerate(self._group.layout.slots):
-            start = slot.offset_in_flat if index in self._taken else slot.end_in_flat
-            if end < start:
-                self._zero(end, start)
-            end = slot.end_in_flat
-        self._zero(end, self._group.layout.padded_numel)
-
-    def _zero(self, low: int, high: int) -> None:
-        for start, end, memory in self._regions:
-            if max(start, low) < min(end, high):
-                memory[max(start, low) - start : min(end, high) - start].zero_()
 
 
 class LocalSum:

@@ -8,11 +8,12 @@ from functools import cached_property
 from torch import Tensor
 
 from ..comm import Mesh
+from ..kernels.weight_rounding import Rounding
 from ..offload import PagedBuffer, PagePool, huge_zeros
-from .codec import Codec, Draws, Parts, QuantizedCodec, QuantizedWeights, WeightCodec
+from .codec import Codec, Parts, QuantizedCodec, WeightCodec
 from .domain import Domain
 from .gradient import GroupGradient
-from .group import PagedMemory, PagesBesideOwn, ResizedMemory, ShardedGroup
+from .group import PagedMemory, ResizedMemory, ShardedGroup
 from .host_update import HostUpdate
 from .low_rank import LowRank
 from .placement import ShardRest
@@ -44,8 +45,8 @@ class GroupMemories:
         """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
         replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
         other stages add. delays_updates: the gradients of a step are used while the next ones come.
-        keeps_sums: see `LocalSum`. seed: of random bits. num_steps: as of `Draws`. low_rank: gradients go between ranks
-        as thin matrices.
+        keeps_sums: see `LocalSum`. seed: of random bits. num_steps: as of `QuantizedCodec`. low_rank: gradients go
+        between ranks as thin matrices.
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward
@@ -75,8 +76,7 @@ class GroupMemories:
         take_memory = self._memory_for(plans)
         groups = []
         for plan in plans:
-            codec = WeightCodec() if plan.weight_bits is None else QuantizedWeights(plan.weight_bits)
-            group = ShardedGroup(plan, self._mesh, codec)
+            group = ShardedGroup(plan, self._mesh, WeightCodec(plan.weight_bits))
             take_memory(group)
             groups.append(group)
         return groups
@@ -122,7 +122,7 @@ class GroupMemories:
         if bits is None or axis.size == 1:
             return Codec(axis, plan.reduce_dtype, parts)
         name = f"{plan.name} over {axis.name} from rank {self._mesh.world.rank}"
-        return QuantizedCodec(axis, plan.reduce_dtype, bits, Draws(self._seed, name, self._num_steps), parts)
+        return QuantizedCodec(axis, plan.reduce_dtype, bits, Rounding.of(self._seed, name, 0), self._num_steps, parts)
 
     def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:
         """Makes the rings anew where these groups need larger slots than those before."""
@@ -167,9 +167,7 @@ class GroupMemories:
 
             def adopt_pages(group: ShardedGroup) -> None:
                 pages = PagedBuffer(self._pages, group.layout.padded_numel, group.plan.dtype)
-                rest_numel = group.at_rest.stop - group.at_rest.start
-                memory = PagesBesideOwn(pages, rest_numel) if group.rests_beside else PagedMemory(pages, group.at_rest)
-                group.adopt_memory(memory, rest)
+                group.adopt_memory(PagedMemory(pages, group.at_rest, group.rests_beside), rest)
 
             return adopt_pages
 

@@ -109,25 +109,6 @@ class Codec:
         return of_ranks if self.axis.route.sums_here else ()
 
 
-class Draws:
-    """The random bits of what a rank sends of one group over one axis: of no other message, and of no other rank's."""
-
-    def __init__(self, seed: int, name: str, num_steps: Callable[[], int]) -> None:
-        """name: of group, axis and rank. num_steps: of the training, without the one whose gradients come."""
-        self._rounding = Rounding.of(seed, name, 0)
-        self._num_steps = num_steps
-        self._count = 0  # of messages of this step
-
-    def next(self) -> tuple[Rounding, int]:
-        """For the next message: `rounding` and `step` of `quantize`."""
-        self._count += 1
-        return self._rounding, (self._num_steps() << 20) + self._count
-
-    def reset(self) -> None:
-        """The next message is the first one of a step."""
-        self._count = 0
-
-
 class QuantizedCodec(Codec):
     """Gradients go over an axis in blocks of few bits, rounded at random so that the mean is exact.
 
@@ -141,10 +122,24 @@ class QuantizedCodec(Codec):
 
     counts_messages = True
 
-    def __init__(self, axis: Axis, dtype: torch.dtype, bits: int, draws: Draws, parts: Parts | None = None) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        dtype: torch.dtype,
+        bits: int,
+        rounding: Rounding,
+        num_steps: Callable[[], int],
+        parts: Parts | None = None,
+    ) -> None:
+        """rounding: the random bits of what this rank sends: of no other group and axis, and of no other rank's.
+
+        num_steps: of the training, without the one whose gradients come.
+        """
         super().__init__(axis, dtype, parts)
         self._bits = bits
-        self._draws = draws
+        self._rounding = rounding
+        self._num_steps = num_steps
+        self._num_messages = 0  # of this step
         self._pieces = [[place] for place in axis.places] if parts is None else parts
 
     def may_lack_own(self, dtype: torch.dtype) -> bool:
@@ -154,7 +149,7 @@ class QuantizedCodec(Codec):
         return shard
 
     def reset(self) -> None:
-        self._draws.reset()
+        self._num_messages = 0
 
     def reduce_scatter(self, staged: Tensor, spare: Tensor | None, what: str) -> Coming:
         pieces = staged.view(sum(map(len, self._pieces)), -1)
@@ -176,7 +171,7 @@ class QuantizedCodec(Codec):
 
         def add_up(total: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
             self._add_up([staged[mine]], messages, [total], accumulate)
-            rounding, step = self._draws.next()
+            rounding, step = self._next_draw()
             quantize(total, self._bits, sums[self.axis.rank], rounding=rounding.at(mine.start), step=step)
             dequantize(sums[self.axis.rank], self._bits, total)
             return ()
@@ -190,13 +185,18 @@ class QuantizedCodec(Codec):
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
+    def _next_draw(self) -> tuple[Rounding, int]:
+        """For the next message: `rounding` and `step` of `quantize`."""
+        self._num_messages += 1
+        return self._rounding, (self._num_steps() << 20) + self._num_messages
+
     def _bytes(self, pieces: Sequence[Tensor]) -> int:
         return sum(quantized_bytes(piece.numel(), self._bits) for piece in pieces)
 
     def _exchanged(self, of_ranks: Sequence[Sequence[Tensor]], what: str) -> tuple[Pending, list[Tensor]]:
         """Sends each of the others its pieces. Returns each rank's message for this one, which `arrived` fills."""
         own = self.axis.rank
-        rounding, step = self._draws.next()
+        rounding, step = self._next_draw()
         offset, given = 0, list[Tensor | None]()
         for rank, pieces in enumerate(of_ranks):
             message = torch.empty(self._bytes(pieces), dtype=torch.uint8, device=pieces[0].device)
@@ -256,60 +256,46 @@ class QuantizedCodec(Codec):
 
 
 class WeightCodec:
-    """Weights go as they are: what comes is put where it is used, without a copy."""
+    """Weights go as they are: what comes is put where it is used, without a copy, and has the very bits of a shard.
 
-    is_exact = True
-    """Whether others get the very bits of a shard."""
-
-    def gather(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
-        """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
-        return axis.route.gather(full, part, what)
-
-    def refresh(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
-        """As `gather`, where `full` has what was gathered before."""
-        return self.gather(axis, full, part, what)
-
-
-class QuantizedWeights(WeightCodec):
-    """Weights go in blocks of few bits, rounded to the nearest; whoever sends takes what the others get.
+    Or they go in blocks of few bits, rounded to the nearest; whoever sends takes what the others get.
 
     gather:    full = Q(part)                       each time anew: nothing adds up
-    refresh:   full = full + Q(part - full)         what one message lacks is in the next one's difference
+    update:    full = full + Q(part - full)         what one message lacks is in the next one's difference
 
-    So `full` is the same on all ranks, and the error of a refresh is that of its last difference alone. That is error
+    So `full` is the same on all ranks, and the error of an update is that of its last difference alone. That is error
     feedback, whose memory is the rank's own part beside `full`. Sources: qwZ of ZeRO++, arXiv 2306.10209, section 3.1;
     weight differences of SDP4Bit, arXiv 2410.15526, section 3.1.
     """
 
-    is_exact = False
-
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int | None) -> None:
+        """bits: of an element; None: they go as they are."""
         self._bits = bits
+        self.is_exact = bits is None
 
-    def gather(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
-        return self._sent(axis, full, part, None, what)
+    def gather(self, axis: Axis, full: Tensor, part: Tensor, what: str, is_update: bool = False) -> Pending:
+        """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),).
 
-    def refresh(self, axis: Axis, full: Tensor, part: Tensor, what: str) -> Pending:
-        return self._sent(axis, full, part, full.view(axis.size, -1)[axis.place], what)
-
-    def _sent(self, axis: Axis, full: Tensor, part: Tensor, less: Tensor | None, what: str) -> Pending:
-        nbytes = quantized_bytes(part.numel(), self._bits)
+        is_update: `full` has what was gathered before.
+        """
+        bits = self._bits
+        if bits is None:
+            return axis.route.gather(full, part, what)
+        nbytes = quantized_bytes(part.numel(), bits)
         messages = torch.empty(axis.size * nbytes, dtype=torch.uint8, device=part.device)
         own = messages.view(axis.size, nbytes)[axis.place]
-        quantize(part, self._bits, own, less=less)
+        quantize(part, bits, own, less=full.view(axis.size, -1)[axis.place] if is_update else None)
         pending = axis.route.gather(messages, own, what)
 
         def collect() -> None:
             pending.wait()
             for message, values in zip(messages.view(axis.size, nbytes), full.view(axis.size, -1), strict=True):
-                dequantize(message, self._bits, values, adds=less is not None)
+                dequantize(message, bits, values, adds=is_update)
 
         return Pending(collect)
 
 
 CHUNK_NUMEL = 1 << 17  # 512 KiB of float32: what is summed stays in the cache between the passes
-
-
 NOTHING = slice(0, 0)
 """Of what is summed: none of it."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
 from ..kernels.optimizer_states import new_states, stored_states
@@ -23,6 +24,50 @@ from .shard_state import ShardState, StatePart
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
 name. None: it has no states yet."""
+
+
+class StepCounts:
+    """Steps of all parameters, and those that some of them have missed.
+
+    begin  ...  count       counted from `begin` on
+    begin  ...  uncount     there was none
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.is_in_step = False
+        """Counted, of which not all shards are updated yet."""
+        self.unused: frozenset[int] = frozenset()
+        """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
+        on any rank."""
+        self.missed: Counter[int] = Counter()
+        """Identity of a parameter -> the number of steps that left it so."""
+
+    def begin(self) -> None:
+        """One more, until `uncount` says that it was none."""
+        self.num_steps += 1
+        self.is_in_step = True
+
+    def count(self) -> None:
+        """What was updated in the step that was begun counts."""
+        self.is_in_step = False
+        if self.unused:
+            self.missed.update(self.unused)
+
+    def uncount(self) -> None:
+        """In the step that was begun nothing has changed."""
+        self.num_steps -= 1
+        self.is_in_step = False
+
+    def take_up(self, params: Iterable[nn.Parameter]) -> None:
+        """These have made no step yet."""
+        if self.num_steps:
+            self.missed.update({id(param): self.num_steps for param in params})
+
+    def load(self, num_steps: int, missed: Mapping[int, int]) -> None:
+        """Those of another run."""
+        self.num_steps = num_steps
+        self.missed = Counter({key: count for key, count in missed.items() if count})
 
 
 class UpdateTerms(NamedTuple):
@@ -99,7 +144,9 @@ class FusedUpdate:
         """Makes one step of all parts of the shard with its gradient, (shard_numel,). parts: those, each time anew."""
         shard.memory.make()
         for one in self._updates(shard, parts(), gradient, terms):
-            self._make([one], terms, lambda number: None)
+            update_shards(
+                self.optimizer, [one], terms.step, terms.gradient_scale, skip=terms.skip, backend=self.backend
+            )  # fmt: skip
 
     def update_together(
         self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
@@ -113,7 +160,10 @@ class FusedUpdate:
         for shard, gradient in due:
             shards.append(shard)
             updates.append(_of_whole(shard, gradient, terms))
-        self._make(updates, terms, lambda number: on_updated(shards[number]))
+        update_shards(
+            self.optimizer, updates, terms.step, terms.gradient_scale,
+            skip=terms.skip, backend=self.backend, on_updated=lambda number: on_updated(shards[number]),
+        )  # fmt: skip
         for update in updates:
             update.gradient = _NOTHING  # its memory is not to wait for the next step
 
@@ -125,12 +175,6 @@ class FusedUpdate:
             runs, steps = terms.runs_in(shard, part.start, part.end)
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield _of_part(shard, part, of_part, runs, steps)
-
-    def _make(self, updates: Sequence[ShardUpdate], terms: UpdateTerms, on_updated: Callable[[int], None]) -> None:
-        update_shards(
-            self.optimizer, updates, terms.step, terms.gradient_scale,
-            skip=terms.skip, backend=self.backend, on_updated=on_updated,
-        )  # fmt: skip
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
         return shard.states_of(piece, changes)

@@ -263,7 +263,7 @@ class ShardedGroup:
             return _NOTHING_PENDING
         what = f"gather of {self.plan.name}"
         if is_update:
-            return self._codec.refresh(self.axes.refreshed, self._memory.own, self.shard, what)
+            return self._codec.gather(self.axes.refreshed, self._memory.own, self.shard, what, is_update=True)
         return self.axes.refreshed.route.gather(self._memory.own, self.shard, what)
 
     @property
@@ -359,51 +359,38 @@ class GroupMemory:
 
 
 class PagedMemory(GroupMemory):
-    """Pages that move between buffers, see [Note: moving pages]. `own` is a view of `full`."""
+    """Pages that move between buffers: [Note: moving pages]. `own` is a view of `full`, or has memory for itself."""
 
-    def __init__(self, pages: PagedBuffer, own: slice) -> None:
-        """own: which elements."""
+    def __init__(self, pages: PagedBuffer, own: slice, is_beside: bool) -> None:
+        """own: which elements. is_beside: all pages come and go, as `full` gets other values than `own`."""
+        numel = pages.tensor.numel()
+        self.own_is_in_full = not is_beside
+        self._pages, self._own = pages, own
+        self._others = [(0, numel)] if is_beside else [(0, own.start), (own.stop, numel)]
         super().__init__(pages.tensor, pages.tensor[own])
-        self._pages = pages
-        self._own = own
+        if is_beside:
+            self.own = torch.empty(own.stop - own.start, dtype=pages.tensor.dtype)
+            self.own.untyped_storage().resize_(0)
 
     def take_own(self) -> None:
-        self._pages.populate(self._own.start, self._own.stop)
+        if self.own_is_in_full:
+            self._pages.populate(self._own.start, self._own.stop)
+        else:
+            self.own.untyped_storage().resize_(self.own.nbytes)
 
     def take_others(self) -> None:
-        self._pages.populate(0, self._own.start)
-        self._pages.populate(self._own.stop, self.full.numel())
+        for start, end in self._others:
+            self._pages.populate(start, end)
 
     def give_own(self) -> None:
-        self._pages.vacate(self._own.start, self._own.stop)
+        if self.own_is_in_full:
+            self._pages.vacate(self._own.start, self._own.stop)
+        else:
+            self.own.untyped_storage().resize_(0)
 
     def give_others(self) -> None:
-        self._pages.vacate(0, self._own.start)
-        self._pages.vacate(self._own.stop, self.full.numel())
-
-
-class PagesBesideOwn(GroupMemory):
-    """Pages of `full`, all of which come and go, and `own` in memory for itself: `full` gets other values than it."""
-
-    own_is_in_full = False
-
-    def __init__(self, pages: PagedBuffer, own_numel: int) -> None:
-        own = torch.empty(own_numel, dtype=pages.tensor.dtype)
-        super().__init__(pages.tensor, own)
-        self._pages = pages
-        own.untyped_storage().resize_(0)
-
-    def take_own(self) -> None:
-        self.own.untyped_storage().resize_(self.own.nbytes)
-
-    def take_others(self) -> None:
-        self._pages.populate(0, self.full.numel())
-
-    def give_own(self) -> None:
-        self.own.untyped_storage().resize_(0)
-
-    def give_others(self) -> None:
-        self._pages.vacate(0, self.full.numel())
+        for start, end in self._others:
+            self._pages.vacate(start, end)
 
 
 class ResizedMemory(GroupMemory):

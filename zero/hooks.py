@@ -197,8 +197,8 @@ def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger)
 _MIN_NUMEL = 1 << 17  # of a weight; the copy of a smaller one costs less than a backward that is written in Python
 
 
-class DirectGradients:
-    """Saves the linear layers of a model a tensor for each gradient of a weight, and the copy of it.
+def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module], ledger: Ledger) -> None:
+    """Saves the linear layers of a model a tensor for each gradient of a large weight, and the copy of it.
 
         dw = dy^T x  ---written to--->  slot (or shard)  <---view--- param.grad
 
@@ -207,16 +207,12 @@ class DirectGradients:
     and where hooks of a user see it, who may keep it for longer than the memory is its own.
     """
 
-    def __init__(self, sequence: UnitSequence, modules: Iterable[nn.Module], ledger: Ledger) -> None:
-        """modules: those with large weights among them are taken."""
-        self._sequence = sequence
-        large = (module for module in modules if _weight_numel(module) >= _MIN_NUMEL)
-        LinearLayers(large, self._make, ledger)
-
-    def _make(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
+    def make(param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
         if x is None or not dy.dtype == x.dtype == param.dtype or _is_seen_by_others(param):
             return gradient_of(dy, x, is_transposed)
-        return weight_gradient(dy, x, is_transposed, self._sequence.place_for_gradient(param))
+        return weight_gradient(dy, x, is_transposed, sequence.place_for_gradient(param))
+
+    LinearLayers((module for module in modules if _weight_numel(module) >= _MIN_NUMEL), make, ledger)
 
 
 def _is_seen_by_others(param: nn.Parameter) -> bool:

@@ -12,7 +12,7 @@ what makes the stages agree bitwise, norm and clipping included.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -125,6 +125,23 @@ class FlatLayout:
             if low < high:
                 pieces.append(Piece(index, low - slot.offset_in_flat, low - start, high - low))
         return Pieces(pieces)
+
+    def outside(self, indices: Set[int]) -> Sequence[tuple[int, int]]:
+        """[start, end) of what none of these parameters has: the others, and the padding."""
+        if len(indices) == len(self.slots):
+            return self._padding
+        return self._between(slot for index, slot in enumerate(self.slots) if index in indices)
+
+    @cached_property
+    def _padding(self) -> Sequence[tuple[int, int]]:
+        return self._between(self.slots)
+
+    def _between(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
+        gaps, end = [], 0
+        for slot in slots:
+            gaps.append((end, slot.offset_in_flat))
+            end = slot.end_in_flat
+        return [(low, high) for low, high in [*gaps, (end, self.padded_numel)] if low < high]
 
     def whole_parameters(self, start: int, end: int) -> tuple[int, int]:
         """[start, end) without the parameters that reach across its ends; start >= end where nothing is left."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..offload import bytes_in_memory
 from .averages import Averages
-from .fused_update import FusedUpdate, UpdateTerms
+from .fused_update import FusedUpdate, StepCounts, UpdateTerms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
-from .parameter_states import ParameterStates, StepCounts
+from .parameter_states import ParameterStates
 from .placement import OffloadedStates, ShardRest
 from .sequence import StateError
 from .shard_state import ShardHomes, ShardState
@@ -216,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.begin_step()
         due = deque([(one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None])
         terms = self._terms(gradient_scale, skip)
-        if self._are_here:
+        if self._are_here and isinstance(self._update, FusedUpdate) and not self._update.waits_for_norm:
             self._update.update_together(due, terms, on_updated)
         else:
             self._homes.window.expect([shard.resident for shard, _ in due])
@@ -272,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.counts.begin()
         self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
         if self._are_here:
-            self._homes.settle()
+            self._homes.widened.settle()
         else:
             self._homes.put_back()
             self._homes.expect(order)
@@ -344,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """What was changed through `states_of` is in the states."""
-        self._homes.settle()
+        self._homes.widened.settle()
 
     def close(self) -> None:
         """Gives back what is in a store, when nothing is updated any more."""

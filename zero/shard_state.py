@@ -22,40 +22,33 @@ from .placement import Chunk, OffloadedStates, ShardRest
 from .versions import ParameterVersions, Speculation, Version
 
 
-@dataclass
-class _Open:
-    """The states of one part of a shard."""
-
-    part: object
-    stored: Callable[[bool], Mapping[str, Tensor]]
-    values: dict[str, Tensor]
-    has_changed: bool
-
-
 class WidenedStates:
     """Holds the float32 values of one part of a shard at a time, and brings changes back into its bytes."""
 
     def __init__(self) -> None:
-        self._open: _Open | None = None
+        self._part: object | None = None
+        self._values: dict[str, Tensor] = {}
+        self._write: Callable[[], Mapping[str, Tensor]] | None = None  # gives the bytes of what was changed
 
     def open(self, part: object, stored: Callable[[bool], Mapping[str, Tensor]], changes: bool) -> dict[str, Tensor]:
         """The values by name, (n,) float32, until another part is opened.
 
         stored: gives payloads and scales, as `new_states` names them; told whether they are for change.
         """
-        if self._open is None or self._open.part is not part:
+        if self._part is not part:
             self.settle()
-            values = {name: state.widened() for name, state in _states_in(stored(False)).items()}
-            self._open = _Open(part, stored, values, False)
-        self._open.has_changed = self._open.has_changed or changes
-        return self._open.values
+            self._part = part
+            self._values = {name: state.widened() for name, state in _states_in(stored(False)).items()}
+        if changes:
+            self._write = partial(stored, True)
+        return self._values
 
     def settle(self) -> None:
         """Ends the use of what is open. Values that changed are rounded to the nearest that 8 bits have."""
-        opened, self._open = self._open, None
-        if opened is not None and opened.has_changed:
-            for name, state in _states_in(opened.stored(True)).items():
-                state.narrow(opened.values[name])
+        if self._write is not None:
+            for name, state in _states_in(self._write()).items():
+                state.narrow(self._values[name])
+        self._part, self._values, self._write = None, {}, None
 
 
 def _states_in(tensors: Mapping[str, Tensor]) -> dict[str, StoredState]:
@@ -263,10 +256,6 @@ class ShardState:
         rounded = None if self.memory.master is None else self.group.shard
         return StatePart(0, self.memory.numel, self.master, list(self.memory.states.values()), rounded)
 
-    def as_parts(self) -> list[StatePart]:
-        """`whole`, in the form of `parts`."""
-        return [self.whole()]
-
     # -- by piece of a parameter ----------------------------------------------------------------------------------
 
     def master_of(self, piece: Piece, changes: bool = False) -> Memory:
@@ -370,7 +359,7 @@ class ShardHomes:
         self._offloaded = offloaded
         self._rest = rest
         self._host = host
-        self._widened = WidenedStates()
+        self.widened = WidenedStates()
         self.window = Window() if rest is None else rest.window
         """Of parameters, on their way to the update."""
 
@@ -380,7 +369,7 @@ class ShardHomes:
         """Takes memory for masters and states of groups; arguments as of `ShardState`. Raises OffloadError."""
         numels = self._offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
         shards = [
-            ShardState(gradient, numel, options_index_of, kept, self._widened, self._offloaded, self._rest, self._host)
+            ShardState(gradient, numel, options_index_of, kept, self.widened, self._offloaded, self._rest, self._host)
             for gradient, numel in zip(gradients, numels, strict=True)
         ]
         self._offloaded.reserve()
@@ -401,13 +390,9 @@ class ShardHomes:
 
     def put_back(self) -> None:
         """What was opened goes back, with what was changed in it."""
-        self._widened.settle()
+        self.widened.settle()
         self.window.put_back()
         self._offloaded.window.put_back()
-
-    def settle(self) -> None:
-        """8-bit states that were opened as wider ones have what was changed in these."""
-        self._widened.settle()
 
     def wait(self) -> None:
         """Returns when states are where they rest. Raises the error of a drive."""

@@ -231,13 +231,6 @@ class SignUpdate(FusedUpdate):
             step = onebit_direction(shard.master[where], new[where], squares[where], options)
             shard.master[where].add_(step, alpha=-float(options["lr"]))
 
-    def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
-    ) -> None:
-        for shard, gradient in due:
-            self.update(shard, shard.as_parts, gradient, terms)
-            on_updated(shard)
-
     # -- what is kept ---------------------------------------------------------------------------------------------
 
     @cached_property

@@ -235,13 +235,6 @@ class TorchUpdate:
         if whole.rounded is not None:
             whole.rounded.copy_(whole.master)
 
-    def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
-    ) -> None:
-        for shard, gradient in due:
-            self.update(shard, shard.as_parts, gradient, terms)
-            on_updated(shard)
-
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
         """Zeros, where a parameter has none yet: `scalar_states` says so, and there is nothing to change."""
         if id(shard) not in self._inner:

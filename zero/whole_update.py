@@ -174,13 +174,6 @@ class WholeUpdate(FusedUpdate):
             finish = dataclasses.replace(one, states=(), runs=ends, steps=steps)
             self._run(self._finish, finish, terms, 1.0)
 
-    def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
-    ) -> None:
-        for shard, gradient in due:
-            self.update(shard, shard.as_parts, gradient, terms)
-            on_updated(shard)
-
     # -- states of matrices that are not elementwise ---------------------------------------------------------------
 
     def make_states(

@@ -162,7 +162,7 @@ def kept_limit(profile: Profile, config: Config) -> int:
 
 
 def writes_gradients(blueprint: Blueprint) -> bool:
-    """Whether gradients of large weights are made where they are staged: see `DirectGradients`."""
+    """Whether gradients of large weights are made where they are staged: see `make_gradients_in_place`."""
     config, size = blueprint.config, blueprint.arrangement.size(blueprint.domain.states)
     is_sent = blueprint.policy.reduces_every_backward and size > 1
     is_added = (config.gradient_accumulation_steps or 1) > 1 and not is_sent

@@ -32,7 +32,7 @@ from ...model.blocks import find_blocks
 from ...model.ledger import Ledger
 from ...parallel.sequence_data import SequenceError, SequencePart
 from ...parallel.tiles import Tiles
-from ...zero.hooks import DirectGradients
+from ...zero.hooks import make_gradients_in_place
 from ...zero.plan import Dtypes, UnitPlan
 from ...zero.sequence import UnitSequence
 from ..step.batch import call, loss_of
@@ -97,7 +97,7 @@ class MetaRun:
                 ledger.override(module, "forward", self._recomputed(module))
             self._observe(marks, ledger)
             if is_direct:
-                DirectGradients(cast(UnitSequence, places), self._model.modules(), ledger)
+                make_gradients_in_place(cast(UnitSequence, places), self._model.modules(), ledger)
             with torch.enable_grad(), _Attention(self._device), tracker:
                 self._run(made, marks, split)
         except SequenceError:

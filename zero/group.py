@@ -20,10 +20,6 @@ from .plan import GroupPlan
 from .released import mark_present, mark_released
 
 
-def _always() -> bool:
-    return True
-
-
 class Residence(Enum):
     """Which memory a group holds."""
 
@@ -245,7 +241,7 @@ class ShardedGroup:
             if not holds_shard:
                 self._rest.window.let_go(self.resident)
 
-    def keep(self, as_long_as: Callable[[], bool] = _always) -> None:
+    def keep(self, as_long_as: Callable[[], bool] = lambda: True) -> None:
         """From now on `release` has no effect while it says so: a rank may use the parameters without the others."""
         self.keeper = as_long_as
 

@@ -172,7 +172,7 @@ class UnitHooks:
                 sequence.enter(rest)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if sequence.phase is Phase.IDLE and not _keeps_graph(output):
+            if sequence.phase is Phase.IDLE and not _tensors_with_graph(output):
                 rest.release()
 
         for module in rest.module.modules():
@@ -208,22 +208,17 @@ def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module]
     """
 
     def make(param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
-        if x is None or not dy.dtype == x.dtype == param.dtype or _is_seen_by_others(param):
+        # Hooks of a user, besides the one of `UnitHooks`, see the gradient.
+        is_seen = bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
+        if x is None or not dy.dtype == x.dtype == param.dtype or is_seen:
             return gradient_of(dy, x, is_transposed)
         return weight_gradient(dy, x, is_transposed, sequence.place_for_gradient(param))
 
-    LinearLayers((module for module in modules if _weight_numel(module) >= _MIN_NUMEL), make, ledger)
+    def is_large(module: nn.Module) -> bool:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        return weight is not None and weight.requires_grad and weight.numel() >= _MIN_NUMEL
 
-
-def _is_seen_by_others(param: nn.Parameter) -> bool:
-    """Whether its gradient is given to hooks besides the one of `UnitHooks`."""
-    after = param._post_accumulate_grad_hooks or ()
-    return bool(param._backward_hooks) or len(after) > 1
-
-
-def _weight_numel(module: nn.Module) -> int:
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    return weight.numel() if weight is not None and weight.requires_grad else 0
+    LinearLayers(filter(is_large, modules), make, ledger)
 
 
 def _is_in_method(modules: Collection[int]) -> bool:
@@ -247,12 +242,8 @@ def _run_newest(newest: Sequence[Callable[[Tensor], None]], gradient: Tensor) ->
     newest[0](gradient)
 
 
-def _keeps_graph(output: Any) -> bool:
-    """True where a backward through what a module returned is possible."""
-    return bool(_tensors_with_graph(output))
-
-
 def _tensors_with_graph(output: Any) -> list[Tensor]:
+    """Those through which a backward is possible, of what a module returned."""
     if not torch.is_grad_enabled():
         return []
     if isinstance(output, Tensor) and current_transform() is None:

@@ -116,7 +116,7 @@ class LowRankMove(Move):
         super().__init__(group, levels, replicas, dtype, inspection)
         self._low_rank = low_rank
         self.has_steps = True
-        self.step: Callable[[], int] = _zero
+        self.step: Callable[[], int] = lambda: 0
         """The number of steps before the one that is made."""
         self._layout = ThinLayout.of(group.layout, low_rank)
         self._wide = dtype if dtype == torch.float64 else torch.float32  # of what is computed and kept
@@ -124,7 +124,7 @@ class LowRankMove(Move):
         """By index of a parameter, (rows, columns); none before the first step."""
         self.factors: dict[int, Tensor] = {}
         """Q of the last step, (columns, rank)."""
-        self.unit: Callable[[], float] = _one
+        self.unit: Callable[[], float] = lambda: 1.0
         """By which the gradients of the step that is made will be multiplied."""
         self._tried: dict[int, tuple[Tensor, Tensor]] = {}  # error and Q after the step, if it counts
 
@@ -268,11 +268,3 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """(rows, rank) -> an orthonormal basis of its columns, and of more where it lacks some."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis
-
-
-def _zero() -> int:
-    return 0
-
-
-def _one() -> float:
-    return 1.0

@@ -45,7 +45,7 @@ class Move:
         """Whether `reset` has something to do."""
         self._inspection = inspection
         self._name = f"reduction of {group.plan.name}"
-        self.sums: Callable[[], bool] = _always
+        self.sums: Callable[[], bool] = lambda: True
         """Whether gradients are summed over replicas in this step; else each updates with its own, and counts it."""
 
     def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
@@ -172,10 +172,6 @@ class Move:
         if spread is not None:
             yield spread
             spread.wait()
-
-
-def _always() -> bool:
-    return True
 
 
 def _part(tensor: Tensor, region: slice) -> Tensor:

@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shards = self._homes.make_shards(gradients, index_of, self._update)
         if isinstance(self._update, FusedUpdate):
             for one in gradients:
-                one.sum_if(self._sums_now)
+                one.sum_if(lambda: self.sums_gradients)
         return shards
 
     def take_up(self, param_group: dict[str, Any], shards: Sequence[ShardState]) -> None:
@@ -193,9 +193,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def sums_gradients(self) -> bool:
         """Whether the step that comes is made with a sum of gradients."""
         return not isinstance(self._update, FusedUpdate) or self._update.sums_gradients(self.counts.num_steps + 1)
-
-    def _sums_now(self) -> bool:
-        return self.sums_gradients
 
     @property
     def can_be_skipped(self) -> bool:

@@ -218,7 +218,7 @@ class UnitSequence:
     @property
     def awaits_backward(self) -> bool:
         """Whether the last forward has ended, and its backward may come."""
-        return self.phase is Phase.IDLE and self._forwards.expects_backward and self._forwards.has_uses
+        return self.phase is Phase.IDLE and self._forwards.expects_backward and bool(self._forwards.last.num_uses)
 
     def read(self, unit: Unit) -> None:
         """Its parameters are read outside of its forward: they are full from now on, until the step ends.
@@ -469,7 +469,7 @@ class UnitSequence:
         for unit in lent:
             if not (unit is self.rest and self.phase is Phase.FORWARD):
                 unit.release()
-        self._forwards.end_lending()
+        self._forwards.of_backward.clear()  # another backward of these may follow
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 

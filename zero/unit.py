@@ -161,11 +161,6 @@ class OpenForwards:
         self.last = Forward()
         self.expects_backward = expects_backward
 
-    @property
-    def has_uses(self) -> bool:
-        """Whether the last one has any."""
-        return bool(self.last.num_uses)
-
     def come_to(self, forward: Forward, units: Sequence[Unit]) -> None:
         """A backward has. Uses of units are counted anew where its graph was kept after an earlier one."""
         self.of_backward.add(forward)
@@ -193,10 +188,6 @@ class OpenForwards:
         self.known = [one for one in self.known if one() is not None]
         self.of_backward.clear()
         self.last = Forward()
-
-    def end_lending(self) -> None:
-        """Another backward of those that autograd has come to may follow."""
-        self.of_backward.clear()
 
 
 class Use:

@@ -12,9 +12,8 @@ from .accumulation import HostSum, LocalSum, ShardMemory, Staging
 from .codec import Codec
 from .group import ShardedGroup
 from .host_update import HostUpdate
-from .inspection import Inspection, NonFinite
 from .low_rank import LowRank, LowRankMove
-from .move import Move
+from .move import Inspection, Move, NonFinite
 
 
 class GroupGradient:
@@ -25,7 +24,7 @@ class GroupGradient:
          LocalSum, of earlier microbatches   ShardMemory, HostSum
 
     Three parts: microbatches are added up (`accumulation.py`), a sum is moved between ranks (`move.py`), and what is
-    summed is inspected on the way, while it is in the cache (`inspection.py`). Where reductions wait for the
+    summed is inspected on the way, while it is in the cache (same file). Where reductions wait for the
     accumulation boundary, gradients of earlier microbatches stay full on each rank; else the shards are added up.
     Where the update is made on the host, a reduced shard leaves the device, and `shard` is on the host in the end.
     """

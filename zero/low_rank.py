@@ -21,9 +21,8 @@ from ..offload import bytes_in_memory
 from .accumulation import Region
 from .codec import Codec
 from .group import ShardedGroup
-from .inspection import Inspection
 from .layout import FlatLayout, Piece
-from .move import Move
+from .move import Inspection, Move
 
 LOW_RANK_ERROR = "low_rank_error"
 """Among the states of a checkpoint, with the number of the rank that has it."""

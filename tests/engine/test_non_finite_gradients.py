@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.engine.step.errors import NonFiniteGradientError
-from lowtide.zero.inspection import Inspection
+from lowtide.zero.move import Inspection
 from tests.models import linear_chain
 from tests.ranks import RankPool
 

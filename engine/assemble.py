@@ -17,12 +17,11 @@ from ..kernels.optimizer_step import cpu_kernel
 from ..model.compiled import Compiled
 from ..model.ledger import Ledger
 from ..offload import ActivationOffload, in_storages_of
-from ..parallel.alike import watch_copies
 from ..parallel.expert_dispatch import split_experts
 from ..parallel.expert_lists import ListedExperts
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
-from ..parallel.split_trial import SplitTrial
+from ..parallel.split_trial import SplitTrial, watch_copies
 from ..parallel.stacks import Stack
 from ..parallel.tiles import Tiled
 from ..parallel.token_parts import TokenParts

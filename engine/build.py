@@ -34,8 +34,7 @@ from .config.elastic import first_world_size
 from .engine import Engine
 from .model.deferred import LaterModel
 from .model.given_model import LossFn, Model, check_optimizers_agree
-from .model.prepared_model import PreparedModel
-from .model.tiling import check_units
+from .model.prepared_model import PreparedModel, check_units
 from .planner import planner
 from .step.batch import call, loss_of
 from .trial import Trial

@@ -1,10 +1,17 @@
-"""A forward that is computed again in the backward."""
+"""Forwards that are made once more, or beside a training: what they find, and what they leave as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 
 @dataclass(frozen=True)
@@ -19,3 +26,70 @@ class Recomputing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.forward, *args, **kwargs)
+
+
+class _SameTensors(TorchFunctionMode):
+    """Copies of objects have the tensors that these have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def copy_states(values: Any) -> Any:
+    """With copies of what a forward may add to beside tensors, such as a cache of keys."""
+
+    def copied(value: Any) -> Any:
+        return value if value is None or isinstance(value, Tensor) else copy.deepcopy(value)
+
+    with _SameTensors():
+        return tree_map(copied, values)
+
+
+class BufferValues:
+    """A context in which a module computes with copies of the buffers that it had when this was made.
+
+    What it changes in them is gone at the end, when it has its own ones back. It may be entered several times.
+    Copies, since no `_version` tells of BatchNorm's statistics, and of codebooks that are changed through `.data`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = [part._buffers for part in module.modules() if part._buffers and isinstance(part._buffers, dict)]
+        self._before = [(owner, dict(owner)) for owner in owners]
+        buffers = {id(one): one for _, held in self._before for one in held.values() if one is not None}
+        self._values = {key: _copy(one) for key, one in buffers.items()}
+        self._own: list[dict[str, Tensor | None]] = []
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the module has any."""
+        return bool(self._values)
+
+    def __enter__(self) -> None:
+        self._own = [dict(owner) for owner, _ in self._before]
+        copies = {key: _copy(one) for key, one in self._values.items()}
+        for owner, before in self._before:
+            owner.clear()
+            owner.update({name: None if one is None else copies[id(one)] for name, one in before.items()})
+
+    def __exit__(self, *error: Any) -> None:
+        for (owner, _), own in zip(self._before, self._own, strict=True):
+            owner.clear()
+            owner.update(own)
+        self._own = []
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Without gradients, in eval mode; each part, and its buffers, are as they were behind it."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with BufferValues(module), torch.no_grad():
+            yield
+    finally:
+        for part, was_training in modes:
+            part.training = was_training

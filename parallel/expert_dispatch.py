@@ -9,7 +9,7 @@ Ranks of an expert axis have other tokens, and rank p has the experts [p n, (p +
     combine        weight times row, summed for each token where its experts are; these rows go back
     output         the sum over the ranks, where the token is
 
-Rows and choices are in the order of [Note: slots] in `expert_tokens.py`. Backward is the same way: the gradient of
+Rows and choices are in the order of [Note: slots]. Backward is the same way: the gradient of
 combine goes to the experts, those of rows and weights come back, by the counts of the forward.
 
 All ranks exchange in each layer, whatever they have: no token, no choice of an expert here. A rank to which nobody
@@ -17,23 +17,276 @@ comes has an output of no rows, whose gradient gives zeros to its parameters, so
 do. A recomputation exchanges again, on all ranks in the same backward.
 Source: the all-to-all of GShard, arXiv 2006.16668, section 3.2; without its capacity, since rows are counted first. A
 token once for each rank: DeepSeek-V3, arXiv 2412.19437, section 3.2.2.
+
+[Note: slots]
+One layer, two ranks with experts 0 1 | 2 3, tokens a b c d of this rank with two choices each:
+
+    choices             a0 a2   b2 b3   c0 c1   d1 d3
+    rows for rank 0     c a d           those with the most choices there first
+      slot 0            c0 a0 d1        each row's first choice there
+      slot 1            c1              its second one: of the first rows alone
+    rows for rank 1     b a d
+      slot 0            b2 a2 d3
+      slot 1            b3
+
+So the numbers of choices in each slot, which are the numbers of rows too (slot 0), say which choice is of which row,
+and are all that ranks tell each other before. Weights go with the choices, and what experts make of a row is summed
+where they are: one row comes back. Within a slot each row is there once, so sums are made in one order.
+
+[Note: rows that are tried]
+Rows of other ranks' tokens come without their weights, each with one choice. So the output for a row must depend on
+that row and its expert alone, and be in proportion to the weight. `TriedExperts` looks at the first rows that come:
+half of the rows with half of the weight tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
-from .expert_tokens import Combined, Dispatched, Repeated, Slots, TokenWay, order_of
-from .expert_trial import TriedExperts
+from ..model.recomputing import BufferValues
+from ..offload import sent
 from .experts import ExpertLayer, ExpertPlan
+from .split_trial import MOST_NARROW, distance_of, random_states
+
+
+class TriedExperts:
+    """The forward of a layer's module, of rows with one choice each. Raises ValueError where it cannot be split."""
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+        self._name = name
+        self._module = module
+        self._forward = forward
+        self._is_tried = False
+
+    def __call__(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """rows: (rows, width), at least one, experts: (rows,) int64 -> (rows, width), of weight 1."""
+        if self._is_tried or rows.is_meta:
+            return self._made(rows, experts, 1.0)
+        before = random_states(self._module)
+        made = self._made(rows, experts, 1.0)
+        self._is_tried = True
+        if all(map(torch.equal, before, random_states(self._module))):  # else two calls are not alike
+            self._try(rows, experts, made.detach())
+        return made
+
+    def _made(self, rows: Tensor, experts: Tensor, weight: float) -> Tensor:
+        made = self._forward(rows, experts.unsqueeze(1), rows.new_full((len(rows), 1), weight))
+        if not isinstance(made, Tensor) or made.shape != rows.shape:
+            found = tuple(made.shape) if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise ValueError(
+                f"'{self._name}': expected an output of the shape of its input, {tuple(rows.shape)}, found {found}; "
+                "its experts cannot be split, set parallel.expert to 1"
+            )
+        return made.to(rows.dtype)
+
+    def _try(self, rows: Tensor, experts: Tensor, made: Tensor) -> None:
+        num = (len(rows) + 1) // 2
+        with BufferValues(self._module), torch.no_grad():
+            found = distance_of(self._made(rows[:num], experts[:num], 0.5), made[:num] * 0.5)
+        if found > MOST_NARROW:
+            raise ValueError(
+                f"'{self._name}': expected an output for each row of that row and its expert alone, in proportion to "
+                f"the weight, found one {found:.0%} of its size off for half of the rows with half of the weight: "
+                "write it as the sum over k of weight times what the expert makes of the row, or set parallel.expert "
+                "to 1"
+            )
+
+
+Slots = tuple[tuple[tuple[int, ...], ...], ...]
+"""Slots[i][j][n]: choices in slot n of what the i-th rank has for the j-th."""
+
+
+@dataclass(frozen=True)
+class TokenWay:
+    """Where the tokens of one forward go, and come from.
+
+    tokens: (sent rows,) int64, by rank. choices: (sent choices,) int64, of the flat choices, by rank and slot. slots:
+    of all ranks.
+    """
+
+    exchange: Exchange
+    what: str
+    num_tokens: int
+    num_choices: int
+    tokens: Tensor
+    choices: Tensor
+    slots: Slots
+
+    def rows_there(self, x: Tensor, what: str) -> Tensor:
+        """x: (sent rows, width) -> (received rows, width)."""
+        return self.exchange.swap_rows(x, self._rows, f"{what} of {self.what}")
+
+    def rows_back(self, y: Tensor, what: str) -> Tensor:
+        """The opposite of `rows_there`."""
+        return self.exchange.swap_rows(y.contiguous(), _turned(self._rows), f"{what} of {self.what}")
+
+    def choices_there(self, numbers: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """(sent choices,) int32, of experts, and their weights -> (received choices,) of both, in one message."""
+        both = torch.cat([one.unsqueeze(1).contiguous().view(torch.uint8) for one in (numbers, weights)], dim=1)
+        came = self.exchange.swap_rows(both, self._choices, f"choices of {self.what}")
+        parts = torch.split(came, [numbers.element_size(), weights.element_size()], dim=1)
+        kinds = numbers.dtype, weights.dtype
+        found = [
+            part.clone(memory_format=torch.contiguous_format).view(kind)[:, 0]
+            for part, kind in zip(parts, kinds, strict=True)
+        ]  # aligned
+        return found[0], found[1]
+
+    def choices_back(self, y: Tensor, what: str) -> Tensor:
+        """(received choices,) -> (sent choices,)."""
+        return self.exchange.swap_rows(y.contiguous(), _turned(self._choices), f"{what} of {self.what}")
+
+    def summed_at_home(self, rows: Tensor) -> Tensor:
+        """rows: (sent rows, width) -> (tokens, width), over the ranks to which a token has gone."""
+        total = rows.new_zeros(self.num_tokens, rows.shape[1], dtype=_wide(rows.dtype))
+        ends = list(accumulate(self._rows[self.exchange.place]))
+        for low, high in zip([0, *ends[:-1]], ends, strict=True):  # a token is in the rows of a rank once
+            total.index_add_(0, self.tokens[low:high], rows[low:high].to(total.dtype))
+        return total.to(rows.dtype)
+
+    def repeated(self, rows: Tensor) -> Tensor:
+        """(received rows, width) -> (received choices, width)."""
+        return rows[self._of_row]
+
+    def summed(self, made: Tensor) -> Tensor:
+        """(received choices, width) -> (received rows, width)."""
+        total = made.new_zeros(self.num_received, made.shape[1], dtype=_wide(made.dtype))
+        for at in self._by_slot:
+            total.index_add_(0, self._of_row[at], made[at].to(total.dtype))
+        return total.to(made.dtype)
+
+    @property
+    def num_received(self) -> int:
+        return sum(row[self.exchange.place] for row in self._rows)
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(slots[0] for slots in row) for row in self.slots)
+
+    @cached_property
+    def _choices(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(map(sum, row)) for row in self.slots)
+
+    @cached_property
+    def _of_slots(self) -> list[list[tuple[int, int, int]]]:
+        """Of received choices, by slot: (the first of them, the first row, how many) of each rank that sent some."""
+        found: list[list[tuple[int, int, int]]] = [[] for _ in self.slots[0][0]]
+        choice = row = 0
+        for slots in (of_rank[self.exchange.place] for of_rank in self.slots):
+            for slot, count in enumerate(slots):
+                if count:
+                    found[slot].append((choice, row, count))
+                choice += count
+            row += slots[0]
+        return found
+
+    @cached_property
+    def _of_row(self) -> Tensor:
+        """The row of each received choice."""
+        by_choice = sorted(one for of_slot in self._of_slots for one in of_slot)
+        return self._numbers([(row, count) for _, row, count in by_choice])
+
+    @cached_property
+    def _by_slot(self) -> list[Tensor]:
+        """The received choices of each slot."""
+        return [self._numbers([(choice, count) for choice, _, count in one]) for one in self._of_slots if one]
+
+    def _numbers(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """(first, how many) -> all of them, one behind the other."""
+        device = self.tokens.device
+        if device.type == "meta":
+            return torch.empty(sum(count for _, count in ranges), dtype=torch.int64, device=device)
+        parts = [torch.arange(first, first + count) for first, count in ranges]
+        return sent(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
+
+
+def _turned(counts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(zip(*counts, strict=True))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are made."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def order_of(choices: Tensor, own: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """choices: (tokens, k), numbers of experts, of which each rank has `own` -> what is sent, as [Note: slots] has it.
+
+    (ranks, tokens) tokens in the order of the rows for each rank, of which the first go; (tokens * k,) the flat choices
+    in theirs, of which the first go; (ranks, k) int64, the choices of each slot. No value is read by the host.
+    """
+    tokens, k = choices.shape
+    rank_of = choices.long().div(own, rounding_mode="floor")
+    rank_of = rank_of.where((rank_of >= 0) & (rank_of < size), size)  # size: of no expert
+    is_there = rank_of.unsqueeze(0) == torch.arange(size, device=choices.device).view(-1, 1, 1)  # (ranks, tokens, k)
+    numbers = is_there.sum(2)
+    order = torch.argsort(numbers, dim=1, descending=True, stable=True)
+    slots = (numbers.unsqueeze(2) > torch.arange(k, device=choices.device)).sum(1)
+    places = torch.empty_like(order).scatter_(1, order, torch.arange(tokens, device=order.device).expand_as(order))
+    # Of each choice: how many of its token went to its rank before it, and where its token stands there.
+    slot = ((is_there.cumsum(2) - 1) * is_there).sum(0)
+    place = (places.unsqueeze(2) * is_there).sum(0)
+    key = (rank_of * k + slot) * max(tokens, 1) + place
+    return order, torch.argsort(key.reshape(-1), stable=True), slots
+
+
+class Dispatched(torch.autograd.Function):
+    """(tokens, width), (tokens, k) weights, (sent choices,) numbers of experts of their rank -> (received rows, width),
+    (received choices,) weights and numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, numbers: Tensor, way: TokenWay) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.way, ctx.k = way, weights.shape[1]
+        found, given = way.choices_there(numbers, weights.reshape(-1)[way.choices])
+        ctx.mark_non_differentiable(found)
+        return way.rows_there(x[way.tokens], "tokens"), given, found
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        way: TokenWay = ctx.way
+        dx = way.summed_at_home(way.rows_back(dy[0], "the gradient of tokens"))
+        back = way.choices_back(dy[1], "the gradient of weights")
+        dweights = back.new_zeros(way.num_choices).index_copy_(0, way.choices, back)
+        return dx, dweights.view(way.num_tokens, ctx.k), None, None
+
+
+class Repeated(torch.autograd.Function):
+    """(received rows, width) -> (received choices, width)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: TokenWay) -> Tensor:
+        ctx.way = way
+        return way.repeated(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        return ctx.way.summed(dy[0]), None
+
+
+class Combined(torch.autograd.Function):
+    """(received choices, width), weighted -> (tokens, width): sums of what the experts of all ranks have made."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, dtype: torch.dtype, way: TokenWay) -> Tensor:
+        ctx.way, ctx.dtype = way, made.dtype
+        return way.summed_at_home(way.rows_back(way.summed(made).to(dtype), "outputs"))
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        way: TokenWay = ctx.way
+        rows = way.rows_there(dy[0].contiguous()[way.tokens], "the gradient of outputs")
+        return way.repeated(rows).to(ctx.dtype), None, None
+
 
 _Forward = Callable[..., Tensor]
 _Read = Callable[[Tensor, int], Slots]

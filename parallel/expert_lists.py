@@ -11,12 +11,14 @@ forward of the block that has the list is run twice, with stand-ins in the list:
 Gradients of the answers go through the exchange to the rows that were asked for, and from these into the block's input;
 weights of choices, and what else is computed in the block, have theirs from the second run. What is behind experts in
 the first run is thrown away. So a block must give its experts the same rows in both runs: random numbers are set back,
-and rows that depend on what another expert has made are an error in the first forward.
+and rows that depend on what another expert has made are an error in the first forward. Each row goes to the rank that
+has its expert, and comes back (`Way`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -28,10 +30,64 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
-from .expert_rows import CombinedRows, DispatchedRows, Way
-from .expert_trial import TriedExperts
+from .expert_dispatch import TriedExperts
 from .experts import ExpertList
 from .split_trial import random_states
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where the rows of one forward go. order: these by expert."""
+
+    exchange: Exchange
+    what: str
+    order: Tensor  # (sent,) int64
+    counts: tuple[tuple[int, ...], ...]  # counts[i][j]: rows that the i-th rank has for the j-th
+    experts: Tensor  # (received,) int64: of this rank, from 0
+
+    def there(self, x: Tensor, what: str) -> Tensor:
+        """x: (sent, width) in the order of the choices -> (received, width)."""
+        return self.exchange.swap_rows(x, self.counts, f"{what} of {self.what}")
+
+    def back(self, y: Tensor, what: str) -> Tensor:
+        """The opposite of `there`."""
+        counts = tuple(zip(*self.counts, strict=True))
+        return self.exchange.swap_rows(y.contiguous(), counts, f"{what} of {self.what}")
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """rows: (sent, width), in that order -> as they were."""
+        out = torch.empty_like(rows)
+        out[self.order] = rows
+        return out
+
+
+class DispatchedRows(torch.autograd.Function):
+    """(sent, width) -> (received, width): the rows for this rank's experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return way.there(x[way.order], "tokens")
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        way: Way = ctx.way
+        return way.placed(way.back(dy[0], "the gradient of tokens")), None
+
+
+class CombinedRows(torch.autograd.Function):
+    """(received, width) -> (sent, width): what the experts of all ranks have made of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return way.placed(way.back(made, "outputs"))
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        way: Way = ctx.way
+        return way.there(dy[0][way.order], "the gradient of outputs"), None
+
 
 _Run = Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
 

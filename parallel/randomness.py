@@ -6,14 +6,23 @@ elements. Between a column split and the row split behind it each has something 
 made of the common one (which goes on by one number) and of the rank's place. So whoever restores the common state, as
 the recomputation of a checkpointed block does, has restored both.
 Source: the two states of Megatron-LM, megatron/core/tensor_parallel/random.py, without a tracker to be saved.
+
+[Note: random numbers that are the same]
+In a stack each rank draws numbers of its own. A module that all ranks compute alike must draw the same ones on all of
+them, and in its recomputation again. So it begins at a seed of its own, made of one that was drawn in front of the
+stack, where ranks draw the same, and that is kept beside the length.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import Exchange
+from ..model.ledger import Ledger
 
 _MIX = 0x9E3779B97F4A7C15  # of 64 bits: the golden ratio, as splitmix64 has it
 
@@ -80,3 +89,32 @@ def draws(model: nn.Module) -> bool:
         if any("drop" in name and type(value) is float and value > 0 for name, value in module.__dict__.items()):
             return True
     return False
+
+
+class CommonDraws:
+    """Has each of them begin at a seed of its own, and the rank's own numbers go on behind it."""
+
+    def __init__(self, randomness: Randomness, is_off: Callable[[], bool]) -> None:
+        """is_off: whether blocks compute with all tokens, where all ranks draw alike anyway."""
+        self._randomness, self._is_off = randomness, is_off
+        self._num = 0
+        self._own: list[Tensor] | None = None  # states of this rank's generators, while such a module runs
+
+    def __len__(self) -> int:
+        return self._num
+
+    def put_on(self, module: nn.Module, seed: Callable[[], int], ledger: Ledger) -> None:
+        """seed: of the stack's forward that runs, or is computed again."""
+        self._num += 1
+        ledger.hook(module.register_forward_pre_hook(partial(self._enter, self._num, seed)))
+        ledger.hook(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, number: int, seed: Callable[[], int], module: nn.Module, args: object) -> None:
+        if module.training and not self._is_off():
+            self._own = self._randomness.states()
+            self._randomness.seed(seed(), -number)
+
+    def _leave(self, *_: object) -> None:
+        if self._own is not None:
+            self._randomness.restore(self._own)
+            self._own = None

@@ -33,8 +33,7 @@ from ..model.compiled import untraced
 from ..model.ledger import Ledger
 from .block_attention import Scores, Seen
 from .ring_attention import Ring, ring_attention
-from .sequence_data import SequenceError
-from .sequence_forwards import Forwards
+from .sequence_data import Forwards, SequenceError
 
 _INNER = ("sdpa", "eager")
 _LAYERS = {"full_attention", "sliding_attention"}

@@ -4,6 +4,8 @@ A plan says of a layer's name how it is split. That a layer is two in one, or th
 split mixes its columns, no name says. So the smallest modules that have both are called with what the first batch gives
 them, once as they are and once with whole parameters, which the ranks put together for it; without gradients, in eval
 mode. What Hugging Face says of its own models is not tried.
+
+The first gradients of parameters that all ranks have alike are compared too (`watch_copies`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..comm import CollectiveError, Exchange
-from ..model.buffers import BufferValues
+from ..model.ledger import Ledger
+from ..model.recomputing import BufferValues
 from .plan import TensorPlan
 from .splits import LayerSplit, Style, is_linear
 
@@ -257,3 +260,34 @@ def distance_of(found: Tensor, right: Tensor) -> float:
     """Of what is beside what is right."""
     found, right = found.detach().double().nan_to_num(), right.double().nan_to_num()
     return float((found - right).norm() / right.norm().clamp(min=1e-30))
+
+
+_MOST_APART = 1e-3  # of a difference beside the gradient; ranks that compute the same are apart by roundings at most
+
+
+def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Exchange, ledger: Ledger) -> None:
+    """Compares the first gradient of each parameter that all ranks have, and then looks no more.
+
+    A parameter between a column and a row split that no plan names gets a part of its gradient on each rank, and its
+    copies would drift apart without a word.
+    """
+    for name, param in model.named_parameters():
+        if id(param) not in plan.parameters and param.requires_grad:
+            handles: list[Any] = []
+            handle = param.register_hook(partial(_compare, name, exchange, handles))  # type: ignore[no-untyped-call]
+            handles.append(handle)
+            ledger.hook(handle)
+
+
+def _compare(name: str, exchange: Exchange, handles: list[Any], gradient: Tensor) -> None:
+    handles.pop().remove()
+    own = gradient.detach().double() if gradient.device.type != "mps" else gradient.detach().float()
+    sums = torch.stack([own.sum(), own.abs().sum()]).view(1, 2)
+    found = exchange.gather(sums, 0, f"the first gradient of '{name}'")
+    difference, size = (found[:, 0].max() - found[:, 0].min()).abs(), found[:, 1].max()
+    if bool(difference > _MOST_APART * size):
+        raise ValueError(
+            f"parallel.tensor: expected one gradient of '{name}' on the {exchange.size} ranks that have it alike, "
+            'found another on each: it is used between a column and a row split. Give its layer the style "partial" in '
+            'tensor_parallel.plan, or those around it "whole"'
+        )

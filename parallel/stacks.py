@@ -1,12 +1,28 @@
-"""Stacks of blocks, between which a rank has some of the tokens, and what of their parameters sees these alone."""
+"""Stacks of blocks, between which a rank has some of the tokens, and what of their parameters sees these alone.
+
+[Note: what a stack was begun with]
+A block that is recomputed in a backward has no state of its forward but the number of autograd's node, which says in
+which forward it was. `StackStarts` keeps what each forward was begun with, by the number of the first node of its
+stack.
+
+[Note: who uses parts of tokens]
+That a block is given what the one before it gave does not say that nobody else is: a loss of each block's output, or
+what a model returns of them, would be of a part, without an error. So `PartWatch` watches functions of torch in the
+first forward of each mode.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..model.blocks import find_blocks
 from ..offload import Portion
@@ -141,3 +157,83 @@ def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
         yield module
         for child in module.children():
             yield from _outside(child, blocks)
+
+
+_MOST = 4096
+
+
+@dataclass(frozen=True)
+class StackStart:
+    """One. number: of the node of autograd that is made next. seed: of what all ranks draw alike."""
+
+    number: int
+    length: int
+    seed: int
+
+
+class StackStarts:
+    """The last ones."""
+
+    def __init__(self) -> None:
+        self._kept: list[StackStart] = []  # those that differ from the one before
+
+    def note(self, length: int, seed: int) -> None:
+        """A forward of a stack begins."""
+        if not self._kept or (self._kept[-1].length, self._kept[-1].seed) != (length, seed):
+            self._kept.append(StackStart(torch._C._autograd._get_sequence_nr(), length, seed))
+            del self._kept[:-_MOST]
+
+    def of_recomputed(self) -> StackStart:
+        """Of the forward that has the node at which autograd is."""
+        number = torch._C._current_autograd_node()._sequence_nr()
+        at = bisect_right(self._kept, number, key=lambda start: start.number)
+        return self._kept[max(at - 1, 0)]
+
+
+class PartWatch(TorchFunctionMode):
+    """To be entered around a forward of the model."""
+
+    def __init__(self, is_inside: Callable[[], bool]) -> None:
+        """is_inside: whether a block runs now, which may do with its tokens what it likes."""
+        self._is_inside = is_inside
+        self._given: dict[int, tuple[Tensor, str]] = {}  # by storage; kept, so that another one is not there
+
+    def note(self, part: Tensor, name: str) -> None:
+        """What the block of that name has given."""
+        self._given[part.untyped_storage()._cdata] = part, name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_inside() or not self._given:
+            return func(*args, **kwargs)
+        used = [(one, name) for one in tree_leaves((args, kwargs)) if (name := self._giver(one)) is not None]
+        versions = [_version(one) for one, _ in used]
+        result = func(*args, **kwargs)
+        if used:
+            is_new = any(isinstance(x, Tensor) and all(x is not one for one, _ in used) for x in tree_leaves(result))
+            if is_new or versions != [_version(one) for one, _ in used]:
+                raise _error(used[0][1], getattr(func, "__name__", str(func)))
+        return result
+
+    def check(self, output: Any) -> None:
+        """output: of the model. Raises ValueError."""
+        for one in tree_leaves(output):
+            if (name := self._giver(one)) is not None:
+                raise _error(name, "it in what the model gives")
+
+    def _giver(self, x: Any) -> str | None:
+        if type(x) is not Tensor or x.is_meta or x.layout != torch.strided:
+            return None
+        found = self._given.get(x.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _error(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"parallel.tensor_sequence: expected that the next block alone uses what '{name}' gives, found {found}: "
+        "between blocks a rank has a part of the tokens; set it to false"
+    )

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ..model.buffers import BufferValues
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
+from ..model.recomputing import BufferValues
 
 MIN_TILE = 256
 _NAMES = re.compile(r"mlp|feed_?forward|ffn|^ff$|dense(gated)?act", re.IGNORECASE)

@@ -31,15 +31,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..comm import CollectiveError, Exchange
-from ..model.buffers import BufferValues
 from ..model.ledger import Ledger
-from .call_states import copy_states
+from ..model.recomputing import BufferValues, copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
-from .common_draws import CommonDraws
-from .part_watch import PartWatch
-from .randomness import Randomness, draws
-from .stack_starts import StackStarts
-from .stacks import Stack, StackedBlock
+from .randomness import CommonDraws, Randomness, draws
+from .stacks import PartWatch, Stack, StackedBlock, StackStarts
 
 _WIDE, _NARROW = 1e-3, 0.02  # of the largest value: products of other shapes are added in another order
 _RECORDED = ("output_hidden_states", "output_router_logits")

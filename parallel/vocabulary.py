@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from ..comm import Exchange
 from .collectives import joined_columns
-from .tiled_logits import TiledLogits, computed
-from .tiled_parts import tiled_cross_entropy
+from .tiled_logits import TiledLogits, computed, tiled_cross_entropy
 
 _SHAPES = {"contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach", "cpu"}
 _EACH = {"mul", "div", "add", "sub", "neg", "tanh", "clamp", "__mul__", "__truediv__", "__rmul__", "__add__", "__sub__"}

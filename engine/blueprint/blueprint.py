@@ -25,8 +25,7 @@ from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, arrangement_of
 from .offload import Home, Homes
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
 from .pipeline_plan import PipelinePlan
-from .places import AlikePlaces, Places
-from .splits import Splits
+from .places import AlikePlaces, Places, Splits
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 

@@ -1,4 +1,7 @@
-"""What ranks of each place have of a model: a place is a stage of its pipeline, a part of its experts and layers."""
+"""What ranks of each place have of a model: a place is a stage of its pipeline, a part of its experts and layers.
+
+`Splits` are the plans of these three; `Places` makes the plan of each place from them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,43 @@ from torch import nn
 from ...comm import Arrangement
 from ...parallel.experts import ExpertPlan
 from ...parallel.plan import TensorPlan
+from ...pipe.split.split import SplitPlan
 from ...zero.domain import Copies, Domain
 from ...zero.plan import Dtypes, ModelPlan, Share, Shares, UnitPlan
+from ..config.config import Config
 from .axes import EXPERT, TENSOR
 from .optimizer_plan import OptimizerPlan
-from .splits import Splits
+from .pipeline_plan import PipelinePlan
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Stages of it, parts of its layers, some of its experts. Each None: all ranks have all of them."""
+
+    pipeline: PipelinePlan | None  # as its first place sees it
+    tensor: TensorPlan | None
+    experts: ExpertPlan | None
+
+    @classmethod
+    def of(
+        cls, config: Config, model: nn.Module, split: SplitPlan | PipelinePlan | None, tensor: TensorPlan | None
+    ) -> Splits:
+        """split, tensor: as `Blueprint.of` takes them. Raises ValueError where the model cannot be split so."""
+        pipeline = None
+        if config.has_stages:
+            known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
+            pipeline = known.for_stage(config)
+        parallel = config.parallel
+        if parallel.tensor > 1 and tensor is None:
+            tensor = TensorPlan.of(model, parallel.tensor, config.tensor_parallel.plan, parallel.tensor_sequence)
+        experts = ExpertPlan.of(model, parallel.expert) if parallel.expert > 1 else None
+        return cls(pipeline, tensor, experts)
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Over how many ranks layers and experts are split."""
+        return 1 if self.tensor is None else self.tensor.degree, 1 if self.experts is None else self.experts.degree
+
 
 _Units = tuple[UnitPlan, ...]
 

@@ -1,21 +1,127 @@
-"""The user's model, with all that is put on it before a blueprint is made of it."""
+"""The user's model, with all that is put on it before a blueprint is made of it: fused modules and tiles among it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ...comm import World
+from ...kernels.dispatch import Backend, has_triton, is_interpreted
+from ...kernels.fuse import NOT_FOUND, lines_of, replace_modules
 from ...model.compiled import Compiled
 from ...model.ledger import Ledger
-from ...parallel.tiles import Tiled
+from ...parallel.tiles import Tiled, Tiles, TilesError
+from ...watch.log import logger
+from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
-from .fusing import check_kernels, fuse_modules
+from ..config.errors import ConfigError, Fault
+from ..config.kernels import FUSION_NAMES, KERNEL_NAMES
 from .given_model import Model, Values, check_model, check_ranks_agree, module_and_values, take
 from .model_flops import ModelFlops
 from .sequences import check_sequences
-from .tiling import tile_modules
+
+
+def check_kernels(config: Config, device: torch.device) -> None:
+    """Raises ConfigError for each kernel that is to run its Triton form where that cannot be."""
+    problem = None
+    if not has_triton():
+        problem = "needs the package triton, which is not installed"
+    elif device.type != "cuda" and not is_interpreted():
+        problem = f"needs a GPU, and the model is on the device {device.type}"
+    kernels = config.kernels
+    asking = [key for key in ("backend", *KERNEL_NAMES) if getattr(kernels, key) == "triton"]
+    if problem is not None and asking:
+        message = f'"triton" {problem}; "auto" is Triton where it can be'
+        raise ConfigError([Fault(f"kernels.{key}", "conflict", message) for key in asking])
+
+
+def fuse_modules(module: nn.Module, config: Config, world: World, ledger: Ledger) -> None:
+    """Replaces what kernels.fuse_modules asks for, and logs it on rank 0."""
+    wanted = config.kernels.fuse_modules
+    backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
+    names = [name for name in FUSION_NAMES if wanted is True or (isinstance(wanted, tuple) and name in wanted)]
+    lines = []
+    if config.parallel.tensor > 1:
+        names = _beside_splits(wanted, names)
+    if wanted == "auto":
+        reason, found = where_triton_runs(world.device, backends)
+        names = _beside_splits(wanted, found) if config.parallel.tensor > 1 else found
+        if "fuse_modules" in config.kernels.model_fields_set:
+            lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
+    if config.tiles.loss and "linear_cross_entropy" in names:
+        names.remove("linear_cross_entropy")
+        lines.append("config: kernels.linear_cross_entropy: its head and loss are computed by tiles.loss here")
+    fused, missing = replace_modules(
+        module, names, backends, always_fuses_loss=isinstance(wanted, tuple), exchange=ledger.exchange_class
+    )
+    lines += lines_of(fused)
+    if isinstance(wanted, tuple):
+        lines += [f"config: kernels.fuse_modules: {name} has no effect here: {NOT_FOUND}" for name in missing]
+    if world.rank == 0:
+        for line in lines:
+            logger.info("%s", line)
+
+
+def _beside_splits(wanted: object, names: list[str]) -> list[str]:
+    """Without the fusions that compute several layers at once, between which ranks exchange where layers are split."""
+    refused = [name for name in names if name in _OVER_LAYERS]
+    if refused and isinstance(wanted, tuple):
+        what = ", ".join(refused)
+        message = f"{what} computes layers at once, between which the ranks of parallel.tensor exchange; leave it out"
+        raise ConfigError([Fault("kernels.fuse_modules", "conflict", message)])
+    return [name for name in names if name not in _OVER_LAYERS]
+
+
+_OVER_LAYERS = ("gated_mlp", "cross_entropy", "linear_cross_entropy")
+
+
+def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> tuple[str, list[str]]:
+    """Why, and the fusions whose Triton form runs on the device: a module's own forward is eager torch already."""
+    if device.type != "cuda":
+        return f"the device is {device.type}", []
+    if not has_triton():
+        return "the package triton is not installed", []
+    names = [name for name, backend in backends.items() if backend != "reference"]
+    return ("Triton runs on this device" if names else "the backend of all fusions is reference"), names
+
+
+def tiles_of(config: Config) -> Tiles:
+    """What the config asks for, as `parallel` takes it."""
+    wanted, backend = config.tiles, config.kernels.backend_of("linear_cross_entropy")
+    return Tiles(wanted.mlp, wanted.loss, wanted.modules, wanted.head, backend)
+
+
+def tile_modules(module: nn.Module, config: Config, world: World, ledger: Ledger) -> Tiled:
+    """Puts tiles on the model, and logs which on rank 0. Raises ConfigError where there is nothing of that kind."""
+
+    def warn(text: str) -> None:
+        if world.rank == 0:
+            logger.warning("%s", text)
+
+    try:
+        tiled = tiles_of(config).apply(module, ledger, warn)
+    except TilesError as error:
+        raise ConfigError([Fault(f"tiles.{error.key}", "conflict", error.message)]) from error
+    if world.rank == 0:
+        for line in tiled.lines:
+            logger.info("%s", line)
+    return tiled
+
+
+def check_units(tiled: Tiled, blueprint: Blueprint) -> None:
+    """Raises ConfigError where a unit lies inside of what runs in tiles, or experts that ranks share do."""
+    for block in () if blueprint.experts is None else blueprint.experts.blocks:
+        if outer := next((name for name, module in tiled.modules if block in set(module.modules())), None):
+            message = (
+                f"'{outer}' holds experts that ranks share: it would exchange tokens once for each tile, and ranks may "
+                "have other numbers of tiles; leave it out, or set parallel.expert to 1"
+            )
+            raise ConfigError([Fault("tiles.modules", "conflict", message)])
+    if fault := tiled.fault([(unit.name, unit.module) for unit in blueprint.units if not unit.is_rest]):
+        raise ConfigError([Fault("zero_optimization.units", "conflict", fault)])
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from ...model.buffers import BufferValues
 from ...model.ledger import Ledger
-from ...model.recomputing import Recomputing
-from ...parallel.call_states import copy_states
+from ...model.recomputing import BufferValues, Recomputing, copy_states
 from ...watch.log import logger
 from ...zero.plan import UnitPlan
 

@@ -13,16 +13,22 @@ from torch import Tensor, nn
 from ...comm import Axis, Exchange, Mesh
 from ...comm.solo import SoloRoute
 from ...model.ledger import Ledger
-from ...parallel.ignored_label import IgnoredLabels
+from ...model.recomputing import in_eval_mode
 from ...parallel.randomness import Randomness
 from ...parallel.sequence_attention import SequenceAttention, check_attention
-from ...parallel.sequence_data import SequenceData, SequenceError, SequencePart, SequenceTrial, check_model
+from ...parallel.sequence_data import (
+    IgnoredLabels,
+    SequenceData,
+    SequenceError,
+    SequencePart,
+    SequenceTrial,
+    check_model,
+)
 from ...pipe.split.trees import leaves
 from ...watch.log import logger
 from ..blueprint.axes import SEQUENCE
 from ..config.config import Config
 from ..config.errors import ConfigError, Fault
-from .eval_mode import in_eval_mode
 from .given_model import LossFn
 
 _MEET = (

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...zero.plan import plan_units
 from ..blueprint.blueprint import Blueprint
-from ..model.tiling import tiles_of
+from ..model.prepared_model import tiles_of
 from .meta_run import MetaRun
 from .profile import Profile
 from .splits import PlannedSplits

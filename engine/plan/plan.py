@@ -16,8 +16,8 @@ from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
 from ..config.errors import shown
 from ..model.deferred import module_for_shapes
+from ..model.prepared_model import tiles_of
 from ..model.sequences import check_sequences
-from ..model.tiling import tiles_of
 from .choice import KEYS, Choice, Space, value_at
 from .estimate import Estimate
 from .machine import Machine

@@ -20,8 +20,7 @@ from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Exchange, Numels, Pending, T
 from ...comm.axis import Piece
 from ...comm.solo import SoloRoute
 from ...model.ledger import Ledger
-from ...parallel.expert_dispatch import split_experts
-from ...parallel.expert_tokens import Slots
+from ...parallel.expert_dispatch import Slots, split_experts
 from ...parallel.experts import ExpertPlan
 from ...parallel.layers import SplitLayers
 from ...parallel.plan import TensorPlan

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Mesh
+from ...model.recomputing import in_eval_mode
 from ...parallel.sequence_data import SequencePart
 from ...parallel.split_trial import SplitTrial
 from ...parallel.vocabulary import LogitParts
 from ...pipe.split.trees import leaves, map_leaves
-from ..model.eval_mode import in_eval_mode
 from ..model.given_model import LossFn
 from ..model.sequences import Sequences
 from .batch import call_for_loss, loss_of

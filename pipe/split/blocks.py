@@ -14,7 +14,7 @@ from torch import nn
 
 from ...model import blocks as model_blocks
 from ...model.blocks import MIN_SHARE_OF_PARAMETERS, numel
-from ...model.buffers import BufferValues
+from ...model.recomputing import BufferValues
 
 Blocks = Mapping[str, nn.Module]  # by their names in the model
 _ROUNDS = 5

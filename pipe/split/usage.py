@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ...model.buffers import BufferValues
+from ...model.recomputing import BufferValues
 from .blocks import Blocks, check_order
 
 # What is read of a tensor or a list without a use of its values.

@@ -11,7 +11,7 @@ import lowtide
 from lowtide.engine.blueprint.optimizer_plan import optimizer_backend
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.kernels import FUSION_NAMES, KERNEL_NAMES, BackendName, KernelsConfig
-from lowtide.engine.model import fusing
+from lowtide.engine.model import prepared_model
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fusions import FUSIONS
 
@@ -102,7 +102,7 @@ def test_triton_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_triton_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "has_triton", lambda: False)
+    monkeypatch.setattr(prepared_model, "has_triton", lambda: False)
     with pytest.raises(ConfigError, match=r'kernels\.optimizer_step: "triton" needs the package triton, which is not'):
         lowtide.initialize(Model(), load(optimizer_step="triton"))
 
@@ -137,10 +137,10 @@ def test_what_is_fused_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_auto_fuses_where_triton_runs(
     device: str, has_triton: bool, kernels: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusing, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(prepared_model, "has_triton", lambda: has_triton)
     config = load(**kernels).kernels
     backends = {name: config.backend_of(name) for name in FUSION_NAMES}
-    assert fusing.where_triton_runs(torch.device(device), backends) == expected
+    assert prepared_model.where_triton_runs(torch.device(device), backends) == expected
 
 
 def test_states_in_host_memory_are_not_for_triton() -> None:

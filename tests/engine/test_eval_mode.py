@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.model.eval_mode import in_eval_mode
+from lowtide.model.recomputing import in_eval_mode
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, share_of, train

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.model.tiling import check_units
+from lowtide.engine.model.prepared_model import check_units
 from lowtide.offload import Portion
 from lowtide.parallel.experts import ExpertPlan
 from lowtide.parallel.sequence_data import SequenceError, check_model

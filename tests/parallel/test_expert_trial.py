@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide.parallel.expert_trial import TriedExperts
+from lowtide.parallel.expert_dispatch import TriedExperts
 from tests.parallel.test_expert_routing import WIDTH, Experts
 
 

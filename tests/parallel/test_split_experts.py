@@ -12,7 +12,7 @@ from lowtide.engine.archive.portions import taken
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from lowtide.engine.config.config import Config
-from lowtide.parallel.expert_layout import ExpertLayout
+from lowtide.parallel.experts import ExpertLayout
 from lowtide.parallel.plan import TensorPlan
 from tests.parallel import expert_models as moe
 from tests.parallel.test_expert_routing import Experts

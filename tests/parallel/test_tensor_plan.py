@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from lowtide.engine.archive.portions import taken
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.model.fusing import _beside_splits
+from lowtide.engine.model.prepared_model import _beside_splits
 from lowtide.parallel.plan import TensorPlan
 from tests import models
 from tests.parallel import models_of_others as others

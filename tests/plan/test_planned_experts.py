@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import lowtide
 from lowtide.engine.blueprint.axes import EXPERT
 from lowtide.engine.config.config import Config
-from lowtide.engine.model.tiling import tiles_of
+from lowtide.engine.model.prepared_model import tiles_of
 from lowtide.engine.plan.choice import Choice, Space
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.model.tiling import tiles_of
+from lowtide.engine.model.prepared_model import tiles_of
 from lowtide.engine.plan.estimate import Activations, estimate, writes_gradients
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun

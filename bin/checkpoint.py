@@ -18,10 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.checkpoint import MODEL, Checkpoint
-from ..checkpoint.errors import CheckpointError, NoCheckpointError
+from ..checkpoint.files import (
+    DCP_METADATA,
+    MANIFEST,
+    CheckpointError,
+    NoCheckpointError,
+    check_tag,
+    data_name,
+    folder_path,
+)
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import Manifest
-from ..checkpoint.names import DCP_METADATA, MANIFEST, check_tag, data_name, folder_path
 from ..engine.archive.run_state import read_training
 from ..engine.config.config import Config
 from .arguments import Parser

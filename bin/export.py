@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.errors import CheckpointError
 from ..checkpoint.export import export_source, parse_bytes, parse_dtype
+from ..checkpoint.files import MANIFEST, CheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.names import MANIFEST, folder_path
 from .arguments import Parser
 
 HELP = "write the weights of a checkpoint as safetensors, in the model's own names"

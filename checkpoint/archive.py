@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..offload import Checksum
 
@@ -83,30 +84,22 @@ def _write_entry(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) 
     return entry
 
 
-class _Storage:
-    """Stands for the values in the pickle, which refers to them by name."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.persistent_id = ("storage", torch.UntypedStorage, "0", "cpu", nbytes)
-
-
-class _TensorRecipe:
-    """Pickles as the call that rebuilds a contiguous tensor from its bytes."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        sample = torch.empty(shape, dtype=dtype, device="meta")
-        self._arguments = (_Storage(sample.nbytes), 0, tuple(shape), sample.stride(), False, _NO_HOOKS, dtype)
-
-    def __reduce__(self) -> Any:
-        return torch._utils._rebuild_tensor_v3, self._arguments
-
-
 class _TensorPickler(pickle.Pickler):
+    """Pickles a tensor without values as the call that rebuilds a contiguous one from the bytes beside the pickle."""
+
     def persistent_id(self, value: Any) -> Any:
-        return value.persistent_id if isinstance(value, _Storage) else None
+        is_storage = isinstance(value, torch.UntypedStorage)
+        return ("storage", torch.UntypedStorage, "0", "cpu", value.nbytes()) if is_storage else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        shape = tuple(value.shape)
+        arguments = (value.untyped_storage(), 0, shape, value.stride(), False, _NO_HOOKS, value.dtype)
+        return torch._utils._rebuild_tensor_v3, arguments
 
 
 def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
-    _TensorPickler(buffer, protocol=2).dump(_TensorRecipe(dtype, shape))
+    _TensorPickler(buffer, protocol=2).dump(torch.empty(shape, dtype=dtype, device="meta"))
     return buffer.getvalue()

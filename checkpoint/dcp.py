@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..optimizers import OPTIMIZERS
+from .files import data_name
 from .fragment import TensorInfo
-from .index import Row
-from .names import data_name
+from .index import Row, RowsByName
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -65,7 +65,7 @@ def metadata_bytes(
     tensors: Mapping[str, TensorInfo],
     aliases: Mapping[str, str],
     optimizer: OptimizerNames,
-    rows: Mapping[str, Sequence[tuple[int, Row]]],
+    rows: RowsByName,
 ) -> bytes:
     """The content of `.metadata`.
 
@@ -89,7 +89,7 @@ def metadata_bytes(
 class _Builder:
     """Collects the three tables of the metadata. rows: by name, with the rank in whose file they are."""
 
-    def __init__(self, rows: Mapping[str, Sequence[tuple[int, Row]]]) -> None:
+    def __init__(self, rows: RowsByName) -> None:
         from torch.distributed.checkpoint import filesystem, metadata
 
         self._rows = rows

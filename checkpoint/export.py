@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..offload import allocate_host
+from .files import INDEX, folder_path
 from .fragment import Fragment, TensorInfo, TensorSource
-from .names import INDEX, folder_path
 from .safetensors_files import CHUNK_BYTES, WeightsPlan
 
 DEFAULT_SHARD_BYTES = 5_000_000_000

@@ -26,16 +26,28 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from .checkpoint import Checkpoint
-from .coverage import check_coverage
+import psutil
+
+from .checkpoint import Checkpoint, check_coverage
 from .dcp import OptimizerNames, metadata_bytes
-from .errors import CheckpointError, NoCheckpointError
-from .index import LAST_MOMENT, FileEntry, Manifest, RankIndex, read_regular, rows_by_name, write_durably
-from .names import DCP_METADATA, LATEST, MANIFEST, check_tag, data_name, folder_path, index_name
-from .writing_process import WritingProcess
+from .files import (
+    DCP_METADATA,
+    LATEST,
+    MANIFEST,
+    CheckpointError,
+    NoCheckpointError,
+    check_tag,
+    data_name,
+    folder_path,
+    index_name,
+    read_regular,
+    write_durably,
+)
+from .index import LAST_MOMENT, FileEntry, Manifest, RankIndex, rows_by_name
 
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
@@ -148,14 +160,14 @@ class CheckpointFolder:
         for rank in range(manifest.num_files):
             text = (saving / index_name(rank)).read_bytes()
             ranks.append(RankIndex.parse(text))
-            files.append(FileEntry(data_name(rank), ranks[-1].file_nbytes, None))
-            files.append(FileEntry(index_name(rank), len(text), zlib.crc32(text)))
+            files.append(FileEntry(name=data_name(rank), nbytes=ranks[-1].file_nbytes, crc32=None))
+            files.append(FileEntry(name=index_name(rank), nbytes=len(text), crc32=zlib.crc32(text)))
         prefixed = {f"model.{alias}": f"model.{name}" for alias, name in manifest.aliases.items()}
         rows = rows_by_name(ranks)
         check_coverage(manifest.tensors, rows, [index.file_nbytes for index in ranks])
         metadata = metadata_bytes(manifest.tensors, prefixed, optimizer, rows)
         write_durably(saving / DCP_METADATA, metadata)
-        files.append(FileEntry(DCP_METADATA, len(metadata), zlib.crc32(metadata)))
+        files.append(FileEntry(name=DCP_METADATA, nbytes=len(metadata), crc32=zlib.crc32(metadata)))
         replace(manifest, files=tuple(files), saved_at=self._next_moment()).write(saving / MANIFEST)
         _sync_folder(saving)
         self._take_name(saving, manifest.tag)
@@ -290,3 +302,49 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- who writes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WritingProcess:
+    """A process as others on its host find it again."""
+
+    host: str  # its boot and its numbering of processes, which a container has for itself; "" where that is unknown
+    pid: int
+    started: float  # seconds since 1970; another process may have the same number later
+
+    @classmethod
+    def this(cls) -> WritingProcess:
+        return cls(_host(), os.getpid(), psutil.Process().create_time())
+
+    @classmethod
+    def of(cls, content: Any) -> WritingProcess:
+        """What `as_dict` gave, out of a file. Raises ValueError."""
+        try:
+            return cls(str(content["host"]), int(content["pid"]), float(content["started"]))
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"expected host, pid and started; {error!r}") from error
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def is_dead(self) -> bool:
+        """True where it is known: a process of this host that is gone, or had its number before another."""
+        if not self.host or self.host != _host():
+            return False
+        try:
+            found = psutil.Process(self.pid)
+            return found.create_time() != self.started or found.status() == psutil.STATUS_ZOMBIE
+        except (psutil.NoSuchProcess, ValueError, OverflowError):
+            return True
+
+
+def _host() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

@@ -7,17 +7,15 @@
 
 `lowtide.json` carries a CRC-32 of its own content, and those of the small files; a row has a checksum of its values.
 That finds what disks do. Against what was written so on purpose, every value is checked for its type and its bounds
-when it is read (`FileContent`), every name for where it leads (`names`), and all rows for being the tensors
-(`coverage`).
+when it is read (`FileContent`), every name for where it leads (`files`), and all rows for being the tensors
+(`check_coverage`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import stat
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,9 +25,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..offload import Box
 from .archive import ArchivePlace
-from .errors import CheckpointError
+from .files import (
+    DCP_METADATA,
+    CheckpointError,
+    check_model_file,
+    check_tag,
+    data_name,
+    index_name,
+    read_regular,
+    shortened,
+    write_durably,
+)
 from .fragment import TensorInfo, dtype_named
-from .names import DCP_METADATA, check_model_file, check_tag, data_name, index_name, shortened
 from .values import check_depth
 
 FORMAT = 1
@@ -127,8 +134,12 @@ class RankIndex:
         return cls(content.file_nbytes, tuple(map(Row.from_list, content.rows)), content.own_state)
 
 
-def rows_by_name(ranks: Sequence[RankIndex]) -> dict[str, list[tuple[int, Row]]]:
-    """The boxes of each tensor, each with the rank in whose file it is."""
+RowsByName = Mapping[str, Sequence[tuple[int, Row]]]
+"""The boxes of each tensor, each with the rank in whose file it is."""
+
+
+def rows_by_name(ranks: Sequence[RankIndex]) -> RowsByName:
+    """All of what the ranks have written."""
     rows: dict[str, list[tuple[int, Row]]] = {}
     for rank, index in enumerate(ranks):
         for row in index.rows:
@@ -147,16 +158,9 @@ class LeftOut:
     digest: str
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(FileContent):
     """A file of the checkpoint. crc32: of the whole file; None where its rows have checksums of their own."""
 
-    name: str
-    nbytes: int
-    crc32: int | None
-
-
-class _EntryContent(FileContent):
     name: Text
     nbytes: Count
     crc32: Count | None
@@ -176,7 +180,7 @@ class _ManifestContent(FileContent):
     training: Any
     config: dict[str, Any]
     model_files: dict[str, Any]
-    files: list[_EntryContent]
+    files: tuple[FileEntry, ...]
     left_out: dict[str, tuple[Text, tuple[Count, ...], Text]] = {}
 
 
@@ -216,6 +220,7 @@ class Manifest:
         content["left_out"] = {
             name: [_text(one.info.dtype), one.info.shape, one.digest] for name, one in self.left_out.items()
         }
+        content["files"] = [dict(entry) for entry in self.files]
         text = _canonical(content)
         self._parse(json.loads(text))
         write_durably(path, b'{"crc32": %d, "content": %s}\n' % (zlib.crc32(text), text))
@@ -270,10 +275,8 @@ class Manifest:
         if not content.topology.keys() >= _TOPOLOGY or not content.topology["world_size"]:
             found = shortened(content.topology)
             raise ValueError(f"topology: expected {', '.join(sorted(_TOPOLOGY))}, ranks of at least 1; found {found}")
-        files = tuple(FileEntry(entry.name, entry.nbytes, entry.crc32) for entry in content.files)
-        _check_files(files, content.topology["world_size"])
-        values = {**dict(content), "tensors": tensors, "compute_dtypes": compute_dtypes, "files": files}
-        values["left_out"] = left_out
+        _check_files(content.files, content.topology["world_size"])
+        values = {**dict(content), "tensors": tensors, "compute_dtypes": compute_dtypes, "left_out": left_out}
         del values["format"]
         return cls(**values)
 
@@ -292,41 +295,6 @@ def _check_files(files: Sequence[FileEntry], num_ranks: int) -> None:
             f"files: expected {data_name(0)}, {index_name(0)} and so on of {num_ranks} ranks, and {DCP_METADATA}, "
             f"each with its kind of checksum; found {len(files)} files, and other than expected {names}"
         )
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes a small file that is whole as soon as it has its name, and on the disk when this returns."""
-    new = path.with_name(path.name + ".new")
-    with open(new, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-
-
-def read_regular(path: Path) -> bytes:
-    """All of a file. Raises OSError; a pipe or a device, from which reading might never end, is not read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        check_regular(os.fstat(descriptor), path)
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(descriptor)
-
-
-def check_regular(status: os.stat_result, path: Path) -> None:
-    """Raises OSError for what is not a regular file."""
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(0, f"expected a regular file, found a {_kind(status.st_mode)}", str(path))
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-    return kinds.get(stat.S_IFMT(mode), "device")
 
 
 def _parsed(text: bytes) -> Any:

@@ -15,24 +15,15 @@ from torch import Tensor
 from ..offload import Box
 from .archive import MAX_VALUES_BYTES, checksum_of
 from .data_file import Blocks, DataFile, EndOfFileError, FilePart
-from .errors import CheckpointError
+from .files import CheckpointError, data_name
 from .fragment import Fragment, TensorInfo
-from .index import Row
-from .names import data_name
+from .index import Row, RowsByName
 
 _NUM_THREADS = 3
 _BATCH_BYTES = MAX_VALUES_BYTES  # of boxes that are read at once: one of full size, or as many small ones
 _BATCH_BYTES_PAST_CACHE = 16 << 20  # none of them is small: see [Note: past the page cache]
 _GAP_BYTES = 64 << 10  # between boxes: what costs less to read than to leave out
 _ALIGNMENT_BYTES = 16  # of values in a buffer: no element is larger
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A row with the rank in whose file it is."""
-
-    rank: int
-    row: Row
 
 
 @dataclass(frozen=True)
@@ -48,14 +39,11 @@ class _Common:
 class _Read:
     """What of a stored box goes where."""
 
-    stored: _Stored
+    rank: int  # in whose file it is
+    row: Row
     info: TensorInfo
     fragment: Fragment
     common: Sequence[_Common]
-
-    @property
-    def row(self) -> Row:
-        return self.stored.row
 
     @property
     def nbytes(self) -> int:
@@ -96,9 +84,7 @@ class CheckpointReader:
     next requests while values are verified.
     """
 
-    def __init__(
-        self, folder: Path, tensors: Mapping[str, TensorInfo], rows: Mapping[str, Sequence[tuple[int, Row]]]
-    ) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo], rows: RowsByName) -> None:
         """rows: name -> (rank in whose file it is, row) of each box; every element is in one (`check_coverage`)."""
         self._folder = folder
         self._tensors = dict(tensors)
@@ -122,19 +108,19 @@ class CheckpointReader:
         fragments in a store.
         """
         in_memory = [read for fragment in fragments if fragment.is_in_memory for read in self._reads_of(fragment)]
-        in_memory.sort(key=lambda read: (read.stored.rank, read.offset))
+        in_memory.sort(key=lambda read: (read.rank, read.offset))
         # Of stored ranges one is open at a time: they are filled in the order in which they rest.
         elsewhere = [read for fragment in fragments if not fragment.is_in_memory for read in self._reads_of(fragment)]
         if in_memory:
             blocks = None if shared else Blocks(_NUM_THREADS)
             batches = _batches_of(in_memory, _BATCH_BYTES if shared else _BATCH_BYTES_PAST_CACHE)
             with ExitStack() as stack:
-                files = stack.enter_context(self._open((read.stored.rank for read in in_memory), blocks))
+                files = stack.enter_context(self._open((read.rank for read in in_memory), blocks))
                 threads = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS, "lowtide checkpoint reader"))
                 stack.callback(threads.shutdown, cancel_futures=True)  # after an error the rest is not worth its time
                 for done in threads.map(lambda batch: self._read_batch(files, batch), batches):
                     self._bytes_read += done
-        with self._open(read.stored.rank for read in elsewhere) as files:
+        with self._open(read.rank for read in elsewhere) as files:
             for read in elsewhere:
                 self._bytes_read += self._read_batch(files, [read])
 
@@ -168,7 +154,7 @@ class CheckpointReader:
         for rank, row in self._rows.get(fragment.name, ()):
             common = [_Common(one, box, offset) for box, offset in boxes if (one := row.box.common(box)) is not None]
             if common:
-                found.append(_Read(_Stored(rank, row), info, fragment, common))
+                found.append(_Read(rank, row, info, fragment, common))
         return found
 
     @contextmanager
@@ -189,7 +175,7 @@ class CheckpointReader:
 
     def _read_batch(self, files: Mapping[int, DataFile], batch: Sequence[_Read]) -> int:
         """Fills the targets of reads that are neighbours in one file; returns the bytes that were read."""
-        rank = batch[0].stored.rank
+        rank = batch[0].rank
         targets = [read.targets() for read in batch]
         fits = [read.fits(target) for read, target in zip(batch, targets, strict=True)]
         sizes = [0 if fit else _rounded(read.nbytes) for read, fit in zip(batch, fits, strict=True)]
@@ -243,7 +229,7 @@ def _batches_of(reads: Sequence[_Read], max_nbytes: int) -> Iterator[list[_Read]
         size_in_buffer = 0 if read.fits(read.targets()) else size
         if batch:
             last = batch[-1]
-            is_near = read.stored.rank == last.stored.rank and read.offset - last.offset - last.nbytes <= _GAP_BYTES
+            is_near = read.rank == last.rank and read.offset - last.offset - last.nbytes <= _GAP_BYTES
             if not is_near or nbytes + size > max_nbytes or in_buffer + size_in_buffer > _BATCH_BYTES:
                 yield batch
                 batch, nbytes, in_buffer = [], 0, 0

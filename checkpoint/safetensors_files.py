@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..offload import allocate_host
+from .files import INDEX, SINGLE, check_weights_file
 from .fragment import Fragment, TensorInfo
-from .names import INDEX, SINGLE, check_weights_file
 
 CHUNK_BYTES = 4 << 20  # of values that are converted at a time
 MAX_HEADER_BYTES = 100_000_000  # what the library accepts
@@ -300,32 +300,32 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
-        places = {name: _place(file, name, entry, 8 + length) for name, entry in entries.items()}
+        found = {
+            name: (str(entry["dtype"]), tuple(entry["shape"]), tuple(entry["data_offsets"]))
+            for name, entry in entries.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, _UnsoundError):
-            raise
         raise ValueError(f"'{file}' is not a safetensors file: its header cannot be read; {error!r}") from error
+    places = {name: _place(file, name, *entry, data_start=8 + length) for name, entry in found.items()}
     _check_size(file, size, places.values())
     return places
 
 
-class _UnsoundError(ValueError):
-    """A header that says impossible things about a tensor."""
-
-
-def _place(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> TensorPlace:
-    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    dtype = _DTYPES.get(entry["dtype"])
+def _place(
+    file: Path, name: str, dtype_name: str, shape: tuple[Any, ...], offsets: tuple[Any, ...], data_start: int
+) -> TensorPlace:
+    dtype = _DTYPES.get(dtype_name)
     if dtype is None:
-        raise _UnsoundError(f"'{file}': tensor {name} has dtype {entry['dtype']}; expected one of {', '.join(_DTYPES)}")
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)):
-        raise _UnsoundError(
+        raise ValueError(f"'{file}': tensor {name} has dtype {dtype_name}; expected one of {', '.join(_DTYPES)}")
+    if len(offsets) != 2 or not all(isinstance(number, int) and number >= 0 for number in (*shape, *offsets)):
+        raise ValueError(
             f"'{file}': tensor {name}: expected whole numbers of at least 0, found shape {list(shape)} and "
-            f"data_offsets {start} to {end} in the header"
+            f"data_offsets {' to '.join(map(str, offsets))} in the header"
         )
+    start, end = offsets
     info = TensorInfo(shape, dtype)
     if end - start != info.nbytes:
-        raise _UnsoundError(
+        raise ValueError(
             f"'{file}': tensor {name}: expected {math.prod(shape)} x {dtype.itemsize} = {info.nbytes} bytes, found "
             f"data_offsets {start} to {end} in the header"
         )

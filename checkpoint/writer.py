@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..offload import Box, HostPool, SequentialFile, TransientBuffer
 from .archive import MAX_VALUES_BYTES, ArchivePlace, checksum_of, write_tensor
+from .files import data_name, index_name
 from .fragment import Fragment
 from .index import RankIndex, Row
-from .names import data_name, index_name
 
 _ALIGNMENT_BYTES = 64
 

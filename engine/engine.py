@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.errors import CheckpointError
+from ..checkpoint.files import CheckpointError
 from ..comm import BODY, Activity, Progress
 from ..model.compiled import refuse_to_be_traced
 from ..watch.log import logger

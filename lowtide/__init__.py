@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     __version__: str
 
-    from .checkpoint.errors import CheckpointError, NoCheckpointError
+    from .checkpoint.files import CheckpointError, NoCheckpointError
     from .comm.errors import CollectiveError
     from .engine.build import initialize
     from .engine.config.config import Config
@@ -43,14 +43,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "CheckpointError": ".checkpoint.errors",
+    "CheckpointError": ".checkpoint.files",
     "CollectiveError": ".comm.errors",
     "Config": ".engine.config.config",
     "ConfigError": ".engine.config.errors",
     "Engine": ".engine.engine",
     "LossScaleError": ".zero.loss_scale",
     "Machine": ".engine.plan.machine",
-    "NoCheckpointError": ".checkpoint.errors",
+    "NoCheckpointError": ".checkpoint.files",
     "NonFiniteGradientError": ".engine.step.errors",
     "OffloadError": ".offload.host_memory",
     "Plan": ".engine.plan.plan",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ...checkpoint.errors import CheckpointError
+from ...checkpoint.files import CheckpointError
 from ...comm import CollectiveError, World
 from ...offload import OffloadError
 

@@ -17,14 +17,13 @@ from torch import nn
 
 from ...checkpoint.checkpoint import AVERAGE, MODEL, STATE, Checkpoint
 from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
-from ...checkpoint.errors import CheckpointError, NoCheckpointError
-from ...checkpoint.folder import CheckpointFolder
+from ...checkpoint.files import CheckpointError, NoCheckpointError
+from ...checkpoint.folder import CheckpointFolder, WritingProcess
 from ...checkpoint.fragment import Fragment, TensorInfo
 from ...checkpoint.index import LeftOut, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.values import encode
 from ...checkpoint.writer import RankWriter, Snapshot
-from ...checkpoint.writing_process import WritingProcess
 from ...comm import Mesh
 from ...offload import HostPool, host_is_pinned
 from ...optimizers import OPTIMIZERS

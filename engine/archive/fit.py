@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.errors import CheckpointError
+from ...checkpoint.files import CheckpointError, shortened
 from ...checkpoint.fragment import TensorInfo
-from ...checkpoint.names import shortened
 from ...checkpoint.reader import CheckpointReader
 from ...zero.master_weights import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer

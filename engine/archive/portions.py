@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...checkpoint.boxes import stretches_of
+from ...checkpoint.fragment import stretches_of
 from ...comm import Exchange
 from ...offload import Box, Portion
 

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...checkpoint.errors import CheckpointError
-from ...checkpoint.names import index_name
-from ...checkpoint.writing_process import WritingProcess
+from ...checkpoint.files import CheckpointError, index_name
+from ...checkpoint.folder import WritingProcess
 from ...comm import CollectiveError
 from ...watch.log import logger
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.export import DEFAULT_SHARD_BYTES, ExportFolder, exported_infos, parse_bytes, parse_dtype, progress
+from ...checkpoint.files import LATEST, MANIFEST, folder_path
 from ...checkpoint.folder import CheckpointFolder
 from ...checkpoint.fragment import Fragment, TensorInfo, TensorSource
-from ...checkpoint.names import LATEST, MANIFEST, folder_path
 from ...checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from ...comm import World
 from ...watch.log import logger

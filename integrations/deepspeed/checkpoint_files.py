@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.errors import CheckpointError, NoCheckpointError
+from ..checkpoint.files import CheckpointError, NoCheckpointError
 
 COUNTERS = "lowtide.deepspeed"
 """In the client state: the counters of DeepSpeed's engine."""

@@ -14,10 +14,10 @@ import torch
 from ..checkpoint.checkpoint import MODEL, STATE
 from ..checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ..checkpoint.export import export_source
+from ..checkpoint.files import folder_path
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.fragment import Fragment, TensorInfo
 from ..checkpoint.index import Manifest
-from ..checkpoint.names import folder_path
 from ..checkpoint.values import encode
 from ..checkpoint.writer import RankWriter
 from ..engine.archive.run_state import encode_client_state, random_state

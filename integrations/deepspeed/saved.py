@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.files import folder_path
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.names import folder_path
 from ..engine.archive.run_state import read_client_state, read_training
 from .checkpoint_files import COUNTERS
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.errors import NoCheckpointError
+from ..checkpoint.files import NoCheckpointError
 from ..comm import CollectiveError
 from ..engine.engine import Engine
 from . import comm

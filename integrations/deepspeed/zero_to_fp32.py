@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.files import folder_path
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.fragment import Fragment
-from ..checkpoint.names import folder_path
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

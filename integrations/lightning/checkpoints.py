@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.errors import CheckpointError
+from ..checkpoint.files import CheckpointError
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.values import decode
 from ..engine.engine import Engine

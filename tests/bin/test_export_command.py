@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lowtide
 from lowtide.bin.main import main
+from lowtide.checkpoint.files import data_name, index_name
 from lowtide.checkpoint.index import RankIndex
-from lowtide.checkpoint.names import data_name, index_name
 from tests.checkpoint.making import resign, write
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of

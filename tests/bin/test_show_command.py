@@ -13,8 +13,8 @@ import torch
 import lowtide
 from lowtide.bin.checkpoint import find_entries
 from lowtide.bin.main import main as lowtide_main
+from lowtide.checkpoint.files import MANIFEST
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.names import MANIFEST
 from tests.checkpoint.making import resign
 from tests.models import tiny_gpt, token_batch
 from tests.ranks import RankPool

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lowtide.checkpoint.dcp import STEP, OptimizerNames
+from lowtide.checkpoint.files import MANIFEST
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.index import Manifest
-from lowtide.checkpoint.names import MANIFEST
 from lowtide.checkpoint.writer import RankWriter
 
 NO_OPTIMIZER = OptimizerNames((), ())

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from lowtide.checkpoint.boxes import boxes_of_range
+from lowtide.checkpoint.fragment import boxes_of_range
 from lowtide.offload.box import Box
 
 NO_LIMIT = 1 << 62

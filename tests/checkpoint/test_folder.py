@@ -13,10 +13,9 @@ import psutil
 import pytest
 import torch
 
-from lowtide.checkpoint.errors import CheckpointError, NoCheckpointError
-from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
+from lowtide.checkpoint.folder import CheckpointFolder, WritingProcess
 from lowtide.checkpoint.writer import RankWriter
-from lowtide.checkpoint.writing_process import WritingProcess
 from tests.checkpoint.making import NO_OPTIMIZER, halves, manifest_of, read_whole, resign, write
 
 
@@ -157,7 +156,7 @@ def test_a_regular_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> 
 def dead_owner() -> str:
     """What a process has written that is gone now."""
     code = (
-        "from lowtide.checkpoint.writing_process import WritingProcess; import json;"
+        "from lowtide.checkpoint.folder import WritingProcess; import json;"
         "print(json.dumps(WritingProcess.this().as_dict()))"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

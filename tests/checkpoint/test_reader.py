@@ -13,10 +13,10 @@ from lowtide.checkpoint import reader, writer
 from lowtide.checkpoint.archive import MAX_VALUES_BYTES, ArchivePlace
 from lowtide.checkpoint.checkpoint import Checkpoint
 from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.index import Row
-from lowtide.checkpoint.reader import _batches_of, _Common, _Read, _Stored
+from lowtide.checkpoint.reader import _batches_of, _Common, _Read
 from lowtide.offload import StoredRange
 from lowtide.offload.box import Box
 from tests.checkpoint.making import read_whole, write
@@ -162,7 +162,7 @@ def reads(*places: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> 
         info = TensorInfo((numel,), torch.float32)
         memory = torch.empty(numel, dtype=dtype)
         common = [_Common(row.box, row.box, 0)]
-        found.append(_Read(_Stored(rank, row), info, Fragment("w", (numel,), 0, memory), common))
+        found.append(_Read(rank, row, info, Fragment("w", (numel,), 0, memory), common))
     return found
 
 

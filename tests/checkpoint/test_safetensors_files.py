@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.checkpoint.files import INDEX
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
-from lowtide.checkpoint.names import INDEX
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, DTYPE_NAMES, SafetensorsSource, WeightsPlan
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

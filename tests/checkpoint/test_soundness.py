@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lowtide.checkpoint import writer
 from lowtide.checkpoint.checkpoint import Checkpoint
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import MANIFEST, CheckpointError, check_model_file, check_weights_file
 from lowtide.checkpoint.fragment import Fragment
-from lowtide.checkpoint.names import MANIFEST, check_model_file, check_weights_file
 from tests.checkpoint.making import halves, resign, write
 
 WORDS = "an index file does not fit the others"

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.checkpoint import writer
-from lowtide.checkpoint.boxes import stretches_of
 from lowtide.checkpoint.dcp import STEP
 from lowtide.checkpoint.export import ExportFolder
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.fragment import Fragment, TensorInfo
+from lowtide.checkpoint.fragment import Fragment, TensorInfo, stretches_of
 from lowtide.checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from lowtide.checkpoint.writer import RankWriter
 from lowtide.offload.box import Box, Portion

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.archive.frozen import digest_of
 from tests.engine.adapted import engine_of, lora, run

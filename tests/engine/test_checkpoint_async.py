@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.checkpoint.errors import CheckpointError
-from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.writing_process import WritingProcess
+from lowtide.checkpoint.files import CheckpointError
+from lowtide.checkpoint.folder import CheckpointFolder, WritingProcess
 from lowtide.comm import CollectiveError
 from lowtide.engine.archive import save_job
 from lowtide.engine.archive.save_job import SaveJob

@@ -12,7 +12,7 @@ import pytest
 
 from lowtide.checkpoint import folder as folder_module
 from lowtide.checkpoint import index as index_module
-from lowtide.checkpoint.errors import CheckpointError, NoCheckpointError
+from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.checkpoint.making import resign
 from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on, saved_tensors

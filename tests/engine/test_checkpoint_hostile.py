@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.checkpoint.errors import CheckpointError
-from lowtide.checkpoint.names import MANIFEST
+from lowtide.checkpoint.files import MANIFEST, CheckpointError
 from tests.checkpoint.making import resign
 from tests.engine.saving import engine_for, run_steps
 from tests.models import Mlp, mlp, vector_batch

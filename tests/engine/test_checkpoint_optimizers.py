@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from tests.engine.saving import (
     Continuation,
     Trip,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.engine.saving import GLOBAL_ROWS, engine_for, load_and_go_on, run_steps
 from tests.models import mlp, short_gpt, token_batch, vector_batch

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler as schedulers
 
 import lowtide
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from lowtide.engine.config.config import Config
 from tests.engine.saving import (
     Trip,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from tests.engine.saving import (
     Trip,
     engine_for,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
 from lowtide.engine.archive.weights import model_files
 from tests import models

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.fragment import TensorInfo, TensorSource
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
 from lowtide.engine.archive import weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.checkpoint.errors import CheckpointError
+from lowtide.checkpoint.files import CheckpointError
 from tests.engine.test_optimizer_offload import offloaded
 from tests.models import short_gpt, short_gpt_float64, token_batch
 from tests.ranks import RankPool

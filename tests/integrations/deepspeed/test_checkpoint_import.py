@@ -10,7 +10,7 @@ import torch
 
 import lowtide.deepspeed as deepspeed
 from lowtide.bin.checkpoint import main
-from lowtide.checkpoint.errors import CheckpointError, NoCheckpointError
+from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
 from lowtide.deepspeed.checkpoint_files import load_pickle, read_deepspeed
 from lowtide.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.integrations.deepspeed.scripts import DATA, batches, engine_of, layers

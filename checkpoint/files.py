@@ -1,12 +1,13 @@
-"""Names that become paths: of a folder, of a checkpoint in it, of its files, and of files beside plain weights.
+"""The files of a checkpoint: their names, how small ones are written and read, and what goes wrong with them.
 
-Whatever comes from a caller or out of a file is checked here before it becomes a path, and nowhere else. The files of a
-checkpoint have no names of their own choice: how many ranks wrote it says what they are called.
+Whatever name comes from a caller or out of a file is checked here before it becomes a path, and nowhere else. The files
+of a checkpoint have no names of their own choice: how many ranks wrote it says what they are called.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path, PurePath
 
 LATEST = "latest"
@@ -15,6 +16,17 @@ DCP_METADATA = ".metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 200  # of a name: file systems take 255, and prefixes come before it
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or read. Says which file, and what is left intact."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint where one was looked for."""
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def folder_path(path: str | os.PathLike[str]) -> Path:
@@ -68,3 +80,38 @@ def shortened(value: object) -> str:
 
 def _is_plain(name: str) -> bool:
     return name.isprintable() and not {*"/\\"} & {*name} and 0 < len(name.encode()) <= _MAX_BYTES
+
+
+# -- small files ------------------------------------------------------------------------------------------------------
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a small file that is whole as soon as it has its name, and on the disk when this returns."""
+    new = path.with_name(path.name + ".new")
+    with open(new, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a file. Raises OSError; a pipe or a device, from which reading might never end, is not read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        check_regular(os.fstat(descriptor), path)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def check_regular(status: os.stat_result, path: Path) -> None:
+    """Raises OSError for what is not a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, f"expected a regular file, found a {_kind(status.st_mode)}", str(path))
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    return kinds.get(stat.S_IFMT(mode), "device")

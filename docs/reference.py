@@ -1,18 +1,22 @@
-"""Writes docs/api.md from the docstrings of the public names:  python docs/reference.py"""
+"""Writes docs/api.md from docstrings, and the tables of docs/config.md from the schema:  python docs/reference.py"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import lowtide
+from lowtide.engine.config.schema import json_schema
 
 _WIDTH = 100
-API = Path(__file__).with_name("api.md")
+API, CONFIG = (Path(__file__).with_name(name) for name in ("api.md", "config.md"))
+NO_EFFECT, UNSUPPORTED = "No effect here: ", "Not supported yet: "
 HEAD = """# Python API
 
 All that `import lowtide` offers, made from the docstrings by `python docs/reference.py`. The keys of the JSON file are
@@ -100,5 +104,146 @@ def _bases(cls: type) -> str:
     return ", ".join(base.__name__ for base in cls.__bases__)
 
 
+def config_page(page: str) -> str:
+    """The page with each table behind a marker, `<!-- keys: PATH -->` and so on, made anew."""
+    makers = {"keys": _keys_table, "types": _types_table, "params": _params_table, "reasons": _reasons_table}
+    schema = json_schema()
+
+    def filled(found: re.Match[str]) -> str:
+        return f"{found[0].splitlines()[0]}\n\n{makers[found[1]](schema, found[2])}\n\n"
+
+    return re.sub(r"<!-- (\w+): (.*) -->\n\n(?:\|.*\n)*\n?", filled, page).rstrip("\n") + "\n"
+
+
+def _keys_table(schema: Any, path: str) -> str:
+    """Keys of a section that have an effect. path: such as `zero_optimization.offload_param`, or `top`."""
+    section = _section(schema, path)
+    rows = [
+        f"| `{key}` | {_kind(schema, one)} | {_default(section, key, one)} | {_text(one)} |"
+        for key, one in section["properties"].items()
+        if _works(one) and not (path == "top" and _is_section(schema, one))
+    ]
+    return "\n".join(["| key | values | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _types_table(schema: Any, path: str) -> str:
+    """A row for each type of `optimizer` or `scheduler`, with its params and their defaults."""
+    rows = []
+    for name, params in _types(schema, path):
+        keys = [
+            f"`{key}` {_default(params, key, one)}".rstrip() for key, one in params["properties"].items() if _works(one)
+        ]
+        rows.append(f"| `{name}` | {', '.join(keys)} | {_text(params)} |")
+    return "\n".join(["| type | params and defaults | formula |", "|---|---|---|", *rows])
+
+
+def _params_table(schema: Any, path: str) -> str:
+    """A row for each key of any type, with each of its meanings."""
+    meanings: dict[str, dict[str, None]] = {}
+    for _, params in _types(schema, path):
+        for key, one in params["properties"].items():
+            if _works(one):
+                meanings.setdefault(key, {})[_text(one)] = None
+    rows = [f"| `{key}` | {' '.join(texts)} |" for key, texts in meanings.items()]
+    return "\n".join(["| key | meaning |", "|---|---|", *rows])
+
+
+def _reasons_table(schema: Any, kind: str) -> str:
+    """Keys without an effect, or with a single value that is taken, by the reason."""
+    start = {"no effect": NO_EFFECT, "not supported": UNSUPPORTED}[kind]
+    reasons: dict[str, list[str]] = {}
+    for path, one in _all_keys(schema, schema, "", set()):
+        if one.get("description", "").startswith(start):
+            fine = f" (fine: {_values(one['enum'])})" if "enum" in one and start == UNSUPPORTED else ""
+            reasons.setdefault(_text(one).removeprefix(start), []).append(f"`{path}`{fine}")
+    rows = [f"| {', '.join(dict.fromkeys(keys))} | {reason} |" for reason, keys in reasons.items()]
+    return "\n".join(["| keys | reason |", "|---|---|", *rows])
+
+
+def _all_keys(schema: Any, section: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Every key below a section with its path; a section with two names has the first."""
+    if id(section) in seen:
+        return
+    seen.add(id(section))
+    for key, one in section.get("properties", {}).items():
+        yield path + key, one
+        for inner in _alternatives(schema, one):
+            yield from _all_keys(schema, inner, f"{path}{key}.", seen)
+
+
+def _alternatives(schema: Any, one: Any) -> list[Any]:
+    """What a value may be, with references to sections followed."""
+    if "$ref" in one:
+        return [schema["$defs"][one["$ref"].rpartition("/")[2]]]
+    options = [option for word in ("anyOf", "oneOf", "allOf") for option in one.get(word, ())]
+    return [found for option in options for found in _alternatives(schema, option)] or [one]
+
+
+def _section(schema: Any, path: str) -> Any:
+    section = schema
+    for key in () if path == "top" else path.split("."):
+        options = _alternatives(schema, section["properties"][key])
+        section = next(option for option in options if "properties" in option)
+    return section
+
+
+def _types(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for option in _alternatives(schema, schema["properties"][path]):
+        if "properties" in option:
+            kind = option["properties"]["type"]
+            yield json.dumps(kind["default"]), _section_of_params(schema, option)
+
+
+def _section_of_params(schema: Any, option: Any) -> Any:
+    found = next(one for one in _alternatives(schema, option["properties"]["params"]) if "properties" in one)
+    return {"description": option.get("description", ""), **found}
+
+
+def _works(one: Any) -> bool:
+    return not one.get("description", "").startswith((NO_EFFECT, UNSUPPORTED))
+
+
+def _is_section(schema: Any, one: Any) -> bool:
+    return any("properties" in option for option in _alternatives(schema, one))
+
+
+def _kind(schema: Any, one: Any) -> str:
+    kinds = []
+    for option in _alternatives(schema, one):
+        if "properties" in option:
+            kinds.append("section")
+        elif "const" in option or "enum" in option:
+            kinds.append(_values(option.get("enum", [option.get("const")])))
+        elif isinstance(kind := option.get("type", "any"), list):
+            kinds += [{"null": "null", "boolean": "true, false"}.get(name, name) for name in kind]
+        else:
+            bounds = [
+                f"{sign} {option[word]}"
+                for word, sign in (
+                    ("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"),
+                )
+                if word in option
+            ]  # fmt: skip
+            name = {"array": "list", "boolean": "true, false", "object": "section"}.get(kind, kind)
+            kinds.append(" ".join([name, *bounds]))
+    return " or ".join(dict.fromkeys(kinds))
+
+
+def _values(values: list[Any]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
+
+
+def _default(section: Any, key: str, one: Any) -> str:
+    if key in section.get("required", ()):
+        return "required"
+    default = one.get("default")
+    return "" if isinstance(default, dict) else f"`{json.dumps(default)}`"
+
+
+def _text(one: Any) -> str:
+    return " ".join(one.get("description", "").split()).replace("|", "\\|")
+
+
 if __name__ == "__main__":
     API.write_text(reference())
+    CONFIG.write_text(config_page(CONFIG.read_text()))

@@ -1,4 +1,4 @@
-"""docs/api.md says what the docstrings say."""
+"""docs/api.md says what the docstrings say, and the tables of docs/config.md what the schema says."""
 
 import runpy
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def test_the_page_is_fresh() -> None:
-    expected = runpy.run_path(str(DOCS / "reference.py"))["reference"]()
-    assert (DOCS / "api.md").read_text() == expected, "run: python docs/reference.py"
+def test_the_pages_are_fresh() -> None:
+    made = runpy.run_path(str(DOCS / "reference.py"))
+    assert (DOCS / "api.md").read_text() == made["reference"](), "run: python docs/reference.py"
+    page = (DOCS / "config.md").read_text()
+    assert page == made["config_page"](page), "run: python docs/reference.py"
+    assert page.count("<!-- ") > 30

@@ -15,13 +15,11 @@ Every route but the native one sums in rank order, so that the result does not d
 
 from ..watch.progress import Activity, Progress
 from .arrangement import Arrangement
-from .axis import Axis
-from .errors import CollectiveError
+from .axis import Axis, Numels, Pending, Terms, regions_of
+from .errors import BODY, CollectiveError, Raised
 from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
 from .mesh import Mesh, route_for
 from .peers import P2P
-from .pending import Numels, Pending, Terms, regions_of
-from .raised import BODY, Raised
 from .world import World
 
 __all__ = [

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .axis import Axis
-from .pending import Numels, Pending
+from .axis import Axis, Numels, Pending
 
 EXCHANGE_SLOTS = 2  # one is being read by others while the next one is written
 _LEAST_BYTES = 1 << 16

@@ -16,19 +16,16 @@ import torch
 import torch.distributed as dist
 
 from .arrangement import Arrangement
-from .axis import Axis, Route
+from .axis import Axis, Route, SoloRoute
+from .errors import Raised
 from .exchange import Exchange
 from .native import NativeRoute
-from .objects import gather_objects
 from .peers import P2P
-from .raised import Raised
-from .shared_files import shared_memory_fault
 from .shared_memory import SharedMemoryRoute
+from .shared_segment import shared_memory_fault
 from .sockets import SocketRoute
-from .solo import SoloRoute
-from .trail import NUM_RECORDED, AxisTrail, Trail
-from .works import Works
-from .world import World
+from .works import NUM_RECORDED, AxisTrail, Trail, Works
+from .world import World, gather_objects
 
 logger = logging.getLogger("lowtide")
 

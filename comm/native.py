@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
-from .axis import Piece
-from .pending import Numels, Pending, Terms
-from .trail import AxisTrail
-from .works import Works
+from .axis import Numels, Pending, Piece, Route, Terms
+from .works import AxisTrail, Works
 
 _GATHER, _SCATTER, _REDUCE = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
 _GATHER.asyncOp = _SCATTER.asyncOp = _REDUCE.asyncOp = True
@@ -35,13 +33,10 @@ def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
     return group.allreduce([values], _REDUCE)
 
 
-class NativeRoute:
+class NativeRoute(Route):
     """Collectives of the process group's backend, asynchronous; `wait` orders the current stream after them."""
 
     name = "native"
-    sums_here = False
-    slots_may_lack_own = False
-    copies_are_shared = False
 
     def __init__(
         self,
@@ -54,48 +49,17 @@ class NativeRoute:
         works: Works,
     ) -> None:
         """rank: within the axis; ranks, places: as of `Axis`."""
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
+        super().__init__(device, rank, ranks)
         self._places = None if list(places) == sorted(places) else torch.tensor(places, device=device)
         self._group: dist.ProcessGroup | None = group
-        self._device = device
         self._channel = channel
         self._works = works
         self._others = [*ranks[:rank], *ranks[rank + 1 :]]
-        self._next: Tensor | None = None
-
-    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """One zero-filled buffer on the device for each (numel, dtype)."""
-        return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
-
-    @property
-    def slot_bytes(self) -> int:
-        """None: the allocator of the device keeps what was freed."""
-        return 0
-
-    def reserve_slots(self, nbytes: int, count: int) -> None:
-        """Nothing to reserve, as `slot_bytes` says."""
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
         assert self._places is None, "nothing is gathered over axes whose parts are in another order"
         return self._start(_all_gather, what, full, part)
-
-    def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """As `gather`."""
-        return self.gather(full, part, what)
-
-    def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What `open_slot` will give next: it may be written already."""
-        if self._next is None or self._next.numel() != numel or self._next.dtype != dtype:
-            self._next = torch.empty(numel, dtype=dtype, device=self._device)
-        return self._next
-
-    def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """A buffer to stage a gradient in, (numel,) of dtype, uninitialized."""
-        slot, self._next = self.next_slot(numel, dtype), None
-        return slot
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
         """The sum over ranks of slot[this rank's part]. slot: (size * n,).
@@ -150,9 +114,6 @@ class NativeRoute:
         """The exact sum over ranks of a small int64 vector, in its own memory."""
         self._start(_all_reduce, what, values).wait()
         return values
-
-    def fence(self, what: str) -> None:
-        """Nothing to order: what a rank writes is seen by others through collectives alone."""
 
     def close(self) -> None:
         """Lets go of the process group."""

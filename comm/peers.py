@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..watch.progress import Progress
-from .axis import Route
-from .pending import Pending
-from .trail import Trail
-from .works import Works
+from .axis import Pending, Route
+from .works import Trail, Works
 from .world import World
 
 NUM_TAGS = 1 << 20  # what a message's own tag stays below

@@ -24,13 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .axis import Piece
+from .axis import Numels, Pending, Piece, Route, Terms, regions_of
 from .errors import CollectiveError, no_answer
-from .pending import Numels, Pending, Terms, regions_of
-from .shared_counters import CONSUMED, COUNTERS_NUMEL, FENCED, POSTED, REDUCED, SharedCounters
-from .shared_files import Gather, map_together, page_aligned
-from .shared_mail import LETTER_NUMEL, MAIL_NUMEL, SharedMail
-from .trail import AxisTrail
+from .shared_segment import (
+    CONSUMED,
+    COUNTERS_NUMEL,
+    FENCED,
+    LETTER_NUMEL,
+    MAIL_NUMEL,
+    POSTED,
+    REDUCED,
+    Gather,
+    SharedCounters,
+    SharedMail,
+    map_together,
+    page_aligned,
+)
+from .works import AxisTrail
 
 _LINE_BYTES = 64  # of the cache
 
@@ -40,12 +50,11 @@ def counters_bytes(size: int) -> int:
     return page_aligned(8 * size * (COUNTERS_NUMEL + MAIL_NUMEL))
 
 
-class SharedMemoryRoute:
+class SharedMemoryRoute(Route):
     """Collectives between ranks that map the same memory. See the notes at the top of the file."""
 
     name = "shared_memory"
     sums_here = True
-    slots_may_lack_own = False
     copies_are_shared = True
 
     def __init__(
@@ -62,9 +71,7 @@ class SharedMemoryRoute:
 
         exchange: gives every rank's value, a barrier too; needed until they share memory.
         """
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
+        super().__init__(torch.device("cpu"), rank, ranks)
         self._places = places
         self._channel = channel
         told = _gather_by(exchange, rank, ranks, channel)

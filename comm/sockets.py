@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .axis import Piece
+from .axis import Numels, Pending, Piece, Route, Terms, regions_of
 from .errors import CollectiveError, no_answer
-from .pending import Numels, Pending, Terms, regions_of
-from .trail import AxisTrail
+from .works import AxisTrail
 from .world import break_connections, note_broken
 
 _TAGS_PER_NAME = 1 << 11
@@ -27,13 +26,12 @@ _NUM_NAMES = (1 << 10) - 1
 _NO_TAG = _NUM_NAMES * _TAGS_PER_NAME  # that no operation has
 
 
-class SocketRoute:
+class SocketRoute(Route):
     """Collectives made of point-to-point messages; every message of an operation carries the operation's tag."""
 
     name = "sockets"
     sums_here = True
     slots_may_lack_own = True
-    copies_are_shared = False
 
     def __init__(
         self,
@@ -46,9 +44,7 @@ class SocketRoute:
         channel: AxisTrail,
     ) -> None:
         """rank: within the axis; ranks, places: as of `Axis`; first_tag: keeps two engines in a process apart."""
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
+        super().__init__(torch.device("cpu"), rank, ranks)
         self._places = places
         self._group: dist.ProcessGroup | None = group
         self._peers = [peer for peer in range(self.size) if peer != rank]
@@ -59,17 +55,10 @@ class SocketRoute:
         self._channel = channel
         self._scratch: dict[str, Tensor] = {}
 
-    def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """One zero-filled buffer of this process for each (numel, dtype)."""
-        return [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
-
     @property
     def slot_bytes(self) -> int:
         """Slots and what comes to them are kept at the largest size that was asked for."""
         return sum(one.nbytes for one in self._scratch.values())
-
-    def reserve_slots(self, nbytes: int, count: int) -> None:
-        """Nothing to reserve: a slot is made when it is first opened."""
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
@@ -81,10 +70,6 @@ class SocketRoute:
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         return Pending(lambda: self._wait(works, what, sequence))
-
-    def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """As `gather`."""
-        return self.gather(full, part, what)
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """What `open_slot` will give next: it may be written already."""
@@ -170,9 +155,6 @@ class SocketRoute:
         works += self._send(dict.fromkeys(self._peers, everyone[self.rank]), tag, what)
         self._wait(works, what, sequence)
         return everyone.sum(dim=0)
-
-    def fence(self, what: str) -> None:
-        """Nothing to order: what a rank writes is seen by others through messages alone."""
 
     def close(self) -> None:
         """Lets go of the process group, and of the buffers."""

@@ -1,21 +1,16 @@
-"""This process among all processes of the job: rank, device, rendezvous.
+"""This process among all processes of the job: rank, device, small objects, and what ends with an engine.
 
 [Note: threads at exit]
 The threads of a gloo group end when its last reference goes. One that lives on into the interpreter's shutdown, with a
 tensor of a finished collective in its hands, aborts the process. So `leave` must drop the last reference: routes let go
 of their group in `close`, and `torch.distributed.nn.functional`, which binds the default group as a default argument
 when it is imported, is imported here, before there is one.
-
-[Note: one store, many groups]
-A process may make a group, leave it and make the next while another rank has not left the first one. So the store in
-which ranks find each other is kept from group to group, and each group has a part of it to itself: nobody reads what an
-earlier group has written, and whoever is first waits for the others. With a store for each group, the early rank finds
-the old one, whose owner is about to close it; a store that torchrun keeps would have the addresses of the old group.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 import weakref
@@ -29,34 +24,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from ..watch.progress import Activity, Progress
 from ..watch.record import NUM_CHANNELS
 from ..watch.watchdog import Watchdog
-from .errors import CollectiveError, no_answer
-from .loopback_store import loopback_store
-from .objects import gather_objects
+from .errors import Begun, CollectiveError, Raised, no_answer
 from .overdue import Overdue, leave_errors_to_us
-from .raised import Begun, Raised
+from .rendezvous import is_launched, launched_ranks, make_process_group
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
 # decides; weak, because a last reference would keep the group's threads alive.
 _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-# The launcher's variables -> the store that they lead to, and how many groups were made in it. One entry, as global as
-# the default process group; see [Note: one store, many groups].
-_STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
-
 # The process groups whose connections a failed collective has ended, and its error. As global as these groups.
 _BROKEN: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
+_LENGTH_BYTES = 8
+_FIRST_BYTES = 256  # of each rank in the first collective; most of what ranks tell each other is shorter
 _NO_TAG = (1 << 31) - 1  # that no message has
 _CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
 _HOST_BACKENDS = ("gloo", "mpi", "fake")  # whose `wait` returns when the result is there
 _WITHOUT_FLOAT64 = {"mps"}
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -90,16 +78,16 @@ class World:
         """
         chosen = _choose_device(device)
         progress = Progress.of_this_process()
-        began_alone = not dist.is_initialized() and not _is_launched()
+        began_alone = not dist.is_initialized() and not is_launched()
         if dist.is_initialized():
             _refuse_broken(dist.group.WORLD)
         else:
-            num_ranks = _launched_ranks()[1]
+            num_ranks = launched_ranks()[1]
             if chosen.type != "cpu":
                 leave_errors_to_us()
-            progress.identify(_launched_ranks()[0], num_ranks)
+            progress.identify(launched_ranks()[0], num_ranks)
             with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
-                _make_process_group(chosen, timeout_seconds)
+                make_process_group(chosen, timeout_seconds)
             _USERS[dist.group.WORLD] = 0
         owned = dist.group.WORLD in _USERS
         if owned:
@@ -260,6 +248,29 @@ class World:
         return len(set(self.hosts))
 
 
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every rank of the group, by rank: small picklable objects.
+
+    One collective where all of them are small, else a second one; `dist.all_gather_object` has two, one of sizes.
+    """
+    written = pickle.dumps(value)
+    begins = len(written).to_bytes(_LENGTH_BYTES, "little") + written
+    first = _gather_bytes(begins, _FIRST_BYTES, group)
+    lengths = [_LENGTH_BYTES + int.from_bytes(one[:_LENGTH_BYTES], "little") for one in first]
+    longest = max(lengths)
+    whole = first if longest <= _FIRST_BYTES else _gather_bytes(begins, longest, group)
+    return [pickle.loads(one[_LENGTH_BYTES:length]) for one, length in zip(whole, lengths, strict=True)]
+
+
+def _gather_bytes(content: bytes, count: int, group: dist.ProcessGroup | None) -> list[bytes]:
+    """So many bytes of every rank's content, which is filled with zeros, or cut off."""
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    own = torch.frombuffer(bytearray(content[:count].ljust(count, b"\0")), dtype=torch.uint8).to(device)
+    everyone = torch.empty(dist.get_world_size(group), count, dtype=torch.uint8, device=device)
+    dist.all_gather(list(everyone), own, group=group)
+    return [row.tobytes() for row in everyone.cpu().numpy()]
+
+
 def _choose_device(device: str) -> torch.device:
     """The device of this rank: the CPU, or its own among those of the accelerator that torch knows here.
 
@@ -299,40 +310,6 @@ def _device_index(kind: str, num_visible: int) -> int:
     return local_rank
 
 
-def _backend_of(device: torch.device) -> str:
-    """The process group that torch has for a device. Raises ValueError where it knows none, and ranks need one."""
-    try:
-        return str(dist.get_default_backend_for_device(device))
-    except ValueError:
-        if _is_launched() and os.environ.get("WORLD_SIZE") != "1":
-            raise ValueError(
-                f"device: expected one for which torch knows a process group, found {device.type}; import what "
-                "registers it, or call torch.distributed.init_process_group before lowtide.initialize"
-            ) from None
-        return "gloo"  # nobody to speak to
-
-
-def num_started() -> int:
-    """Of the process group, or, before it is made, those that a launcher has started."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _is_launched() -> bool:
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
-
-
-def _launched_ranks() -> tuple[int, int]:
-    """RANK and WORLD_SIZE of the environment. Raises ValueError where they do not fit."""
-    found = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
-    rank, size = (int(value) if value.isdecimal() else -1 for value in found.values())
-    if not 0 <= rank < size and "WORLD_SIZE" in os.environ:
-        raise ValueError(
-            f"the launcher's environment: expected 0 <= RANK < WORLD_SIZE, found RANK={found['RANK']} and "
-            f"WORLD_SIZE={found['WORLD_SIZE']}; ranks are numbered from 0 to WORLD_SIZE - 1, over all hosts"
-        )
-    return rank, size
-
-
 def note_broken(group: dist.ProcessGroup | None, why: str) -> None:
     """A collective of the group has failed: its connections are gone."""
     if group is not None:
@@ -355,44 +332,6 @@ def break_connections(group: dist.ProcessGroup | None, others: Sequence[int], ta
             nothing = dist.irecv(torch.empty(1), peer, group, tag)
             if nothing is not None:
                 nothing.wait(timedelta(milliseconds=1))
-
-
-def _make_process_group(device: torch.device, timeout_seconds: float) -> None:
-    backend = _backend_of(device)
-    timeout = timedelta(seconds=timeout_seconds)
-    if not _is_launched():
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
-    if missing:
-        raise ValueError(
-            f"the launcher's environment is incomplete: found {', '.join(present)}; missing {', '.join(missing)}. "
-            "Start the script with `lowtide launch` or torchrun, or set all four, or none for a world of one."
-        )
-    rank, size = _launched_ranks()
-    started = time.monotonic()
-    try:
-        dist.init_process_group(backend, store=_next_store(timeout), rank=rank, world_size=size, timeout=timeout)
-    except dist.DistError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise CollectiveError(
-            f"rank {rank} of {size}: not all ranks came to {place}, in {time.monotonic() - started:.1f} s "
-            f"({str(error).splitlines()[0]}). A rank died or has left, another program listens there, or the ranks "
-            "make different numbers of engines; a slow rank needs a larger communication.timeout_seconds."
-        ) from error
-
-
-def _next_store(timeout: timedelta) -> Any:
-    """Where the ranks of the next process group find each other: see [Note: one store, many groups]."""
-    variables = tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)
-    if variables not in _STORES:
-        _STORES.clear()
-        _STORES[variables] = loopback_store(timeout) or next(rendezvous("env://", timeout=timeout))[0], 0
-    store, number = _STORES[variables]
-    _STORES[variables] = store, number + 1
-    store.set_timeout(timeout)
-    return PrefixStore(f"lowtide/group{number}", store)
 
 
 def _host_identity() -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from .progress import RankProgress, Wait
-from .rank_names import named
 
 Reports = Mapping[int, RankProgress | None]
 
@@ -159,3 +158,20 @@ def _with_hosts(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
     if not on:
         return named(ranks)
     return f"{named(ranks)} (host{'s' if len(on) > 1 else ''} {', '.join(on)})"
+
+
+def rank_range(ranks: Iterable[int], separator: str = ",") -> str:
+    """`0-3,6` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    members = list(ranks)
+    return f"rank{'s' if len(members) > 1 else ''} {rank_range(members, ', ')}"

@@ -12,8 +12,8 @@ from functools import cache, partial
 import torch
 
 from ...comm import EXCHANGE_SLOTS, Arrangement, exchange_slot_bytes, regions_of
-from ...comm.shared_files import page_aligned
 from ...comm.shared_memory import counters_bytes
+from ...comm.shared_segment import page_aligned
 from ...offload import FileStore
 from ...zero.domain import Domain
 from ...zero.host_update import MAX_LEAVING

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Axis, Exchange, Mesh
-from ...comm.solo import SoloRoute
+from ...comm.axis import SoloRoute
 from ...model.ledger import Ledger
 from ...model.recomputing import in_eval_mode
 from ...parallel.randomness import Randomness

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Exchange, Numels, Pending, Terms, regions_of
-from ...comm.axis import Piece
-from ...comm.solo import SoloRoute
+from ...comm.axis import Piece, SoloRoute
 from ...model.ledger import Ledger
 from ...parallel.expert_dispatch import Slots, split_experts
 from ...parallel.experts import ExpertPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..comm.world import num_started
+from ..comm.rendezvous import num_started
 
 
 def only_cpu() -> bool:

@@ -13,7 +13,7 @@ import select
 import signal
 from collections.abc import Callable, Sequence
 
-from ...watch.record_folder import remove_dead_folders
+from ...watch.record import remove_dead_folders
 from .process_tree import adopt_orphans, be_called, forked, kill_descendants, reap_all
 
 KILLED_SECONDS = 5.0  # how long the kernel may take to remove a killed process

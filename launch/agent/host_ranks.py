@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ...watch import stacks
 from ...watch.progress import ProgressReader, RankProgress
-from ...watch.record_folder import RecordFolder, memory_folder
+from ...watch.record import RecordFolder, memory_folder
 from ..hosts.host import LaunchError
 from ..hosts.plan import RankPlan, command_of
 from ..wire.loop import Loop

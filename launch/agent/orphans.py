@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...watch.record_folder import remove_dead_folders
+from ...watch.record import remove_dead_folders
 
 VARIABLE = "LOWTIDE_JOB_ID"
 MAGIC = "=== lowtide orphans ==="  # begins the one line of the answer; a remote shell may talk before

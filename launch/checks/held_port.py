@@ -86,7 +86,7 @@ def seconds_to_reach(address: str, port: int, limit_seconds: float) -> float:
 
 
 def _listen(port: int, is_local: bool) -> socket.socket:
-    """Where the store will: on all addresses, as torch does it, or on that of comm/loopback_store.py."""
+    """Where the store will: on all addresses, as torch does it, or on that of comm/rendezvous.py."""
     if is_local:
         return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():

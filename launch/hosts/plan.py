@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...watch.rank_names import rank_range
+from ...watch.waiting import rank_range
 from .devices import Visible, visible
 from .environment import is_secret, shown_value
 from .host import Allocation, Host, HostReport, LaunchError

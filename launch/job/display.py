@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ...watch.rank_names import named
+from ...watch.waiting import named
 from .folding import Folding, Line
 
 _COLOURS = (36, 33, 32, 35, 34, 31)

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...watch.rank_names import named
+from ...watch.waiting import named
 
 _LEAST_WIDTH, _MOST_WIDTH = 40, 120
 

@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from lowtide.comm.world import World, _backend_of, _choose_device
+from lowtide.comm.rendezvous import backend_of
+from lowtide.comm.world import World, _choose_device
 
 
 @pytest.fixture
@@ -81,10 +82,10 @@ def test_the_process_group_is_the_one_that_torch_has(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert _backend_of(torch.device(device)) == backend
+    assert backend_of(torch.device(device)) == backend
 
 
 def test_ranks_on_a_device_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="device: expected one for which torch knows a process group, found mtia"):
-        _backend_of(torch.device("mtia"))
+        backend_of(torch.device("mtia"))

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from lowtide.comm.loopback_store import loopback_store
+from lowtide.comm.rendezvous import loopback_store
 from lowtide.comm.world import World
 from tests.ranks import RankPool, free_port
 

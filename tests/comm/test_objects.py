@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowtide.comm.objects import gather_objects
+from lowtide.comm.world import gather_objects
 from tests.ranks import RankPool
 
 

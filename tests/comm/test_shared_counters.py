@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowtide.comm.errors import CollectiveError
-from lowtide.comm.shared_counters import COUNTERS_NUMEL, POSTED, SharedCounters
+from lowtide.comm.shared_segment import COUNTERS_NUMEL, POSTED, SharedCounters
 
 
 def test_a_rank_that_has_come_and_gone_while_it_was_looked_at_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,14 +40,14 @@ def nothing_free() -> int:
 
 
 def test_full_shared_memory_is_an_error_on_every_rank(ranks: RankPool) -> None:
-    module = "lowtide.comm.shared_files"
+    module = "lowtide.comm.shared_segment"
     for _, text, left in ranks(2, create, "shared_memory", f"{module}.os.posix_fallocate", has_no_room):
         assert text.startswith("shared memory for counters: expected ") and " free bytes in /dev/shm, found " in text
         assert '--shm-size), or set "communication": {"route": "sockets"}' in text and left == []
 
 
 def test_shared_memory_that_cannot_be_made_is_an_error_on_every_rank(ranks: RankPool) -> None:
-    for _, text, _ in ranks(2, create, "shared_memory", "lowtide.comm.shared_files.os.open", may_not_create):
+    for _, text, _ in ranks(2, create, "shared_memory", "lowtide.comm.shared_segment.os.open", may_not_create):
         assert "cannot create a file in /dev/shm" in text and "Permission denied" in text
 
 
@@ -94,7 +94,7 @@ def create_with_log(patched: str, replacement: Any) -> tuple[str, list[str]]:
 def test_auto_takes_sockets_on_all_ranks_where_one_gets_no_shared_memory(
     ranks: RankPool, patched: str, replacement: Any, why: str
 ) -> None:
-    found = ranks(2, create_with_log, f"lowtide.comm.shared_files.{patched}", replacement)
+    found = ranks(2, create_with_log, f"lowtide.comm.shared_segment.{patched}", replacement)
     assert [name for name, _ in found] == ["sockets", "sockets"]
     assert [len(said) for _, said in found] == [1, 0]
     assert found[0][1][0].startswith(f'communication.route: "auto" takes sockets, since on rank 1 {why}')

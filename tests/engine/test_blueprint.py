@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.comm.shared_files import Gather, map_together
 from lowtide.comm.shared_memory import SharedMemoryRoute
+from lowtide.comm.shared_segment import Gather, map_together
 from lowtide.comm.sockets import SocketRoute
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import Moment, bytes_of, shared_bytes

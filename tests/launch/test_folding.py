@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lowtide.launch.job.folding import Folding, Line
-from lowtide.watch.rank_names import rank_range
+from lowtide.watch.waiting import rank_range
 
 
 def shown(lines: list[Line]) -> list[tuple[str, str]]:

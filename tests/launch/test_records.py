@@ -15,7 +15,7 @@ from lowtide.launch.hosts.plan import HostPlan
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Job as JobMessage
 from lowtide.launch.wire.messages import Start
-from lowtide.watch.record_folder import PREFIX, RecordFolder, memory_folder, remove_dead_folders
+from lowtide.watch.record import PREFIX, RecordFolder, memory_folder, remove_dead_folders
 from tests.launch.jobs import Job
 from tests.launch.test_failures import SECONDS, records, started
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from lowtide.watch.progress import RankProgress, Wait
-from lowtide.watch.rank_names import named
-from lowtide.watch.waiting import stalled, who_waits_for_whom
+from lowtide.watch.waiting import named, stalled, who_waits_for_whom
 
 EVERYONE = range(4)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.comm import Axis, Exchange
-from lowtide.comm.solo import SoloRoute
+from lowtide.comm.axis import SoloRoute
 from lowtide.parallel import block_attention
 from lowtide.parallel.block_attention import Kind, Scores, Seen
 from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.comm import Axis, Exchange
-from lowtide.comm.solo import SoloRoute
+from lowtide.comm.axis import SoloRoute
 from lowtide.model.ledger import Ledger
 from lowtide.parallel.sequence_attention import SequenceAttention, check_attention, sent_heads
 from tests import models

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.comm.shared_counters import REDUCED, SharedCounters
+from lowtide.comm.shared_segment import REDUCED, SharedCounters
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import Case, Outcome, assert_close, train, train_all, train_plainly

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lowtide.comm.pending import REGION_ALIGNMENT_NUMEL, regions_of
+from lowtide.comm.axis import REGION_ALIGNMENT_NUMEL, regions_of
 from lowtide.zero.codec import CHUNK_NUMEL, sum_in_rank_order
 
 

@@ -1,0 +1,263 @@
+"""Memory of a host that the CPU ranks of one axis map: its files, counters of how far each has come, and mail.
+
+A file is unlinked as soon as every rank has mapped it: nothing is left behind, whatever kills the job.
+
+[Note: ordering of stores]
+A counter is stored after the data that it announces. Between the two lies at least one release and acquire of a lock
+(torch gives up the interpreter's lock around a copy), which orders them on every processor.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import sys
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from .errors import CollectiveError
+from .works import AxisTrail
+
+FOLDER = "/dev/shm"
+_PAGE_BYTES = 4096
+COUNTERS_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
+POSTED, REDUCED, CONSUMED, MAILED, FENCED, _LEFT = range(6)
+_LIVENESS_SECONDS = 0.2
+_IN_PEACE, _AFTER_ERROR = 1, 2  # values of _LEFT
+# What has become of a rank that others wait for, as users read it.
+_DIED = "died. Its own output says why."
+_FAILED = "left after an error. Its own output says which."
+_HAS_LEFT = "has left: it closed its engine, or its script came to an end."
+_BOX_NUMEL = 256  # the last one names the call
+LETTER_NUMEL = _BOX_NUMEL - 1
+"""Numbers that a rank can give at a time."""
+MAIL_NUMEL = 2 * _BOX_NUMEL  # of a rank: one box is read while the other is filled
+Gather = Callable[[Any, str], list[Any]]
+"""A value, and what it is of in errors -> every rank's, in the order of the ranks; a barrier too."""
+
+
+def page_aligned(nbytes: int) -> int:
+    """nbytes rounded up to whole pages."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def free_shared_bytes() -> int:
+    """Bytes that can still be taken from shared memory on this host; 0 where it has none."""
+    try:
+        stat = os.statvfs(FOLDER)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
+
+
+def shared_memory_fault(nbytes: int) -> str:
+    """Why nbytes cannot be taken from shared memory by this process; "" where they can."""
+    free = free_shared_bytes()
+    if free <= nbytes:
+        return f"{FOLDER} has {free:,} bytes free, and {nbytes:,} are needed"
+    path, fault = _create_file(_PAGE_BYTES, "a first page")  # it may be read-only
+    if path:
+        os.unlink(path)
+    return fault
+
+
+def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gather: Gather) -> Tensor:
+    """(nbytes,) uint8, zero-filled, that all ranks have. A collective. Raises CollectiveError on all if one cannot.
+
+    rank, ranks: as of `Axis`.
+    """
+    what = f"room in shared memory for {purpose}"
+    path, fault = _create_file(nbytes, purpose) if rank == 0 else ("", "")
+    path, fault = gather((path, fault), what)[0]
+    if fault:
+        raise CollectiveError(fault)
+    memory = torch.empty(0, dtype=torch.uint8)
+    try:
+        memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        fault = (
+            f"shared memory for {purpose}: rank {ranks[rank]} cannot map {path} "
+            f"({str(error).splitlines()[0]}); use the sockets route"
+        )
+    faults = [fault for fault in gather(fault, what) if fault]
+    if rank == 0:
+        os.unlink(path)
+    if faults:
+        raise CollectiveError(faults[0])
+    return memory
+
+
+def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
+    path = os.path.join(FOLDER, f"lowtide-{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError as error:
+        return "", f"shared memory for {purpose}: cannot create a file in {FOLDER} ({error}); use the sockets route"
+    try:
+        # Reserves the pages now: a full /dev/shm is an error here, and not a bus error at some later store.
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError:
+        os.unlink(path)
+        return "", (
+            f"shared memory for {purpose}: expected {nbytes} free bytes in {FOLDER}, found {free_shared_bytes()}. "
+            'Enlarge it (containers: --shm-size), or set "communication": {"route": "sockets"}.'
+        )
+    finally:
+        os.close(handle)
+    return path, ""
+
+
+class SharedCounters:
+    """A row of counters for each rank, which it alone writes: they only grow. See [Note: ordering of stores]."""
+
+    def __init__(
+        self,
+        memory: Tensor,
+        rank: int,
+        ranks: Sequence[int],
+        pids: Sequence[int],
+        timeout_seconds: float,
+        channel: AxisTrail,
+    ) -> None:
+        """memory: (size * COUNTERS_NUMEL,) int64, zero. rank, ranks: as of `Axis`. pids: of the ranks."""
+        self._values = memory.numpy().reshape(len(ranks), COUNTERS_NUMEL)
+        self._rank = rank
+        self._ranks = ranks
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._timeout_seconds = timeout_seconds
+        self._channel = channel
+        # Called by `close`, and at the end of a script that has not closed its engine.
+        self._say_goodbye = weakref.finalize(self, _say_goodbye, self._values[rank], os.getpid())
+
+    def store(self, counter: int, value: int) -> None:
+        """This rank has come so far."""
+        self._values[self._rank, counter] = value
+
+    def has_come(self, counter: int, target: int) -> bool:
+        """Whether the counter of every rank has reached target."""
+        return bool(self._values[:, counter].min() >= target)
+
+    def wait_for(self, counter: int, target: int, what: str, sequence: int) -> None:
+        """Returns when the counter of every rank has reached target. sequence: of the collective, for the record."""
+        self._channel.note(what)
+        column = self._values[:, counter]
+        for _ in range(200):
+            if column.min() >= target:
+                return
+            os.sched_yield()
+        self._channel.wait(what, sequence)
+        started = checked = time.monotonic()
+        pause_seconds = 2e-5
+        try:
+            while column.min() < target:
+                time.sleep(pause_seconds)
+                pause_seconds = min(pause_seconds * 1.5, 1e-3)
+                now = time.monotonic()
+                if now - checked > _LIVENESS_SECONDS:
+                    checked = now
+                    self._check_peers(column, target, now - started, what)
+        finally:
+            self._channel.go_on()
+
+    def close(self) -> None:
+        """This rank stores nothing more, and says so."""
+        self._say_goodbye()
+
+    def _check_peers(self, column: np.ndarray[Any, Any], target: int, waited_seconds: float, what: str) -> None:
+        fates = {rank: self._fate(rank) for rank in np.flatnonzero(column < target).tolist()}
+        # Looked at again: a rank may have come here, and gone, since.
+        late = {self._ranks[rank]: fate for rank, fate in fates.items() if column[rank] < target}
+        here = f"rank {self._ranks[self._rank]} in {what}"
+        for fate in (_DIED, _FAILED, _HAS_LEFT):  # the likely cause first
+            gone = ", ".join(str(rank) for rank, found in late.items() if found == fate)
+            if gone:
+                advice = f" {self._channel.raised.what_to_do}" if fate == _HAS_LEFT else ""
+                raise CollectiveError(f"{here}: rank {gone} {fate}{advice}")
+        if late and (found := self._channel.alone(list(late))):
+            raise CollectiveError(f"{here}: {found}")
+        if late and waited_seconds > self._timeout_seconds:
+            raise CollectiveError(
+                f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but "
+                "elsewhere. Do all ranks run the same calls of the engine in the same order? "
+                f"A slow rank needs a larger communication.timeout_seconds. {self._channel.raised.what_to_do}"
+                + self._channel.compare(list(late))
+            )
+
+    def _fate(self, rank: int) -> str:
+        """Why nothing more can come from a rank of the axis; "": it is alive, and has not left."""
+        if goodbye := self._values[rank, _LEFT]:
+            return _FAILED if goodbye == _AFTER_ERROR else _HAS_LEFT
+        return "" if _is_alive(self._processes[rank]) else _DIED
+
+
+def _say_goodbye(counters: np.ndarray[Any, Any], pid: int) -> None:
+    """counters: this rank's row. Does nothing in a process that was forked from the rank's own."""
+    if os.getpid() == pid:
+        counters[_LEFT] = _AFTER_ERROR if _is_failing() else _IN_PEACE
+
+
+def _is_failing() -> bool:
+    """Whether an exception ends this program, or the block in which the engine is closed."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    is_end = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
+    return error is not None and not is_end
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class SharedMail:
+    """Every call is a barrier, and an error on a rank whose others came to another one."""
+
+    def __init__(
+        self, memory: Tensor, rank: int, ranks: Sequence[int], counters: SharedCounters, channel: AxisTrail
+    ) -> None:
+        """memory: (size * MAIL_NUMEL,) int64. rank, ranks: as of `Axis`."""
+        self._boxes = memory.view(2, len(ranks), _BOX_NUMEL)
+        self._rank = rank
+        self._ranks = ranks
+        self._counters = counters
+        self._channel = channel
+        self._num_mailed = 0
+
+    def sum(self, values: Tensor, what: str) -> Tensor:
+        """Over the ranks. values: (n,) int64, at most LETTER_NUMEL."""
+        return self._swap(values, what).sum(dim=0)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Every rank's value: short texts and numbers."""
+        written, room = pickle.dumps(value), 8 * LETTER_NUMEL
+        if len(written) > room:
+            raise ValueError(f"expected at most {room} bytes in {what}, found {len(written)}")
+        everyone = self._swap(torch.frombuffer(bytearray(written.ljust(room)), dtype=torch.int64), what)
+        return [pickle.loads(row.tobytes()) for row in everyone.numpy()]
+
+    def _swap(self, values: Tensor, what: str) -> Tensor:
+        """(ranks, n): what each has given, to be read before the next but one. values: (n,) int64."""
+        sequence = self._channel.begin(what)
+        box = self._boxes[self._num_mailed % 2]
+        box[self._rank, : values.numel()].copy_(values)
+        box[self._rank, -1] = name = zlib.crc32(what.encode())
+        self._num_mailed += 1
+        self._counters.store(MAILED, self._num_mailed)
+        self._counters.wait_for(MAILED, self._num_mailed, what, sequence)
+        if not bool((box[:, -1] == name).all()):
+            others = [rank for rank, theirs in zip(self._ranks, box[:, -1].tolist(), strict=True) if theirs != name]
+            raise CollectiveError(
+                f"rank {self._ranks[self._rank]} in {what}: rank {', '.join(map(str, others))} came to another call of "
+                f"the engine. All ranks must make the same calls in the same order.{self._channel.compare(others)}"
+            )
+        return box[:, : values.numel()]

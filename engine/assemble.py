@@ -89,20 +89,18 @@ def assemble(
     states = _States.of(blueprint, mesh, rest, lr_scheduler)
     units, optimizer = states.units, states.optimizer
     _fill(module, units, optimizer, mesh, prepared.values, blueprint)
-    model_call = _model_call(blueprint, mesh, prepared, loss_fn)
+    model_call = _model_call(blueprint, mesh, prepared, loss_fn, rows_per_microbatch)
     _compile(blueprint, prepared.compiled, world)
     _autocast(module, config, mesh.world.device, ledger)
     checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
     activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
     driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
-    input_dtype = _cast_inputs(blueprint, module, ledger)
+    _cast_inputs(blueprint, module, ledger)
     if trial is not None:
         ledger.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
     features, scaler = StepFeatures(FEATURES), _loss_scaler(config)
-    steps = Steps(
-        config, mesh, module, driver.passes, optimizer, scaler, input_dtype, rows_per_microbatch, join, features
-    )
+    steps = Steps(config, mesh, driver.passes, optimizer, scaler, join, features)
     parts = Parts(
         config=config,
         mesh=mesh,
@@ -110,6 +108,7 @@ def assemble(
         driver=driver,
         optimizer=optimizer,
         late_groups=LateGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
+        activations=activation_offload,
         learning_rates=_learning_rates(config, states),
         steps=steps,
         ledger=ledger,
@@ -167,7 +166,9 @@ class _States:
         return cls(memories, units, optimizer, host, scheduler)
 
 
-def _model_call(blueprint: Blueprint, mesh: Mesh, prepared: PreparedModel, loss_fn: LossFn) -> ModelCall:
+def _model_call(
+    blueprint: Blueprint, mesh: Mesh, prepared: PreparedModel, loss_fn: LossFn, rows_per_microbatch: int | None
+) -> ModelCall:
     """Puts on the model what ranks exchange that share layers, experts or sequences."""
     config, module, ledger = blueprint.config, prepared.module, prepared.ledger
     splits = _split_layers(blueprint, mesh, module, prepared.tiled, ledger)
@@ -178,7 +179,8 @@ def _model_call(blueprint: Blueprint, mesh: Mesh, prepared: PreparedModel, loss_
     sequences = None
     if config.parallel.sequence > 1:
         sequences = Sequences(module, mesh, ledger, loss_fn, config.sequence_parallel.attention)
-    return ModelCall(loss_fn, sequences, splits, mesh)
+    dtype = blueprint.dtypes.compute if _casts_inputs(config) else None
+    return ModelCall(loss_fn, sequences, splits, mesh.world, dtype, rows_per_microbatch)
 
 
 def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
@@ -246,7 +248,7 @@ def _driver(
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         make_gradients_in_place(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, hooks, model_call, activation_offload or nullcontext(), mesh, ledger)
+    return WholeModel(module, sequence, hooks, model_call, mesh, ledger)
 
 
 def _fill(
@@ -347,13 +349,15 @@ def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
                 owner._buffers[name] = mesh.world.broadcast_tensor(buffer).to(mesh.world.device)
 
 
-def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: Ledger) -> torch.dtype | None:
-    """To what floating-point inputs of the model are cast, if any; of its blocks too where buffers may be wider."""
-    config, dtype = blueprint.config, blueprint.dtypes.compute
-    casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
-    if dtype is not None and casts and _has_wide_buffers(module):
+def _casts_inputs(config: Config) -> bool:
+    return config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
+
+
+def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: Ledger) -> None:
+    """Inputs of blocks are cast as those of the model where buffers may be wider."""
+    dtype = blueprint.dtypes.compute
+    if dtype is not None and _casts_inputs(blueprint.config) and _has_wide_buffers(module):
         cast_inputs([unit.module for unit in blueprint.units if not unit.is_rest], dtype, ledger)
-    return dtype if casts else None
 
 
 def _has_wide_buffers(module: nn.Module) -> bool:

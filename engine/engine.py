@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -21,9 +21,7 @@ from ..zero.sequence import StateError
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
 from .archive.full_values import give_own_storages
-from .averaged_weights import AveragedWeights
 from .facade import ModuleFacade
-from .lent_states import LentStates
 from .loop_calls import LoopCalls
 from .model.given_model import refuse_copy
 from .parameter_access import ParameterAccess
@@ -31,19 +29,23 @@ from .report.memory import ModelStateBytes, measure
 from .report.memory_report import MemoryReport, MemoryReports
 from .report.step_profile import StepProfile
 from .step import clip_calls
+from .step.averaged_weights import AveragedWeights
+from .step.features import Access
 from .step.join import Call
 from .step.late_groups import ADDING
-from .step.lent import PARAMETERS
+from .step.lent_states import LentStates
 from .step.parts import Parts
 from .step.preemption import Preemption
+from .step.shown_gradients import ShownGradients
 from .step.step_gradients import StepGradients
 from .step.step_result import StepResult
-from .step.steps import NO_BACKWARD, Access
+from .step.step_sums import mean_over_ranks
+from .step.steps import NO_BACKWARD
 from .step.training_state import TrainingState
 from .step.turn import Turn, in_turn
 
 
-class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFacade):
+class Engine(LoopCalls, ParameterAccess, ModuleFacade):
     """Trains one model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
@@ -56,6 +58,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._features = parts.steps.features
+        self._shown = self._features.get(ShownGradients)
         self.config = parts.config
         self._module = parts.module
         self.optimizer = parts.optimizer
@@ -70,7 +73,6 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._take_up_groups(FrozenValues())
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
-        self._memory = self._features.find(MemoryReports) or MemoryReports(parts)
         self._preemption = Preemption()
         if parts.config.checkpoint.on_sigterm:
             self._preemption.arm(says_so=self.rank == 0)
@@ -175,14 +177,14 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         Enter and leave it between steps. A recorded step takes several times as long, and computes the same.
         Raises ValueError at its end where there was no step in it.
         """
-        return self._memory.recording()
+        return self._features.get(MemoryReports).recording()
 
     def memory_report(self) -> MemoryReport:
         """What this rank holds now, and of a recorded step the most, when, and who held it, beside what was predicted.
 
         A step is recorded by `record_memory`, or by the section `memory_report` of the config.
         """
-        return self._memory.report(self.global_step)
+        return self._features.get(MemoryReports).report(self.global_step)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -193,10 +195,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         Raises NonFiniteGradientError where a gradient is not finite (float16: the step is skipped instead). After an
         error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
         """
-        self._steps.check_trains("engine.train_step")
+        self._check_trains("engine.train_step")
         try:
             with self._mesh.raised.passes():
-                self._driver.train(self._steps, self._steps.inputs.microbatches_of(batch))
+                self._driver.train(self._steps, batch)
         except BaseException:
             self._steps.forget()
             raise
@@ -218,9 +220,9 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         `loss.backward()` does the same, for any graph through what the engine has returned, of several engines too;
         only the loss in the result of the step is not known then (None): see `scale`.
         """
-        self._steps.check_trains("engine.backward")
+        self._check_trains("engine.backward")
         self._driver.backward(self._steps, loss)
-        self._steps.show_reduced()
+        self._shown.put()
 
     @in_turn
     def step(self) -> StepResult:
@@ -228,7 +230,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
         Raises StateError without a backward since the last step, or where none gave a parameter a gradient.
         """
-        self._steps.check_trains("engine.step")
+        self._check_trains("engine.step")
         if not self.microbatches_done:
             raise StateError(NO_BACKWARD)
         return self._step(by_hand=True)
@@ -236,7 +238,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
     def _step(self, by_hand: bool = False) -> StepResult:
         if not self._steps.so_far.is_complete:
             return self._steps.last
-        self._steps.take_cleared()
+        for feature in self._features.before_step:
+            feature()
         with self._steps.join.together(Call.STEP):
             return self._complete_step(by_hand)
 
@@ -268,7 +271,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         All ranks must call it. One rank alone evaluates by `engine(...)` under torch.no_grad(), at stage 3 inside of
         `with engine.gathered():`.
         """
-        self._steps.lent.check("engine.eval_step()", (PARAMETERS,))
+        for feature in self._features.before_call:
+            feature("engine.eval_step()", Access.LOOKS)
         with self._progress.during(Activity.EVALUATION):
             was_training = self.module.training
             self.module.eval()
@@ -278,7 +282,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             finally:
                 self.module.train(was_training)
             with self._steps.join.together(Call.EVALUATION) as num_ranks:
-                return self._steps.mean_over_ranks(losses, num_ranks)
+                return mean_over_ranks(self._mesh, losses, num_ranks)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -313,7 +317,7 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         with (
             self._mesh.raised.call(what, is_context=True),
             self._steps.apart(Activity.WEIGHTS, Access.LOOKS),
-            values.gathered(params, self._steps.guard.values.num_changes),
+            values.gathered(params, lambda: self._steps.num_changes),
         ):
             yield
 
@@ -410,8 +414,10 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         latest: bool = True,
         within_step: bool = False,
     ) -> str:
-        self._steps.check_at_hand("engine.save_checkpoint()")
-        self._steps.forget_cleared("engine.save_checkpoint()")
+        for feature in self._features.before_call:
+            feature("engine.save_checkpoint()", Access.CHANGES)
+        for pause in self._features.between_steps:
+            pause("engine.save_checkpoint()")
         if self._steps.so_far.num_microbatches and not within_step:
             raise ValueError(
                 f"save_checkpoint: expected a whole step, found {self._steps.so_far.done}; gradients are not saved, "
@@ -420,8 +426,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         self._steps.refuse_more("engine.save_checkpoint()")  # what the step's last backward has updated already
         if any(forbids("checkpoint") for forbids in self._features.forbids_files):
             return tag or f"global_step{self.global_step}"
-        for feature in self._features.before_save:
-            feature()
+        for flush in self._features.before_save:
+            flush()
         with self._steps.apart(Activity.SAVING, Access.READS):
             self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
             state = {**self.client_state, **(client_state or {})}
@@ -455,8 +461,8 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
         CheckpointError or OffloadError if it failed.
         """
         if not self._turn.is_over:
-            self._steps.lent.take_back()
-            self._steps.check_at_hand("engine.close()")  # else the model would keep averages
+            for feature in self._features.before_call:
+                feature("engine.close()", Access.CLOSES)
             with self._turn.of("engine.close()"):
                 self._close()
 
@@ -478,6 +484,50 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
             self._archive.checkpoints.wait_alone()  # the other ranks may be lost: nothing is waited for together
             self._closing.close()
 
+    # -- calls between steps --------------------------------------------------------------------------------------
+
+    @in_turn
+    def offload_states(self, include: Collection[str] | None = None, pin_memory: bool = True) -> int:
+        """Takes states from the device to host memory until `reload_states`; returns the bytes that it frees.
+
+        include: of "optimizer" (its states, master weights, averages), "gradients" (what is kept of them between steps)
+        and "parameters" (this rank's shards, where the stage frees parameters after use); None: all that there are.
+        What rests on the host anyway stays there. pin_memory: of the copies. All ranks must call it, between steps.
+        Until `reload_states` a training call, a change and a save raise StateError; without "parameters" the model can
+        be run. Raises ValueError for other kinds, and OffloadError where the host has not enough memory.
+        """
+        return self._features.get(LentStates).lend(include, pin_memory)
+
+    @in_turn
+    def reload_states(self) -> None:
+        """What `offload_states` has taken is on the device again; without it nothing happens. Waits for the device.
+
+        Raises torch's own error where the device has not enough memory; free some, and call it again.
+        """
+        self._features.get(LentStates).take_back()
+
+    @in_turn
+    def ema(self, decay: float = 0.999) -> None:
+        """From now on each step that is not skipped updates an average: decay x average + (1 - decay) x weight.
+
+        The numbers of torch's AveragedModel with get_ema_multi_avg_fn(decay): the first step copies the weights. Master
+        weights are averaged where there are any, in their dtype, and at least float32; buffers are not. Call it once,
+        on all ranks, after `initialize`, and before `load_checkpoint` to go on with averages that were saved. Takes
+        that much memory, which `memory()` counts with the optimizer. Raises ValueError for a decay that is not from 0
+        to 1, and where it was called before.
+        """
+        self._features.get(AveragedWeights).keep(decay)
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """A context in which the averages are the weights: for `eval_step`, forwards, `state_dict` and `export`.
+
+        All ranks must enter and leave it. In the end every weight has the bits that it had before. Raises ValueError
+        where `ema` was not called; what would change the weights in it (`backward`, `step`, `gathered(modify=True)`,
+        `load_weights`, ...) or leave them as those of the training (`save_checkpoint`, `close`) raises
+        StateError.
+        """
+        return self._features.get(AveragedWeights).shown(self._turn, self._archive.swap)
+
     def profile(self, steps: int = 1) -> StepProfile:
         """What the next `steps` steps do is recorded: a trace, each collective, operations by module.
 
@@ -488,22 +538,34 @@ class Engine(LoopCalls, ParameterAccess, AveragedWeights, LentStates, ModuleFaca
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
+    def _check_trains(self, call: str) -> None:
+        """Raises ValueError in an engine without an optimizer."""
+        if not self.optimizer.param_groups:
+            raise ValueError(
+                f"{call}: expected an engine with an optimizer, found one without; put one into the config, or give it "
+                "to lowtide.initialize(..., optimizer=...). This one computes: engine(...), engine.eval_step(batch)"
+            )
+
     def _take_up_groups(self, frozen: FrozenValues) -> None:
         """What knows the groups of parameters as they are now. frozen: what is known of the values."""
         units, whole = self._driver.passes.units, self._driver.whole
-        remember = self._steps.guard.values.remember
-        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, frozen, remember)
+
+        def note_exact() -> None:
+            for feature in self._features.after_refresh:
+                feature()
+
+        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, frozen, note_exact)
         self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """What `engine.optimizer.add_param_group` does."""
         with self._turn.of(ADDING):
-            self._steps.check_trains(ADDING)
+            self._check_trains(ADDING)
             self._steps.check_between(ADDING)
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
                 self._late_groups.add(param_group, self._state.learning_rates.check_takes)
-                self._steps.take_up_groups(self._module)
+                self._steps.take_up_groups()
                 self._take_up_groups(self._archive.frozen)
                 self._state.learning_rates.add(param_group)
 

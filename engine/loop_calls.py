@@ -17,6 +17,7 @@ from .step.driver import Driver
 from .step.join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call
 from .step.step_gradients import StepGradients
 from .step.step_result import StepResult
+from .step.step_sums import mean_over_ranks
 from .step.steps import Steps
 from .step.turn import Turn, in_turn
 
@@ -69,7 +70,7 @@ class LoopCalls:
         Labels are to stand where they are predicted (shifted by one, -100 for none). fill: of the tokens that are added
         where the ranks do not divide them. Ask for it before the forward, which needs no labels then.
         """
-        return self._driver.own(x, fill)
+        return self._driver.model_call.own(x, fill)
 
     @in_turn
     def whole_output(self, output: Any, tokens: int) -> Any:
@@ -79,7 +80,7 @@ class LoopCalls:
         along dimension 1 has those of all, and a loss, (), is the sum of the ranks' parts. Anything else is as it is.
         tokens: of the whole sequences, in dimension 1. Ranks that are given the same batch must all call it.
         """
-        return self._driver.whole_output(output, tokens)
+        return self._driver.model_call.whole_output(output, tokens)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
@@ -176,7 +177,7 @@ class LoopCalls:
         elif call is Call.TAKING_BACK:
             self._steps.take_back()
         elif call is Call.EVALUATION:
-            self._steps.mean_over_ranks([], self._mesh.world.size)
+            mean_over_ranks(self._mesh, [], self._mesh.world.size)
         elif call is Call.AGREEMENT:
             self._count(False)
         else:

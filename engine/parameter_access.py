@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from ..comm import Activity
 from .archive.archive import Archive
+from .step.features import Access
+from .step.shown_gradients import ShownGradients
 from .step.step_gradients import StepGradients
-from .step.steps import Access, Steps
+from .step.steps import Steps
 from .step.turn import Turn, in_turn
 
 
@@ -25,6 +27,7 @@ class ParameterAccess:
     _steps: Steps
     _archive: Archive
     _gradients: StepGradients
+    _shown: ShownGradients
 
     @in_turn
     def full(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
@@ -117,7 +120,7 @@ class ParameterAccess:
         self, gradients: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor | None:
         """See `clip_calls.Clip`."""
-        if not self._steps.shows_all(gradients):
+        if not self._shown.are_all(gradients):
             return None
         return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 

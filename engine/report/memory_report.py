@@ -96,6 +96,7 @@ class MemoryReports(StepFeature):
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self.is_on = parts.config.memory_report.folder is not None
         self._recorded: Recorded | None = None
         self._recorder: Recorder | None = None
         self._batch: Any = None
@@ -104,7 +105,7 @@ class MemoryReports(StepFeature):
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
-        return None if parts.config.memory_report.folder is None else cls(parts)
+        return cls(parts)
 
     def before_next_step(self, step: int) -> None:
         """Records the step that the section `memory_report` names, if it is the next."""
@@ -147,7 +148,6 @@ class MemoryReports(StepFeature):
         self._remove = parts.module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
         self._batch = None
         self._recorder.__enter__()
-        parts.steps.features.turn_on(self)
 
     def end(self) -> None:
         recorder = self._recorder
@@ -161,8 +161,6 @@ class MemoryReports(StepFeature):
         if recorder is not None and self._remove is not None:
             recorder.__exit__(None, None, None)
             self._remove()
-        if self._parts.config.memory_report.folder is None:
-            self._parts.steps.features.turn_off(self)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._batch is None and not (args and kwargs):

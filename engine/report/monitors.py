@@ -67,7 +67,7 @@ class Monitors(StepFeature):
             )
         return cls(writers, flops, parts)
 
-    def before_forward(self, batches: Sequence[Any]) -> None:
+    def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
         """A microbatch may be seen several times, in part too: its largest part counts."""
         if torch.is_grad_enabled():
             for at, batch in enumerate(batches, self._parts.steps.so_far.num_microbatches):

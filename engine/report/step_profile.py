@@ -38,7 +38,7 @@ class StepProfile(StepFeature):
     def __init__(self, parts: Parts, done: int, steps: int) -> None:
         """done: steps before it. steps: to be recorded. Raises ValueError for less than one, and beside another."""
         self._features, world = parts.steps.features, parts.mesh.world
-        if self._features.find(StepProfile) is not None:
+        if (other := self._features.find(StepProfile)) is not None and other.is_on:
             raise ValueError("engine.profile(): expected no profile that is being made, found one; it ends by itself")
         if steps < 1:
             raise ValueError(f"engine.profile(): expected at least 1 step, found {steps}")
@@ -55,7 +55,6 @@ class StepProfile(StepFeature):
         self._stop_transfers = listen(self._timeline.begin_wait, self._timeline.end_wait)
         self._counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
         self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self.is_running = True
         self._features.turn_on(self)
 
     def after_step(self, step: int, result: StepResult) -> None:
@@ -70,8 +69,7 @@ class StepProfile(StepFeature):
 
     def close(self) -> None:
         """Ends it, with what there is."""
-        if self.is_running:
-            self.is_running = False
+        if self.is_on:
             self._features.turn_off(self)
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's has no types
             self._stop_transfers()
@@ -200,13 +198,14 @@ class ProfileSection(StepFeature):
 
     def before_next_step(self, step: int) -> None:
         wanted = self._parts.config.profile
-        if self._due is not None and not self._due.is_running:
+        if self._due is not None and not self._due.is_on:
             profile, self._due = self._due, None
             if profile.is_done and wanted.folder is not None:
                 profile.save(wanted.folder)
             if profile.is_done and self._parts.mesh.world.rank == 0:
                 logger.info("%s", profile.table(wanted.module_depth, wanted.top_modules))
-        if step == wanted.step - 1 and self._parts.steps.features.find(StepProfile) is None:
+        running = self._parts.steps.features.find(StepProfile)
+        if step == wanted.step - 1 and not (running is not None and running.is_on):
             self._due = StepProfile(self._parts, step, wanted.steps)
 
     def after_load(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ...zero.unit import Unit
 from ..archive.named_state import UnsplitModel
 from .join import Call
+from .model_call import ModelCall
 from .steps import Steps, UnitPasses
 from .turn import Turn
 
@@ -28,14 +29,31 @@ class Driver(Protocol):
     def whole(self) -> UnsplitModel:
         """The model, of which this rank may have a part."""
 
+    @property
+    def model_call(self) -> ModelCall:
+        """What the model is called with."""
+
+    @property
+    def passes_output(self) -> bool:
+        """Whether this rank knows of `tried_output`."""
+
+    def tried_loss(self, ready: Any) -> Tensor | None:
+        """Of a forward that is made for a check; None: another rank has it."""
+
+    def tried_output(self, ready: Any) -> Any:
+        """The same, of what the model returns."""
+
+    def summed_over_stages(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Over the ranks that have parts of the model."""
+
     def take_up(self, units: Sequence[Unit]) -> None:
         """Parameters of some units have gradients from now on. Called on all ranks, whichever units they have."""
 
     def listen(self, steps: Steps, turn: Turn) -> None:
         """Before the first forward: where backwards come from that the engine is not asked for."""
 
-    def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
-        """The forwards and backwards of all microbatches of a step."""
+    def train(self, steps: Steps, batch: Any) -> None:
+        """The forwards and backwards of all microbatches of a step. batch: of it, or an iterator of microbatches."""
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns. Raises ValueError where this rank has a part of it."""
@@ -55,9 +73,3 @@ class Driver(Protocol):
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         """The loss of a batch, (), on the ranks that come to know it."""
-
-    def own(self, x: Tensor, fill: float) -> Tensor:
-        """This rank's part of (rows, tokens, ...), where ranks share sequences."""
-
-    def whole_output(self, output: Any, tokens: int) -> Any:
-        """What a forward has returned, put together of the ranks that share it."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
-from typing import Any, NoReturn
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from ...comm import Mesh
 from ...zero.plan import Role
-from ...zero.unit import Unit
+from ..blueprint.blueprint import Timing
+from .features import StepFeature
+from .parts import Parts
 from .sampled_values import SampledValues
 
 
-class ModelGuard:
+class ModelGuard(StepFeature):
     """Compares the model's parameters with those that the engine knows.
 
     | what is compared                                  | of which parameters                                        |
@@ -28,32 +29,40 @@ class ModelGuard:
     | a few of its elements, for what went past `.data` | of those, the ones that can be read between steps          |
     """
 
-    def __init__(
-        self, module: nn.Module, units: Sequence[Unit], copies_are_shared: bool, only_steps_change: bool = True
-    ) -> None:
-        """only_steps_change: parameters change in `engine.step` alone."""
-        self._module = module
-        groups = [group for unit in units for group in unit.groups]
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._module = parts.module
+        self._mesh = parts.mesh
+        self.after_new_groups()
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return cls(parts)
+
+    def after_new_groups(self) -> None:
+        groups = [group for unit in self._parts.driver.passes.units for group in unit.groups]
+        copies_are_shared = any(group.axes.copies_are_shared for group in groups)
+        only_steps_change = Timing.of(self._parts.config) is not Timing.DELAYED
         members = [(group, name, p) for group in groups for name, p in group.plan.params]
         self._params = [(name, param) for group, name, param in members if group.plan.role is Role.FROZEN]
         self._known = {id(param): name for _, name, param in members}
         self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
         watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.plan.dtype.itemsize < 4}
         self._watched = [(name, param) for group, name, param in members if id(group) in watched]
-        self._places = dict(module.named_parameters(remove_duplicate=False))
-        self._modules = _Modules(module)
+        self._places = dict(self._module.named_parameters(remove_duplicate=False))
+        self._modules = _Modules(self._module)
         readable = [group for group in groups if id(group) in watched and not group.plan.domain.parameters]
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
         self.values = SampledValues(readable if only_steps_change else ())
-        self.shares_values = copies_are_shared and len(self.values) > 0
-        """Another rank may change what is remembered here: it must wait until that is done."""
+        # Whether another rank may change what is remembered here: it must wait until that is done.
+        self._shares_values = copies_are_shared and len(self.values) > 0
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self.remember()
+        self.after_change()
 
-    def remember(self) -> None:
+    def after_change(self) -> None:
         """Takes the parameters as they are now for right."""
         self.values.expect_update()
         with torch._C.DisableTorchFunctionSubclass():
@@ -61,12 +70,24 @@ class ModelGuard:
             self._addresses = _addresses(self._kept)
         self.values.remember()
 
-    def mark_updated(self) -> None:
-        """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
-        torch.autograd.graph.increment_version(self._updated)
-        self._versions = [version + by for version, by in zip(self._versions, self._grows, strict=True)]
+    def before_update(self) -> None:
+        self.values.expect_update()
+        if (seen := self.values.take_seen()) is not None:
+            self._parts.steps.so_far.note_doubt(self, seen)
 
-    def check(self) -> None:
+    def after_update(self, skipped: bool) -> None:
+        """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
+        if not skipped:
+            torch.autograd.graph.increment_version(self._updated)
+            self._versions = [version + by for version, by in zip(self._versions, self._grows, strict=True)]
+        self.values.remember()
+        if self._shares_values:  # else a rank that is ahead may change what this one remembers
+            self._mesh.fence("the end of a step")
+
+    def after_refresh(self) -> None:
+        self.values.remember()
+
+    def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
         """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
         if self._modules.have_changed():
             self._check_places()
@@ -89,11 +110,12 @@ class ModelGuard:
         if name := self.values.changed():
             raise ValueError(_CHANGED.format(name=name, how=_THROUGH_DATA))
 
-    def raise_seen(self, mesh: Mesh) -> NoReturn:
+    def explain_doubt(self) -> None:
         """Raises ValueError on all ranks, for what `values.take_seen` has told of on any. A collective."""
         name = self.values.told()
         own = _CHANGED.format(name=name, how=_THROUGH_DATA) if name else ""
-        raise ValueError(next(text for text in mesh.world.gather_objects(own) if text))
+        if found := [text for text in self._mesh.world.gather_objects(own) if text]:
+            raise ValueError(found[0])
 
     def _check_places(self) -> None:
         """As `check`, of which parameter is where; then takes the modules as they are now for right."""

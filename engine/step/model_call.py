@@ -3,45 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...comm import Mesh
-from ...model.recomputing import in_eval_mode
+from ...comm import World
 from ...parallel.sequence_data import SequencePart
 from ...parallel.split_trial import SplitTrial
 from ...parallel.vocabulary import LogitParts
 from ...pipe.split.trees import leaves, map_leaves
 from ..model.given_model import LossFn
 from ..model.sequences import Sequences
-from .batch import call_for_loss, loss_of
+from .batch import call_for_loss, loss_of, microbatches, prepared
 from .steps import Steps
 
 
 class ModelCall:
     """`ready`, then `output`, then `loss`: of one microbatch."""
 
-    def __init__(self, loss_fn: LossFn, sequences: Sequences | None, splits: SplitTrial | None, mesh: Mesh) -> None:
-        """sequences: of which other ranks have parts. splits: of layers, to be compared with whole ones."""
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        sequences: Sequences | None,
+        splits: SplitTrial | None,
+        world: World,
+        dtype: torch.dtype | None,
+        rows_per_microbatch: int | None,
+    ) -> None:
+        """sequences: of which other ranks have parts. splits: of layers, to be compared with whole ones.
+
+        dtype: of floating-point inputs; None: as they are. rows_per_microbatch: None: any.
+        """
         self.sequences = sequences
+        self.splits = splits
         self._loss_fn = loss_fn
-        self._splits = splits
-        self._mesh = mesh
+        self._world, self._dtype = world, dtype
+        self._rows_per_microbatch = rows_per_microbatch
+
+    def microbatches_of(self, steps: Steps, batch: Any) -> Iterator[Any]:
+        """Those of this rank's share of a global batch, or drawn from an iterator. Raises ValueError."""
+        found = microbatches(batch, steps.so_far.accumulation, self._rows_per_microbatch)
+        return self._world.progress.drawn(found) if self._world.progress.is_on else found
+
+    def prepared(self, steps: Steps) -> Callable[[Any], Any]:
+        """Makes inputs of a forward, on the device and in the compute dtype."""
+        return partial(prepared, device=self._world.device, dtype=self._dtype, mark=steps.scale.mark_input)
 
     def ready(self, steps: Steps, batch: Any) -> Any:
         """The batch on the device, as far as it is this rank's."""
         if self.sequences is None:
-            return steps.inputs.prepared(batch)
-        return self.sequences.part(batch).changed(steps.inputs.prepared)
+            return prepared(batch, self._world.device, self._dtype, steps.scale.mark_input)
+        return self.sequences.part(batch).changed(self.prepared(steps))
 
     def ready_by_hand(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As `ready`, of the inputs with names of a call."""
         if self.sequences is None:
-            return steps.inputs.prepared(kwargs)
-        return self.sequences.part_of_call(args, kwargs).changed(steps.inputs.prepared)
+            return prepared(kwargs, self._world.device, self._dtype, steps.scale.mark_input)
+        return self.sequences.part_of_call(args, kwargs).changed(self.prepared(steps))
 
     def run(self, ready: Any, forward: Callable[[], Any]) -> Any:
         """What a forward of the model with this gives."""
@@ -82,55 +102,6 @@ class ModelCall:
             return leaf.detach() if self.sequences is None else self.sequences.joined(leaf, tokens)
 
         return map_leaves(whole, output)
-
-    def try_once(
-        self,
-        steps: Steps,
-        batch: Any,
-        loss_of: Callable[[Any], Tensor | None],
-        output_of: Callable[[Any], Any] | None = None,
-        summed: Callable[[Sequence[int]], Sequence[int]] = lambda numbers: numbers,
-    ) -> None:
-        """See `Sequences.try_once`, which gets inputs on the device."""
-        if self.sequences is None:
-            return
-
-        def ready(part: SequencePart) -> SequencePart:
-            steps.begin_use()
-            return part.changed(steps.inputs.prepared)
-
-        outputs = None if output_of is None else lambda part: output_of(ready(part))
-        self.sequences.try_once(batch, lambda part: loss_of(ready(part)), outputs, summed)
-
-    def compare_once(self, steps: Steps, module: nn.Module, forward: Callable[[], Any]) -> None:
-        """Whether split layers compute what they do as a whole, in a forward of the first microbatch.
-
-        All ranks at once. Raises ValueError on all of them.
-        """
-        if self._splits is None or not torch.is_grad_enabled():
-            return
-        trial = self._splits
-        steps.begin_use()
-        around_copy = nullcontext if self.sequences is None else self.sequences.around_copy
-        with in_eval_mode(module), trial.compared(around_copy):
-            forward()
-        self._judge(trial)
-
-    @contextmanager
-    def compared_in_passing(self) -> Iterator[None]:
-        """As `compare_once`, around the forward of the first microbatch itself, which cannot be made twice."""
-        trial = self._splits if torch.is_grad_enabled() else None
-        with nullcontext() if trial is None else trial.compared_in_passing(in_eval_mode):
-            yield
-        if trial is not None:
-            self._judge(trial)
-
-    def _judge(self, trial: SplitTrial) -> None:
-        """A collective."""
-        wrong = [distance > 0 for distance in trial.distances.values()]
-        sums = torch.tensor(wrong, dtype=torch.int64, device=self._mesh.world.device)
-        trial.check(self._mesh.sum_small(sums, "the check of split layers").tolist())
-        self._splits = None
 
 
 def _weighted(loss: Tensor, factor: float) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...comm import Mesh
 from ...model.ledger import Ledger
+from ...offload import ActivationOffload
 from ...zero.optimizer import ShardedOptimizer
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
@@ -34,6 +35,7 @@ class Parts:
     driver: Driver
     optimizer: ShardedOptimizer
     late_groups: LateGroups
+    activations: ActivationOffload | None  # what moves those of the whole model
     learning_rates: LearningRates
     steps: Steps
     ledger: Ledger  # what stands on the module

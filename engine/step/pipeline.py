@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,20 @@ from ...zero.unit import Unit
 from ..blueprint.axes import PIPE
 from ..blueprint.pipeline_plan import PipelinePlan
 from .batch import replace_tensors
+from .features import StepFeature
 from .join import NO_JOIN, Call
 from .microbatch_turns import MicrobatchTurns
 from .model_call import ModelCall
-from .same_batch import Differs, SameBatch
+from .parts import Parts
 from .steps import Steps
 from .turn import Turn
 
 
-class Pipeline:
-    """A driver for this rank's stages: see `Driver`. All ranks of the pipe axis call the same methods together."""
+class Pipeline(StepFeature):
+    """A driver for this rank's stages: see `Driver`. All ranks of the pipe axis call the same methods together.
+
+    It is a feature too, which tells all ranks of a stage that has failed.
+    """
 
     def __init__(
         self,
@@ -44,14 +48,12 @@ class Pipeline:
         self.whole = plan.whole
         self._plan = plan
         self._mesh = mesh
-        self._module = module
         streams = None if turns is None else turns.streams
         stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger, streams), strict=True))
         members = {stage: plan.members(units, stage) for stage in plan.stages}
         self.passes = ScheduledUnits(units, members, mesh, adds_in_place=not plan.is_layered)
         self._turns = turns
-        self._call = model_call
-        self._same = SameBatch(mesh, module)
+        self.model_call = model_call
         self._failure: str | None = None  # of an earlier step, in the middle of its schedule
         self._training, self._evaluation = (
             Executor(
@@ -68,6 +70,10 @@ class Pipeline:
             )
             for schedule, around in ((plan.training, [turns.around] if turns else []), (plan.evaluation, []))
         )
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return parts.driver if isinstance(parts.driver, cls) else None
 
     @property
     def schedule(self) -> Schedule:
@@ -88,25 +94,21 @@ class Pipeline:
         """Its graphs begin and end in its own stages, but for what a loss_fn adds."""
         self._scale = steps.scale
 
-    def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
+    def train(self, steps: Steps, batch: Any) -> None:
         """Losses are those of the ranks that have the last stage.
 
         Where ranks of the pipe axis were given other batches they compute nothing, and the end of the step is a
         ValueError on all ranks.
         """
-        given = list(microbatches)
+        given = list(self.model_call.microbatches_of(steps, batch))
         steps.so_far.check_whole(len(given))
-        for call in steps.features.before_forward:
-            call(given)
-        steps.guard.check()
+        self._check_in_step()
         self._mesh.world.progress.enter(Activity.PIPELINE)
-        differ = self._differ(given)
-        ready = [] if differ else self._ready(steps, given)
-        found = torch.full((), bool(differ), device=self._mesh.world.device)
-        steps.so_far.note_doubt(found, lambda: self._tell(self._training, differ))
+        steps.begin_forward(given, lambda: self.tried_loss(self.model_call.ready(steps, given[0])))
+        ready = [] if steps.so_far.is_void else [self.model_call.ready(steps, one) for one in given]
 
         def run() -> list[Tensor]:
-            if differ:
+            if steps.so_far.is_void:
                 return self._training.pass_by()
             with self._turns.of_step(len(ready)) if self._turns is not None else nullcontext():
                 return self._training.run(ready, steps.scale.apply)
@@ -114,7 +116,7 @@ class Pipeline:
         with self._remembers_failure():
             losses = steps.backward(run, len(given))
         if _is_void(self._training):
-            steps.so_far.note_doubt(torch.ones_like(found), lambda: self._tell(self._training, differ))
+            steps.so_far.note_doubt(self, torch.ones((), dtype=torch.bool, device=self._mesh.world.device))
         steps.so_far.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -133,21 +135,25 @@ class Pipeline:
         raise ValueError(NO_JOIN)
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
-        differ = self._differ([batch])
-        ready = [] if differ else self._ready(steps, [batch])
+        self._check_in_step()
+        for check in steps.features.before_evaluation:
+            check(batch)
         try:
             with self._remembers_failure():
-                losses = self._evaluation.pass_by() if differ else self._evaluation.run(ready)
-            self._same.refuse(differ)
-            self._refuse_difference(self._evaluation)
+                losses = self._evaluation.run([self.model_call.ready(steps, batch)])
+            own = torch.full((1,), _is_void(self._evaluation), dtype=torch.int64, device=self._mesh.world.device)
+            if self._mesh.sum_small(own, "the outcome of an evaluation").item():
+                self._explain(self._evaluation)
             return losses
         finally:
             self.passes.release_all()
 
-    def _tell(self, executor: Executor, differ: Differs) -> NoReturn:
-        """Raises on all ranks: ValueError where batches differ on one, or a stage has returned another thing; where one
-        has failed its own error there, and RuntimeError on the others."""
-        self._same.refuse(differ)
+    def explain_doubt(self) -> None:
+        self._explain(self._training)
+
+    def _explain(self, executor: Executor) -> None:
+        """Raises on all ranks: ValueError where a stage has returned another thing; where one has failed its own error
+        there, and RuntimeError on the others."""
         failure = executor.failure
         own = None if failure is None else f"{type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})"
         found = self._mesh.world.gather_objects((executor.difference, own))
@@ -156,13 +162,8 @@ class Pipeline:
         for rank, (_, text) in enumerate(found):
             if text is not None:
                 raise RuntimeError(f"pipeline: a stage of rank {rank} failed: {text}. No parameter was updated")
-        raise ValueError(next(text for text, _ in found if text is not None))
-
-    def _refuse_difference(self, executor: Executor) -> None:
-        """As `_tell`, where there is something to tell. Waits for the hosts of this pipeline, and for others beside."""
-        own = torch.full((1,), _is_void(executor), dtype=torch.int64)
-        if self._same.is_anywhere(bool(self._mesh.peers.sum_on_host(own, "the outcome of an evaluation"))):
-            self._tell(executor, Differs.NOTHING)
+        if texts := [text for text, _ in found if text is not None]:
+            raise ValueError(texts[0])
 
     def _refuse_trial(self) -> None:
         """Raises on all ranks of this pipeline where a stage has failed in what is tried before the first step."""
@@ -185,30 +186,23 @@ class Pipeline:
 
         return output if self._scale.seed == 1.0 else self._scale.mark_output(replace_tensors(output, inner))
 
-    def own(self, x: Tensor, fill: float) -> Tensor:
-        return self._call.own(x, fill)
+    passes_output = False
 
-    def whole_output(self, output: Any, tokens: int) -> Any:
-        return self._call.whole_output(output, tokens)
+    def tried_loss(self, ready: Any) -> Tensor | None:
+        try:
+            with self._remembers_failure():
+                losses = self._evaluation.run([ready])
+            self._refuse_trial()
+            return next(iter(losses), None)
+        finally:
+            self.passes.release_all()
 
-    def _ready(self, steps: Steps, batches: Sequence[Any]) -> list[Any]:
-        def loss(ready: Any) -> Tensor | None:
-            try:
-                with self._remembers_failure():
-                    losses = self._evaluation.run([ready])
-                self._refuse_trial()
-                return next(iter(losses), None)
-            finally:
-                self.passes.release_all()
+    def tried_output(self, ready: Any) -> Any:
+        raise NotImplementedError
 
-        def summed(numbers: Sequence[int]) -> Sequence[int]:
-            found: list[int] = self._mesh.peers.sum_on_host(torch.tensor(numbers), "the check of sequences").tolist()
-            return found
-
-        self._call.try_once(steps, batches[0], loss, summed=summed)
-        made = [self._call.ready(steps, batch) for batch in batches]
-        self._call.compare_once(steps, self._module, lambda: loss(made[0]))
-        return made
+    def summed_over_stages(self, numbers: Sequence[int]) -> Sequence[int]:
+        found: list[int] = self._mesh.peers.sum_on_host(torch.tensor(numbers), "the check of sequences").tolist()
+        return found
 
     @contextmanager
     def _remembers_failure(self) -> Iterator[None]:
@@ -229,15 +223,14 @@ class Pipeline:
             f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
         )
 
-    def _differ(self, batches: Sequence[Any]) -> Differs:
-        """As `SameBatch.differ`. Raises RuntimeError where messages of an earlier step may be under way."""
-        if self._failure is not None:  # they would be taken for those of this step
+    def _check_in_step(self) -> None:
+        """Raises RuntimeError where messages of an earlier step may be under way: they would be taken for new ones."""
+        if self._failure is not None:
             raise RuntimeError(
                 "pipeline: expected ranks that are in step with each other, found that an earlier step has failed on "
                 f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
                 "checkpoint"
             )
-        return self._same.differ(batches)
 
 
 def _is_void(executor: Executor) -> bool:

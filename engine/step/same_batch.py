@@ -7,19 +7,20 @@ compared with the batch, since a script may seed them again.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...comm import Mesh
 from ...offload import sent
 from ...parallel.randomness import draws
 from ...pipe.executor import shapes_in
 from ...pipe.split.trees import leaves
 from ..blueprint.axes import PIPE, TENSOR
+from .features import StepFeature
+from .parts import Parts
 
 
 class Differs(IntEnum):
@@ -30,17 +31,42 @@ class Differs(IntEnum):
     GENERATORS = 2
 
 
-class SameBatch:
+class SameBatch(StepFeature):
     """A loader that divides its data by rank and world_size gives each of them another part: wrong, and not seen."""
 
-    def __init__(self, mesh: Mesh, module: nn.Module) -> None:
-        arrangement = mesh.arrangement
-        self._mesh = mesh
-        self._axes = arrangement.wide([name for name, _ in arrangement.sizes if name not in arrangement.data])
-        self._ranks = arrangement.ranks(mesh.world.rank, self._axes)
-        self._draws = mesh.axes[TENSOR].size > 1 and draws(module)
+    def __init__(self, parts: Parts, axes: Sequence[str]) -> None:
+        self._so_far = parts.steps.so_far
+        self._mesh = mesh = parts.mesh
+        self._axes = tuple(axes)
+        self._ranks = mesh.arrangement.ranks(mesh.world.rank, self._axes)
+        self._draws = mesh.axes[TENSOR].size > 1 and draws(parts.module)
+        self._differs = Differs.NOTHING  # of the step, as stages know it
         self._found: Tensor | None = None  # (4,): on how many axes, and ranks, each of _KINDS differed since `read`
         self._kinds: set[Hashable] = set()  # of batches, that were the same
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        """None where no ranks must be given the same."""
+        arrangement = parts.mesh.arrangement
+        axes = arrangement.wide([name for name, _ in arrangement.sizes if name not in arrangement.data])
+        return cls(parts, axes) if axes else None
+
+    def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
+        if PIPE in self._axes:
+            self._differs = self.differ(batches)
+            self._so_far.is_void = self._differs is not Differs.NOTHING
+            self._so_far.note_doubt(self, torch.full((), self._so_far.is_void, device=self._mesh.world.device))
+        elif torch.is_grad_enabled() and (found := self.check(batches)) is not None:
+            self._so_far.note_doubt(self, found)
+
+    def before_evaluation(self, batch: Any) -> None:
+        if PIPE in self._axes:
+            self.refuse(self.differ([batch]))
+
+    def explain_doubt(self) -> None:
+        if PIPE in self._axes:
+            self.refuse(self._differs)
+        self.read()
 
     def differ(self, batches: Sequence[Any]) -> Differs:
         """Whether stages of a pipeline were given other batches, and those beside them: the same on all of them.
@@ -78,23 +104,14 @@ class SameBatch:
             if count:
                 raise self._error(kind, differ is kind)
 
-    def is_anywhere(self, found: bool) -> bool:
-        """Whether `found` was so on any rank; those that are given the same batch know it already. A collective."""
-        if self._mesh.world.size == len(self._ranks):
-            return found
-        own = torch.full((1,), found, dtype=torch.int64, device=self._mesh.world.device)
-        return bool(self._mesh.sum_small(own, "the outcome of the check of the batch"))
-
-    def check(self, batch: Any) -> Tensor | None:
+    def check(self, batches: Sequence[Any]) -> Tensor | None:
         """As `differ` and `refuse` in one, of ranks that are not stages.
 
         Returns (2,) on the device, not 0 where batches or generators differ, now or before: the host is told at the
         end, by `read`. But not for the first of its shapes: ranks that expect other shapes than are sent would wait in
         vain. None where it knows.
         """
-        if not self._axes:
-            return None
-        digest, what = _digest_of([batch]), "the check of the batch"
+        digest, what = _digest_of(batches), "the check of the batch"
         generators = self._digest_of_generators() if self._draws else 0
         device = self._mesh.world.device
         differs = torch.zeros(2, dtype=torch.int64, device=device)
@@ -107,7 +124,7 @@ class SameBatch:
             anywhere = self._mesh.sum_small(differs.clone(), what)
         found = torch.cat([differs, anywhere])
         self._found = found if self._found is None else self._found.add_(found)
-        kind = shapes_in(batch)
+        kind = shapes_in(batches)
         if device.type == "cpu" or kind not in self._kinds:
             self._kinds.add(kind)
             self.read()

@@ -20,7 +20,6 @@ class SampledValues:
     def __init__(self, groups: Sequence[ShardedGroup]) -> None:
         dtypes = dict.fromkeys(group.plan.dtype for group in groups)
         self._samples = [_Samples([group for group in groups if group.plan.dtype == dtype]) for dtype in dtypes]
-        self._num_changes = 0
         self._values: list[Tensor] | None = None
         self._memory: list[Tensor] = []  # of the values that were remembered last
         self._seen: Tensor | None = None  # () bool on a device: a value was found changed there
@@ -45,12 +44,7 @@ class SampledValues:
 
     def expect_update(self) -> None:
         """From now on they may change, until they are remembered."""
-        self._num_changes += 1
         self._values = None
-
-    def num_changes(self) -> int:
-        """A number that grows with each change that the engine itself makes."""
-        return self._num_changes
 
     def changed(self) -> str:
         """The name of a parameter that has changed; "" where there is none, and on a device: `take_seen` tells."""

@@ -4,44 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from textwrap import shorten
-from typing import NoReturn
-from zlib import crc32
+from typing import Self
 
 from torch import Tensor, nn
 
-from ...comm import Mesh
 from ...zero.gradient import GroupGradient
 from ...zero.reduced_gradient import Cleared, ReducedGradients
 from ...zero.sequence import StateError
+from .features import StepFeature
+from .parts import Parts
 
 
-class ShownGradients:
+class ShownGradients(StepFeature):
     """Stand-ins of gradients that are reduced, or were taken out of `param.grad` to be.
 
-    What is cleared must be the same on all ranks, each of which has a part of the sum: notes of it make a `mark`, which
-    the ranks compare at the end of the step.
+    What is cleared must be the same on all ranks, each of which has a part of the sum: notes of it (`Steps.cleared`)
+    are compared at the end of the step.
     """
 
-    def __init__(self, gradients: Sequence[GroupGradient]) -> None:
+    def __init__(self, parts: Parts) -> None:
+        self._steps = parts.steps
+        self.after_new_groups()
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return cls(parts)
+
+    def after_new_groups(self) -> None:
+        gradients = self._steps.gradients
         self._final = _stand_ins(gradients)
         self._taken = _stand_ins(gradient for gradient in gradients if gradient.takes_each)
         self._names = {id(param): name for gradient in gradients for name, param in gradient.group.plan.params}
-        self._notes: list[str] = []  # of this step
 
-    def put(self, are_final: bool) -> None:
-        """are_final: of the whole step; else of its backwards so far, in the middle of it."""
-        (self._final if are_final else self._taken).put()
-
-    @property
-    def are_final(self) -> bool:
-        """Whether stand-ins of a whole step are there."""
-        return self._final.are_there
-
-    @property
-    def are_taken(self) -> bool:
-        """The same of those in the middle of a step."""
-        return self._taken.are_there
+    def put(self) -> None:
+        """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
+        (self._final if self._steps.so_far.is_complete else self._taken).put()
 
     def are_all(self, gradients: Sequence[Tensor]) -> bool:
         """Of a whole step; see `ReducedGradients.are_all`."""
@@ -51,17 +48,31 @@ class ShownGradients:
         """See `ReducedGradients.set_aside`."""
         return self._final.set_aside(arrived)
 
-    def take_final(self) -> tuple[Cleared, bool]:
-        """What was cleared of a whole step, and whether that is all of it; no stand-ins are there any more."""
-        if not self._final.are_there:
-            return {}, False
-        cleared = self._final.take_out()
-        return cleared, bool(cleared) and len(cleared) == self._final.num_params  # some ranks may have no parameters
+    def before_backward(self) -> None:
+        if self._final.are_there:
+            cleared = self._final.take_out()
+            if self._are_all(cleared):
+                self._note(cleared)
+                self._steps.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
+            elif cleared:
+                self._clear(cleared)
+        if self._taken.are_there:
+            self.take_cleared_so_far("backward")
 
-    def take_taken(self, what: str) -> Cleared:
-        """The same in the middle of a step: all or nothing. Raises StateError where it is some. what: he asks for."""
-        if not self._taken.are_there:
-            return {}
+    def before_step(self) -> None:
+        """Final gradients that the caller has cleared are none from now on, and no stand-ins are in `param.grad`."""
+        if self._final.are_there and (cleared := self._final.take_out()):
+            self._steps.update.refuse_more("zero_grad()")  # what is tried is taken back when all ranks know of it
+            self._clear(cleared)
+
+    def take_cleared(self) -> None:
+        """As `before_step`; what is left is shown again."""
+        if self._final.are_there:
+            self.before_step()
+            self.put()
+
+    def take_cleared_so_far(self, what: str) -> None:
+        """As `take_cleared`, between the backwards of a step. Raises StateError where some were cleared, not all."""
         cleared = self._taken.take_out()
         if 0 < len(cleared) < self._taken.num_params:
             raise StateError(
@@ -69,33 +80,42 @@ class ShownGradients:
                 "of others: clear all of them (engine.zero_grad()), or some after the last backward of a step; in the "
                 "middle they are in sums"
             )
-        return cleared
+        if cleared:
+            self._note(cleared)
+            self._steps.forget_gradients()  # in the middle of a step, whose backwards are counted all the same
 
-    def note(self, cleared: Cleared, num_backwards: int) -> None:
-        """It was cleared after so many backwards of the step."""
+    def show_cleared_so_far(self, what: str) -> None:
+        """As `take_cleared_so_far`; what is left is shown again."""
+        if self._taken.are_there:
+            self.take_cleared_so_far(what)
+            self.put()
+
+    def between_steps(self, what: str) -> None:
+        """A step is none any more where the caller has cleared all of its final gradients."""
+        if not self._final.are_there:
+            return
+        cleared = self._final.take_out()
+        if cleared:
+            self._steps.refuse_more(what)
+        if self._are_all(cleared):
+            self._steps.forget(ends_graphs=False)
+            return
+        if cleared:
+            self._clear(cleared)
+        self._final.put()
+
+    def _are_all(self, cleared: Cleared) -> bool:
+        return bool(cleared) and len(cleared) == self._final.num_params  # some ranks may have no parameters
+
+    def _clear(self, cleared: Cleared) -> None:
+        self._steps.join.check_outside("zero_grad() after the last backward of a step")
+        self._note(cleared)
+        for gradient in self._steps.gradients:
+            gradient.clear(cleared)
+
+    def _note(self, cleared: Cleared) -> None:
         found = (f"{self._names[key]}{'' if is_none else ' (to zero)'}" for key, is_none in cleared.items())
-        self._notes.append(f"after backward {num_backwards}: {', '.join(found)}")
-
-    @property
-    def mark(self) -> int:
-        """Stands for the notes of this step: 0 where there are none, another number for others."""
-        return 1 + crc32(str(self._notes).encode()) if self._notes else 0
-
-    def forget(self) -> str:
-        """The next notes are of another step. Returns the last ones."""
-        notes, self._notes = "; ".join(self._notes), []
-        return notes
-
-
-def refuse_differences(mesh: Mesh, notes: str) -> NoReturn:
-    """Raises StateError on all ranks, whose notes are not the same. A collective."""
-    everyone = mesh.world.gather_objects(notes)
-    rank = next(rank for rank, found in enumerate(everyone) if found != everyone[0])
-    first, other = (shorten(everyone[one], 120, placeholder=" ...") or "none" for one in (0, rank))
-    raise StateError(
-        "zero_grad(): expected the gradients of the same parameters cleared on all ranks, since each has a part of "
-        f"their sum, found {first} on rank 0, {other} on rank {rank}. No parameter was updated"
-    )
+        self._steps.cleared.append(f"after backward {self._steps.so_far.num_begun}: {', '.join(found)}")
 
 
 def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:

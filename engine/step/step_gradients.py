@@ -14,6 +14,7 @@ from ..blueprint.blueprint import Timing
 from ..config.config import Config
 from .clipping import Clipping
 from .join import Call
+from .shown_gradients import ShownGradients
 from .step_sums import SummedStep, sum_step
 from .steps import Steps
 
@@ -30,6 +31,7 @@ class StepGradients:
         self._config = config
         self._mesh = mesh
         self._steps = steps
+        self._shown = steps.features.get(ShownGradients)
         self._values = values
 
     def gradient(self, param: nn.Parameter | str, is_local: bool) -> Tensor | None:
@@ -44,8 +46,8 @@ class StepGradients:
             )
         if is_complete:
             self._check_is_complete(what)
-        elif steps.take_cleared_so_far(what):
-            steps.show_reduced()
+        else:
+            self._shown.show_cleared_so_far(what)
         self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
         return self._values.gradient(param, steps.rest, is_local, what, is_complete=is_complete)
 
@@ -153,8 +155,7 @@ class StepGradients:
                 f"{what}: expected the gradients of a whole step, found {steps.so_far.done}; call it between the "
                 "backward of the last one and engine.step()"
             )
-        if steps.take_cleared():
-            steps.show_reduced()
+        self._shown.take_cleared()
 
     def _check_can_clip(self, what: str, max_norm: float, norm_type: float) -> None:
         if norm_type not in (2.0, math.inf):

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...zero.sequence import StateError
 from ..config.config import Config
 from .clipping import Clipping
+from .features import StepFeature
 
 
 class StepSoFar:
@@ -30,7 +31,8 @@ class StepSoFar:
         self.is_complete = False
         """Whether the last of them was the last of its step."""
         self.clipping_by_hand: Clipping | None = None  # of its gradients, by the caller
-        self.doubt: tuple[Tensor, Callable[[], None]] | None = None  # see `note_doubt`
+        self.doubts: dict[StepFeature, Tensor] = {}  # see `note_doubt`
+        self.is_void = False  # of its microbatches nothing can be computed, as is known already
         self._own_clipping = Clipping(config.gradient_clipping or math.inf)
         self._is_last: bool | None = None  # as the caller says; None: by their number
         self._counted_by: Callable[[], bool] | None = None  # see `count_by`
@@ -75,10 +77,10 @@ class StepSoFar:
         else:
             self.losses.append(loss)
 
-    def note_doubt(self, found: Tensor, tell: Callable[[], None]) -> None:
-        """Of the step that begins. found: on this rank. If it is so on any, all of which must call this, then nothing
-        is updated after the norm, and `tell`, which raises why, is called on all."""
-        self.doubt = found, tell
+    def note_doubt(self, feature: StepFeature, found: Tensor) -> None:
+        """found: not 0 where this rank has one. If any has, nothing is updated after the norm, and all ranks ask the
+        features why (`StepFeature.explain_doubt`)."""
+        self.doubts[feature] = found
 
     def would_complete(self, num_microbatches: int) -> bool:
         """Whether so many more end the step."""
@@ -97,8 +99,9 @@ class StepSoFar:
         """The next microbatch is the first of its step."""
         self.losses.clear()
         self.num_microbatches = self.num_begun = 0
-        self.is_complete = self.lacks_loss = self._by_hand = False
-        self.clipping_by_hand = self.doubt = None
+        self.is_complete = self.lacks_loss = self._by_hand = self.is_void = False
+        self.clipping_by_hand = None
+        self.doubts.clear()
 
     def check_between(self, what: str) -> None:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""

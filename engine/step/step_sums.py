@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ...kernels.sum_of_squares import clip_factor
 from ...offload import OnHost, sent
 from ...zero.gradient import GroupGradient
 from ...zero.plan import Role
+from ...zero.sequence import StateError
 from .clipping import Clipping
 from .errors import NonFiniteGradientError
 
@@ -197,6 +199,23 @@ def sum_step(
         mean = losses[0].double() if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).mean()
         add_limbs(sums, mean.view(1), NUM_LIMBS, _INFINITE)
     return SummedStep(mesh.sum_small(sums, what), len(events), uses, mesh.data_size, mesh.world.size * cleared)
+
+
+def mean_over_ranks(mesh: Mesh, losses: Sequence[Tensor], num_ranks: int) -> Tensor:
+    """() on the CPU: of the losses of so many ranks; others have none. A collective."""
+    sums = sum_step(mesh, (), losses, (), "the mean of the loss").read()
+    return torch.tensor(sums.loss * (mesh.world.size / num_ranks), dtype=sums.loss_dtype)
+
+
+def cleared_error(mesh: Mesh, notes: str) -> StateError:
+    """Of ranks whose notes of cleared gradients are not the same. A collective."""
+    everyone = mesh.world.gather_objects(notes)
+    rank = next(rank for rank, found in enumerate(everyone) if found != everyone[0])
+    first, other = (shorten(everyone[one], 120, placeholder=" ...") or "none" for one in (0, rank))
+    return StateError(
+        "zero_grad(): expected the gradients of the same parameters cleared on all ranks, since each has a part of "
+        f"their sum, found {first} on rank 0, {other} on rank {rank}. No parameter was updated"
+    )
 
 
 def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, outcome: str) -> NonFiniteGradientError:

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from enum import Enum
-from typing import Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...comm import Activity, Mesh
 from ...offload import OffloadError
 from ...watch.log import logger
 from ...zero.loss_scale import LossScaler
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.reduced_gradient import Cleared
 from ...zero.reductions import OnFinal
 from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
-from .features import StepFeatures
+from .features import Access, StepFeatures
 from .gradient_scale import GradientScale
-from .guard import ModelGuard
 from .join import Call, Join, weighted
-from .lent import KINDS, PARAMETERS, Lent
-from .shown_gradients import ShownGradients, refuse_differences
-from .step_inputs import StepInputs
 from .step_result import StepResult
 from .step_so_far import StepSoFar
-from .step_sums import StepSums, SummedStep, non_finite_error, sum_step
+from .step_sums import StepSums, SummedStep, cleared_error, non_finite_error, sum_step
 from .step_update import StepUpdate
 
 R = TypeVar("R")
@@ -77,16 +72,6 @@ class UnitPasses(Protocol):
         """Between steps: no parameters are needed."""
 
 
-class Access(Enum):
-    """What a call between steps does with the parameters."""
-
-    NOTHING = "nothing"  # it has to do with gradients alone
-    LOOKS = "looks"  # it shows them as they are, without what is not a step yet
-    READS = "reads"  # all that the steps so far have updated is in them
-    CHANGES = "changes"  # as READS, and what it leaves is taken for right
-    REPLACES = "replaces"  # as CHANGES, states too; an update that has failed before is of no matter then
-
-
 class Steps:
     """Each step is a number of backwards and one update of the shards.
 
@@ -98,16 +83,12 @@ class Steps:
         self,
         config: Config,
         mesh: Mesh,
-        module: nn.Module,
         passes: UnitPasses,
         optimizer: ShardedOptimizer,
         loss_scaler: LossScaler,
-        input_dtype: torch.dtype | None,
-        rows_per_microbatch: int | None,
         join: Join,
         features: StepFeatures,
     ) -> None:
-        """input_dtype: of the floating-point inputs of a forward; None: as they are. rows_per_microbatch: None: any."""
         self.so_far = StepSoFar(config)
         self.last = StepResult(torch.zeros(()), torch.zeros(()), optimizer.lr, loss_scaler.scale, False)
         """What the last step has come to."""
@@ -117,40 +98,30 @@ class Steps:
         self._mesh = mesh
         self._passes = passes
         self._optimizer = optimizer
+        self.cleared: list[str] = []
+        """Notes of the gradients that the caller has cleared in this step, alike on all ranks."""
+        self.num_changes = 0
+        """A number that grows with each change of parameters that the engine itself makes."""
         self._is_apart = False  # other ranks may still have what an error has interrupted
         own = (param for unit in passes.units for group in unit.groups for param in group.params)
-        self.lent = Lent()
         self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
-        self.inputs = StepInputs(mesh.world, self.so_far, self.scale, input_dtype, rows_per_microbatch)
-        self.take_up_groups(module)
+        self.take_up_groups()
 
-    def take_up_groups(self, module: nn.Module) -> None:
+    def take_up_groups(self) -> None:
         """The groups of the units, and of the optimizer, are those that there are now; between steps."""
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self.gradients = [gradient for unit in passes.units for gradient in unit.gradients]
-        self._shown = ShownGradients(self.gradients)
         timing = Timing.of(self._config)
-        shares = any(group.axes.copies_are_shared for unit in passes.units for group in unit.groups)
-        self.guard = ModelGuard(module, passes.units, shares, only_steps_change=timing is not Timing.DELAYED)
         delay_after_steps = self._config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.rest, delay_after_steps)
-
-    @property
-    def device(self) -> torch.device:
-        return self._mesh.world.device
-
-    def check_trains(self, call: str) -> None:
-        """Raises ValueError in an engine without an optimizer."""
-        if not self._optimizer.param_groups:
-            raise ValueError(
-                f"{call}: expected an engine with an optimizer, found one without; put one into the config, or give it "
-                "to lowtide.initialize(..., optimizer=...). This one computes: engine(...), engine.eval_step(batch)"
-            )
+        for feature in self.features.after_new_groups:
+            feature()
 
     def check_between(self, what: str) -> None:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""
-        self.forget_cleared(what)
+        for feature in self.features.between_steps:
+            feature(what)
         self.so_far.check_between(what)
 
     # -- microbatches ---------------------------------------------------------------------------------------------
@@ -166,89 +137,35 @@ class Steps:
         self.end_backward(num_microbatches)
         return result
 
-    def begin_forward(self) -> None:
-        """Raises ValueError where the model was changed behind the engine's back."""
-        self.begin_use()  # first: the guard may not take for right what is only tried
-        self.guard.check()
+    def begin_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
+        """See `StepFeature.before_forward`."""
+        self.begin_use()  # first: what is only tried may not be taken for right
+        for feature in self.features.before_forward:
+            feature(batches, output)
 
     def begin_use(self) -> None:
         """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""
-        self.lent.check("a forward", (PARAMETERS,))
+        for feature in self.features.before_call:
+            feature("a forward", Access.LOOKS)
         if self.so_far.is_complete:
             self.take_back()
         if self._is_apart:
             self._is_apart = False
             self._mesh.fence("the end of what an error has interrupted")
 
-    def shows_all(self, gradients: Sequence[Tensor]) -> bool:
-        """See `ReducedGradients.are_all`."""
-        return self._shown.are_all(gradients)
-
-    def show_reduced(self) -> None:
-        """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
-        self._shown.put(self.so_far.is_complete)
-
-    def take_cleared(self) -> bool:
-        """Final gradients that the caller has cleared are none from now on, and no stand-ins are in `param.grad`.
-
-        Returns whether there were any left that he might have cleared.
-        """
-        are_there = self._shown.are_final
-        cleared, _ = self._shown.take_final()
-        if cleared:
-            self.update.refuse_more("zero_grad()")  # what is tried is taken back when all ranks know of it
-            self._clear(cleared)
-        return are_there
-
-    def take_cleared_so_far(self, what: str) -> bool:
-        """As `take_cleared`, between the backwards of a step. Raises StateError where some were cleared, not all."""
-        are_there = self._shown.are_taken
-        if cleared := self._shown.take_taken(what):
-            self._shown.note(cleared, self.so_far.num_begun)
-            self._forget_gradients()  # in the middle of a step, whose backwards are counted all the same
-        return are_there
-
-    def forget_cleared(self, what: str) -> None:
-        """A step is none any more where the caller has cleared all of its final gradients. what: he asks for now."""
-        if not self._shown.are_final:
-            return
-        cleared, are_all = self._shown.take_final()
-        if are_all:
-            self.refuse_more(what)
-            self.forget(ends_graphs=False)
-            return
-        if cleared:
-            self.refuse_more(what)
-            self._clear(cleared)
-        self._shown.put(are_final=True)
-
-    def _clear(self, cleared: Cleared) -> None:
-        self.join.check_outside("zero_grad() after the last backward of a step")
-        self._shown.note(cleared, self.so_far.num_begun)
-        for gradient in self.gradients:
-            gradient.clear(cleared)
-
-    def set_aside(self, arrived: nn.Parameter | None) -> AbstractContextManager[None]:
-        """See `ReducedGradients.set_aside`."""
-        return self._shown.set_aside(arrived)
-
     def begin_backward(self, num_microbatches: int = 1) -> None:
         """As `backward`, until `end_backward` or `abort_backward`."""
-        self.check_at_hand("backward")
+        for feature in self.features.before_call:
+            feature("backward", Access.CHANGES)
         self.refuse_more("another backward")  # a sum that was final was not
-        cleared, are_all = self._shown.take_final()
-        if are_all:
-            self._shown.note(cleared, self.so_far.num_begun)
-            self.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
-        elif cleared:
-            self._clear(cleared)
-        self.take_cleared_so_far("backward")
+        for begin in self.features.before_backward:
+            begin()
         if self.so_far.clipping_by_hand is not None:
             self.so_far.refuse_backward()
         boundary = self.so_far.would_complete(num_microbatches)
         on_final = self.update.begin_backward(boundary)
-        if boundary:
-            self.guard.values.expect_update()
+        if on_final is not None:
+            self.num_changes += 1
         self.so_far.begin(num_microbatches, boundary)
         self._passes.begin_backward(boundary, on_final)
 
@@ -287,14 +204,15 @@ class Steps:
         """
         if self.update.take_back():  # what an error has interrupted
             self._is_apart = True
-        self._forget_gradients()
+        self.forget_gradients()
         if ends_graphs:
             self._passes.release_all()
-            self._shown.forget()
+            self.cleared.clear()
         self.so_far.forget()
         self.join.num_missing = 0
 
-    def _forget_gradients(self) -> None:
+    def forget_gradients(self) -> None:
+        """Of the backwards so far."""
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
             for gradient in self.gradients:
                 gradient.reset()
@@ -309,17 +227,18 @@ class Steps:
         by_hand: the caller has run the backwards: StateError where they gave no gradient on any rank. Returns on how
         many ranks each of the events has happened.
         """
-        self.check_at_hand("engine.step()")
+        for feature in self.features.before_call:
+            feature("engine.step()", Access.CHANGES)
         self._mesh.world.progress.enter(Activity.UPDATE)
         self._passes.await_others()
-        self.guard.values.expect_update()
+        self.num_changes += 1
+        for begin in self.features.before_update:
+            begin()
         events = (self.update.has_failed(), self.so_far.lacks_loss, by_hand, *events)
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
-        seen, doubt = self.guard.values.take_seen(), self.so_far.doubt
-        if doubt is not None:
-            seen = doubt[0].any() if seen is None else seen | doubt[0].any()
-        cleared = self._shown.mark
-        summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, seen, cleared)
+        doubts, cleared = self.so_far.doubts.values(), 1 + crc32(str(self.cleared).encode()) if self.cleared else 0
+        doubt = torch.stack([one.any() for one in doubts]).any() if doubts else None
+        summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, doubt, cleared)
         rest = self.rest
         has_nothing = self.update.uses.are_none and summed.read().is_without_gradients and summed.read().events[2] > 0
         is_started = not has_nothing and self._update_if_finite(summed, number, rest)
@@ -329,13 +248,12 @@ class Steps:
             self.update.settle_skipped(not is_wrong, sums.unused)
         if sums.num_changed:
             self.forget()
-            if doubt is not None:
-                doubt[1]()
-            self.guard.raise_seen(self._mesh)
+            for explain in self.features.explain_doubt:
+                explain()
         if sums.cleared != cleared * self._mesh.world.size:
-            notes = self._shown.forget()
+            notes = "; ".join(self.cleared)
             self.forget()
-            refuse_differences(self._mesh, notes)
+            raise cleared_error(self._mesh, notes)
         update_failed, num_lacking, _, *counts = sums.events
         if update_failed:
             self.forget()
@@ -354,12 +272,10 @@ class Steps:
         if not is_started or sums.num_bad:
             self._update_or_skip(sums, norm, number)
         if not result.skipped:
-            self.guard.mark_updated()
             for one in self.update.thin:
                 one.accept(rest)
-        self.guard.values.remember()
-        if self.guard.shares_values:  # else a rank that is ahead may change what this one remembers
-            self._mesh.fence(f"the end of step {number}")
+        for end in self.features.after_update:
+            end(result.skipped)
         self.forget()
         self.scale.loss_scaler.update(result.skipped)
         self.last = result
@@ -419,11 +335,6 @@ class Steps:
 
     # -- between steps --------------------------------------------------------------------------------------------
 
-    def mean_over_ranks(self, losses: list[Tensor], num_ranks: int) -> Tensor:
-        """() on the CPU: of the losses of so many ranks; others have none. A collective."""
-        sums = sum_step(self._mesh, (), losses, (), "the mean of the loss").read()
-        return torch.tensor(sums.loss * (self._mesh.world.size / num_ranks), dtype=sums.loss_dtype)
-
     @contextmanager
     def apart(self, activity: Activity, access: Access) -> Iterator[None]:
         """Around a call that is not part of a step. A collective, but where it only looks.
@@ -433,17 +344,16 @@ class Steps:
         """
         gradients = "engine.gradient(), set_gradient() or clip_grad_value_()"
         self.join.check_outside(gradients if access is Access.NOTHING else activity.value)
-        if access in (Access.CHANGES, Access.REPLACES):
-            self.check_at_hand("a change of the weights")
-        elif access is not Access.NOTHING:
-            self.lent.check(activity.value, (PARAMETERS,) if access is Access.LOOKS else KINDS)
+        changes = access in (Access.CHANGES, Access.REPLACES)
+        for feature in self.features.before_call:
+            feature("a change of the weights" if changes else activity.value, access)
         with self._mesh.world.progress.during(activity), self._mesh.raised.between_steps():
             try:
                 if access is Access.LOOKS:
                     self.update.take_back()
                 elif access is not Access.NOTHING:
                     if self.update.is_under_way:
-                        self.guard.values.expect_update()
+                        self.num_changes += 1
                     self.update.settle()
             except OffloadError as error:
                 if access is not Access.REPLACES:
@@ -452,14 +362,10 @@ class Steps:
             yield
             if access is Access.REPLACES:
                 self.update.forget_failure()
-            if access in (Access.CHANGES, Access.REPLACES):
-                self.guard.remember()
-
-    def check_at_hand(self, what: str) -> None:
-        """Raises StateError where something is in the place of the weights, or states are lent."""
-        self.lent.check(what)
-        if self._optimizer.averages is not None:
-            self._optimizer.averages.check_hidden(what)
+            if changes:
+                self.num_changes += 1
+                for end in self.features.after_change:
+                    end()
 
 
 def _update_of(number: int) -> str:

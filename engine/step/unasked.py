@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...comm import Activity, Progress
 from ...zero.autograd import current_graph_task
 from ...zero.sequence import StateError, UnitSequence
+from .shown_gradients import ShownGradients
 from .steps import Steps
 from .turn import Turn
 
@@ -22,6 +23,7 @@ class Unasked:
         self._steps = steps
         self._turn = turn
         self._progress = progress
+        self._shown = steps.features.get(ShownGradients)
         self._losses: dict[int, Tensor] = {}  # by the run of autograd that they are of
 
     def known(self, scaled: Tensor, loss: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ class Unasked:
         self._turn.begin("loss.backward()", self._is_lost)
         try:
             self._progress.enter(Activity.BACKWARD, self._steps.so_far.num_microbatches)
-            with self._steps.set_aside(arrived):
+            with self._shown.set_aside(arrived):
                 self._steps.begin_backward()
         except BaseException:
             self._turn.end()
@@ -55,7 +57,7 @@ class Unasked:
                 self._steps.abort_backward(error)
                 raise
             self._steps.end_backward()
-            self._steps.show_reduced()
+            self._shown.put()
             self._steps.so_far.note_loss(self._losses.get(current_graph_task()))
         finally:
             self._losses.clear()

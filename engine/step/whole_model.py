@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from . import backward_starts
 from .batch import call, forward
 from .join import Call
 from .model_call import ModelCall
-from .same_batch import SameBatch
 from .steps import Steps
 from .turn import Turn
 from .unasked import Unasked, check_loss
@@ -35,76 +34,52 @@ class WholeModel:
         passes: UnitSequence,
         hooks: UnitHooks,
         model_call: ModelCall,
-        saving: AbstractContextManager[object],
         mesh: Mesh,
         ledger: Ledger,
     ) -> None:
-        """passes: told of all uses by the hooks. saving: entered around forwards; what they save for the backward.
-        ledger: of what hears of backwards."""
+        """passes: told of all uses by the hooks. ledger: of what hears of backwards."""
         self.passes = passes
         self.whole = UnsplitModel.of(module, passes.units)
         self._module = module
         self._hooks = hooks
-        self._call = model_call
-        self.saving = saving
+        self.model_call = model_call
         self._progress = mesh.world.progress
-        self._same = SameBatch(mesh, module)
         self._ledger = ledger
 
-    def train(self, steps: Steps, microbatches: Iterator[Any]) -> None:
-        for microbatch in microbatches:
-            for feature in steps.features.before_forward:
-                feature([microbatch])
-            self._check_same(steps, microbatch)
-            self._try(steps, microbatch)
-            ready = self._call.ready(steps, microbatch)
-            self._call.compare_once(steps, self._module, lambda: self._call.output(self._module, ready))  # noqa: B023
-            steps.begin_forward()
-            with self.passes.failing_forward(), self.saving:
-                loss = self._loss(steps, ready)
+    def train(self, steps: Steps, batch: Any) -> None:
+        for microbatch in self.model_call.microbatches_of(steps, batch):
+            steps.begin_forward([microbatch], partial(self._output, steps, microbatch))
+            ready = self.model_call.ready(steps, microbatch)
+            with self.passes.failing_forward(), steps.features.around():
+                output = steps.scale.mark_output(self.model_call.output(self._module, ready))
+                loss = self.model_call.loss(output, ready)
+                del output  # its logits would take memory for the whole backward
             self.backward(steps, loss)
 
-    def _loss(self, steps: Steps, ready: Any) -> Tensor:
-        """Alone: the logits of an output would take memory for the whole backward."""
-        return self._call.loss(steps.scale.mark_output(self._call.output(self._module, ready)), ready)
-
-    def _check_same(self, steps: Steps, batch: Any) -> None:
-        differs = self._same.check(batch)
-        if differs is not None:
-            steps.so_far.note_doubt(differs, self._same.read)
+    def _output(self, steps: Steps, microbatch: Any) -> Any:
+        return self.model_call.output(self._module, self.model_call.ready(steps, microbatch))
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        for feature in steps.features.before_forward:
-            feature([(args, kwargs)])
-        if torch.is_grad_enabled():
-            self._check_same(steps, (args, kwargs))
-        self._try(steps, kwargs)
-        ready = self._call.ready_by_hand(steps, args, kwargs)
-
         def output() -> Any:
-            return self._call.run(ready, lambda: forward(self._module, steps.inputs.prepared(args), ready))
+            ready = self.model_call.ready_by_hand(steps, args, kwargs)
+            own = self.model_call.prepared(steps)(args)
+            return self.model_call.run(ready, lambda: forward(self._module, own, ready)), ready
 
-        self._call.compare_once(steps, self._module, output)
-        steps.begin_forward()
+        steps.begin_forward([(args, kwargs) if args else kwargs], output)
         with self._forward(steps):
-            return self._call.weighted(steps.scale.mark_output(output()), ready)
+            found, ready = output()
+            return self.model_call.weighted(steps.scale.mark_output(found), ready)
 
     @contextmanager
     def _forward(self, steps: Steps) -> Iterator[None]:
         progress = self._progress.forward(steps.so_far.num_microbatches, torch.is_grad_enabled())
-        with self.passes.failing_forward(), self.saving, progress:
+        with self.passes.failing_forward(), progress, steps.features.around():
             yield
 
     def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        for feature in steps.features.before_forward:
-            feature([(args, kwargs)])
-        if torch.is_grad_enabled():
-            self._check_same(steps, (args, kwargs))
-        steps.begin_forward()
+        steps.begin_forward([(args, kwargs)], None)
         with self._forward(steps):
-            with self._call.compared_in_passing():
-                output = self._hooks.around(partial(function, *args, **kwargs))
-            return steps.scale.mark_output(output)
+            return steps.scale.mark_output(self._hooks.around(partial(function, *args, **kwargs)))
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")
@@ -137,19 +112,19 @@ class WholeModel:
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
         steps.begin_use()
-        self._try(steps, batch)
-        ready = self._call.ready(steps, batch)
+        for check in steps.features.before_evaluation:
+            check(batch)
+        ready = self.model_call.ready(steps, batch)
         with self.passes.failing_forward():
-            return [self._call.loss(self._call.run(ready, lambda: call(self._module, ready)), ready)]
+            return [self.model_call.loss(self.model_call.run(ready, lambda: call(self._module, ready)), ready)]
 
-    def own(self, x: Tensor, fill: float) -> Tensor:
-        return self._call.own(x, fill)
+    passes_output = True
 
-    def whole_output(self, output: Any, tokens: int) -> Any:
-        return self._call.whole_output(output, tokens)
+    def tried_loss(self, ready: Any) -> Tensor:
+        return self.model_call.loss(self.tried_output(ready), ready)
 
-    def _try(self, steps: Steps, batch: Any) -> None:
-        def output(ready: Any) -> Any:
-            return self._call.output(self._module, ready)
+    def tried_output(self, ready: Any) -> Any:
+        return self.model_call.output(self._module, ready)
 
-        self._call.try_once(steps, batch, lambda ready: self._call.loss(output(ready), ready), output)
+    def summed_over_stages(self, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers

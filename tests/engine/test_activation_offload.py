@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.engine.step.whole_model import WholeModel
 from lowtide.offload import ActivationOffload
 from tests.models import TinyGPT, tiny_gpt, token_batch
 from tests.ranks import RankPool
@@ -41,8 +40,7 @@ def peak_of_saved(config: dict[str, Any]) -> tuple[int, int]:
     engine = lowtide.initialize(TinyGPT(width=64, layers=8), config)
     for step in range(3):
         engine.train_step(share_of(token_batch(step, 8 * engine.world_size)))
-    assert isinstance(engine._driver, WholeModel)
-    offload = engine._driver.saving
+    offload = engine._parts.activations
     assert isinstance(offload, ActivationOffload)
     found = offload.peak_resident_bytes, offload.offloaded_bytes
     engine.close()

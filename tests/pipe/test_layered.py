@@ -187,7 +187,7 @@ def read(settings: dict[str, Any], accumulation: int, folder: Path) -> int:
         return plain(self, key, out)
 
     with patch.object(FileStore, "load", count):
-        engine._driver.train(engine._steps, engine._steps.inputs.microbatches_of(rows_of(1, 2 * accumulation)))
+        engine._driver.train(engine._steps, rows_of(1, 2 * accumulation))
     nbytes = 4 * engine._driver.passes.units[-1].numel
     engine._steps.forget()
     engine.close()

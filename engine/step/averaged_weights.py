@@ -1,0 +1,69 @@
+"""Moving averages of an engine's weights: kept up with each step, and shown in the place of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from ...comm import BODY, Activity
+from ...zero.averages import Averages
+from .features import Access, StepFeature
+from .parts import Parts
+from .turn import Turn
+
+
+class AveragedWeights(StepFeature):
+    """An exponential moving average (EMA) of the master weights, divided over the ranks as optimizer states are.
+
+    It is on while the averages are in the place of the weights; the optimizer keeps them up.
+    """
+
+    is_on = False
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return cls(parts)
+
+    def before_call(self, what: str, access: Access) -> None:
+        """Raises StateError for what would change the averages as if they were the weights."""
+        if access in (Access.CHANGES, Access.REPLACES, Access.CLOSES) and self._parts.optimizer.averages is not None:
+            self._parts.optimizer.averages.check_hidden(what)
+
+    def keep(self, decay: float) -> None:
+        """See `Engine.ema`."""
+        optimizer = self._parts.optimizer
+        if optimizer.averages is not None:
+            raise ValueError(
+                f"engine.ema(): expected one call, found another: averages with decay "
+                f"{optimizer.averages.decay:g} are kept already"
+            )
+        with self._parts.steps.apart(Activity.WEIGHTS, Access.READS):
+            optimizer.averages = Averages(optimizer.shards, decay)
+
+    @contextmanager
+    def shown(self, turn: Turn, swap: Callable[[Averages, bool], None]) -> Iterator[None]:
+        """See `Engine.ema_weights`. swap: as `Archive.swap`."""
+        averages, features = self._parts.optimizer.averages, self._parts.steps.features
+        if averages is None:
+            raise ValueError("engine.ema_weights(): expected averages, found none; call engine.ema(decay) first")
+
+        def swapped(shown: bool) -> None:
+            with turn.of("engine.ema_weights()"):
+                with self._parts.steps.apart(Activity.WEIGHTS, Access.CHANGES):
+                    swap(averages, shown)
+                averages.are_shown = shown
+
+        swapped(True)
+        features.turn_on(self)
+        try:
+            with turn.raised.call(f"{BODY}engine.ema_weights()", is_context=True):
+                yield
+        finally:
+            averages.are_shown = False
+            features.turn_off(self)
+            if not turn.is_over:
+                swapped(False)

@@ -1,0 +1,106 @@
+"""What is tried with the first batches: whether a model that is split computes what it does as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ...model.recomputing import in_eval_mode
+from ...parallel.sequence_data import SequencePart
+from ...parallel.split_trial import SplitTrial
+from ..model.sequences import Sequences
+from .features import StepFeature
+from .parts import Parts
+
+
+class SequenceCheck(StepFeature):
+    """Whether tokens of shared sequences meet in attention alone: see `Sequences.try_once`."""
+
+    def __init__(self, sequences: Sequences, parts: Parts) -> None:
+        self._sequences = sequences
+        self._steps = parts.steps
+        self._driver = parts.driver
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        sequences = parts.driver.model_call.sequences
+        return None if sequences is None else cls(sequences, parts)
+
+    def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
+        if not self._steps.so_far.is_void:
+            self.before_evaluation(batches[0])
+
+    def before_evaluation(self, batch: Any) -> None:
+        driver = self._driver
+
+        def ready(part: SequencePart) -> SequencePart:
+            self._steps.begin_use()
+            return part.changed(driver.model_call.prepared(self._steps))
+
+        def loss(part: SequencePart) -> Tensor | None:
+            return driver.tried_loss(ready(part))
+
+        outputs = (lambda part: driver.tried_output(ready(part))) if driver.passes_output else None
+        self._sequences.try_once(batch, loss, outputs, driver.summed_over_stages)
+
+
+class SplitCheck(StepFeature):
+    """Whether split layers compute what they do as a whole, in a forward of the first microbatch: see `SplitTrial`.
+
+    All ranks at once. Raises ValueError on all of them.
+    """
+
+    def __init__(self, trial: SplitTrial, parts: Parts) -> None:
+        self._trial = trial
+        self._parts = parts
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        trial = parts.driver.model_call.splits
+        return None if trial is None else cls(trial, parts)
+
+    def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
+        if output is None or not torch.is_grad_enabled() or self._parts.steps.so_far.is_void:
+            return
+        self._parts.steps.begin_use()
+        sequences = self._parts.driver.model_call.sequences
+        around_copy = nullcontext if sequences is None else sequences.around_copy
+        with in_eval_mode(self._parts.module), self._trial.compared(around_copy):
+            output()
+        self._judge()
+
+    def around_forward(self) -> AbstractContextManager[object]:
+        """Around the forward of the first microbatch itself, which cannot be made twice."""
+        return self._compared_in_passing() if torch.is_grad_enabled() else nullcontext()
+
+    @contextmanager
+    def _compared_in_passing(self) -> Iterator[None]:
+        with self._trial.compared_in_passing(in_eval_mode):
+            yield
+        self._judge()
+
+    def _judge(self) -> None:
+        """A collective."""
+        mesh = self._parts.mesh
+        wrong = [distance > 0 for distance in self._trial.distances.values()]
+        sums = torch.tensor(wrong, dtype=torch.int64, device=mesh.world.device)
+        self._trial.check(mesh.sum_small(sums, "the check of split layers").tolist())
+        self._parts.steps.features.turn_off(self)
+
+
+class SavedActivations(StepFeature):
+    """What forwards of the whole model save for the backward goes elsewhere: see `ActivationOffload`."""
+
+    def __init__(self, saving: AbstractContextManager[object]) -> None:
+        self._saving = saving
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        return None if parts.activations is None else cls(parts.activations)
+
+    def around_forward(self) -> AbstractContextManager[object]:
+        return self._saving

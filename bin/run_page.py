@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.report.memory_report import MemoryReport, reports_in
-from ..engine.report.monitor_writers import RUN
+from ..engine.report.monitors import RUN
 from ..engine.report.step_profile import profiles_in
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 520, 180, 64, 22

@@ -57,10 +57,9 @@ from .step.join import Join
 from .step.late_groups import LateGroups
 from .step.learning_rates import LearningRates, scheduler_for
 from .step.lr_schedule import betas_at, schedule_of
-from .step.microbatch_turns import MicrobatchTurns
 from .step.model_call import ModelCall
 from .step.parts import Parts, Prediction
-from .step.pipeline import Pipeline
+from .step.pipeline import MicrobatchTurns, Pipeline
 from .step.steps import Steps
 from .step.whole_model import WholeModel
 from .trial import Trial

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,31 +21,29 @@ from ..zero.sequence import StateError
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
 from .archive.full_values import give_own_storages
+from .blueprint.axes import EXPERT, SEQUENCE
 from .facade import ModuleFacade
-from .loop_calls import LoopCalls
 from .model.given_model import refuse_copy
-from .parameter_access import ParameterAccess
 from .report.memory import ModelStateBytes, measure
 from .report.memory_report import MemoryReport, MemoryReports
 from .report.step_profile import StepProfile
 from .step import clip_calls
 from .step.averaged_weights import AveragedWeights
-from .step.features import Access
-from .step.join import Call
+from .step.features import Access, StepResult
+from .step.join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call
 from .step.late_groups import ADDING
+from .step.learning_rates import TrainingState
 from .step.lent_states import LentStates
 from .step.parts import Parts
 from .step.preemption import Preemption
 from .step.shown_gradients import ShownGradients
 from .step.step_gradients import StepGradients
-from .step.step_result import StepResult
 from .step.step_sums import mean_over_ranks
 from .step.steps import NO_BACKWARD
-from .step.training_state import TrainingState
 from .step.turn import Turn, in_turn
 
 
-class Engine(LoopCalls, ParameterAccess, ModuleFacade):
+class Engine(ModuleFacade):
     """Trains one model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
@@ -291,6 +289,172 @@ class Engine(LoopCalls, ParameterAccess, ModuleFacade):
     def eval(self) -> Self:
         return self.train(False)
 
+    # -- loops that call forward, backward and step themselves ----------------------------------------------------
+
+    @in_turn
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `function(*args, **kwargs)` returns, all of which is one forward of the engine.
+
+        For trainers whose step calls the model, or parts of it, as it likes, and computes the loss itself: a method of
+        the module, as Lightning's `training_step`. Inputs are passed as they are: on the device and in the dtype that
+        the model computes in. Ranks that share layers (parallel.tensor) are given the same. Raises ValueError with
+        parallel.pipeline, sequence and tensor_sequence, where a rank has a part of the model or of its inputs.
+        """
+        refuse_to_be_traced("an engine")
+        parallel = self.config.parallel
+        if parallel.sequence > 1 or parallel.tensor_sequence:
+            found = "sequence" if parallel.sequence > 1 else "tensor_sequence"
+            raise ValueError(
+                f"engine.run(): expected a config without parallel.{found}, whose ranks have parts of the inputs, "
+                "found it; call engine(...) with the inputs of the model"
+            )
+        with self._mesh.raised.passes():
+            return self._driver.run(self._steps, function, args, kwargs)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
+        loss in the result of the step. Its value is that of `loss`. Raises ValueError for what is no loss, ().
+        """
+        return self._driver.scale(self._steps, loss)
+
+    def sequence_part(self, x: Tensor, fill: float = 0) -> Tensor:
+        """This rank's part of x, (rows, tokens, ...), where ranks share sequences (`parallel.sequence`); else x.
+
+        What `engine(...)` returns stands beside it: with it a loop computes a loss of its own from the part's logits.
+        Labels are to stand where they are predicted (shifted by one, -100 for none). fill: of the tokens that are added
+        where the ranks do not divide them. Ask for it before the forward, which needs no labels then.
+        """
+        return self._driver.model_call.own(x, fill)
+
+    @in_turn
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        """What `engine(...)` has returned, as one process has it, without gradients: for metrics and predictions.
+
+        Logits of `parallel.tensor` that are in parts come as a tensor; of `parallel.sequence`, what has a rank's tokens
+        along dimension 1 has those of all, and a loss, (), is the sum of the ranks' parts. Anything else is as it is.
+        tokens: of the whole sequences, in dimension 1. Ranks that are given the same batch must all call it.
+        """
+        return self._driver.model_call.whole_output(output, tokens)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
+        return self.accumulate(last=False)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """A context that says whether its backwards are the last of their step, after which `step` acts.
+
+        For loops that count by themselves; a backward outside of any is then the last. Gradients are divided by
+        gradient_accumulation_steps all the same: leave it at 1 and weigh the losses.
+        """
+        return self._steps.so_far.accumulate(last)
+
+    @property
+    def microbatches_done(self) -> int:
+        """How many backwards there were since the last step; without any `step` is an error."""
+        return self._steps.so_far.num_microbatches
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Whether the last backward was the last of its step, so that `step` updates."""
+        return self._steps.so_far.is_complete
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backwards may be the last of their step. As DDP's: it may be set before each forward, in the
+        place of `accumulate(last=...)`. False holds until it is set again, True until the step has ended."""
+        return self._steps.so_far.may_be_last
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._steps.so_far.say(last=bool(value))
+
+    def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
+        """From now on `is_last()` says before each backward, `loss.backward()` too, whether it is the last of its step.
+
+        For loops that count by calls of their own. accumulation: the microbatches of a step, for messages; gradients
+        are divided as the config says.
+        """
+        self._steps.so_far.count_by(is_last, accumulation)
+
+    @in_turn
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""
+        if self._steps.so_far.num_microbatches:
+            self._steps.join.check_outside("engine.zero_grad() in the middle of a step")
+        self._steps.refuse_more("engine.zero_grad()")
+        self._steps.forget(ends_graphs=False)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A context in which no parameter of the engine requires a gradient; that of its inputs is computed."""
+        trained = [param for param in self.module.parameters() if param.requires_grad]
+        for param in trained:
+            param.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for param in trained:
+                param.requires_grad_(True)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For data that end earlier on some ranks: who leaves the loop goes on at the end of the context, without data.
+
+            with engine.join():
+                for batch in loader:  # of another length on each rank
+                    engine.train_step(batch)
+
+        Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
+        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`,
+        `clip_grad_norm_`, `step`, `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError
+        over a pipeline, layer by layer, or where ranks share layers, sequences or experts, StateError for other calls
+        of all ranks in it, for those of other engines, and where another engine's is open.
+        """
+        self._turn.check("engine.join()")
+        if not self._mesh.has_whole or self._mesh.axes[SEQUENCE].size > 1:
+            raise ValueError(NO_JOIN)
+        if self._mesh.axes[EXPERT].size > 1:
+            raise ValueError(NO_JOIN_OF_EXPERTS)
+        if self.config.zero_optimization.layered_gradient_accumulation:
+            raise ValueError(NO_JOIN_BY_LAYERS)
+        with self._mesh.raised.call("engine.join()", is_context=True), self._steps.join.opened():
+            yield
+            with self._turn.of("engine.join()"):
+                for call in self._steps.join.calls_without_data():
+                    self._take_part(call)
+
+    def _take_part(self, call: Call) -> None:
+        if call is Call.STEP:
+            self._step()
+        elif call is Call.CLIPPING:
+            self._gradients.clip_without_data()
+        elif call is Call.TAKING_BACK:
+            self._steps.take_back()
+        elif call is Call.EVALUATION:
+            mean_over_ranks(self._mesh, [], self._mesh.world.size)
+        elif call is Call.AGREEMENT:
+            self._count(False)
+        else:
+            self._driver.take_part(self._steps, call)
+
+    @in_turn
+    def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
+        """Whether `flag` is true on any rank, or on all of them: the same answer everywhere. All ranks must call it.
+
+        if engine.agree(loss < best_so_far + 0.01):  # some rank wants to stop: all do
+            break
+        """
+        if how not in ("any", "all"):
+            raise ValueError(f'engine.agree: expected how="any" or "all", found {how!r}')
+        with self._steps.join.together(Call.AGREEMENT) as num_ranks:
+            count = self._count(bool(flag))
+        return count == num_ranks if how == "all" else count > 0
+
+    def _count(self, flag: bool) -> int:
+        """On how many ranks. A collective."""
+        mine = torch.tensor([flag], dtype=torch.int64, device=self._mesh.world.device)
+        return int(self._mesh.sum_small(mine, "engine.agree()"))
+
     # -- full values ----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -380,6 +544,119 @@ class Engine(LoopCalls, ParameterAccess, ModuleFacade):
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.load_weights(path, strict)
+
+    # -- single parameters ----------------------------------------------------------------------------------------
+
+    # By the parameter itself or by its name in the model. `state` is an optimizer state that has the shape of its
+    # parameter, such as "exp_avg" and "exp_avg_sq". Without it the master weights are meant: float32 where parameters
+    # are computed in half precision, else the parameter itself. All of it is in the master weights' dtype, also where
+    # states have 8 bits, and wherever it rests.
+
+    @in_turn
+    def full(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
+        """All of a parameter's master weights, or of a state, as a new tensor of its shape on every rank.
+
+        All ranks must call it. Raises ValueError for what is no parameter, and for a state that it does not have.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            return self._archive.parameters.full(param, state, _what("full", "get_full", state))
+
+    @in_turn
+    def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
+        """Sets what `full` shows to rank 0's `value`, of the parameter's shape and any dtype.
+
+        All ranks must call it. What is computed with follows on all ranks. Raises ValueError as `full`, and for another
+        shape.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._archive.parameters.set_full(param, value, state, _what("set_full", "set_full", state))
+
+    @in_turn
+    def local(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
+        """As `full`, but only what lies in this rank's shard, (n,), in the order of the flattened parameter.
+
+        Nothing is moved between ranks; only where updates run in the background (`overlap` "delayed") must all ranks
+        call it. n is 0 where the parameter does not reach into this rank's shard.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            return self._archive.parameters.local(param, state, _what("local", "get_local", state))
+
+    @in_turn
+    def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
+        """Sets what `local` shows to `value`, (n,).
+
+        All ranks must call it, each with its own part; ranks that hold the same part (replicas) with equal values.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._archive.parameters.set_local(param, value, state, _what("set_local", "set_local", state))
+
+    @in_turn
+    def reset_states(self, *params: nn.Parameter | str) -> None:
+        """Forgets the optimizer's states of these parameters, and their steps: the next step is their first one.
+
+        As where their entries of a torch optimizer's `state` are deleted: for restarts of some weights, as in ReLoRA.
+        Weights, and learning rates, stay as they are. All ranks must call it with the same, between steps: StateError
+        at any other time. Raises ValueError for what is not trained, and with 1-bit optimizers.
+        """
+        self._steps.check_between("engine.reset_states()")
+        with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
+            self._archive.parameters.reset_states(params, "engine.reset_states()")
+
+    @in_turn
+    def gradient(self, param: nn.Parameter | str, local: bool = False) -> Tensor | None:
+        """The gradient with which the step will update: the mean over microbatches and ranks, before clipping.
+
+        Of the parameter's shape on every rank, then all ranks must call it; or only what lies in this rank's shard,
+        (n,), as `local` cuts it. In the master weights' dtype, without float16's loss scale. None of a parameter that
+        is not trained. To be called between a backward and `engine.step()`. Between the microbatches of a step it is
+        of those so far; what is not summed over the ranks yet (stages 0 and 1, replicas) the call sums, but `local`
+        raises StateError. StateError at any other time, and with `update_in_backward`: gradients are not held there.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            return self._gradients.gradient(param, local)
+
+    @in_turn
+    def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, local: bool = False) -> None:
+        """Sets what `gradient` shows: the norm of the step, its clipping and its update are of what was set.
+
+        value: of the parameter's shape and any dtype, rank 0's; or with `local` this rank's part, (n,), ranks that hold
+        the same part (replicas) with equal values; or None: the step leaves the parameter as it is, as torch does where
+        `param.grad` is None. All ranks must call it, at the times of `gradient`, and before `clip_grad_norm_`:
+        StateError at any other time. Raises ValueError for another shape, and for what is not trained.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            self._gradients.set_gradient(param, value, local)
+
+    @in_turn
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clips the gradients of the coming step to `max_norm`, and returns their total norm over all ranks, ().
+
+        They are multiplied by max_norm / (norm + 1e-6), where that is below 1. torch's own clip_grad_norm_ over
+        `engine.parameters()` is this call. norm_type: 2 or inf. The norm is NaN where a gradient is not finite,
+        RuntimeError with `error_if_nonfinite`. All ranks must call it, between the backward of the last microbatch and
+        `engine.step()`: StateError at any other time, and with `update_in_backward`. ValueError where
+        `gradient_clipping` of the config clips to another norm.
+        """
+        return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def _clip_as_torch(
+        self, gradients: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor | None:
+        """See `clip_calls.Clip`."""
+        if not self._shown.are_all(gradients):
+            return None
+        return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    @in_turn
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Makes each element of the gradients of the coming step at most `clip_value`, and at least -clip_value.
+
+        As torch.nn.utils.clip_grad_value_, of the mean over microbatches and ranks. All ranks must call it, between the
+        backward of the last microbatch and `engine.step()`, and before `clip_grad_norm_`: StateError at any other time,
+        and with `update_in_backward`.
+        """
+        with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
+            self._gradients.clip_values(float(clip_value))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -596,3 +873,9 @@ class Engine(LoopCalls, ParameterAccess, ModuleFacade):
             name = "SIGINT" if is_interrupted else "SIGTERM"
             logger.info("%s: step %d is saved in %s, leaving", name, self.global_step, wanted.folder)
             raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
+
+
+def _what(call: str, safe: str, state: str | None) -> str:
+    """How users read a call, in lowtide.deepspeed too."""
+    values = "fp32_param" if state is None else "optimizer_state"
+    return f"engine.{call}() (safe_{safe}_{values} in lowtide.deepspeed)"

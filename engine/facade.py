@@ -9,8 +9,6 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from ..comm import Mesh
-
 _TARGETS: dict[str, Any] = {
     "cpu": "cpu",
     "cuda": "cuda",
@@ -37,7 +35,6 @@ class ModuleFacade:
     """
 
     module: nn.Module
-    _mesh: Mesh
 
     @property
     def training(self) -> bool:
@@ -121,7 +118,7 @@ class ModuleFacade:
         return self._stay(call, None, found)
 
     def _stay(self, call: str, device: torch.device | None, dtype: Any) -> Self:
-        own = self._mesh.world.device
+        own: torch.device = self.device  # of the engine
         is_here = device is None or (device.type == own.type and device.index in (None, own.index))
         tensors = (*self.module.parameters(), *self.module.buffers())
         is_cast = dtype is not None and any(one.is_floating_point() and one.dtype != dtype for one in tensors)

@@ -35,10 +35,9 @@ from .config.config import Config
 from .config.read import read
 from .config.translate import BATCH_KEYS, filled
 from .planner import planner
-from .step.batch_shape import described, made, of_whole
-from .step.features import StepFeature
+from .step.batch import described, made, of_whole
+from .step.features import StepFeature, StepResult
 from .step.parts import Parts
-from .step.step_result import StepResult
 
 VARIABLE = "LOWTIDE_TRIAL"
 _WRITERS = ("tensorboard", "wandb", "csv_monitor", "profile", "flops_profiler", "comms_logger")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.plan.machine import Machine
     from .engine.plan.plan import Plan, plan
-    from .engine.step.errors import NonFiniteGradientError
-    from .engine.step.step_result import StepResult
+    from .engine.step.features import StepResult
+    from .engine.step.step_sums import NonFiniteGradientError
     from .offload.host_memory import OffloadError
     from .zero.loss_scale import LossScaleError
     from .zero.released import ReleasedParameterError
@@ -51,11 +51,11 @@ _HOME = {
     "LossScaleError": ".zero.loss_scale",
     "Machine": ".engine.plan.machine",
     "NoCheckpointError": ".checkpoint.files",
-    "NonFiniteGradientError": ".engine.step.errors",
+    "NonFiniteGradientError": ".engine.step.step_sums",
     "OffloadError": ".offload.host_memory",
     "Plan": ".engine.plan.plan",
     "ReleasedParameterError": ".zero.released",
-    "StepResult": ".engine.step.step_result",
+    "StepResult": ".engine.step.features",
     "initialize": ".engine.build",
     "plan": ".engine.plan.plan",
 }

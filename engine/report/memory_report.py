@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...watch.log import logger
 from ..blueprint.footprint import Footprint, Moment
-from ..step.batch_shape import described, made, of_whole
-from ..step.features import StepFeature
+from ..step.batch import described, made, of_whole
+from ..step.features import StepFeature, StepResult
 from ..step.parts import Parts
-from ..step.step_result import StepResult
 from .memory import ModelStateBytes, measure
 from .memory_recording import OTHER, Recorded, Recorder
 

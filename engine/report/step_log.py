@@ -9,9 +9,8 @@ from itertools import accumulate
 from typing import Self
 
 from ...watch.log import logger
-from ..step.features import StepFeature
+from ..step.features import StepFeature, StepResult
 from ..step.parts import Parts
-from ..step.step_result import StepResult
 
 UNUSED_STEPS = 20
 _NUM_NAMED = 5

@@ -12,9 +12,8 @@ from ...offload.store import listen
 from ...watch.log import logger
 from ...watch.timeline import COMPUTE, LANES, OFFLOAD, Timeline
 from ..model.model_flops import attention_formulas
-from ..step.features import StepFeature
+from ..step.features import StepFeature, StepResult
 from ..step.parts import Parts
-from ..step.step_result import StepResult
 
 _NAME = "profile-rank{}.json"
 

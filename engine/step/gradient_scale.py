@@ -16,8 +16,50 @@ from ...zero.autograd import GraphTask, current_graph_task
 from ...zero.loss_scale import LossScaler
 from ...zero.sequence import StateError
 from ..config.config import Config
-from .backward_starts import Root
 from .batch import replace_tensors
+
+Root = Tensor | GradientEdge
+Listener = Callable[[Sequence[Root], Sequence[Root] | None], Sequence[Root]]
+"""Is given what a backward begins with, and the inputs of a `torch.autograd.grad` (None: of a backward, which adds to
+`grad`). Returns what it is to begin with instead."""
+
+_NAME = "_engine_run_backward"  # what torch.autograd.backward and torch.autograd.grad call; Tensor.backward calls those
+
+
+def hear_backwards(listener: Listener) -> Callable[[], None]:
+    """Has a bound method told of each backward that is not a part of another one. Returns what ends that.
+
+    The object of the method is not held. torch has no hook at this place, so its function is replaced, as long as
+    somebody listens.
+    """
+    starts = vars(torch.autograd)[_NAME]
+    if not isinstance(starts, _Starts):
+        starts = vars(torch.autograd)[_NAME] = _Starts(starts)
+    reference = weakref.WeakMethod(listener)
+    starts.listeners.append(reference)
+
+    def end() -> None:
+        starts.listeners.remove(reference)
+        if not starts.listeners and vars(torch.autograd)[_NAME] is starts:
+            vars(torch.autograd)[_NAME] = starts.run
+
+    return end
+
+
+class _Starts:
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self.listeners: list[weakref.WeakMethod[Listener]] = []
+
+    def __call__(self, roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
+        if current_graph_task() < 0:
+            inputs = None if kwargs["accumulate_grad"] else args[3]
+            for reference in list(self.listeners):
+                listener = reference()
+                if listener is not None:
+                    roots = listener(roots, inputs)
+        return self.run(roots, *args, **kwargs)
+
 
 _IN_PART = (
     "backward: expected all of the loss through engine.scale(), found a part of it past that, as in "
@@ -116,7 +158,7 @@ class GradientScale:
         return loss if self.seed == 1.0 else cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
 
     def begin(self, roots: Sequence[Root], inputs: Sequence[Root] | None) -> Sequence[Root]:
-        """What a backward is to begin with; see `backward_starts.Listener`.
+        """What a backward is to begin with; see `Listener`.
 
         Raises StateError where only a part of it was through `scale`, and for a `torch.autograd.grad` of parameters.
         """

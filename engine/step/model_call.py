@@ -92,7 +92,7 @@ class ModelCall:
         return x if self.sequences is None else self.sequences.own(x, fill)
 
     def whole_output(self, output: Any, tokens: int) -> Any:
-        """See `LoopCalls.whole_output`."""
+        """See `Engine.whole_output`."""
 
         def whole(leaf: Any) -> Any:
             if isinstance(leaf, LogitParts):

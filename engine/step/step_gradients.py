@@ -12,9 +12,9 @@ from ...zero.sequence import StateError
 from ..archive.parameter_values import ParameterValues
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
-from .clipping import Clipping
 from .join import Call
 from .shown_gradients import ShownGradients
+from .step_so_far import Clipping
 from .step_sums import SummedStep, sum_step
 from .steps import Steps
 
@@ -35,7 +35,7 @@ class StepGradients:
         self._values = values
 
     def gradient(self, param: nn.Parameter | str, is_local: bool) -> Tensor | None:
-        """See `ParameterAccess.gradient`."""
+        """See `Engine.gradient`."""
         what = f"engine.gradient() (safe_get_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
         steps = self._steps
         is_complete = steps.so_far.is_complete
@@ -52,7 +52,7 @@ class StepGradients:
         return self._values.gradient(param, steps.rest, is_local, what, is_complete=is_complete)
 
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
-        """See `ParameterAccess.set_gradient`."""
+        """See `Engine.set_gradient`."""
         what = f"engine.set_gradient() (safe_set_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
         self._check_is_complete(what)
         self._check_is_held(
@@ -67,7 +67,7 @@ class StepGradients:
         self._values.set_gradient(param, value, self._steps.rest, is_local, what)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """See `ParameterAccess.clip_grad_norm_`."""
+        """See `Engine.clip_grad_norm_`."""
         what = "engine.clip_grad_norm_()"
         max_norm, norm_type = float(max_norm), float(norm_type)
         self._check_is_complete(what)
@@ -78,7 +78,7 @@ class StepGradients:
             return self._clip(max_norm, norm_type, error_if_nonfinite)
 
     def clip_values(self, clip_value: float) -> None:
-        """See `ParameterAccess.clip_grad_value_`."""
+        """See `Engine.clip_grad_value_`."""
         what = "engine.clip_grad_value_()"
         if not clip_value >= 0:
             raise ValueError(f"{what}: expected a clip_value of 0 or more, found {clip_value:g}")

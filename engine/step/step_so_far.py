@@ -5,14 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 from torch import Tensor
 
 from ...zero.sequence import StateError
 from ..config.config import Config
-from .clipping import Clipping
 from .features import StepFeature
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """factor = limit / (norm + 1e-6), and at most 1."""
+
+    limit: float = math.inf  # of the L2 norm of the step's gradients
+    is_by_hand: bool = False  # as torch's clip_grad_norm_: below the limit too, which is within the 1e-6
+    fixed: float | None = None  # the factor, where it is of another norm
+
+    def factor(self, norm: float) -> float:
+        if self.fixed is not None:
+            return self.fixed
+        return min(1.0, self.limit / (norm + 1e-6)) if self.is_by_hand or norm > self.limit else 1.0
 
 
 class StepSoFar:
@@ -67,7 +81,7 @@ class StepSoFar:
         self._is_last, self._by_hand = None if last else False, True
 
     def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
-        """See `LoopCalls.count_by`."""
+        """See `Engine.count_by`."""
         self._counted_by, self.accumulation = is_last, accumulation
 
     def note_loss(self, loss: Tensor | None) -> None:

@@ -28,8 +28,12 @@ from ...offload import OnHost, sent
 from ...zero.gradient import GroupGradient
 from ...zero.plan import Role
 from ...zero.sequence import StateError
-from .clipping import Clipping
-from .errors import NonFiniteGradientError
+from .step_so_far import Clipping
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient has an infinite value or a NaN. Names the parameter, the rank that produced it, and the step."""
+
 
 _BAD, _CHANGED, _INFINITE, _WIDE, _CLEARED = range(2 * NUM_LIMBS, 2 * NUM_LIMBS + 5)
 """Places in the sum, see `SummedStep`."""

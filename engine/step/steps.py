@@ -21,10 +21,9 @@ from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
-from .features import Access, StepFeatures
+from .features import Access, StepFeatures, StepResult
 from .gradient_scale import GradientScale
 from .join import Call, Join, weighted
-from .step_result import StepResult
 from .step_so_far import StepSoFar
 from .step_sums import StepSums, SummedStep, cleared_error, non_finite_error, sum_step
 from .step_update import StepUpdate

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...comm import Raised
 from ...zero.sequence import StateError
@@ -79,13 +79,7 @@ class Turn:
         )
 
 
-class HasTurn(Protocol):
-    """An engine."""
-
-    _turn: Turn
-
-
-E = TypeVar("E", bound=HasTurn)
+E = TypeVar("E", bound=Any)  # an engine, with its turn in `_turn`
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -96,7 +90,7 @@ def in_turn(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
 
     @wraps(method)
     def wrapped(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        turn = self._turn
+        turn: Turn = self._turn
         turn.begin(what)
         try:
             before = turn.raised.enter(what)

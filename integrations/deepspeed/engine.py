@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..engine.step import backward_starts
-from ..engine.step.backward_starts import Root
-from ..engine.step.gradient_scale import hook_output
-from ..engine.step.unasked import check_loss
+from ..engine.step.gradient_scale import Root, hear_backwards, hook_output
+from ..engine.step.whole_model import check_loss
 from . import comm
 from .accelerator import get_accelerator
 from .boundary import Boundary
@@ -61,7 +59,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         self._boundary = Boundary(is_managed=config.managed_gradient_accumulation)
         self._num_backwards = 0  # since the last step
         self._is_in_backward = self._is_in_grad = False
-        self._end_listening = backward_starts.listen(self._note_backward)
+        self._end_listening = hear_backwards(self._note_backward)
         self._step_applied = False
         self._grad_norm: Tensor | None = None
         self.tput_timer = ThroughputTimer(self.train_batch_size())
@@ -110,7 +108,7 @@ class DeepSpeedEngine(LendsStates, SavingEngine):
         )
 
     def _note_backward(self, roots: Sequence[Root], inputs: Sequence[Root] | None) -> Sequence[Root]:
-        """See `backward_starts.Listener`: what `torch.autograd.grad` returns is not divided."""
+        """See `Listener` in `engine/step/gradient_scale.py`: what `torch.autograd.grad` returns is not divided."""
         self._is_in_grad = inputs is not None
         return roots
 

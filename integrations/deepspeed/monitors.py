@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..engine.report.monitor_writers import begin_wandb
+from ..engine.report.monitors import begin_wandb
 from . import comm
 
 Event = tuple[str, Any, int]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.engine import Engine
-from ..engine.step.unasked import check_loss
+from ..engine.step.whole_model import check_loss
 from .errors import UsageError
 from .lent import LendsStates
 from .parameters import get_z3_leaf_modules

@@ -8,7 +8,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from ..engine.engine import Engine
-from ..engine.step.step_result import StepResult
+from ..engine.step.features import StepResult
 
 
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.engine.step.errors import NonFiniteGradientError
+from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.offload import FileStore, OffloadError
 from tests.engine.delaying import MLP, OWN, Sgd, start, take_steps
 from tests.models import Explodes

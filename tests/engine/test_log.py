@@ -13,7 +13,7 @@ import lowtide
 from lowtide.comm import World
 from lowtide.engine.build import alone_note
 from lowtide.engine.report.step_log import StepLog
-from lowtide.engine.step.step_result import StepResult
+from lowtide.engine.step.features import StepResult
 from lowtide.watch.log import configure, logger
 from tests.ranks import RankPool, environment
 

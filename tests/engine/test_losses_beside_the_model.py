@@ -206,5 +206,5 @@ def test_one_loss_reads_weights_of_two_engines_and_of_none() -> None:
 def test_torch_has_its_own_function_again_when_no_engine_is_there() -> None:
     before = vars(torch.autograd)["_engine_run_backward"]
     with predivided(), predivided():
-        assert type(vars(torch.autograd)["_engine_run_backward"]).__module__ == "lowtide.engine.step.backward_starts"
+        assert type(vars(torch.autograd)["_engine_run_backward"]).__module__ == "lowtide.engine.step.gradient_scale"
     assert vars(torch.autograd)["_engine_run_backward"] is before

@@ -200,7 +200,7 @@ def test_a_table_that_cannot_be_written_does_not_end_the_training(
     def fail(self: object, step: int, row: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("lowtide.engine.report.monitor_writers.CsvWriter.write", fail)
+    monkeypatch.setattr("lowtide.engine.report.monitors.CsvWriter.write", fail)
     config = {"optimizer": SGD, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}, "steps_per_print": 0}
     with lowtide.initialize(models.mlp(), config) as engine:
         for step in range(3):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
-from lowtide.engine.step.errors import NonFiniteGradientError
+from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.zero.move import Inspection
 from tests.models import linear_chain
 from tests.ranks import RankPool

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.step.errors import NonFiniteGradientError
+from lowtide.engine.step.step_sums import NonFiniteGradientError
 from tests.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool
 from tests.zero.training import ADAMW, Case, share_of

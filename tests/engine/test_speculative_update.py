@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.engine.step.errors import NonFiniteGradientError
+from lowtide.engine.step.step_sums import NonFiniteGradientError
 from tests.engine.test_optimizer_offload import assert_pairs_agree
 from tests.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
 from tests.ranks import RankPool

@@ -12,9 +12,8 @@ from torch import nn
 import lowtide
 from lowtide.engine import assemble
 from lowtide.engine.features import FEATURES
-from lowtide.engine.step.features import Access, StepFeature, StepFeatures
+from lowtide.engine.step.features import Access, StepFeature, StepFeatures, StepResult
 from lowtide.engine.step.parts import Parts
-from lowtide.engine.step.step_result import StepResult
 from tests.ranks import RankPool
 
 SEEN: list[str] = []

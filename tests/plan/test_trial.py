@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.engine.step.batch_shape import described, made
+from lowtide.engine.step.batch import described, made
 from lowtide.engine.trial import VARIABLE, Trial, TrialRequest, laid_over
 from tests import models
 from tests.ranks import RankPool

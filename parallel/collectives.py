@@ -17,6 +17,7 @@ gradient of what all ranks have is the whole gradient on each of them, on both s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,38 +28,24 @@ from ..comm import Exchange
 from ..pipe.split.absent import is_missing, resolved
 from .splits import ranges_of
 
+_Change = Callable[[Tensor], Tensor]
 
-class _Copied(torch.autograd.Function):
+
+class _WithBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: str) -> Tensor:
-        ctx.exchange, ctx.what = exchange, what
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        return ctx.exchange.sum(dy[0], f"the gradient of the input of {ctx.what}"), None, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: str) -> Tensor:
-        return exchange.sum(x, f"the output of {what}")
+    def forward(ctx: Any, x: Tensor, forward: _Change, backward: _Change) -> Tensor:
+        ctx.change = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
-        return dy[0], None, None
+        return ctx.change(dy[0]), None, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
-        ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
-        return exchange.gather(x, dim, f"the input of {what}")
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        dx = ctx.exchange.sum_part(dy[0], ctx.dim, f"the gradient of the input of {ctx.what}")
-        return dx, None, None, None
+def with_backward(x: Tensor, forward: _Change, backward: _Change) -> Tensor:
+    """forward(x), whose gradient is backward(dy). forward must not keep x."""
+    y: Tensor = _WithBackward.apply(x, forward, backward)  # type: ignore[no-untyped-call]  # as torch has it
+    return y
 
 
 class _GatheredAndJoined(torch.autograd.Function):
@@ -82,66 +69,25 @@ class _GatheredAndJoined(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
-        ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
-        return exchange.sum_part(x, dim, f"the output of {what}").contiguous()  # as a layer gives it
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        dx = ctx.exchange.gather(dy[0], ctx.dim, f"the gradient of the output of {ctx.what}")
-        return dx, None, None, None
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
-        ctx.exchange, ctx.dim = exchange, dim
-        return exchange.gather(x, dim, f"the output of {what}").contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        return ctx.exchange.part(dy[0], ctx.dim).contiguous(), None, None, None
-
-
-class _Parted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
-        ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
-        return exchange.part(x, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        dx = ctx.exchange.gather(dy[0], ctx.dim, f"the gradient of the input of {ctx.what}")
-        return dx, None, None, None
-
-
-class _PartedColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: str) -> Tensor:
-        ctx.exchange, ctx.what, ctx.numel = exchange, what, x.shape[-1]
-        low, high = ranges_of(ctx.numel, exchange.size)[exchange.place]
-        return x[..., low:high].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        return joined_columns(dy[0], ctx.exchange, ctx.numel, ctx.what), None, None
-
-
 def copied(x: Tensor, exchange: Exchange, what: str) -> Tensor:
     """x, of which the ranks use different things. what: the layer, in error messages; also of the others."""
-    return x if is_missing(x) else _applied(_Copied, x, exchange, what)
+    if is_missing(x):
+        return x
+    return _applied(x, lambda x: x.view_as(x), lambda dy: exchange.sum(dy, f"the gradient of the input of {what}"))
 
 
 def summed(x: Tensor, exchange: Exchange, what: str) -> Tensor:
     """The sum of the ranks' x, on all of them."""
-    return x if is_missing(x) else _applied(_Summed, x, exchange, what)
+    return x if is_missing(x) else _applied(x, lambda x: exchange.sum(x, f"the output of {what}"), lambda dy: dy)
 
 
 def gathered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     """The parts x of all ranks, which then use different things of it."""
-    return _applied(_Gathered, x, exchange, dim, what)
+    return _applied(
+        x,
+        lambda x: exchange.gather(x, dim, f"the input of {what}"),
+        lambda dy: exchange.sum_part(dy, dim, f"the gradient of the input of {what}"),
+    )
 
 
 def gathered_and_joined(x: Tensor, exchange: Exchange, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
@@ -153,12 +99,20 @@ def gathered_and_joined(x: Tensor, exchange: Exchange, dim: int, length: int, wh
 
 def scattered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     """This rank's part of the sum of the ranks' x."""
-    return _applied(_Scattered, x, exchange, dim, what)
+    return _applied(
+        x,
+        lambda x: exchange.sum_part(x, dim, f"the output of {what}").contiguous(),  # as a layer gives it
+        lambda dy: exchange.gather(dy, dim, f"the gradient of the output of {what}"),
+    )
 
 
 def joined(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     """The parts x of all ranks, which then compute the same of it."""
-    return _applied(_Joined, x, exchange, dim, what)
+    return _applied(
+        x,
+        lambda x: exchange.gather(x, dim, f"the output of {what}").contiguous(),
+        lambda dy: exchange.part(dy, dim).contiguous(),
+    )
 
 
 def joined_columns(x: Tensor, exchange: Exchange, numel: int, what: str) -> Tensor:
@@ -174,12 +128,18 @@ def joined_columns(x: Tensor, exchange: Exchange, numel: int, what: str) -> Tens
 
 def parted_columns(x: Tensor, exchange: Exchange, what: str) -> Tensor:
     """This rank's columns, by `ranges_of`, of an x that all have."""
-    return _applied(_PartedColumns, x, exchange, what)
+    numel = x.shape[-1]
+    low, high = ranges_of(numel, exchange.size)[exchange.place]
+    return _applied(x, lambda x: x[..., low:high].contiguous(), lambda dy: joined_columns(dy, exchange, numel, what))
 
 
 def parted(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     """This rank's part of an x that all have."""
-    return _applied(_Parted, x, exchange, dim, what)
+    return _applied(
+        x,
+        lambda x: exchange.part(x, dim).contiguous(),
+        lambda dy: exchange.gather(dy, dim, f"the gradient of the input of {what}"),
+    )
 
 
 def lengthened(x: Tensor, dim: int, size: int) -> Tensor:
@@ -191,8 +151,7 @@ def _lengthened(x: Tensor, dim: int, more: int) -> Tensor:
     return x if not more else functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim % x.dim()), 0, more))
 
 
-def _applied(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:
+def _applied(x: Tensor, forward: _Change, backward: _Change) -> Tensor:
     """What it moves is seen by nobody who watches the functions of a forward: as a stage of a pipeline, for names."""
     with torch._C.DisableTorchFunction():
-        y: Tensor = function.apply(resolved(x), *args)  # type: ignore[no-untyped-call]  # as torch has it
-    return y
+        return with_backward(resolved(x), forward, backward)

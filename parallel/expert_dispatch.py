@@ -55,6 +55,7 @@ from ..model.compiled import untraced
 from ..model.ledger import Ledger
 from ..model.recomputing import BufferValues
 from ..offload import sent
+from .collectives import with_backward
 from .experts import ExpertLayer, ExpertPlan
 from .split_trial import MOST_NARROW, distance_of, random_states
 
@@ -260,34 +261,6 @@ class Dispatched(torch.autograd.Function):
         return dx, dweights.view(way.num_tokens, ctx.k), None, None
 
 
-class Repeated(torch.autograd.Function):
-    """(received rows, width) -> (received choices, width)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: TokenWay) -> Tensor:
-        ctx.way = way
-        return way.repeated(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        return ctx.way.summed(dy[0]), None
-
-
-class Combined(torch.autograd.Function):
-    """(received choices, width), weighted -> (tokens, width): sums of what the experts of all ranks have made."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, dtype: torch.dtype, way: TokenWay) -> Tensor:
-        ctx.way, ctx.dtype = way, made.dtype
-        return way.summed_at_home(way.rows_back(way.summed(made).to(dtype), "outputs"))
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        way: TokenWay = ctx.way
-        rows = way.rows_there(dy[0].contiguous()[way.tokens], "the gradient of outputs")
-        return way.repeated(rows).to(ctx.dtype), None, None
-
-
 _Forward = Callable[..., Tensor]
 _Read = Callable[[Tensor, int], Slots]
 
@@ -330,10 +303,18 @@ def _forward(
     way, numbers = _way_of(layer, exchange, top_k_index.reshape(-1, k), read)
     weights = top_k_weights.reshape(-1, k)
     rows, weights, numbers = Dispatched.apply(x, weights, numbers, way)  # type: ignore[no-untyped-call]  # as torch
-    repeated: Tensor = Repeated.apply(rows, way)  # type: ignore[no-untyped-call]  # as torch has it
+    repeated = with_backward(rows, way.repeated, way.summed)  # (received choices, width)
     made = _made(layer, experts, repeated, numbers.long()) * weights.unsqueeze(1)
-    out: Tensor = Combined.apply(made, hidden_states.dtype, way)  # type: ignore[no-untyped-call]  # as torch has it
-    return out.view(hidden_states.shape)
+    dtype = made.dtype
+
+    def combine(made: Tensor) -> Tensor:
+        """(received choices, width), weighted -> (tokens, width): sums of what the experts of all ranks have made."""
+        return way.summed_at_home(way.rows_back(way.summed(made).to(hidden_states.dtype), "outputs"))
+
+    def combine_backward(dy: Tensor) -> Tensor:
+        return way.repeated(way.rows_there(dy.contiguous()[way.tokens], "the gradient of outputs")).to(dtype)
+
+    return with_backward(made, combine, combine_backward).view(hidden_states.shape)
 
 
 def _way_of(layer: ExpertLayer, exchange: Exchange, choices: Tensor, read: _Read) -> tuple[TokenWay, Tensor]:
@@ -356,19 +337,21 @@ def _made(layer: ExpertLayer, experts: TriedExperts, rows: Tensor, numbers: Tens
     """What this rank's experts make of the rows that have come."""
     if not len(rows):
         params = [param for param in layer.module.parameters() if param.requires_grad]
-        nothing: Tensor = _Nobody.apply(rows, *params)  # type: ignore[no-untyped-call]  # as torch has it
+        nothing: Tensor = NoRows.apply(rows, True, *params)  # type: ignore[no-untyped-call]  # as torch has it
         return nothing
     return experts(rows, numbers)
 
 
-class _Nobody(torch.autograd.Function):
-    """No rows, made by parameters that get a gradient of zeros."""
+class NoRows(torch.autograd.Function):
+    """No rows, made by parameters: their backward exchanges as that of other ranks does."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *params: Tensor) -> Tensor:
-        ctx.like = [(param.shape, param.dtype, param.device) for param in params]
+    def forward(ctx: Any, rows: Tensor, gives_zeros: bool, *params: Tensor) -> Tensor:
+        """gives_zeros: parameters get a gradient of zeros; else none."""
+        ctx.like = [(param.shape, param.dtype, param.device) if gives_zeros else None for param in params]
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
-        return dy[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        zeros = (like and torch.zeros(like[0], dtype=like[1], device=like[2]) for like in ctx.like)
+        return dy[0], None, *zeros

@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
-from .expert_dispatch import TriedExperts
+from .collectives import with_backward
+from .expert_dispatch import NoRows, TriedExperts
 from .experts import ExpertList
 from .split_trial import random_states
 
@@ -59,34 +60,6 @@ class Way:
         out = torch.empty_like(rows)
         out[self.order] = rows
         return out
-
-
-class DispatchedRows(torch.autograd.Function):
-    """(sent, width) -> (received, width): the rows for this rank's experts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
-        ctx.way = way
-        return way.there(x[way.order], "tokens")
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        way: Way = ctx.way
-        return way.placed(way.back(dy[0], "the gradient of tokens")), None
-
-
-class CombinedRows(torch.autograd.Function):
-    """(received, width) -> (sent, width): what the experts of all ranks have made of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, way: Way) -> Tensor:
-        ctx.way = way
-        return way.placed(way.back(made, "outputs"))
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        way: Way = ctx.way
-        return way.there(dy[0][way.order], "the gradient of outputs"), None
 
 
 _Run = Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -157,10 +130,17 @@ class ListedExperts:
         numels = torch.tensor([one.numel() // width for _, one in calls], dtype=torch.int64, device=x.device)
         numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64, device=x.device)
         way, is_called = self._way(torch.repeat_interleave(numbers, numels, output_size=len(rows)), numbers)
-        received: Tensor = DispatchedRows.apply(rows, way)  # type: ignore[no-untyped-call]  # as torch has it
+        received = with_backward(
+            rows,
+            lambda x: way.there(x[way.order], "tokens"),
+            lambda dy: way.placed(way.back(dy, "the gradient of tokens")),
+        )
         made = self._made(received, way, is_called)
-        back: Tensor = CombinedRows.apply(made, way)  # type: ignore[no-untyped-call]  # as torch has it
-        return back
+        return with_backward(
+            made,
+            lambda made: way.placed(way.back(made, "outputs")),
+            lambda dy: way.there(dy[way.order], "the gradient of outputs"),
+        )
 
     def _way(self, choices: Tensor, called: Tensor) -> tuple[Way, list[bool]]:
         """choices: (rows,), called: (calls,) -> where rows go, and which of the own experts any rank has called.
@@ -193,7 +173,7 @@ class ListedExperts:
             made = self._tried(rows, way.experts)
         else:
             params = [param for expert in self._own for param in expert.parameters() if param.requires_grad]
-            made = _Nothing.apply(rows, *params)  # type: ignore[no-untyped-call]  # as torch has it
+            made = NoRows.apply(rows, False, *params)  # type: ignore[no-untyped-call]  # as torch has it
         present = set(way.experts.tolist())
         for number, expert in enumerate(self._own):
             if is_called[number] and number not in present:
@@ -316,16 +296,3 @@ class _Tied(torch.autograd.Function):
     def backward(ctx: Any, *dy: Tensor) -> Any:
         shape, dtype, device = ctx.like
         return dy[0], torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-
-class _Nothing(torch.autograd.Function):
-    """No rows, of parameters that get no gradient: their backward exchanges as others' does."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *params: Tensor) -> Tensor:
-        ctx.num = len(params)
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        return dy[0], *[None] * ctx.num

@@ -32,6 +32,7 @@ from ..comm import Exchange
 from ..model.compiled import untraced
 from ..model.ledger import Ledger
 from .block_attention import Scores, Seen
+from .collectives import with_backward
 from .ring_attention import Ring, ring_attention
 from .sequence_data import Forwards, SequenceError
 
@@ -353,18 +354,9 @@ def _of_itself(query: Tensor, value: Tensor) -> Tensor:
 
 def swapped(x: Tensor, exchange: Exchange, what: str) -> Tensor:
     """x: (ranks, ...), contiguous; what each rank has for this one, in their order. Its gradient goes the way back."""
-    return _Swapped.apply(x, exchange, what)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Swapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, what: str) -> Tensor:
-        ctx.exchange, ctx.what = exchange, what
-        return exchange.swap(x, what)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        return ctx.exchange.swap(dy[0].contiguous(), f"the gradient of {ctx.what}"), None, None
+    return with_backward(
+        x, lambda x: exchange.swap(x, what), lambda dy: exchange.swap(dy.contiguous(), f"the gradient of {what}")
+    )
 
 
 class _Mode(TorchFunctionMode):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ..engine.report.memory_report import reports_in
 from ..engine.trial import VARIABLE, TrialRequest
-from ..watch.parent import end_with_parent
+from ..watch.stacks import end_with_parent
 
 State = Literal["measured", "out of memory", "time limit", "failed"]
 _LAUNCH = (sys.executable, "-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .axis import Axis, Numels, Pending
+from .axis import Axis, Numels, Pending, Terms
 
 EXCHANGE_SLOTS = 2  # one is being read by others while the next one is written
 _LEAST_BYTES = 1 << 16
@@ -58,12 +58,7 @@ class Exchange:
         slot = self._filled_slot(x, what)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         flat = out.view(-1)
-        terms = self._axis.route.all_reduce(slot, flat, what)
-        terms.arrived.wait()
-        _add(terms.read(), flat[terms.region])
-        pending = terms.summed()
-        if pending is not None:
-            pending.wait()
+        _sum(self._axis.route.all_reduce(slot, flat, what), flat)
         return out
 
     def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -75,12 +70,7 @@ class Exchange:
         slot = self._filled_slot(parts, what)
         shape = (parts.shape[0] // self.size, *parts.shape[1:])
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        terms = self._axis.route.reduce_scatter(slot, None, what)
-        terms.arrived.wait()
-        _add(terms.read(), out.view(-1)[terms.region])
-        pending = terms.summed()
-        if pending is not None:
-            pending.wait()
+        _sum(self._axis.route.reduce_scatter(slot, None, what), out.view(-1))
         return out.transpose(0, dim)
 
     def gather(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -168,6 +158,15 @@ class Exchange:
 def _first(x: Tensor, dim: int) -> Tensor:
     """With `dim` first, contiguous."""
     return x.transpose(0, dim).contiguous()
+
+
+def _sum(terms: Terms, out: Tensor) -> None:
+    """out[terms.region] = the sum, when all of `out` has it that the caller gets."""
+    terms.arrived.wait()
+    _add(terms.read(), out[terms.region])
+    pending = terms.summed()
+    if pending is not None:
+        pending.wait()
 
 
 def _add(terms: list[Tensor], out: Tensor) -> None:

@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -129,32 +129,20 @@ class RankProgress:
         return self.activity != Activity.STARTING.value
 
 
-class ProgressReader:
-    """The agent's side: reads the record of one rank, whenever it wants.
+def read_progress(path: str, rank: int) -> RankProgress | None:
+    """The agent's side: what `rank` does now, whenever it wants; None where it has not imported lowtide yet.
 
-    path: the value of LOWTIDE_PROGRESS_FILE that `rank` was started with. See `stacks` for who makes the file. Put it
+    path: the value of LOWTIDE_PROGRESS_FILE that the rank was started with. See `stacks` for who makes the file. Put it
     where files are in memory, such as /dev/shm: on a disk the kernel would write it back every few seconds.
     """
-
-    def __init__(self, path: str, rank: int) -> None:
-        self._path = path
-        self._rank = rank
-
-    def read(self) -> RankProgress | None:
-        """What the rank does now; None where it has not imported lowtide yet."""
-        try:
-            with open(self._path, "rb") as file:
-                data = file.read(NBYTES)
-        except FileNotFoundError:
-            return self._started()
-        return _decoded(data) or self._started()
-
-    def _started(self) -> RankProgress | None:
-        pid = stacks.owner(self._path)
-        if pid is None:
-            return None
-        seconds = time.time() - os.stat(self._path + stacks.SUFFIX).st_ctime
-        return RankProgress(self._rank, 0, pid, 0, Activity.STARTING.value, max(0.0, seconds))
+    found = None
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        found = _decoded(file.read(NBYTES))
+    pid = stacks.owner(path) if found is None else None
+    if pid is None:
+        return found
+    seconds = time.time() - os.stat(path + stacks.SUFFIX).st_ctime
+    return RankProgress(rank, 0, pid, 0, Activity.STARTING.value, max(0.0, seconds))
 
 
 def _decoded(data: bytes) -> RankProgress | None:
@@ -225,7 +213,7 @@ class Progress:
             self._store_in(mmap.mmap(-1, NBYTES))
 
     def snapshot(self) -> RankProgress:
-        """What `ProgressReader` would give now; only where this is on."""
+        """What `read_progress` would give now; only where this is on."""
         assert self._memory is not None
         found = _decoded(self._memory[:])
         assert found is not None

@@ -11,7 +11,7 @@ the rank's side. So the record can be read at any moment, also of a rank that ha
 A slot ends with the checksum of its content and begins with the time of its writing. The rank writes the two of a pair
 in turn, so that one of them is always whole, and the reader takes the newer one of those that are.
 
-Times are of the monotonic clock, which all processes of a host share; `ProgressReader` makes durations of them, which
+Times are of the monotonic clock, which all processes of a host share; `read_progress` makes durations of them, which
 mean the same on every host.
 
 [Note: whose folder it is]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...watch import stacks
-from ...watch.progress import ProgressReader, RankProgress
+from ...watch.progress import RankProgress, read_progress
 from ...watch.record import RecordFolder, memory_folder
 from ..hosts.host import LaunchError
 from ..hosts.plan import RankPlan, command_of
@@ -110,9 +110,7 @@ class HostRanks:
 
     def progress(self) -> tuple[RankProgress, ...]:
         """What those that run, and say so, are doing."""
-        found = (
-            ProgressReader(self._record(rank), rank).read() for rank, state in self._ranks.items() if state.is_running
-        )
+        found = (read_progress(self._record(rank), rank) for rank, state in self._ranks.items() if state.is_running)
         return tuple(progress for progress in found if progress is not None)
 
     def stack_paths(self, ranks: tuple[int, ...]) -> Mapping[int, str]:

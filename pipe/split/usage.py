@@ -36,7 +36,32 @@ def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
     every place of the loop.
     """
     index = {id(block): number for number, block in enumerate(blocks.values())}
-    return _CodeReader(index).read(model)
+    places: Places = {}
+
+    def mark(params: Iterable[nn.Parameter], used_at: set[int]) -> None:
+        for param in params:
+            places.setdefault(id(param), set()).update(used_at)
+
+    def read(module: nn.Module, begin: int) -> None:
+        """module: holds blocks, and is none. begin: the number of blocks before it."""
+        spans: dict[str, tuple[int, int]] = {}  # (first block, one past the last) of the blocks in a child
+        for name, child in module.named_children():
+            if inside := [index[id(part)] for part in child.modules() if id(part) in index]:
+                spans[name] = min(inside), max(inside) + 1
+                if id(child) not in index:
+                    read(child, spans[name][0])
+        named = _placed(mentions(module), spans, begin) if not isinstance(module, nn.Sequential) else {}
+        reached = begin
+        for name, child in module.named_children():
+            reached = max(reached, spans.get(name, (0, 0))[1])
+            if name not in spans:
+                mark(child.parameters(), named.get(name) or {reached})
+        last = max(end for _, end in spans.values())
+        for name, param in module.named_parameters(recurse=False):  # registered apart from modules: no order to read
+            mark([param], named.get(name) or {begin, last})
+
+    read(model, 0)
+    return places
 
 
 def places_by_run(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], Any]) -> Places:
@@ -81,46 +106,6 @@ class _Watch(TorchFunctionMode):
                 if isinstance(leaf, Tensor) and id(leaf) in self._wanted:
                     self.places.setdefault(id(leaf), set()).add(len(self.entered))
         return func(*args, **(kwargs or {}))
-
-
-class _CodeReader:
-    """Reads the forwards of the modules that hold blocks, from the outermost one on."""
-
-    def __init__(self, index: dict[int, int]) -> None:
-        self._index = index
-        self._places: Places = {}
-
-    def read(self, model: nn.Module) -> Places:
-        self._read(model, 0)
-        return self._places
-
-    def _span(self, module: nn.Module) -> tuple[int, int] | None:
-        """(first block, one past the last) of the blocks in it."""
-        inside = [self._index[id(part)] for part in module.modules() if id(part) in self._index]
-        return (min(inside), max(inside) + 1) if inside else None
-
-    def _read(self, module: nn.Module, begin: int) -> None:
-        """module: holds blocks, and is none. begin: the number of blocks before it."""
-        spans: dict[str, tuple[int, int]] = {}
-        for name, child in module.named_children():
-            span = self._span(child)
-            if span is not None:
-                spans[name] = span
-                if id(child) not in self._index:
-                    self._read(child, span[0])
-        named = _placed(mentions(module), spans, begin) if not isinstance(module, nn.Sequential) else {}
-        reached = begin
-        for name, child in module.named_children():
-            reached = max(reached, spans.get(name, (0, 0))[1])
-            if name not in spans:
-                self._mark(child.parameters(), named.get(name) or {reached})
-        last = max(end for _, end in spans.values())
-        for name, param in module.named_parameters(recurse=False):  # registered apart from modules: no order to read
-            self._mark([param], named.get(name) or {begin, last})
-
-    def _mark(self, params: Any, places: set[int]) -> None:
-        for param in params:
-            self._places.setdefault(id(param), set()).update(places)
 
 
 def _placed(found: Sequence[Mention], spans: dict[str, tuple[int, int]], begin: int) -> dict[str, set[int]]:

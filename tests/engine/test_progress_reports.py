@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.watch.progress import ProgressReader, RankProgress
+from lowtide.watch.progress import RankProgress, read_progress
 from lowtide.watch.stacks import collect_stacks
 from lowtide.watch.waiting import who_waits_for_whom
 from tests.models import Chain
@@ -50,11 +50,10 @@ class Observer:
     def stay_away(self) -> None:
         if dist.get_rank() != 1:
             return
-        readers = {rank: ProgressReader(path, rank) for rank, path in self.paths.items()}
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             time.sleep(0.02)
-            self.reports = {rank: reader.read() for rank, reader in readers.items()}
+            self.reports = {rank: read_progress(path, rank) for rank, path in self.paths.items()}
             if self.is_held_up():
                 break
         self.text = who_waits_for_whom(self.reports)
@@ -199,7 +198,7 @@ def numbers_after_training(folder: str, route: str) -> list[tuple[tuple[int, int
     for _ in range(3):
         engine.train_step(BATCH)
     dist.barrier()
-    reports = [ProgressReader(path, rank).read() for rank, path in observer.paths.items()]
+    reports = [read_progress(path, rank) for rank, path in observer.paths.items()]
     dist.barrier()
     engine.close()
     return [report.begun for report in reports if report is not None]
@@ -215,7 +214,7 @@ def after_closing(folder: str) -> str:
     observer = Observer(folder)
     with lowtide.initialize(observed_net(), config()) as engine:
         engine.train_step(BATCH)
-    return str(ProgressReader(observer.paths[0], 0).read()).rpartition(" for ")[0]
+    return str(read_progress(observer.paths[0], 0)).rpartition(" for ")[0]
 
 
 def test_a_closed_engine_is_no_hang(ranks: RankPool, tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def reported_limit(folder: str) -> tuple[float | None, int]:
     settings = config()
     settings["communication"]["step_timeout_seconds"] = 12.5
     with lowtide.initialize(observed_net(), settings):
-        found = ProgressReader(observer.paths[0], 0).read()
+        found = read_progress(observer.paths[0], 0)
         assert found is not None
         return found.step_limit_seconds, found.pid - os.getpid()
 

@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lowtide.launch.wire.plain import from_plain, to_plain
 from lowtide.watch import record
-from lowtide.watch.progress import Activity, Progress, ProgressReader, RankProgress, Wait
+from lowtide.watch.progress import Activity, Progress, RankProgress, Wait, read_progress
+
+Reader = Callable[[], RankProgress | None]
 
 
 @pytest.fixture
@@ -23,14 +26,14 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "rank2")
 
 
-def recording(path: str) -> tuple[Progress, ProgressReader]:
+def recording(path: str) -> tuple[Progress, Reader]:
     progress = Progress.of_this_process()
     progress.identify(2, 4)
-    return progress, ProgressReader(path, 2)
+    return progress, partial(read_progress, path, 2)
 
 
-def read(reader: ProgressReader) -> RankProgress:
-    found = reader.read()
+def read(reader: Reader) -> RankProgress:
+    found = reader()
     assert found is not None
     return found
 
@@ -123,11 +126,11 @@ def numbers_of(found: RankProgress) -> set[int]:
 
 
 def test_no_read_gives_the_halves_of_two_writes(busy_rank: subprocess.Popen[bytes], path: str) -> None:
-    reader = ProgressReader(path, 0)
+    reader = partial(read_progress, path, 0)
     seen: set[int] = set()
     deadline = time.monotonic() + 30
     while len(seen) < 500 and time.monotonic() < deadline:
-        found = reader.read()
+        found = reader()
         if found is None or not found.has_joined or found.activity != "forward":
             continue
         assert len(numbers_of(found)) == 1, found
@@ -143,9 +146,9 @@ def test_no_read_gives_the_halves_of_two_writes(busy_rank: subprocess.Popen[byte
 def test_a_rank_that_is_stopped_or_dead_is_read(
     busy_rank: subprocess.Popen[bytes], path: str, number: signal.Signals
 ) -> None:
-    reader = ProgressReader(path, 0)
+    reader = partial(read_progress, path, 0)
     deadline = time.monotonic() + 30
-    while (reader.read() is None or read(reader).activity != "forward") and time.monotonic() < deadline:
+    while (reader() is None or read(reader).activity != "forward") and time.monotonic() < deadline:
         time.sleep(0.01)
     busy_rank.send_signal(number)
     if number == signal.SIGKILL:
@@ -169,14 +172,14 @@ def test_a_write_that_was_cut_off_leaves_the_one_before(path: str) -> None:
 
 
 def test_before_import_there_is_nothing_and_after_it_a_start(path: str, tmp_path: Path) -> None:
-    assert ProgressReader(path, 2).read() is None
+    assert read_progress(path, 2) is None
     code = "import lowtide, sys; print('torch' in sys.modules, flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "False\n"
-    found = read(ProgressReader(path, 2))
+    found = read(partial(read_progress, path, 2))
     assert (found.rank, found.pid, found.activity, found.has_joined) == (2, process.pid, "starting", False)
     process.communicate("")
-    assert ProgressReader(path, 2).read() is None
+    assert read_progress(path, 2) is None
 
 
 def test_a_child_of_a_rank_leaves_its_record_alone(path: str) -> None:

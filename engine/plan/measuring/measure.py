@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ....watch.parent import end_with_parent
+from ....watch.stacks import end_with_parent
 from ..measured import Curve, Measured, Speeds, curve
 from .process import process_bytes
 

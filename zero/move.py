@@ -70,20 +70,18 @@ class Move:
 
     def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
         """What `open_message` will give, to be written already; None where it is not free yet."""
-        lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
-        return self._stager.next_message(self._group.layout.padded_numel - lacks)
+        return self._stager.next_message(self._message_numel(axis, has_shard))
 
     def open_message(self, axis: Axis, has_shard: bool) -> Tensor:
         """Memory to stage the next gradient in, (padded_numel,), or without the part of it that is summed in place;
         may wait for other ranks."""
-        lacks = self._not_there(axis, has_shard) if axis.route.slots_may_lack_own else 0
-        return self._stager.open_message(self._group.layout.padded_numel - lacks, self._name)
+        return self._stager.open_message(self._message_numel(axis, has_shard), self._name)
 
-    def _not_there(self, axis: Axis, has_shard: bool) -> int:
-        """Elements for which a message of `axis` has no room: what is summed in place."""
-        held = self._held(axis, has_shard)
+    def _message_numel(self, axis: Axis, has_shard: bool) -> int:
+        """Elements for which a message of `axis` has room: all but what is summed in place, where the route says so."""
+        held = self._held(axis, has_shard) if axis.route.slots_may_lack_own else NOTHING
         num_held: int = held.stop - held.start
-        return num_held
+        return self._group.layout.padded_numel - num_held
 
     def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
         """Where gradients are staged: the shard, or the message of `axis` but for what is summed in place."""

@@ -237,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to take `ahead`.
         """
         what = "a shard that is not in memory cannot be computed with while it is updated"
-        assert not self._homes.keeps_parameters, what
+        assert self._homes.rest is None, what
         self.begin_step()
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_all(due, terms, self._update_ahead)
             if self.averages is not None:
                 self._average(self.averages, ahead=True)
-            self._homes.wait()  # an error of the drive is one of this step
+            self._homes.offloaded.window.wait()  # an error of the drive is one of this step
 
         self.delayed.start(update, [gradient for _, gradient in due])
 
@@ -337,7 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of states and master weights in the store."""
-        return self._homes.offloaded_bytes
+        return self._homes.offloaded.nbytes
 
     def settle(self) -> None:
         """What was changed through `states_of` is in the states."""

@@ -178,16 +178,10 @@ class ShardState:
         resident_numel: int,
         options_index_of: Mapping[int, int],
         kept: Kept,
-        widened: WidenedStates,
-        offloaded: OffloadedStates,
-        rest: ShardRest | None,
-        host: HostUpdate | None,
+        homes: ShardHomes,
     ) -> None:
         """resident_numel: of the shard, whose states stay in memory. options_index_of: id of a parameter -> index in
-        param_groups. kept: what the update keeps of the shard.
-
-        widened: what opens 8-bit states, one for all shards. host: where offloaded states are updated, if that
-        is not where the parameters are.
+        param_groups. kept: what the update keeps of the shard. homes: of all shards.
         """
         self.gradient = gradient
         self.group = gradient.group
@@ -198,17 +192,18 @@ class ShardState:
         first = options_index_of[id(self.group.params[0])] if self.group.params else 0
         self._new_states = partial(kept.new_states, options_index=first)
         self.memory = StatesInMemory(resident_numel, self.form, self.group.shard.device, self._new_states)
-        self._widened = widened
+        self._widened = homes.widened
         kinds = kinds_of_block(self.group.plan.dtype, kept.masters, self._new_states)
         numel = self.group.layout.shard_numel
-        self.chunks = offloaded.divide(self.group.plan.name, resident_numel, numel, partial(scaled, kinds))
+        self.chunks = homes.offloaded.divide(self.group.plan.name, resident_numel, numel, partial(scaled, kinds))
         self.resident = self.group.resident
         """The parameters' values, for the update."""
-        if host is not None and self.is_apart:
+        host = homes.host if self.is_apart else None
+        if host is not None:
             # In mixed precision they are made of the master weights alone.
             needs_values = not (self.form.is_mixed and self.runs.all)
-            self.resident = host.resident(self.group, rest, needs_values)
-        self.versions = ParameterVersions(self.group, self.memory.master, host if self.is_apart else None)
+            self.resident = host.resident(self.group, homes.rest, needs_values)
+        self.versions = ParameterVersions(self.group, self.memory.master, host)
 
     @property
     def master(self) -> Tensor:
@@ -356,10 +351,11 @@ class ShardHomes:
     """
 
     def __init__(self, offloaded: OffloadedStates, rest: ShardRest | None, host: HostUpdate | None) -> None:
-        self._offloaded = offloaded
-        self._rest = rest
-        self._host = host
+        self.offloaded = offloaded
+        self.rest = rest
+        self.host = host
         self.widened = WidenedStates()
+        """What opens 8-bit states."""
         self.window = Window() if rest is None else rest.window
         """Of parameters, on their way to the update."""
 
@@ -367,46 +363,32 @@ class ShardHomes:
         self, gradients: Sequence[GroupGradient], options_index_of: Mapping[int, int], kept: Kept
     ) -> list[ShardState]:
         """Takes memory for masters and states of groups; arguments as of `ShardState`. Raises OffloadError."""
-        numels = self._offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
+        numels = self.offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
         shards = [
-            ShardState(gradient, numel, options_index_of, kept, self.widened, self._offloaded, self._rest, self._host)
+            ShardState(gradient, numel, options_index_of, kept, self)
             for gradient, numel in zip(gradients, numels, strict=True)
         ]
-        self._offloaded.reserve()
+        self.offloaded.reserve()
         return shards
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """Whether parameters rest in a store."""
-        return self._rest is not None
 
     def are_where_computed(self, shards: Iterable[ShardState]) -> bool:
         """Whether all of them rest where they are computed with, their states too."""
-        return self._rest is None and not any(shard.is_apart or shard.chunks for shard in shards)
+        return self.rest is None and not any(shard.is_apart or shard.chunks for shard in shards)
 
     def expect(self, order: Iterable[ShardState]) -> None:
         """The chunks of these shards in one order: that of the next shard is read while this one is updated."""
-        self._offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
+        self.offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
 
     def put_back(self) -> None:
         """What was opened goes back, with what was changed in it."""
         self.widened.settle()
         self.window.put_back()
-        self._offloaded.window.put_back()
-
-    def wait(self) -> None:
-        """Returns when states are where they rest. Raises the error of a drive."""
-        self._offloaded.window.wait()
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Of states and master weights that are not with the parameters."""
-        return self._offloaded.nbytes
+        self.offloaded.window.put_back()
 
     def close(self) -> None:
         """Gives back what is in stores and buffers."""
-        if self._rest is None:  # else it is the rest's, which closes it
+        if self.rest is None:  # else it is the rest's, which closes it
             self.window.close()
-        for place in (self._host, self._offloaded, self._rest):
+        for place in (self.host, self.offloaded, self.rest):
             if place is not None:
                 place.close()

@@ -151,10 +151,10 @@ def train(engine: lowtide.Engine, step: int, look: Any) -> None:
 def bytes_outside(engine: lowtide.Engine) -> Found:
     """In files, in host memory that is not the model's, and on the way to other ranks."""
     homes = engine.optimizer._homes
-    stores: list[Any] = [one._store for one in (homes._offloaded, homes._rest) if one and one._store]
+    stores: list[Any] = [one._store for one in (homes.offloaded, homes.rest) if one and one._store]
     files = [os.fstat(store._file._descriptor).st_size for store in stores if hasattr(store, "_file")]
     pools = [store.pool for store in stores if hasattr(store, "pool")]
-    pools += [homes._offloaded._pool] if homes._offloaded._buffers else []
+    pools += [homes.offloaded._pool] if homes.offloaded._buffers else []
     return {"file": sum(files), "host": sum(pool.bytes_in_use for pool in pools), "staging": staging_bytes(engine)}
 
 

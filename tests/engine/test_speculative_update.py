@@ -69,7 +69,7 @@ def loads_of_a_step(config: dict[str, Any]) -> list[str]:
     engine = lowtide.initialize(tiny_gpt(), config)
     found: list[str] = []
     engine.train_step(share_of(token_batch(0, 4)))
-    rest = engine.optimizer._homes._rest
+    rest = engine.optimizer._homes.rest
     assert rest is not None
     load = rest._store.load
 

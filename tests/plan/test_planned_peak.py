@@ -141,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
         addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
         made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in addresses)
         copies = self._engine.optimizer.speculation.nbytes  # operations have made them
-        buffers = self._engine.optimizer._homes._offloaded._pool.bytes_held  # of states that rest in files
+        buffers = self._engine.optimizer._homes.offloaded._pool.bytes_held  # of states that rest in files
         return made + self._engine.memory().total_bytes - copies + buffers + self._staging
 
 

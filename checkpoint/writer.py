@@ -20,28 +20,23 @@ from .index import RankIndex, Row
 _ALIGNMENT_BYTES = 64
 
 
-class RankWriter:
-    """Writes the file of one rank straight from its fragments; beside them it takes three blocks of 4 MiB."""
+def write_part(
+    folder: Path, rank: int, fragments: Sequence[Fragment], blobs: Sequence[tuple[str, bytes]], own_state: Any
+) -> None:
+    """Writes the file of one rank straight from its fragments; beside them it takes three blocks of 4 MiB.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self._rank = rank
-
-    def write(self, fragments: Sequence[Fragment], blobs: Sequence[tuple[str, bytes]], own_state: Any) -> None:
-        """blobs: (name, bytes) that readers of torch.distributed.checkpoint expect beside the tensors.
-
-        The index comes last: where there is one, the file is complete and on the disk. Raises OSError.
-        """
-        rows: list[Row] = []
-        with SequentialFile(self._folder / data_name(self._rank)) as file:
-            for fragment in fragments:
-                for box, values in _boxes_of(fragment):
-                    place = write_tensor(file, _bytes_of(values), values.dtype, box.sizes)
-                    rows.append(Row(fragment.name, box, place))
-            for name, blob in blobs:
-                rows.append(Row(name, Box((), ()), _write_blob(file, blob)))
-        index = RankIndex(file.nbytes, tuple(rows), own_state)
-        index.write(self._folder / index_name(self._rank))
+    blobs: (name, bytes) that readers of torch.distributed.checkpoint expect beside the tensors. The index comes last:
+    where there is one, the file is complete and on the disk. Raises OSError.
+    """
+    rows: list[Row] = []
+    with SequentialFile(folder / data_name(rank)) as file:
+        for fragment in fragments:
+            for box, values in _boxes_of(fragment):
+                place = write_tensor(file, _bytes_of(values), values.dtype, box.sizes)
+                rows.append(Row(fragment.name, box, place))
+        for name, blob in blobs:
+            rows.append(Row(name, Box((), ()), _write_blob(file, blob)))
+    RankIndex(file.nbytes, tuple(rows), own_state).write(folder / index_name(rank))
 
 
 class Snapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from ...checkpoint.fragment import Fragment, TensorInfo
 from ...checkpoint.index import LeftOut, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.values import encode
-from ...checkpoint.writer import RankWriter, Snapshot
+from ...checkpoint.writer import Snapshot, write_part
 from ...comm import Mesh
 from ...offload import HostPool, host_is_pinned
 from ...optimizers import OPTIMIZERS
@@ -37,10 +37,11 @@ from .fit import check_fits, is_new_remainder, states_in
 from .frozen import Frozen
 from .named_state import NamedState
 from .run_state import (
-    OwnState,
     encode_client_state,
     load_states,
     random_state,
+    read_client_state,
+    read_random_state,
     read_scalars,
     read_training,
     set_random_state,
@@ -59,27 +60,6 @@ class Restored:
     training: Any
     config: Mapping[str, Any]
     client_state: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What one rank writes."""
-
-    writer: RankWriter
-    fragments: Sequence[Fragment]
-    snapshot: Snapshot | None  # of their values, where training goes on before they are written
-    options: Sequence[tuple[str, bytes]]  # of the optimizer, for other readers
-    own_state: Mapping[str, Any]
-
-    def write(self) -> None:
-        if self.snapshot is None:
-            self.writer.write(self.fragments, self.options, self.own_state)
-        else:
-            try:
-                self.snapshot.wait()
-                self.writer.write(self.snapshot.fragments, self.options, self.own_state)
-            finally:
-                self.snapshot.drop()
 
 
 class Checkpointer:
@@ -140,37 +120,48 @@ class Checkpointer:
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
         commit = partial(self._commit, target, manifest, names, is_latest) if self._world.rank == 0 else None
-        part = None
+        snapshot: Snapshot | None = None
         try:
             with all_or_none(self._world, what, _INTACT):
-                part = self._part(saving, names, own_state, left_out)
-            if part.snapshot is None:
+                snapshot, write = self._writing(saving, names, own_state, left_out)
+            if snapshot is None:
                 with all_or_none(self._world, what, _INTACT):
-                    part.write()
+                    write()
                 with all_or_none(self._world, what, _INTACT):
                     if commit is not None:
                         commit()
         except CheckpointError:
-            if part is not None and part.snapshot is not None:  # another rank has none
-                part.snapshot.drop()
+            if snapshot is not None:  # another rank has none
+                snapshot.drop()
             self._discard(target, tag)
             raise
-        if part.snapshot is not None:
+        if snapshot is not None:
             processes = self._world.gather_objects(WritingProcess.this())
-            self._under_way = SaveJob(saving, processes, part.write, commit), target, tag
+            self._under_way = SaveJob(saving, processes, write, commit), target, tag
         return tag
 
-    def _part(
+    def _writing(
         self, saving: Path, names: OptimizerNames, own_state: Mapping[str, Any], left_out: Collection[str]
-    ) -> _Part:
+    ) -> tuple[Snapshot | None, Callable[[], None]]:
+        """What writes this rank's part, and the copy of the values that it writes, where training goes on before."""
         if not saving.is_dir():
             raise CheckpointError(f"{saving} is not there; all ranks must see one folder, for example a network disk")
         groups = self._optimizer.param_groups
         options = option_blobs(self._optimizer.kind, groups, names) if self._world.rank == 0 else []
         fragments = self._fragments(left_out)
-        is_async, device = self._config.checkpoint.asynchronous, self._world.device
-        snapshot = Snapshot(fragments, self._pool, device) if is_async else None
-        return _Part(RankWriter(saving, self._world.rank), fragments, snapshot, options, own_state)
+        write = partial(write_part, saving, self._world.rank, blobs=options, own_state=own_state)
+        if not self._config.checkpoint.asynchronous:
+            return None, partial(write, fragments)
+        snapshot = Snapshot(fragments, self._pool, self._world.device)
+
+        def write_snapshot() -> None:
+            try:
+                snapshot.wait()
+                write(snapshot.fragments)
+            finally:
+                snapshot.drop()
+
+        return snapshot, write_snapshot
 
     def _commit(self, target: CheckpointFolder, manifest: Manifest, names: OptimizerNames, is_latest: bool) -> None:
         target.commit(manifest, names, self._config.checkpoint.keep_last, is_latest)
@@ -232,10 +223,12 @@ class Checkpointer:
                 scalars: dict[int | str, dict[str, Any] | None] = {}
                 for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
                     scalars.update(read_scalars(checkpoint.own_state(rank)))
-                own = OwnState.read(checkpoint.own_state(self._rank_of_origin(checkpoint)), self._world.device)
+                own_state = checkpoint.own_state(self._rank_of_origin(checkpoint))
+                own_client_state = read_client_state(own_state)
+                random = read_random_state(own_state["random"], self._world.device)
                 fitted = check_fits(checkpoint, training, scalars, self._named, self._optimizer, scheduler)
                 training, scalars = fitted
-                load_states(registered, own.client_state, undo)
+                load_states(registered, own_client_state, undo)
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
             faults = self._frozen.faults(checkpoint.left_out)
             if faults:
@@ -262,9 +255,9 @@ class Checkpointer:
         self._restore_averages(training["averages"])
         if training.get("outer") is not None and not self._world.rank:
             logger.warning("%s", _ISLAND_LEFT)
-        self._restore_random(checkpoint, own.random)
+        self._restore_random(checkpoint, random)
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
-        return Restored(tag, training, checkpoint.manifest.config, own.client_state)
+        return Restored(tag, training, checkpoint.manifest.config, own_client_state)
 
     # -- what is saved --------------------------------------------------------------------------------------------
 

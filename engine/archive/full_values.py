@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor, UntypedStorage, nn
 
 from ...comm import Mesh
 from ...zero.group import Residence, ShardedGroup, values_of
-from ...zero.layout import Piece
+from ...zero.layout import PARAM_ALIGNMENT_NUMEL, Piece, Slot
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.shard_state import ShardState
 from ...zero.unit import Unit
-from .fingerprint import Fingerprint
-from .portions import put_together, taken
+from .named_state import put_together, taken
 
 
 class FullValues:
@@ -87,10 +86,11 @@ class FullValues:
             return num_changes() == number
 
         with self._full(params, is_unchanged) as (groups, wanted):
-            before = Fingerprint(groups, wanted)
+            before = _marks(groups, wanted)
             yield
-            if is_unchanged():
-                self._check_unchanged(before, groups)
+            if is_unchanged():  # but for those that a forward has released since
+                after = _marks([group for group in groups if group.residence is Residence.FULL], wanted)
+                self._check_unchanged([name for name, mark in after.items() if mark != before[name]], groups)
 
     @contextmanager
     def modified(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -183,9 +183,8 @@ class FullValues:
                 own[name] = value.cpu()
         return {name: own[name] for name in names if name in own}
 
-    def _check_unchanged(self, before: Fingerprint, groups: Sequence[ShardedGroup]) -> None:
+    def _check_unchanged(self, changed: Sequence[str], groups: Sequence[ShardedGroup]) -> None:
         """Raises ValueError on every rank where any has changed what it was shown. A collective."""
-        changed = before.changed()
         for group in groups:
             if changed and not group.frees_memory and group.residence is Residence.FULL:
                 group.install()  # the model's parameters are what the engine has, not what was put in their place
@@ -236,6 +235,29 @@ class FullValues:
             group.release_kept()
         else:
             group.install()
+
+
+_Mark = tuple[int, int, int, bytes]
+
+
+def _marks(groups: Sequence[ShardedGroup], wanted: Collection[int]) -> dict[str, _Mark]:
+    """Of parameters that are full, by name: the place and version of each, and the sum of its bits. It reads them once.
+
+    wanted: identities of the parameters; none: all.
+    """
+    return {
+        slot.name: _mark(group, slot, param)
+        for group in groups
+        for slot, param in zip(group.layout.slots, group.params, strict=True)
+        if not wanted or id(param) in wanted
+    }
+
+
+def _mark(group: ShardedGroup, slot: Slot, param: nn.Parameter) -> _Mark:
+    values = group.full[slot.offset_in_flat : slot.end_in_flat]
+    whole = slot.numel - slot.numel % PARAM_ALIGNMENT_NUMEL  # where parameters begin, so that words are aligned
+    tail: Tensor = values[whole:].view(torch.uint8)
+    return param.data_ptr(), param._version, int(values[:whole].view(torch.int64).sum()), bytes(tail.tolist())
 
 
 def _changed(group: ShardedGroup) -> list[str]:

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.fragment import Fragment, TensorInfo
-from ...comm import Mesh
-from ...offload import Memory
+from ...checkpoint.fragment import Fragment, TensorInfo, stretches_of
+from ...comm import Exchange, Mesh
+from ...offload import Box, Memory, Portion
 from ...zero.group import ShardedGroup, part_of, values_of
 from ...zero.layout import Piece
 from ...zero.optimizer import ShardedOptimizer
+from ...zero.parameter_states import StateKey
 from ...zero.unit import Unit
-from .catalog import Catalog
-from .portions import ranges_of
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The same on every rank. Tied parameters go by their first name."""
+
+    parameters: Mapping[str, TensorInfo]  # the shape, and the dtype of the most precise copy
+    compute_dtypes: Mapping[str, torch.dtype]  # of the parameters
+    buffers: Mapping[str, TensorInfo]  # persistent ones
+    aliases: Mapping[str, str]  # further names of tied parameters -> the first name
+    state_keys: Mapping[str, StateKey]  # trained parameters -> the key under which their states are described
+
+    @classmethod
+    def merged(cls, parts: Sequence[Catalog]) -> Catalog:
+        """Of the stages of a pipeline, in their order."""
+        return cls(
+            {name: info for part in parts for name, info in part.parameters.items()},
+            {name: dtype for part in parts for name, dtype in part.compute_dtypes.items()},
+            {name: info for part in parts for name, info in part.buffers.items()},
+            {name: first for part in parts for name, first in part.aliases.items()},
+            {name: key for part in parts for name, key in part.state_keys.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -214,3 +235,45 @@ def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory,
         )
         for box, offset_in_box, start, end in ranges_of(slot.portion, first, piece.offset_in_param + high)
     ]
+
+
+# -- portions: between the whole of a tensor and what lies in the memory of a rank ------------------------------------
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
+
+
+def taken(portion: Portion, whole: Tensor) -> Tensor:
+    """The portion of these values: themselves where it is all of them, else a new tensor."""
+    if portion.is_all:
+        return whole
+    out = torch.empty(portion.shape, dtype=whole.dtype, device=whole.device)
+    for box, own in portion.boxes:
+        out[own.index] = whole[box.index]
+    return out
+
+
+def put_together(exchange: Exchange, portion: Portion, values: Tensor, is_counted: bool) -> Tensor:
+    """The whole of which the ranks of an axis have portions, on each of them; of one, all of it may be. A collective.
+
+    is_counted: the values are not another rank's too, which gives them.
+    """
+    whole = torch.zeros(portion.whole, dtype=values.dtype, device=values.device)
+    for box, own in portion.boxes if is_counted else ():
+        whole[box.index] = values[own.index]
+    bits = whole.view(_INTEGERS[values.dtype.itemsize])  # added as integers, so that none changes: -0.0; to zeros
+    return exchange.sum(bits, "parts of a tensor").view(values.dtype)
+
+
+def ranges_of(portion: Portion, start: int, end: int) -> Iterator[tuple[Box, int, int, int]]:
+    """The elements [start, end) of a flattened portion, in order within each box of the whole that they are of.
+
+    Gives (box of the whole, offset in the flattened box, start, end): of each contiguous range of both.
+    """
+    for box, own in portion.boxes:
+        offset = 0
+        for first, last in stretches_of(own, portion.shape) if own.numel else ():
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                yield box, offset + low - first, low, high
+            offset += last - first

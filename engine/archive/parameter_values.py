@@ -17,8 +17,7 @@ from ...zero.optimizer import ShardedOptimizer
 from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from .agreement import no_rank_alone
-from .named_state import NamedState, fragments_of
-from .portions import taken
+from .named_state import NamedState, fragments_of, taken
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,20 +90,6 @@ def read_training(encoded: Any) -> dict[str, Any]:
     training = decode(encoded, "training")
     _TrainingContent.parse(training)
     return {"averages": None, **training}
-
-
-@dataclass(frozen=True)
-class OwnState:
-    """What one rank has said of itself alone."""
-
-    random: Mapping[str, Any]
-    client_state: dict[str, Any]
-
-    @classmethod
-    def read(cls, encoded: Any, device: torch.device) -> OwnState:
-        """device: the model's. Raises ValueError."""
-        client_state = read_client_state(encoded)
-        return cls(read_random_state(encoded["random"], device), client_state)
 
 
 def read_scalars(encoded: Any) -> dict[int | str, dict[str, Any] | None]:

@@ -19,7 +19,7 @@ from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.fragment import Fragment, TensorInfo
 from ..checkpoint.index import Manifest
 from ..checkpoint.values import encode
-from ..checkpoint.writer import RankWriter
+from ..checkpoint.writer import write_part
 from ..engine.archive.run_state import encode_client_state, random_state
 from ..engine.config.config import Config
 from ..optimizers import OPTIMIZERS
@@ -50,7 +50,7 @@ def import_deepspeed(
     saving = folder.begin(found.tag)
     try:
         blobs = option_blobs(kind, found.groups, names) if found.groups else []
-        RankWriter(saving, 0).write(_fragments(found), blobs, own_state)
+        write_part(saving, 0, _fragments(found), blobs, own_state)
         folder.commit(_manifest(found, kind, notes), names, keep_last=None)
     except BaseException:
         folder.discard(found.tag)

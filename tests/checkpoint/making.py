@@ -14,7 +14,7 @@ from lowtide.checkpoint.files import MANIFEST
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment, TensorInfo
 from lowtide.checkpoint.index import Manifest
-from lowtide.checkpoint.writer import RankWriter
+from lowtide.checkpoint.writer import write_part
 
 NO_OPTIMIZER = OptimizerNames((), ())
 Pieces = Sequence[Mapping[str, tuple[int, int]]]
@@ -69,7 +69,7 @@ def write(
         ]
         if rank == 0:
             fragments.append(Fragment(STEP, (), 0, torch.ones(1)))
-        RankWriter(saving, rank).write(fragments, [], {"rank": rank})
+        write_part(saving, rank, fragments, [], {"rank": rank})
     target.commit(manifest_of(tensors, tag, len(pieces), **changes), NO_OPTIMIZER, keep_last)
     return target
 

@@ -15,7 +15,7 @@ import torch
 
 from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder, WritingProcess
-from lowtide.checkpoint.writer import RankWriter
+from lowtide.checkpoint.writer import write_part
 from tests.checkpoint.making import NO_OPTIMIZER, halves, manifest_of, read_whole, resign, write
 
 
@@ -327,7 +327,7 @@ def test_a_part_that_is_missing_is_not_completed(tmp_path: Path) -> None:
     target.begin("b")
     with pytest.raises(FileNotFoundError):
         target.commit(manifest_of({"w": torch.ones(5)}, "b", 2), NO_OPTIMIZER, None)
-    RankWriter(target.saving_folder("b"), 0).write([], [], None)
+    write_part(target.saving_folder("b"), 0, [], [], None)
     with pytest.raises(ValueError, match=r"expected each element of 'model\.w' once, found element 0 in none"):
         target.commit(manifest_of({"w": torch.ones(5)}, "b", 1), NO_OPTIMIZER, None)
     assert target.latest() == "a" and target.tags() == ["a"]

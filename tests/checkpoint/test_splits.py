@@ -16,7 +16,7 @@ from lowtide.checkpoint.export import ExportFolder
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment, TensorInfo, stretches_of
 from lowtide.checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
-from lowtide.checkpoint.writer import RankWriter
+from lowtide.checkpoint.writer import write_part
 from lowtide.offload.box import Box, Portion
 from tests.checkpoint.making import NO_OPTIMIZER, manifest_of
 from tests.engine.plain_weights import named_state
@@ -57,7 +57,7 @@ def test_every_split_reads_every_other(tmp_path: Path, monkeypatch: pytest.Monke
     fragments = [one for box in boxes_at(CUTS[written]) for one in shards(box, value, 3)]
     fragments.append(Fragment(STEP, (), 0, torch.ones(1)))
     for rank, one in enumerate(fragments):
-        RankWriter(saving, rank).write([one], [], {})
+        write_part(saving, rank, [one], [], {})
     target.commit(manifest_of({"w": value}, "a", len(fragments)), NO_OPTIMIZER, None)
     source = target.open().weights
     for cuts, count, dtype in itertools.product(CUTS.values(), (1, 2, 7), (torch.float32, torch.float64)):

@@ -207,10 +207,10 @@ def test_a_script_that_ends_right_after_a_save_completes_it(tmp_path: Path) -> N
 
 LEFT_ALONE = """
 import signal
-from lowtide.checkpoint.writer import RankWriter
+from lowtide.engine.archive import checkpoint
 from tests.models import mlp, vector_batch
 
-def never_written(*arguments):
+def never_written(*arguments, **named):
     os.kill(os.getpid(), signal.SIGKILL)
 
 torch.manual_seed(0)
@@ -218,7 +218,7 @@ config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "adamw"}, "
 engine = lowtide.initialize(mlp(), config)
 engine.train_step(vector_batch(0, 4))
 if engine.rank == 1:
-    RankWriter.write = never_written
+    checkpoint.write_part = never_written
 engine.save_checkpoint("checkpoints")
 try:
     engine.close()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.engine.archive.portions import taken
+from lowtide.engine.archive.named_state import taken
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from lowtide.engine.config.config import Config

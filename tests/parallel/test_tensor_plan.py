@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from lowtide.engine.archive.portions import taken
+from lowtide.engine.archive.named_state import taken
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.model.prepared_model import _beside_splits
 from lowtide.parallel.plan import TensorPlan

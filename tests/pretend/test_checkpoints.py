@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.checkpoint.writer import RankWriter
+from lowtide.engine.archive import checkpoint
 from tests.models import FEATURES
 from tests.pretend.group import register
 from tests.ranks import RankPool
@@ -76,7 +76,7 @@ def fail_to_write(folder: str) -> int:
     """Bytes of pinned memory that a save in the background has not given back."""
     register()
     with engine_on("pretend", checkpoint={"async": True}) as engine:
-        with patch.object(RankWriter, "write", side_effect=OSError("no space left")):
+        with patch.object(checkpoint, "write_part", side_effect=OSError("no space left")):
             engine.save_checkpoint(folder)
             with pytest.raises(lowtide.CheckpointError, match="no space left"):
                 engine.save_checkpoint(folder)  # which waits for the first

@@ -132,12 +132,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Trainer:
-    """`step(tokens, targets)` trains one step and gives the loss; `close()` returns when every rank is done.
+    """`step(tokens, targets)` trains one step and gives the loss, None on a rank that does not know it.
 
-    engine: of lowtide or DeepSpeed. model, optimizer: of torch.
+    close: returns when every rank is done. engine: of lowtide or DeepSpeed. model, optimizer: of torch.
     """
 
-    step: Callable[[Tensor, Tensor], Tensor]
+    step: Callable[..., Any]
     close: Callable[[], None]
     engine: Any = None
     model: nn.Module | None = None

@@ -151,19 +151,19 @@ def search(record: Record, placement: Placement, size: str) -> None:
     arguments += ["--timeout", str(record.job_seconds(MOST_SECONDS_OF_TRY)), "--offload-folder", str(record.folder)]
     searching = largest.Search(largest.parse_arguments(arguments), Console(width=140))
     searching.run()
-    (row,) = searching.found.rows
+    (row,) = searching.rows
     found = row.largest
     for one in row.tries:
         peak = "more than there is" if one.peak_bytes is None else one.peak_bytes / _device.MIB
-        record.add("models tried", contender=placement.contender, layers=one.num_layers, peak_MiB=peak)
+        record.add("models tried", contender=placement.contender, layers=one.amount, peak_MiB=peak)
     record.add(
         "the largest model",
         contender=row.contender.label,
-        layers=found.num_layers if found else 0,
+        layers=found.amount if found else 0,
         parameters_M=found.num_parameters / 1e6 if found else None,
         peak_MiB=found.peak_bytes / _device.MIB if found and found.peak_bytes is not None else None,
-        tokens_per_s=searching.found.tokens_per_second(row.own) if row.own else None,
-        bound_by=room if found and found.num_layers == most else "the device",
+        tokens_per_s=searching.tokens_per_second(row.own) if row.own else None,
+        bound_by=room if found and found.amount == most else "the device",
     )
     if row.failure:
         record.fail(placement.contender, row.failure)

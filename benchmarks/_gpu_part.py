@@ -200,7 +200,6 @@ def shown(value: Cell) -> str:
 def main(job: dict[str, Any]) -> int:
     """job: "folder", "parts", "only", "limit_seconds"."""
     import _device
-    import _harness
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks of a job are stopped too
     faulthandler.dump_traceback_later(max(1.0, job["limit_seconds"] - _DUMP_SECONDS))
@@ -208,8 +207,6 @@ def main(job: dict[str, Any]) -> int:
         with contextlib.suppress(Exception):  # it comes again where the part is measured
             importlib.import_module(MEASURES[part].split(":")[0])
     gc.freeze()  # what imports have made stays: collections between trainings need not go through it
-    if _device.is_rehearsal():
-        _harness.fork_ranks()
     _device.prepare()
     settings = {
         "date": datetime.date.today().isoformat(),

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from _gpu_part import Record, one_line
 from _gpu_trace import NUM_RANKS as NUM_SIMULATED
 from _gpu_trace import fake_group, timed_steps
-from _harness import JobError, environment_of, run_ranks
-from _report import loss_difference
+from _harness import JobError, environment_of, loss_difference, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 

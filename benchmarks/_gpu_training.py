@@ -21,8 +21,8 @@ from typing import Any
 import _device
 import torch
 from _gpu_part import Record
+from _harness import loss_difference
 from _model import GPT, SEED, SIZES, build_batches, build_model
-from _report import loss_difference
 from torch._dynamo.utils import counters
 
 import lowtide

@@ -1,10 +1,9 @@
-"""What all comparisons do alike: contenders, the jobs that train one, their interleaved rounds, and the command line.
+"""What all benchmarks do alike: jobs of ranks, interleaved rounds, the command line, tables, JSON files and pictures.
 
-A job starts its ranks, each a fresh process (`_worker.py`), waits for them and gathers what they wrote. In a rehearsal
-that is mostly their imports, so there ranks are copies of a process that has made them: `fork_ranks`.
-
-A round runs every contender once, so that a slow minute of the machine meets all of them, and a ratio compares two jobs
-of the same round. Memory is measured in jobs that are not timed.
+A job starts its ranks, each a fresh process (`_worker.py`), waits for them and gathers what they wrote. A round runs
+every contender once, so that a slow minute of the machine meets all of them, and a ratio compares two jobs of the same
+round. Memory is measured in jobs that are not timed. A comparison is data: contenders, the function that a rank calls,
+and the columns of its table, which the JSON file has too, and of which some are panels of the picture.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
-import runpy
+import re
 import signal
 import socket
 import statistics
@@ -25,11 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -37,6 +35,7 @@ import _worker
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 WORKER = Path(__file__).with_name("_worker.py")
 MIB = 1 << 20
@@ -77,96 +76,12 @@ def environment_of(threads: int, allocator: str | None, device: str = "cpu") -> 
     }
 
 
-class _Forks:
-    """A copy of this process, which starts and watches ranks that are copies of itself."""
-
-    def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
-        if os.fork() == 0:
-            self._pipe.close()
-            _serve(theirs)
-        theirs.close()
-
-    def start(self, command: list[str], environment: dict[str, str], log: Path) -> int:
-        """Gives the process's number."""
-        self._pipe.send((command, environment, log))
-        pid: int = self._pipe.recv()
-        return pid
-
-    def poll(self, pid: int) -> int | None:
-        """Its status, once, or None while it runs."""
-        self._pipe.send(pid)
-        status: int | None = self._pipe.recv()
-        return status
+Process = subprocess.Popen[bytes]
 
 
-def _serve(pipe: Connection) -> NoReturn:
-    while True:
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        if isinstance(asked, int):
-            pid, ended = os.waitpid(asked, os.WNOHANG)
-            pipe.send(os.waitstatus_to_exitcode(ended) if pid else None)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            pipe.close()
-            _run_script(*asked)
-        os.setpgid(pid, pid)
-        pipe.send(pid)
-
-
-def _run_script(command: list[str], environment: dict[str, str], log: Path) -> NoReturn:
-    """What Python does with a command, a script and its arguments."""
+def _start(command: list[str], environment: dict[str, str], log: Path) -> Process:
     with log.open("wb") as said:
-        for descriptor in (1, 2):
-            os.dup2(said.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = command
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-class _Forked:
-    """A rank as `subprocess.Popen` has it."""
-
-    def __init__(self, forks: _Forks, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self._forks = forks
-        self._status: int | None = None
-        self.pid = forks.start(command, environment, log)
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            self._status = self._forks.poll(self.pid)
-        return self._status
-
-    def wait(self) -> None:
-        while self.poll() is None:
-            time.sleep(0.01)
-
-
-Process = subprocess.Popen[bytes] | _Forked
-_forks: list[_Forks] = []  # one at most
-
-
-def fork_ranks() -> None:
-    """From now on ranks have what this process has imported so far, and the allocator's settings that it has."""
-    _forks.append(_Forks())
-
-
-def _start(python: list[str], worker: Path, description: Path, environment: dict[str, str], log: Path) -> Process:
-    command = [str(worker), str(description)]
-    if _forks:
-        return _Forked(_forks[-1], command, environment, log)
-    with log.open("wb") as said:
-        return subprocess.Popen([*python, *command], env=environment, stdout=said, stderr=said, start_new_session=True)
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
 
 
 def _stop(processes: list[Process]) -> None:
@@ -198,12 +113,9 @@ def _wait(processes: list[Process], logs: list[Path], timeout_seconds: float) ->
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
-            raise JobError(f"not done after {timeout_seconds:.0f} s (--timeout); ranks {_unfinished(codes)} still ran")
+            unfinished = [rank for rank, code in enumerate(codes) if code is None]
+            raise JobError(f"not done after {timeout_seconds:.0f} s (--timeout); ranks {unfinished} still ran")
         time.sleep(0.05)
-
-
-def _unfinished(codes: list[int | None]) -> list[int]:
-    return [rank for rank, code in enumerate(codes) if code is None]
 
 
 def run_ranks(
@@ -235,7 +147,7 @@ def run_ranks(
             for rank, log in enumerate(logs):
                 ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 before, more = ([], {}) if place is None else place(rank)
-                processes.append(_start([*before, python], worker, description, ranked | more, log))
+                processes.append(_start([*before, python, str(worker), str(description)], ranked | more, log))
             _wait(processes, logs, timeout_seconds)
         finally:
             _stop(processes)
@@ -366,8 +278,13 @@ class Row:
         return [*self.timed.values(), *self.memory.values()]
 
     @property
+    def has_jobs(self) -> bool:
+        """Whether there is something to show of it."""
+        return bool(self.jobs)
+
+    @property
     def losses(self) -> list[list[float]]:
-        return [job.losses for job in self.jobs]
+        return [job.losses for job in self.jobs if job.losses]
 
     @property
     def step_seconds(self) -> float | None:
@@ -469,42 +386,66 @@ class Runner:
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
-def add_job_options(parser: argparse.ArgumentParser, contenders: Mapping[str, Contender], rounds: int = 3) -> None:
-    """Adds the options that every comparison has."""
+class Parser(argparse.ArgumentParser):
+    """The command line of a benchmark, whose docstring is its help. Each can write its numbers and a picture."""
+
+    def __init__(self, doc: str | None) -> None:
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--json", type=Path, metavar="FILE", help="write every raw number")
+        self.add_argument("--png", type=Path, metavar="FILE", help="write a picture")
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program. What a type has refused is told as all else: by the option alone."""
+        super().error(re.sub(r"^argument (--\S+: expected)", r"\1", message))
+
+
+def count(least: int = 1) -> Callable[[str], int]:
+    """The type of an option that is a whole number, not smaller than that."""
+
+    def read(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from error
+        if found < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, found {found}")
+        return found
+
+    return read
+
+
+def add_job_options(
+    parser: Parser, contenders: Mapping[str, Contender], rounds: int = 3, memory: str | None = None
+) -> None:
+    """Adds the options that every comparison has. memory: the default of those that measure it in jobs of their own."""
     add = parser.add_argument
     add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(contenders)}; 'lowtide*' for many")
-    add("--rounds", type=int, default=rounds, help="timed jobs of each contender (default: %(default)s)")
-    add("--threads", type=int, default=1, help="threads of a process (default: 1)")
+    add("--rounds", type=count(), default=rounds, help="timed jobs of each contender (default: %(default)s)")
+    add("--threads", type=count(), default=1, help="threads of a process (default: 1)")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
     add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter of an environment that has DeepSpeed")
-    add("--json", type=Path, metavar="FILE", help="write every raw number")
-    add("--png", type=Path, metavar="FILE", help="write a picture")
-
-
-def check_counts(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str], least: int = 1
-) -> None:
-    """Ends the program where one of these is smaller than that, in a list of numbers too."""
-    for name in names:
-        value = getattr(options, name)
-        values = value if isinstance(value, list) else [value]
-        if value is not None and min(values) < least:
-            parser.error(f"--{name.replace('_', '-')}: expected at least {least}, found {min(values)}")
+    add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
+    if memory is not None:
+        choices = [*ALLOCATORS, "both", "none"]
+        add("--memory", choices=choices, default=memory, help="allocators of the memory jobs (default: %(default)s)")
 
 
 def check_job_options(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     options: argparse.Namespace,
     table: Mapping[str, Contender],
     *,
     default: Sequence[str] | None = None,
 ) -> None:
-    """Ends the program where they are not legal, and replaces the contenders' names by themselves. default: names."""
-    check_counts(parser, options, ["rounds", "threads"])
-    if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
-        parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
-    if getattr(options, "memory", "none") != "none" and not _worker.supported():
+    """Ends the program where they are not legal, and replaces the contenders' names by themselves. default: names.
+
+    Adds `allocators`, of the memory jobs.
+    """
+    check_python(parser, options)
+    memory = getattr(options, "memory", "none")
+    if memory != "none" and not _worker.supported():
         parser.error(f"memory jobs need {_worker.ROLLUP} with Pss_Shmem (Linux 5.0 or newer); use --memory none")
+    options.allocators = {"both": list(ALLOCATORS), "none": []}.get(memory, [memory])
     has_deepspeed = options.deepspeed_python is not None or importlib.util.find_spec("deepspeed") is not None
     if options.contenders is None and default is not None:
         options.contenders = [name for name in default if has_deepspeed or not table[name].needs_deepspeed]
@@ -514,24 +455,258 @@ def check_job_options(
         parser.error(str(error))
 
 
+def check_python(parser: Parser, options: argparse.Namespace) -> None:
+    """Ends the program where the interpreter that has DeepSpeed is none."""
+    if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
+        parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
+
+
 def python_of(contender: Contender, options: argparse.Namespace) -> str:
     """The interpreter that trains it."""
     other = options.deepspeed_python if contender.needs_deepspeed else None
     return str(other or sys.executable)
 
 
+def job_of(options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What a job is told: all that the command line says, and more."""
+    told = {key: value for key, value in vars(options).items() if key not in ("contenders", "json", "png")}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in told.items()} | more
+
+
 def settings_of(options: argparse.Namespace, title: str, **more: Any) -> dict[str, Any]:
     """What numbers were measured with, and on."""
-    chosen = {key: value for key, value in vars(options).items() if key not in ("contenders", "json", "png")}
-    texts = {key: str(value) if isinstance(value, Path) else value for key, value in chosen.items()}
     machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
     versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
-    return {**texts, "title": title, **more, **machine, **versions}
+    return {**job_of(options), "title": title, **more, **machine, **versions}
 
 
-def begin() -> Console:
-    """The console of a script. From now on a signal to end stops a running job too."""
+def begin(width: int = 140) -> Console:
+    """The console of a script, at least so wide in a pipe. From now on a signal to end stops a running job too."""
     from rich.console import Console
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    return Console(width=None if sys.stdout.isatty() else 140)
+    return Console(width=None if sys.stdout.isatty() else width)
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+Value = str | float | list[float] | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, and of the JSON file. panel: of the picture, where it has bars of this; line: dotted there.
+
+    of: of a row, a number or one for each round, whose median, least and most are shown. None, or no number: "-".
+    """
+
+    heading: str
+    of: Callable[[Any], Value]
+    form: str = ".2f"
+    panel: str | None = None
+    line: float | None = None
+
+    def value(self, row: Row) -> Value:
+        """None where no job of the row has ended."""
+        return self.of(row) if row.has_jobs else None
+
+    def cell(self, row: Row) -> str:
+        value = self.value(row)
+        if value is None or isinstance(value, str):
+            return value or "-"
+        return spread(value, self.form) if isinstance(value, list) else shown(value, self.form)
+
+
+def loss_difference(jobs: Iterable[Sequence[float]], expected: Sequence[float]) -> float | None:
+    """Gives the largest relative difference to the expected losses, over all steps of all jobs; NaN is the largest."""
+    differences = [abs(loss - one) / abs(one) for losses in jobs for loss, one in zip(losses, expected, strict=False)]
+    return max(differences, key=lambda difference: (math.isnan(difference), difference), default=None)
+
+
+def difference_of(row: Row, reference: Row | None) -> float | None:
+    """Gives `loss_difference` to the reference's first job, None where one has none, or never updates."""
+    if not reference or not reference.losses or not row.contender.trains:
+        return None
+    return loss_difference(row.losses, reference.losses[0])
+
+
+def judge_losses(rows: Sequence[Row], reference_of: Callable[[Row], Row | None], tolerance: float) -> None:
+    """Marks as failed every row whose losses are not those of its reference."""
+    for row in rows:
+        reference = reference_of(row)
+        difference = difference_of(row, reference)
+        if row.failure is None and reference and difference is not None and not difference <= tolerance:
+            row.failure = (
+                f"losses differ: expected at most {tolerance:g} (relative) from {reference.label}, "
+                f"found {difference:.1e}"
+            )
+
+
+def losses_column(reference_of: Callable[[Row], Row | None]) -> Column:
+    """How far a row's losses are from those that are right."""
+    return Column("loss diff", lambda row: difference_of(row, reference_of(row)), ".0e")
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """The median, and (lowest-highest) where there are several."""
+    if not values:
+        return "-"
+    middle, least, most = (f"{one:{form}}" for one in (statistics.median(values), min(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} [dim]({least}-{most})[/dim]"
+
+
+def shown(value: float | None, form: str) -> str:
+    """A number in a format such as ".3f", "-" where there is none."""
+    return "-" if value is None else f"{value:{form}}"
+
+
+def mib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / MIB
+
+
+def over(value: float | None, other: float | None) -> float | None:
+    """A ratio, None where one of both is unknown."""
+    return value / other if value and other else None
+
+
+def label_of(row: Row) -> str:
+    return row.label + (" [red]FAILED[/red]" if row.failure else "")
+
+
+def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
+    """A table whose first columns are texts, the others numbers."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        is_text = number < num_texts
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    for cells in rows:
+        table.add_row(*cells)
+    return table
+
+
+def write_bars(
+    path: Path,
+    title: str,
+    labels: Sequence[str],
+    is_ours: Sequence[bool],
+    panels: Sequence[tuple[str, Any, float | None]],
+) -> None:
+    """Writes a PNG: a bar a label in each panel, lowtide's in blue, as the median with least and most.
+
+    panels: (label, of each bar its values by round, where a dotted line is).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 + 4 * len(panels), 1.5 + 0.38 * len(labels)), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    places = range(len(labels))
+    for axes, (label, found, line) in zip(grid, panels, strict=True):
+        values = [list(one) or [0.0] for one in found]
+        middle = [statistics.median(one) for one in values]
+        errors = [[m - min(one) for m, one in zip(middle, values, strict=True)]]
+        errors.append([max(one) - m for m, one in zip(middle, values, strict=True)])
+        colours = ["tab:blue" if ours else "tab:gray" for ours in is_ours]
+        axes.barh(places, middle, xerr=errors, color=colours, ecolor="black", capsize=2)
+        if line is not None:
+            axes.axvline(line, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xlabel(label)
+    grid[0].set_yticks(places, labels)
+    grid[0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+Tables = Mapping[str, Sequence[Column]]
+"""The columns of each table by its title; every table has a line for each row."""
+
+
+def table_of(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Table:
+    lines = ([label_of(row), *(column.cell(row) for column in columns)] for row in rows)
+    return make_table(title, ["contender", *(column.heading for column in columns)], lines)
+
+
+def as_dict(rows: Sequence[Row], tables: Tables, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives every raw number and what the tables make of it, for JSON."""
+
+    def made(row: Row) -> dict[str, dict[str, Value]]:
+        return {
+            title: {column.heading.replace("\n", " "): column.value(row) for column in columns}
+            for title, columns in tables.items()
+        }
+
+    return {"settings": settings, "contenders": [{**row.as_dict(), "tables": made(row)} for row in rows]}
+
+
+def write_chart(rows: Sequence[Row], tables: Tables, title: str, path: Path) -> None:
+    """Bars of the columns that are panels."""
+    rows, panels = [row for row in rows if row.has_jobs], []
+    for column in [column for columns in tables.values() for column in columns if column.panel]:
+        values = [column.value(row) for row in rows]
+        panels.append((column.panel or "", [_by_round(value) for value in values], column.line))
+    write_bars(path, title, [row.label for row in rows], [row.contender.kind == "lowtide" for row in rows], panels)
+
+
+def _by_round(value: Value) -> Sequence[float]:
+    if value is None or isinstance(value, str):
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def write_json(options: argparse.Namespace, numbers: Any) -> None:
+    """Writes them where the command line says."""
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    """One line for each contender that failed."""
+    return [f"{row.contender.name} FAILED: {row.failure}" for row in rows if row.failure]
+
+
+def conclude(
+    options: argparse.Namespace,
+    console: Console,
+    rows: Sequence[Row],
+    tables: Tables,
+    title: str,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    draw: Callable[[Path], None] | None = None,
+) -> int:
+    """Shows tables and failures, writes JSON and picture; 1 where a contender failed, else 0. draw: no bars."""
+    for heading, columns in tables.items():
+        console.print(table_of(rows, columns, heading))
+    lines = failures(rows)
+    for line in lines:
+        console.print(line, style="red", markup=False, highlight=False)
+    write_json(options, as_dict(rows, tables, settings_of(options, title, **(settings or {}))))
+    if options.png and any(row.has_jobs for row in rows):
+        (draw or (lambda path: write_chart(rows, tables, title, path)))(options.png)
+    return 1 if lines else 0
+
+
+def compare(
+    options: argparse.Namespace,
+    rows: list[Row],
+    run: Callable[[Row, str | None], Result],
+    tables: Tables,
+    title: str,
+    *,
+    reference_of: Callable[[Row], Row | None] | None = None,
+    draw: Callable[[Path], None] | None = None,
+) -> int:
+    """Runs all jobs of the rows and concludes. run: as `Runner` has it. reference_of: whose losses must be a row's."""
+    console, started, load = begin(), time.monotonic(), os.getloadavg()[0]
+    runner = Runner(rows, run, options.rounds, options.allocators, console, getattr(options, "seed", None))
+    runner.run_all()
+    if reference_of is not None:
+        judge_losses(rows, reference_of, options.loss_tolerance)
+    loads = [load, os.getloadavg()[0]]
+    seconds = time.monotonic() - started
+    status = conclude(options, console, rows, tables, title, settings={"load_average": loads}, draw=draw)
+    said = f"{runner.num_jobs} jobs in {seconds:.0f} s; load average {loads[0]:.1f} before, {loads[1]:.1f} after."
+    console.print(said, highlight=False)
+    return status

@@ -15,19 +15,22 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class GPTSize:
-    """Shape of a model: `num_layers` blocks of `width`, for sequences of `sequence_length` bytes."""
+    """Shape of a model: `num_layers` blocks of `width`, for sequences of `sequence_length` tokens, which are bytes."""
 
     num_layers: int
     width: int
     num_heads: int
     sequence_length: int
+    vocabulary: int = VOCABULARY
+    has_positions: bool = True  # a table of them, as long as the sequence
 
     @property
     def num_parameters(self) -> int:
         """Of a `GPT` of this shape, not tied: what its blocks have, and what stands before and behind them."""
         width = self.width
         matrices, vectors = 12 * width**2, 13 * width  # of a block; its biases and norms are the vectors
-        around = (2 * VOCABULARY + self.sequence_length) * width + 2 * width
+        positions = self.sequence_length if self.has_positions else 0
+        around = (2 * self.vocabulary + positions) * width + 2 * width
         return self.num_layers * (matrices + vectors) + around
 
 
@@ -52,8 +55,7 @@ class Block(nn.Module):
         self.attention_in = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width)
-        self.mlp_out = nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def attention(self, x: Tensor) -> Tensor:
         """Gives causal self-attention; x: (batch, sequence, width)."""
@@ -66,7 +68,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
 
@@ -75,22 +77,24 @@ class GPT(nn.Module):
 
     def __init__(self, size: GPTSize, *, tied: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, size.width)
-        self.positions = nn.Embedding(size.sequence_length, size.width)
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.sequence_length, size.width) if size.has_positions else None
         self.blocks = nn.ModuleList(Block(size.width, size.num_heads) for _ in range(size.num_layers))
         self.final_norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         _draw_weights(self)
         if tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Gives the mean cross-entropy; tokens, targets: (batch, sequence) int64 -> () float32."""
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.final_norm(x)).float()  # a loss in 16 bits would hide what a step changes
-        return F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _draw_weights(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -114,6 +114,53 @@ class PeakSampler:
         self._stopped.set()
         self._thread.join()
         self.sample()
+
+
+class RankMemory:
+    """In a memory job what this rank holds at first, and at most in the `with`; else nothing."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        ranks = int(os.environ["WORLD_SIZE"])
+        self._sampler = PeakSampler(ranks) if job["allocator"] is not None else None
+        self._baseline_bytes = rank_bytes(ranks) if self._sampler else None
+
+    def found(self) -> dict[str, int | None]:
+        peak_bytes = self._sampler.peak_bytes if self._sampler else None
+        return {"baseline_bytes": self._baseline_bytes, "peak_bytes": peak_bytes}
+
+    def __enter__(self) -> None:
+        if self._sampler:
+            self._sampler.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._sampler:
+            self._sampler.__exit__(*error)
+
+
+def timed_steps(
+    step: Callable[..., Any],
+    batches: Iterable[Sequence[Any]],
+    memory: RankMemory,
+    before: Callable[[], object] | None = None,
+    after: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """Losses (None where this rank does not know them) and seconds of every step, and what the memory has found.
+
+    before, after: called around each step, out of its time.
+    """
+    found: dict[str, Any] = {"losses": [], "seconds": [], "started": []}
+    with memory:
+        for batch in batches:
+            if before:
+                before()
+            started = time.perf_counter()
+            loss = step(*batch)
+            found["seconds"].append(time.perf_counter() - started)
+            found["started"].append(started)
+            found["losses"].append(None if loss is None else float(loss))
+            if after:
+                after()
+    return found | memory.found()
 
 
 def leave(status: int) -> NoReturn:

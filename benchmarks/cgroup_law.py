@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from _harness import JobError, check_counts, environment_of, run_ranks
+from _harness import JobError, Parser, begin, count, environment_of, run_ranks, write_json
 from _model import GPTSize
 from predicted import Case, estimate_of
 
@@ -193,25 +191,21 @@ def judged(case: Case, planned: int, options: argparse.Namespace) -> Outcome:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Ends the program with what was expected and found where the command line cannot mean anything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--machine", type=Path, default=default_path(), help="what `lowtide env --measure` has written")
-    parser.add_argument("--cases", type=int, default=50, help="each both ways (50)")
-    parser.add_argument("--first", type=int, default=1, help="of them, to go on where a run was ended (1)")
+    parser.add_argument("--cases", type=count(), default=50, help="each both ways (50)")
+    parser.add_argument("--first", type=count(), default=1, help="of them, to go on where a run was ended (1)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4], help="(1 2 3 4)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4, help="of each run (4)")
+    parser.add_argument("--steps", type=count(), default=4, help="of each run (4)")
     parser.add_argument("--unlimited", action="store_true", help="no limits: planned bytes, and the most there are")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a run (300)")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    check_counts(parser, options, ["cases", "first", "steps"])
-    return options
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Runs the cases, prints a line for each; the status is 1 where the law does not hold."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended
-    options = parse_arguments()
+    options, _ = parse_arguments(), begin()
     generator = random.Random(options.seed)
     outcomes = []
     try:
@@ -226,8 +220,7 @@ def main() -> None:
             print(_line(outcomes[-1], options.unlimited), flush=True)
     except (NoCgroup, ValueError) as error:
         raise SystemExit(f"cgroup_law: {error}") from error
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n", encoding="utf-8")
+    write_json(options, [asdict(one) for one in outcomes])
     if not options.unlimited:
         print(f"the law holds for {sum(one.holds for one in outcomes)} of {len(outcomes)} cases")
         raise SystemExit(0 if all(one.holds for one in outcomes) else 1)

@@ -37,24 +37,23 @@ import _contenders
 import torch.distributed as dist
 from _contenders import BUILDERS, FSDP2, Setup, Trainer, lowtide
 from _harness import (
-    ALLOCATORS,
-    MIB,
+    Column,
     JobError,
+    Parser,
     Result,
     Row,
-    Runner,
     add_job_options,
-    begin,
     by_name,
-    check_counts,
     check_job_options,
+    compare,
+    count,
     find,
+    job_of,
+    mib,
     python_of,
     run_job,
-    settings_of,
 )
 from _model import SIZES, build_batches, build_model
-from _report import Panel, conclude, label_of, make_table, spread, write_row_bars
 from _worker import PeakSampler, rank_bytes
 
 STATE_BYTES_PER_PARAMETER = 12  # the parameter and two moments, fp32
@@ -375,119 +374,62 @@ OPERATIONS = [
 ]
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """What a row's jobs say of one operation. state_bytes: of a checkpoint."""
+def columns(rows: Sequence[Row], operation: Operation, num_params: int) -> list[Column]:
+    """Of one operation. Ratios are of speeds, so that more is better, and of a round."""
+    nbytes, key = operation.bytes_per_parameter * num_params, operation.key
 
-    row: Row
-    operation: Operation
-    state_bytes: int
+    def repeats(row: Row, kind: str = "seconds", name: str = key) -> list[float]:
+        return [value for job in row.timed.values() for value in job.more[kind][name]]
 
-    @property
-    def nbytes(self) -> float:
-        return self.state_bytes * self.operation.bytes_per_parameter / STATE_BYTES_PER_PARAMETER
-
-    @property
-    def seconds(self) -> dict[int, float]:
+    def seconds(row: Row | None) -> dict[int, float]:
         """The median of each round."""
-        key = self.operation.key
-        return {number: statistics.median(job.more["seconds"][key]) for number, job in self.row.timed.items()}
+        return {number: statistics.median(job.more["seconds"][key]) for number, job in row.timed.items()} if row else {}
 
-    @property
-    def speeds(self) -> list[float]:
-        """Bytes of state a second, of each round."""
-        return [self.nbytes / seconds for seconds in self.seconds.values()]
+    def to_disk(row: Row, work: Callable[[DiskSpeed], float | None]) -> list[float]:
+        """This contender's speed over the disk's own in the same minute, which was given the whole state."""
+        scale = operation.bytes_per_parameter / STATE_BYTES_PER_PARAMETER
+        found = [(work(row.timed[number].more["disk"]), value) for number, value in seconds(row).items()]
+        return [disk * scale / value for disk, value in found if disk is not None]
 
-    @property
-    def best(self) -> float:
-        """Of all repeats."""
-        return self.nbytes / min(self._repeats("seconds", self.operation.key))
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Of the processor, all ranks together: the median of all repeats. Others on the machine hardly change it."""
-        return statistics.median(self._repeats("cpu_seconds", self.operation.work_key))
-
-    def _repeats(self, kind: str, key: str) -> list[float]:
-        return [value for job in self.row.timed.values() for value in job.more[kind][key]]
-
-    @property
-    def extra_bytes(self) -> int | None:
-        found = [job.more["extra_bytes"].get(self.operation.work_key) for job in self.row.memory.values()]
-        return found[0] if found else None
-
-    def ratios_to_disk(self, work: Callable[[DiskSpeed], float | None]) -> list[float]:
-        """This contender's speed over the disk's own in the same minute, for every round."""
-        scale = self.nbytes / self.state_bytes  # the disk was given the whole state
-        found = [(work(self.row.timed[number].more["disk"]), value) for number, value in self.seconds.items()]
-        return [seconds * scale / value for seconds, value in found if seconds is not None]
-
-    def ratios_to(self, other: Row | None) -> list[float]:
-        """This contender's speed over the other's, for every round that both finished."""
-        if other is None:
-            return []
-        own, theirs = self.seconds, Speeds(other, self.operation, self.state_bytes).seconds
+    def to_peer(row: Row, name: str) -> list[float]:
+        own, theirs = seconds(row), seconds(find(rows, name))
         return [theirs[number] / own[number] for number in sorted(own.keys() & theirs.keys())]
 
+    def extra_bytes(row: Row) -> float | None:
+        return next((mib(job.more["extra_bytes"].get(operation.work_key)) for job in row.memory.values()), None)
 
-def table(rows: Sequence[Row], title: str, state_bytes: int) -> Any:
-    """A section an operation, a row a contender; ratios of speeds, so that more is better."""
-    headings = ["contender", "MB/s\nmedian", "MB/s\nbest", "x plain\nwrite or read", "x O_DIRECT\nwrite"]
-    headings += ["x FSDP2", "x DeepSpeed", "CPU s\nall ranks", "extra\nMiB a rank"]
-    found = make_table(title, headings, [])
-    for operation in OPERATIONS:
-        found.add_section()
-        found.add_row(f"[bold]{operation.label}[/bold]")
-        for row in rows:
-            if not row.timed:
-                found.add_row("  " + label_of(row))
-                continue
-            one = Speeds(row, operation, state_bytes)
-            found.add_row(
-                "  " + label_of(row),
-                f"{statistics.median(one.speeds) / 1e6:.0f}",
-                f"{one.best / 1e6:.0f}",
-                spread(one.ratios_to_disk(operation.plain)),
-                spread(one.ratios_to_disk(operation.direct)),
-                spread(one.ratios_to(find(rows, FSDP2))),
-                spread(one.ratios_to(find(rows, DEEPSPEED))),
-                f"{one.cpu_seconds:.2f}",
-                "-" if one.extra_bytes is None else f"{one.extra_bytes / MIB:.0f}",
-            )
-    return found
+    is_drawn = operation.key not in ("save", "export")
+    return [
+        Column("MB/s", lambda row: [nbytes / one / 1e6 for one in seconds(row).values()], ".0f"),
+        Column("MB/s\nbest", lambda row: nbytes / min(repeats(row)) / 1e6 if row.timed else None, ".0f"),
+        Column(
+            "x plain\nwrite or read",
+            lambda row: to_disk(row, operation.plain),
+            panel=f"{operation.label}, x the disk's own work (more is better)" if is_drawn else None,
+            line=1.0,
+        ),
+        Column("x O_DIRECT\nwrite", lambda row: to_disk(row, operation.direct)),
+        Column("x FSDP2", lambda row: to_peer(row, FSDP2)),
+        Column("x DeepSpeed", lambda row: to_peer(row, DEEPSPEED)),
+        # Others on the machine hardly change it.
+        Column("CPU s\nall ranks", lambda row: repeats(row, "cpu_seconds", operation.work_key)),
+        Column("extra MiB\na rank", extra_bytes, ".0f"),
+    ]
 
 
-def disks_of(rows: Sequence[Row]) -> list[DiskSpeed]:
-    """After all timed jobs."""
-    return [job.more["disk"] for row in rows for job in row.timed.values()]
+def disk_columns(state_bytes: int) -> list[Column]:
+    """What the disk itself did after each job of a contender, MB/s."""
 
+    def speeds(row: Row, work: Callable[[DiskSpeed], float | None]) -> list[float]:
+        found = [work(job.more["disk"]) for job in row.timed.values()]
+        return [state_bytes / value / 1e6 for value in found if value is not None]
 
-def disk_lines(rows: Sequence[Row], state_bytes: int) -> list[str]:
-    """What the disk itself did, over all rounds."""
-    named: dict[str, Callable[[DiskSpeed], float | None]] = {
-        "plain write and fsync": lambda disk: disk.write,
-        "the same with O_DIRECT": lambda disk: disk.write_direct,
-        "plain read, cold": lambda disk: disk.read_cold,
-        "plain read, from the page cache": lambda disk: disk.read_warm,
-    }
-    lines = []
-    for label, work in named.items():
-        seconds = [work(disk) for disk in disks_of(rows)]
-        speeds = [state_bytes / value / 1e6 for value in seconds if value is not None]
-        if speeds:
-            least_and_most = f"({min(speeds):.0f}-{max(speeds):.0f}, after {len(speeds)} jobs)"
-            lines.append(f"{label}: {statistics.median(speeds):.0f} MB/s {least_and_most}")
-    return lines
-
-
-def write_chart(rows: Sequence[Row], title: str, state_bytes: int, path: Path) -> None:
-    """Bars of the speeds, and the disk's own speed as a line."""
-    rows, panels = [row for row in rows if row.timed], []
-    for operation in [one for one in OPERATIONS if one.key not in ("save", "export")]:
-        speeds = [[speed / 1e9 for speed in Speeds(row, operation, state_bytes).speeds] for row in rows]
-        plain = statistics.median(state_bytes / operation.plain(disk) / 1e9 for disk in disks_of(rows))
-        panels.append(Panel(f"{operation.label}, GB/s", speeds, line=plain))
-    write_row_bars(path, f"{title}; dotted: plain write and fsync, plain read (more is better)", rows, panels)
+    return [
+        Column("plain write\nand fsync", lambda row: speeds(row, lambda disk: disk.write), ".0f"),
+        Column("the same\nwith O_DIRECT", lambda row: speeds(row, lambda disk: disk.write_direct), ".0f"),
+        Column("plain read,\ncold", lambda row: speeds(row, lambda disk: disk.read_cold), ".0f"),
+        Column("plain read,\npage cache", lambda row: speeds(row, lambda disk: disk.read_warm), ".0f"),
+    ]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -495,16 +437,14 @@ def write_chart(rows: Sequence[Row], title: str, state_bytes: int, path: Path) -
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_job_options(parser, CONTENDERS)
+    parser = Parser(__doc__)
+    add_job_options(parser, CONTENDERS, memory="exact")
     add = parser.add_argument
     add("--size", choices=SIZES, default="10M", help="parameters of the model (default: 10M)")
-    add("--repeats", type=int, default=3, help="saves, loads and exports of a job (default: 3)")
-    add("--memory", choices=[*ALLOCATORS, "none"], default="exact", help="allocator of the memory jobs, default: exact")
-    add("--ranks", type=int, default=2, help="processes of a job (default: 2)")
+    add("--repeats", type=count(), default=3, help="saves, loads and exports of a job (default: 3)")
+    add("--ranks", type=count(), default=2, help="processes of a job (default: 2)")
     add("--folder", type=Path, help="where to write (default: a temporary folder in the working directory)")
     options = parser.parse_args(arguments)
-    check_counts(parser, options, ["repeats", "ranks"])
     check_job_options(parser, options, CONTENDERS, default=DEFAULT)
     return options
 
@@ -513,8 +453,7 @@ def run(row: Row, options: argparse.Namespace, base: Path, state_bytes: int, all
     """One job in a folder of its own; after a timed one what the disk does. Raises JobError."""
     folder = base / "job"
     folder.mkdir()
-    job = {name: getattr(options, name) for name in ("size", "ranks", "threads", "timeout")}
-    job |= {"repeats": 1 if allocator else options.repeats, "folder": str(folder)}
+    job = job_of(options, repeats=1 if allocator else options.repeats, folder=str(folder))
     try:
         found = run_job("checkpoint:train", row.contender, job, python_of(row.contender, options), allocator)
         if not all(one["losses_are_equal"] for one in found):
@@ -553,61 +492,26 @@ def scratch_folder(wanted: Path | None, needed_bytes: int) -> Iterator[Path]:
         yield Path(name).resolve()
 
 
-def as_dict(rows: Sequence[Row], settings: dict[str, Any], state_bytes: int) -> dict[str, Any]:
-    """Gives every raw number and what was made of it, for JSON."""
-
-    def numbers(one: Speeds) -> dict[str, Any]:
-        return {
-            "bytes_per_second": statistics.median(one.speeds),
-            "best_bytes_per_second": one.best,
-            "cpu_seconds": one.cpu_seconds,
-            "ratios_to_plain": one.ratios_to_disk(one.operation.plain),
-            "ratios_to_direct": one.ratios_to_disk(one.operation.direct),
-            "ratios_to_fsdp2": one.ratios_to(find(rows, FSDP2)),
-            "ratios_to_deepspeed": one.ratios_to(find(rows, DEEPSPEED)),
-        }
-
-    contenders = [
-        {
-            **row.as_dict(),
-            "operations": {op.key: numbers(Speeds(row, op, state_bytes)) for op in OPERATIONS if row.timed},
-        }
-        for row in rows
-    ]
-    return {"settings": settings, "contenders": contenders}
-
-
 def main() -> int:
     options = parse_arguments()
-    console, started = begin(), time.monotonic()
     rows = [Row(contender) for contender in options.contenders]
     num_params = SIZES[options.size].num_parameters
     state_bytes = STATE_BYTES_PER_PARAMETER * num_params
+    title = (
+        f"GPT {options.size}, AdamW fp32, {state_bytes / 1e6:.0f} MB of state, "
+        f"{options.ranks} ranks x {options.threads} thread(s), {options.rounds} round(s) x {options.repeats}"
+    )
+    tables = {operation.label: columns(rows, operation, num_params) for operation in OPERATIONS}
     try:
         with scratch_folder(options.folder, _COPIES * state_bytes) as folder:
 
             def run_row(row: Row, allocator: str | None) -> Result:
                 return run(row, options, folder, state_bytes, allocator)
 
-            allocators = [] if options.memory == "none" else [options.memory]
-            runner = Runner(rows, run_row, options.rounds, allocators, console)
-            runner.run_all()
+            return compare(options, rows, run_row, {**tables, f"{title}: the disk": disk_columns(state_bytes)}, title)
     except OSError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
-    title = (
-        f"GPT {options.size}, AdamW fp32, {state_bytes / 1e6:.0f} MB of state, "
-        f"{options.ranks} ranks x {options.threads} thread(s), {options.rounds} round(s) x {options.repeats}"
-    )
-    console.print(table(rows, title, state_bytes))
-    for line in disk_lines(rows, state_bytes):
-        console.print(line, highlight=False)
-    console.print(f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
-    settings = settings_of(options, title, num_params=num_params)
-    status = conclude(console, rows, as_dict(rows, settings, state_bytes), options.json)
-    if options.png:
-        write_chart(rows, title, state_bytes, options.png)
-    return status
 
 
 if __name__ == "__main__":

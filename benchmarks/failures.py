@@ -23,8 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
+from _harness import Parser, begin, job_of, make_table, write_json
 
 
 @dataclass(frozen=True)
@@ -70,34 +69,37 @@ def failures_of(given: argparse.Namespace, num_devices: int) -> Failures:
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--params", type=float, required=True, help="of the model")
-    result.add_argument("--devices", type=int, nargs="+", default=[1024, 16384, 100000])
-    result.add_argument("--per-host", type=int, default=8, help="devices")
-    result.add_argument("--device-hours", type=float, default=16384 * 54 * 24 / 419, help="between failures of one")
-    result.add_argument("--state-bytes", type=float, default=12.0, help="of a parameter, in a checkpoint")
-    result.add_argument("--write", type=float, default=2.611e9, help="bytes/s of a host")
-    result.add_argument("--read", type=float, default=2.008e9, help="bytes/s of a host")
-    result.add_argument("--exposed", type=float, default=1.0, help="share of a save that the training waits for")
-    result.add_argument("--restart", type=float, default=600.0, help="seconds from a failure until reading begins")
-    return result
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Gives the checked command line; ends the program with a message where it is not legal."""
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--params", type=float, required=True, help="of the model")
+    add("--devices", type=int, nargs="+", default=[1024, 16384, 100000])
+    add("--per-host", type=int, default=8, help="devices")
+    add("--device-hours", type=float, default=16384 * 54 * 24 / 419, help="between failures of one")
+    add("--state-bytes", type=float, default=12.0, help="of a parameter, in a checkpoint")
+    add("--write", type=float, default=2.611e9, help="bytes/s of a host")
+    add("--read", type=float, default=2.008e9, help="bytes/s of a host")
+    add("--exposed", type=float, default=1.0, help="share of a save that the training waits for")
+    add("--restart", type=float, default=600.0, help="seconds from a failure until reading begins")
+    given = parser.parse_args(arguments)
+    for name, value in job_of(given).items():
+        for one in value if isinstance(value, list) else [value]:
+            if one < 0 or (one == 0 and name not in ("exposed", "restart")):
+                parser.error(f"--{name.replace('_', '-')}: expected more than 0, found {one:g}")
+    return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    reader = parser()
-    given = reader.parse_args(arguments)
-    for name, value in vars(given).items():
-        for one in value if isinstance(value, list) else [value]:
-            if one < 0 or (one == 0 and name not in ("exposed", "restart")):
-                reader.error(f"--{name.replace('_', '-')}: expected more than 0, found {one:g}")
-    table = Table("devices", "failures an hour", "save, s", "interval by Young, s", "by Daly, s", "of use")
-    for count in given.devices:
-        found = failures_of(given, count)
-        numbers = (found.save_seconds, found.young_seconds, found.daly_seconds)
-        share = f"{found.of_use(found.daly_seconds):.1%}"
-        table.add_row(f"{count:,}", f"{found.per_hour:.3f}", *(f"{one:.3g}" for one in numbers), share)
-    Console().print(table)
+    given, lines = parse_arguments(arguments), []
+    for num_devices in given.devices:
+        found = failures_of(given, num_devices)
+        numbers = (found.per_hour, found.save_seconds, found.young_seconds, found.daly_seconds)
+        share = found.of_use(found.daly_seconds)
+        lines.append([f"{num_devices:,}", *(f"{one:.3g}" for one in numbers), f"{share:.1%}"])
+    headings = ["devices", "failures an hour", "save, s", "interval by Young, s", "by Daly, s", "of use"]
+    begin().print(make_table("", headings, lines))
+    write_json(given, [dict(zip(headings, line, strict=True)) for line in lines])
     return 0
 
 

@@ -15,8 +15,6 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import statistics
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import JobError, check_counts, environment_of, run_ranks
+from _harness import JobError, Parser, count, environment_of, job_of, run_ranks, write_json
 
 import lowtide
 
@@ -139,26 +137,23 @@ def losses_shown(rows: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str,
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--messages", action="store_true", help="compare bits of messages between ranks, not bytes of a parameter")
     add("--contenders", nargs="+", choices=[*BYTES, *MESSAGES], help="(default: all)")
-    add("--ranks", type=int, help="(default: 4 with --messages, else 1)")
-    add("--steps", type=int, default=2000, help="(default: 2000)")
-    add("--layers", type=int, default=4, help="(default: 4)")
-    add("--width", type=int, default=128, help="(default: 128)")
-    add("--context", type=int, default=128, help="bytes that the model sees (default: 128)")
-    add("--batch-size", type=int, default=16, help="pieces of text, of all ranks (default: 16)")
+    add("--ranks", type=count(), help="(default: 4 with --messages, else 1)")
+    add("--steps", type=count(), default=2000, help="(default: 2000)")
+    add("--layers", type=count(), default=4, help="(default: 4)")
+    add("--width", type=count(), default=128, help="(default: 128)")
+    add("--context", type=count(), default=128, help="bytes that the model sees (default: 128)")
+    add("--batch-size", type=count(), default=16, help="pieces of text, of all ranks (default: 16)")
     add("--learning-rate", type=float, default=3e-3, help="at its highest point (default: 0.003)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(default: 0 1 2 3)")
     add("--validation-batches", type=int, default=64, help="of a rank (default: 64)")
     add("--timeout", type=float, default=7200.0, metavar="SECONDS", help="longest time of one training (default: 7200)")
-    add("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args(argv)
     options.ranks = options.ranks or (4 if options.messages else 1)
-    check_counts(parser, options, ["ranks", "steps", "layers", "width", "context", "batch_size"])
-    names = ("ranks", "steps", "layers", "width", "context", "batch_size", "learning_rate", "validation_batches")
-    job = {"worker": "fewer_bytes:train", "threads": 1, **{name: getattr(options, name) for name in names}}
+    job = job_of(options, worker="fewer_bytes:train", threads=1)
     rows: list[dict[str, Any]] = []
     num_seeds = len(options.seeds)
     for name in options.contenders or (MESSAGES if options.messages else BYTES):
@@ -170,8 +165,7 @@ def main(argv: list[str] | None = None) -> None:
                 )
             except JobError as error:
                 raise SystemExit(f"fewer_bytes: {name}, seed {seed}: {error}") from error
-            if options.json is not None:
-                options.json.write_text(json.dumps(rows, indent=2) + "\n")
+            write_json(options, rows)
         losses = losses_shown(rows[-num_seeds:], rows[:num_seeds])
         print(f"{name:44}  {rows[-1]['bytes a parameter']:5.2f} bytes  {losses}", flush=True)
 

@@ -26,7 +26,6 @@ import collections
 import contextlib
 import cProfile
 import gc
-import json
 import logging
 import pstats
 import sys
@@ -34,15 +33,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _harness import check_counts
-from _report import make_table, shown
-from rich.console import Console
+from _harness import Parser, begin, count, make_table, shown, write_json
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -227,19 +223,17 @@ def operators_per_block(steps: tuple[Step, Step], depths: tuple[int, int]) -> di
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME", help="default: all")
     add("--depths", nargs=2, type=int, default=(2, 34), metavar="BLOCKS", help="of the two models (default: 2 34)")
-    add("--ranks", type=int, default=8, help="of the fake process group (default: 8)")
-    add("--rounds", type=int, default=15, help="default: 15")
-    add("--steps", type=int, default=5, help="of a contender in a round (default: 5)")
+    add("--ranks", type=count(), default=8, help="of the fake process group (default: 8)")
+    add("--rounds", type=count(), default=15, help="default: 15")
+    add("--steps", type=count(), default=5, help="of a contender in a round (default: 5)")
     add("--bf16", action="store_true", help="parameters are computed in bfloat16, sums are float32")
     add("--operators", choices=CONTENDERS, metavar="NAME", help="count the operators of one contender, and end")
     add("--profile", choices=CONTENDERS, metavar="NAME", help="show the functions that one spends its time in, and end")
-    add("--json", type=Path, metavar="FILE", help="write all numbers there")
     options = parser.parse_args(arguments)
-    check_counts(parser, options, ["ranks", "rounds", "steps"])
     if not 0 < options.depths[0] < options.depths[1]:
         parser.error(f"--depths: expected two numbers of blocks, the larger one last, found {options.depths}")
     return options
@@ -272,8 +266,7 @@ def main() -> None:
         times = measure(steps, options.rounds, options.steps)
     rows = summary(times, depths)
     show(rows, f"Host time of steps, {options.ranks} ranks, {str(dtype).removeprefix('torch.')}")
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "depths": depths, "rows": rows}, indent=2))
+    write_json(options, {"torch": torch.__version__, "depths": depths, "rows": rows})
 
 
 Times = dict[str, list[list[tuple[float, float]]]]
@@ -322,7 +315,7 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
     for row in rows:
         contender, *numbers = (row[key] for key in _COLUMNS)
         lines.append([contender, *("" if number is None else shown(number, ".2f") for number in numbers)])
-    Console(width=110).print(make_table(title, headings, lines))
+    begin().print(make_table(title, headings, lines))
 
 
 _COLUMNS = (

@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import MIB, check_counts
+from _harness import MIB, Parser, count, write_bars
+from _harness import make_table as report_table
 from _kernel_cases import CASES, CONTENDERS, Case, Draw, Form, Pass, Size, dtype_text, size_text
 from _kernel_measure import Checker, Clock, Measured, Problem, time_pass
-from _report import Panel, write_bars
-from _report import make_table as report_table
 from rich.console import Console
 
 OURS = "lowtide"
@@ -192,7 +191,7 @@ def write_chart(findings: Findings, path: Path) -> None:
             is_ours.append(name == OURS)
             bandwidth = row.moved_bytes / row.measured[name].median * 1e3
             shares.append([bandwidth / findings.copy_bandwidth])
-    panel = Panel("bytes that must move, over copy bandwidth; dotted: the aim", shares, line=AIMED_SHARE)
+    panel = ("bytes that must move, over copy bandwidth; dotted: the aim", shares, AIMED_SHARE)
     write_bars(path, findings.settings["title"], labels, is_ours, [panel])
 
 
@@ -201,19 +200,16 @@ def write_chart(findings: Findings, path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--kernels", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
     add("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help=f"some of: {', '.join(CONTENDERS)}")
     add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="default: float32 bfloat16")
     add("--sizes", choices=["all", "largest", "smallest"], default="all", help="default: all")
-    add("--rounds", type=int, default=30, help="timed calls of each contender, after three untimed (default: 30)")
+    add("--rounds", type=count(), default=30, help="timed calls of each contender, after three untimed (default: 30)")
     add("--check-only", action="store_true", help="time nothing; without a GPU: tiny sizes, in Triton's interpreter")
     add("--seed", type=int, help="of the random inputs (default: another one in every run)")
-    add("--json", type=Path, metavar="FILE", help="write every raw number")
-    add("--png", type=Path, metavar="FILE", help="write a bar chart")
     options = parser.parse_args(arguments)
-    check_counts(parser, options, ["rounds"])
     if options.png and options.check_only:
         parser.error("--png: expected times to draw, found --check-only")
     return options

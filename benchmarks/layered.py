@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _harness import Parser, count
 from torch import Tensor, nn
 
 import lowtide
@@ -121,13 +122,13 @@ class Traffic:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--folder", type=Path, default=None, help="on the drive; default: a temporary one")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16, help="of a microbatch")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=count(), default=1024)
+    parser.add_argument("--blocks", type=count(), default=8)
+    parser.add_argument("--microbatches", type=count(), default=8)
+    parser.add_argument("--tokens", type=count(), default=16, help="of a microbatch")
+    parser.add_argument("--rounds", type=count(), default=5)
     parser.add_argument("--states-in-memory", action="store_true")
     parser.add_argument("--drive-mb-per-second", type=float, help="simulate a drive that is no faster")
     arguments = parser.parse_args()

@@ -36,8 +36,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _harness import MIB, check_counts, settings_of
-from rich.console import Console
+from _harness import MIB, Parser, begin, count, make_table, settings_of, write_json
 from rich.table import Table
 from torch import Tensor
 
@@ -207,27 +206,25 @@ class Disk:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add("--size", type=int, default=1024, metavar="MIB", help="bytes in all (default: 1024)")
-    add("--unit", type=int, default=32, metavar="MIB", help="bytes of a piece (default: 32)")
+    add("--size", type=count(), default=1024, metavar="MIB", help="bytes in all (default: 1024)")
+    add("--unit", type=count(), default=32, metavar="MIB", help="bytes of a piece (default: 32)")
     add(
         "--block",
-        type=int,
+        type=count(),
         default=_DEFAULTS.block_size // MIB,
         metavar="MIB",
         help="of a request (default: %(default)s)",
     )
-    add("--io-threads", type=int, default=_DEFAULTS.thread_count, help="of the store (default: %(default)s)")
-    add("--work-threads", type=int, default=1, help="of the work (default: 1)")
+    add("--io-threads", type=count(), default=_DEFAULTS.thread_count, help="of the store (default: %(default)s)")
+    add("--work-threads", type=count(), default=1, help="of the work (default: 1)")
     add("--idle", action="store_true", help="work that takes time and no processor")
     add("--depth", type=int, default=1, help="pieces that the window loads ahead (default: 1)")
-    add("--rounds", type=int, default=5, help="(default: 5)")
+    add("--rounds", type=count(), default=5, help="(default: 5)")
     add("--no-verify", dest="verify", action="store_false", help="without checksums")
     add("--folder", type=Path, default=Path.cwd(), help="on the disk to measure (default: the working directory)")
-    add("--json", type=Path, metavar="FILE", help="write every raw number")
     options = parser.parse_args(arguments)
-    check_counts(parser, options, ["size", "unit", "block", "io_threads", "work_threads", "rounds"])
     if options.size < options.unit * (_NUM_BUFFERS + 1):
         parser.error(
             f"--size: expected more than {_NUM_BUFFERS} pieces of --unit, found {options.size} of {options.unit}"
@@ -235,11 +232,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def make_table(rounds: Rounds, nbytes: int, title: str) -> Table:
+def table(rounds: Rounds, nbytes: int, title: str) -> Table:
     """Rows: what was measured. Columns: speeds, and the share of what it is measured against."""
-    table = Table(title=title, title_justify="left")
-    for name in ["", "GB/s, median", "GB/s, best", "against", "share, median", "share, best"]:
-        table.add_column(name, justify="left" if name in ("", "against") else "right")
     shares = {"window": ("the ideal overlap", rounds.ideal_shares())}
     if "fio write" in rounds.seconds:
         shares |= {
@@ -247,13 +241,15 @@ def make_table(rounds: Rounds, nbytes: int, title: str) -> Table:
             "load": ("fio read", rounds.ratios("load", "fio read")),
         }
     names = ("fio write", "save", "fio read", "load", "work", "fio beside", "work beside", "window")
+    lines = []
     for name in [name for name in names if name in rounds.seconds]:
         speeds = rounds.gigabytes_per_second(name, nbytes)
         against, values = shares.get(name, ("", []))
-        table.add_row(name, f"{statistics.median(speeds):.2f}", f"{max(speeds):.2f}", against, *_in_percent(values))
+        lines.append([name, against, f"{statistics.median(speeds):.2f}", f"{max(speeds):.2f}", *_in_percent(values)])
     if "fio beside" in rounds.seconds:
-        table.add_row("", "", "", "fio and work beside", *_in_percent(rounds.ideal_shares_beside()))
-    return table
+        lines.append(["", "fio and work beside", "", "", *_in_percent(rounds.ideal_shares_beside())])
+    headings = ["", "against", "GB/s, median", "GB/s, best", "share, median", "share, best"]
+    return make_table(title, headings, lines, num_texts=2)
 
 
 def _in_percent(values: Sequence[float]) -> list[str]:
@@ -261,16 +257,10 @@ def _in_percent(values: Sequence[float]) -> list[str]:
     return [f"{100 * value:.0f} %" for value in (statistics.median(values), max(values))] if values else ["", ""]
 
 
-def write_json(path: Path, rounds: Rounds, disk: Disk) -> None:
-    """Every raw number, with what it was measured on."""
-    found = {"nbytes": disk.nbytes, "direct": disk.store.is_direct, "seconds": rounds.seconds}
-    path.write_text(json.dumps({"settings": settings_of(disk.options, "offload_io"), **found}, indent=2) + "\n")
-
-
 def main() -> int:
     options = parse_arguments()
     torch.set_num_threads(options.work_threads)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = begin()
     fio = shutil.which("fio")
     if fio is None:
         console.print("fio is not installed (Debian: apt install fio): nothing to compare saves and loads with.")
@@ -293,9 +283,9 @@ def main() -> int:
         f"{options.io_threads} threads, {'with' if options.verify else 'without'} checksums, "
         f"{'O_DIRECT' if disk.store.is_direct else 'page cache'}"
     )
-    console.print(make_table(rounds, disk.nbytes, title))
-    if options.json:
-        write_json(options.json, rounds, disk)
+    console.print(table(rounds, disk.nbytes, title))
+    found = {"nbytes": disk.nbytes, "direct": disk.store.is_direct, "seconds": rounds.seconds}
+    write_json(options, {"settings": settings_of(options, title), **found})
     return 0
 
 

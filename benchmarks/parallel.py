@@ -23,47 +23,35 @@ import socket
 import statistics
 import struct
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW
+from _contenders import ADAMW, Trainer
 from _harness import (
-    ALLOCATORS,
     MIB,
+    Column,
     Contender,
+    Parser,
     Result,
     Row,
-    Runner,
     add_job_options,
-    begin,
     by_name,
-    check_counts,
     check_job_options,
+    compare,
+    count,
     find,
     gathered,
+    job_of,
+    losses_column,
+    mib,
+    over,
     run_job,
-    settings_of,
 )
-from _report import (
-    Panel,
-    conclude,
-    difference_of,
-    judge_losses,
-    label_of,
-    make_table,
-    ratio,
-    shown,
-    spread,
-    write_row_bars,
-)
-from _worker import PeakSampler, rank_bytes
+from _worker import RankMemory, timed_steps
 from gpu import python_path
 from torch import Tensor, nn
 from torch.nn import functional
@@ -103,14 +91,6 @@ def contenders(ranks: int) -> dict[str, Contender]:
 
 
 # -- how each splits a Llama: a builder a kind -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """`step(tokens)`, (rows, tokens), trains one step and gives the loss of the whole batch."""
-
-    step: Callable[[Tensor], float]
-    close: Callable[[], None]
 
 
 def _single(model: nn.Module, size: dict[str, int]) -> Trainer:
@@ -303,45 +283,28 @@ def build_model(size: dict[str, int]) -> torch.nn.Module:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """On a rank: losses, seconds and bytes on the wire of every step (warm-up too), and in a memory run the peak."""
-    size, is_memory_run, ranks = job["size"], job["allocator"] is not None, int(os.environ["WORLD_SIZE"])
-    baseline_bytes = rank_bytes(ranks) if is_memory_run else None
+    memory = RankMemory(job)
+    size = {name: job[name] for name in SIZE}
     numbers = torch.Generator().manual_seed(1)
     shape = (job["warmup"] + job["steps"], size["rows"], size["tokens"])
     batches = torch.randint(size["vocabulary"], shape, generator=numbers)
     trainer = BUILDERS[job["kind"]](build_model(size), size, **job["options"])
-    losses: list[float] = []
-    seconds: list[float] = []
-    sent: list[int] = []
-    sampler = PeakSampler(ranks) if is_memory_run else None
-    with sampler or nullcontext():
-        for tokens in batches:
-            _meet()
-            before, started = _sent(), time.perf_counter()
-            loss = trainer.step(tokens)
-            seconds.append(time.perf_counter() - started)
-            losses.append(float(loss))
-            _meet()
-            sent.append(_sent() - before)
-    result = {
-        "losses": losses,
-        "seconds": seconds,
-        "sent": sent,
-        "baseline_bytes": baseline_bytes,
-        "peak_bytes": sampler.peak_bytes if sampler else None,
-    }
+    counters: list[int] = []
+
+    def count_sent() -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        counters.append(_sent())
+
+    found = timed_steps(trainer.step, [(tokens,) for tokens in batches], memory, count_sent, count_sent)
     trainer.close()
-    return result
+    return found | {"sent": [after - before for before, after in zip(counters[::2], counters[1::2], strict=True)]}
 
 
 def _sent() -> int:
     """Bytes that went over the loopback device."""
     (line,) = (line for line in _NETWORK.read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split()[9])
-
-
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def network_of_its_own() -> bool:
@@ -364,99 +327,77 @@ def network_of_its_own() -> bool:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_job_options(parser, contenders(2), rounds=5)
+    parser = Parser(__doc__)
+    add_job_options(parser, contenders(2), rounds=5, memory="exact")
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="that share layers or sequences (default: 2)")
+    add("--ranks", type=count(), default=2, help="that share layers or sequences (default: 2)")
     for name, default in (("layers", 4), ("width", 512), ("inner", 1408), ("heads", 8), ("key-heads", 4)):
-        add(f"--{name}", type=int, default=default, help=f"of the Llama (default: {default})")
-    add("--vocabulary", type=int, default=8192, help="tokens that there are (default: 8192)")
-    add("--tokens", type=int, default=256, help="of a sequence (default: 256)")
-    add("--rows", type=int, default=2, help="sequences of a step (default: 2)")
-    add("--warmup", type=int, default=2, help="steps before the timed ones (default: 2)")
-    add("--steps", type=int, default=8, help="timed steps of a job (default: 8)")
-    add("--memory", choices=[*ALLOCATORS, "none"], default="exact", help="allocator of the memory jobs")
-    add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
+        add(f"--{name}", type=count(), default=default, help=f"of the Llama (default: {default})")
+    add("--vocabulary", type=count(), default=8192, help="tokens that there are (default: 8192)")
+    add("--tokens", type=count(), default=256, help="of a sequence (default: 256)")
+    add("--rows", type=count(), default=2, help="sequences of a step (default: 2)")
+    add("--warmup", type=count(), default=2, help="steps before the timed ones (default: 2)")
+    add("--steps", type=count(), default=8, help="timed steps of a job (default: 8)")
     add("--seed", type=int, default=0, help="of the order of a round (default: 0)")
     options = parser.parse_args(arguments)
-    check_counts(parser, options, ["ranks", "layers", "warmup", "steps", "rows"])
     check_job_options(parser, options, contenders(options.ranks))
     return options
 
 
-def run(row: Row, options: argparse.Namespace, path: str, allocator: str | None) -> Result:
-    """One job, in the same interpreter for all. Raises JobError."""
-    warmup, steps = (options.warmup, options.steps) if allocator is None else (0, 3)
-    job = {name: getattr(options, name) for name in ("ranks", "threads", "timeout")}
-    job |= {"size": {name: getattr(options, name) for name in SIZE}, "warmup": warmup, "steps": steps}
-    python = str(options.deepspeed_python or sys.executable)
-    with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}):
-        found = run_job("parallel:train", row.contender, job, python, allocator)
-    result = gathered(found, warmup)
-    result.more["sent"] = statistics.median(found[0]["sent"][warmup:])  # by all ranks, of a step, as the kernel counts
-    return result
+def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
+    """Times as medians with (lowest-highest) over the rounds; "its peer": the contender with the same split."""
 
+    def peer_of(row: Row) -> Row | None:
+        return find(rows, row.contender.peer)
 
-def sent_of(row: Row) -> float | None:
-    return statistics.median(job.more["sent"] for job in row.timed.values()) if row.timed else None
+    def peer_bytes(row: Row) -> int | None:
+        peer = peer_of(row)
+        return peer.peak_bytes if peer else None
 
+    def sent(row: Row) -> float | None:
+        found = [job.more["sent"] for job in row.timed.values()]
+        return statistics.median(found) / MIB if found and counts_bytes else None
 
-def table(rows: Sequence[Row], title: str, counts_bytes: bool) -> Any:
-    """One line a contender, times as medians with (lowest-highest) over the rounds."""
-    lines = []
-    for row in rows:
-        peer, peak, sent = find(rows, row.contender.peer), row.peak_bytes, sent_of(row)
-        lines.append(
-            [
-                label_of(row),
-                shown(row.step_seconds, ".3f"),
-                spread(row.ratios(peer)),
-                shown(peak and peak / MIB, ".0f"),
-                ratio(peak, peer.peak_bytes if peer else None),
-                shown(sent / MIB if sent is not None and counts_bytes else None, ".1f"),
-                shown(difference_of(row, rows[0]), ".0e"),
-            ]
-        )
-    headings = ["contender", "s/step", "x its peer", "peak MiB", "x its peer", "sent MiB/step", "loss difference"]
-    return make_table(title, headings, lines)
-
-
-def write_chart(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Bars of step time, peak and bytes sent."""
-    rows = [row for row in rows if row.losses]
-    panels = [
-        Panel("seconds of a step", [[row.step_seconds or 0.0] for row in rows]),
-        Panel("peak of a rank, MiB", [[(row.peak_bytes or 0) / MIB] for row in rows]),
-        Panel("sent by all ranks in a step, MiB", [[(sent_of(row) or 0) / MIB] for row in rows]),
+    return [
+        Column("s/step", lambda row: row.step_seconds, ".3f", "seconds of a step"),
+        Column("x its peer", lambda row: row.ratios(peer_of(row))),
+        Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
+        Column("peak x its peer", lambda row: over(row.peak_bytes, peer_bytes(row))),
+        Column("sent MiB/step", sent, ".1f", "sent by all ranks in a step, MiB"),
+        losses_column(lambda _: first_of(rows)),
     ]
-    write_row_bars(path, title, rows, panels)
+
+
+def first_of(rows: Sequence[Row]) -> Row | None:
+    """Whose losses are right: one process's."""
+    return next((row for row in rows if row.losses), None)
 
 
 def main() -> int:
     options = parse_arguments()
-    console, started, counts_bytes = begin(), time.monotonic(), network_of_its_own()
+    counts_bytes = network_of_its_own()
     if not counts_bytes:
-        console.print("What is sent is not counted: a network of its own takes root on Linux.", highlight=False)
+        print("What is sent is not counted: a network of its own takes root on Linux.")
     rows = [Row(contender) for contender in options.contenders]
-    with python_path() as path:
-
-        def run_row(row: Row, allocator: str | None) -> Result:
-            return run(row, options, path, allocator)
-
-        allocators = [] if options.memory == "none" else [options.memory]
-        Runner(rows, run_row, options.rounds, allocators, console, options.seed).run_all()
-    expected = next((row for row in rows if row.losses), None)
-    judge_losses(rows, lambda _: expected, options.loss_tolerance)
     title = (
         f"Llama {options.layers} x {options.width}, {options.rows} x {options.tokens} tokens, fp32, "
         f"{options.ranks} ranks, {options.rounds} round(s) of {options.steps} steps"
     )
-    console.print(table(rows, title, counts_bytes))
-    console.print(f"done in {time.monotonic() - started:.0f} s", highlight=False)
-    numbers = {"settings": settings_of(options, title), "contenders": [row.as_dict() for row in rows]}
-    if options.png:
-        write_chart(rows, title, options.png)
-    return conclude(console, rows, numbers, options.json)
+    with python_path() as path:
+
+        def run(row: Row, allocator: str | None) -> Result:
+            """One job, in the same interpreter for all."""
+            warmup, steps = (options.warmup, options.steps) if allocator is None else (0, 3)
+            job, python = job_of(options, warmup=warmup, steps=steps), str(options.deepspeed_python or sys.executable)
+            with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}):
+                found = run_job("parallel:train", row.contender, job, python, allocator)
+            result = gathered(found, warmup)
+            # By all ranks, of a step, as the kernel counts.
+            result.more["sent"] = statistics.median(found[0]["sent"][warmup:])
+            return result
+
+        tables = {title: columns(rows, counts_bytes)}
+        return compare(options, rows, run, tables, title, reference_of=lambda _: first_of(rows))
 
 
 if __name__ == "__main__":

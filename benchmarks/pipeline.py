@@ -39,26 +39,27 @@ import torch
 import torch.distributed as dist
 from _contenders import ADAMW
 from _harness import (
-    ALLOCATORS,
-    MIB,
+    Column,
     Contender,
+    Parser,
     Result,
     Row,
-    Runner,
     add_job_options,
-    begin,
     by_name,
-    check_counts,
     check_job_options,
+    compare,
+    count,
     find,
     gathered,
+    job_of,
+    losses_column,
+    mib,
+    over,
     python_of,
     run_job,
-    settings_of,
 )
 from _model import SEED, SIZES, VOCABULARY, Block, GPTSize
-from _report import conclude, difference_of, judge_losses, label_of, make_table, ratio, shown, spread
-from _worker import PeakSampler, rank_bytes
+from _worker import RankMemory, timed_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -410,34 +411,30 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     else:
         rows, model = SLEEPING_ROWS, build_sleeping_model(2 * ranks)
         batches = build_sleeping_batches(num_steps, microbatches)
-    work = SleepingProducts(*(seconds / 2 for seconds in sleeps)) if sleeps else nullcontext()  # 2 blocks a rank
     dist.init_process_group("gloo")
     message_seconds = time_of_a_message() if sleeps else 0.0
     trainer = BUILDERS[contender.kind](model, contender, ranks, microbatches, rows)
     del model
-    found: dict[str, Any] = {"losses": [], "seconds": [], "timelines": [], "started": []}
-    sampler = PeakSampler(ranks) if job["allocator"] else None
-    baseline_bytes = rank_bytes(ranks) if sampler else None
-    with sampler or nullcontext():
-        for tokens, targets in batches:
-            dist.barrier()
-            started = time.perf_counter()
-            with work:
-                loss = trainer.step(tokens, targets)
-            found["seconds"].append(time.perf_counter() - started)
-            found["started"].append(started)
-            found["losses"].append(loss)
-            if trainer.timeline:
-                found["timelines"].append(trainer.timeline())
+    work = SleepingProducts(*(seconds / 2 for seconds in sleeps)) if sleeps else nullcontext()  # 2 blocks a rank
+    timelines: list[Timeline] = []
+
+    def step(tokens: Tensor, targets: Tensor) -> float | None:
+        with work:
+            return trainer.step(tokens, targets)
+
+    def note() -> None:
+        if trainer.timeline:
+            timelines.append(trainer.timeline())
+
+    found = timed_steps(step, batches, RankMemory(job), dist.barrier, note)
     dist.barrier()
     if sleeps and trainer.predicted:
         told = {op: seconds / placement_of(contender).chunks for op, seconds in zip("FIW", sleeps, strict=True)}
         told["B"] = told["I"] + told["W"]
-        timed = told | medians_by_op([action for step in found["timelines"][job["warmup"] :] for action in step])
+        timed = told | medians_by_op([action for step in timelines[job["warmup"] :] for action in step])
         found["predicted"] = trainer.predicted(told, 0.0)
         found["predicted_as_timed"] = trainer.predicted(timed, message_seconds)
-    peak_bytes = sampler.peak_bytes if sampler else None
-    return found | {"baseline_bytes": baseline_bytes, "peak_bytes": peak_bytes}
+    return found | {"timelines": timelines}
 
 
 def time_of_a_message(count: int = 20) -> float:
@@ -523,28 +520,24 @@ def reference_of(rows: Sequence[Row], row: Row) -> Row:
     return next((one for one in same if one.contender.kind != "lowtide"), same[0] if same else row)
 
 
-def work_table(rows: Sequence[Row], title: str) -> Any:
-    """One line a contender: medians, and (lowest-highest) over the rounds; "x" compares with torch's same schedule."""
-    lines = []
-    for row in rows:
-        peer, peak = peer_of(rows, row), row.peak_bytes
-        lines.append(
-            [
-                str(row.ranks),
-                label_of(row),
-                shown(row.step_seconds, ".3f"),
-                spread(row.ratios(peer)),
-                shown(peak and peak / MIB, ".0f"),
-                ratio(peak, peer.peak_bytes if peer else None),
-                shown(difference_of(row, reference_of(rows, row)), ".0e"),
-            ]
-        )
-    headings = ["ranks", "contender", "s/step", "x torch", "peak MiB", "x torch", "loss diff"]
-    return make_table(title, headings, lines, num_texts=2)
+def work_columns(rows: Sequence[Row]) -> list[Column]:
+    """Medians, and (lowest-highest) over the rounds; "x torch" compares with torch's same schedule."""
+
+    def peak_ratio(row: Row) -> float | None:
+        peer = peer_of(rows, row)
+        return over(row.peak_bytes, peer.peak_bytes if peer else None)
+
+    return [
+        Column("s/step", lambda row: row.step_seconds, ".3f", "seconds of a step"),
+        Column("x torch", lambda row: row.ratios(peer_of(rows, row)), panel="step time / torch's same", line=1.0),
+        Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
+        Column("peak x torch", peak_ratio),
+        losses_column(lambda row: reference_of(rows, row)),
+    ]
 
 
-def sleep_table(rows: Sequence[Row], title: str) -> Any:
-    """One line a schedule: predicted and measured, of the job with the median makespan; and torch's step over ours.
+def sleep_columns(rows: Sequence[Row]) -> list[Column]:
+    """Predicted and measured, of the job with the median makespan; and torch's step over ours.
 
     Makespan: from the first start of F, B, I or W to the last end, of all ranks. Bubble: the share of all ranks' time
     in which they do none of these; as timed: predicted from what actions and messages really took, points: what is
@@ -552,35 +545,34 @@ def sleep_table(rows: Sequence[Row], title: str) -> Any:
     barrier to the end of the last rank, the update of the few parameters included, and compared with ours of the same
     kind.
     """
-    headings = ["ranks", "contender", "predicted ms", "measured", "x", "bubble predicted", "as timed", "measured"]
-    headings += ["points", "work", "torch step", "ours"]
-    lines = []
-    for row in rows:
-        if row.contender.kind != "lowtide" or not row.timed:
-            continue
-        job = middle_of(row)
-        told, timed = job.more["predicted"], job.more["predicted_as_timed"]
-        length, share = makespan(timeline_of(job)), bubble(timeline_of(job))
-        work = length * (1 - share) / (told["makespan"] * (1 - told["bubble"]))
-        peer = peer_of(rows, row)
-        other = peer.step_seconds if peer else None
-        lines.append(
-            [
-                str(row.ranks),
-                label_of(row),
-                f"{told['makespan'] * 1e3:.0f}",
-                f"{length * 1e3:.0f}",
-                f"{length / told['makespan']:.3f}",
-                f"{told['bubble']:.1%}",
-                f"{timed['bubble']:.1%}",
-                f"{share:.1%}",
-                f"{(share - timed['bubble']) * 100:+.1f}",
-                f"{work - 1:+.1%}",
-                shown(other and other * 1e3, ".0f"),
-                shown(row.step_seconds and row.step_seconds * 1e3, ".0f"),
-            ]
-        )
-    return make_table(title, headings, lines, num_texts=2)
+
+    def of_ours(heading: str, of: Callable[[dict[str, Any], float, float], float], form: str) -> Column:
+        """of: from what the job tells, its makespan and its bubble."""
+
+        def value(row: Row) -> float | None:
+            if row.contender.kind != "lowtide" or not row.timed:
+                return None
+            job = middle_of(row)
+            return of(job.more, makespan(timeline_of(job)), bubble(timeline_of(job)))
+
+        return Column(heading, value, form)
+
+    def more_work(more: dict[str, Any], length: float, share: float) -> float:
+        told = more["predicted"]
+        return length * (1 - share) / (told["makespan"] * (1 - told["bubble"])) - 1
+
+    return [
+        of_ours("predicted ms", lambda more, length, share: more["predicted"]["makespan"] * 1e3, ".0f"),
+        of_ours("measured", lambda more, length, share: length * 1e3, ".0f"),
+        of_ours("x", lambda more, length, share: length / more["predicted"]["makespan"], ".3f"),
+        of_ours("bubble predicted", lambda more, length, share: more["predicted"]["bubble"], ".1%"),
+        of_ours("as timed", lambda more, length, share: more["predicted_as_timed"]["bubble"], ".1%"),
+        of_ours("bubble measured", lambda more, length, share: share, ".1%"),
+        of_ours("points", lambda more, length, share: (share - more["predicted_as_timed"]["bubble"]) * 100, "+.1f"),
+        of_ours("work", more_work, "+.1%"),
+        Column("step ms", lambda row: row.step_seconds and row.step_seconds * 1e3, ".0f"),
+        Column("x torch", lambda row: row.ratios(peer_of(rows, row))),
+    ]
 
 
 def write_timelines(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -624,21 +616,19 @@ def write_timelines(rows: Sequence[Row], title: str, path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_job_options(parser, CONTENDERS)
+    parser = Parser(__doc__)
+    add_job_options(parser, CONTENDERS, memory="exact")
     add = parser.add_argument
     add("--mode", choices=["work", "sleep"], required=True, help="real training, or sleeps in place of it")
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="processes of a pipeline, one or several (default: 2 4)")
-    add("--microbatches", type=int, default=8, help="of a step (default: 8)")
+    add("--ranks", type=count(2), nargs="+", default=[2, 4], help="processes of a pipeline (default: 2 4)")
+    add("--microbatches", type=count(), default=8, help="of a step (default: 8)")
     add("--warmup", type=int, default=1, help="steps before the timed ones (default: 1)")
-    add("--steps", type=int, default=3, help="timed steps of a job (default: 3)")
+    add("--steps", type=count(), default=3, help="timed steps of a job (default: 3)")
     add("--seed", type=int, default=0, help="of the order of the jobs (default: 0)")
     work = parser.add_argument_group("with --mode work")
     work.add_argument("--size", choices=PIPELINE_SIZES, default="100M", help="parameters of the model (default: 100M)")
-    work.add_argument("--rows", type=int, default=1, help="sequences of a microbatch (default: 1)")
-    work.add_argument("--memory", choices=[*ALLOCATORS, "none"], default="exact", help="allocator of the memory jobs")
-    work.add_argument("--memory-steps", type=int, default=2, help="steps of a memory job (default: 2)")
-    work.add_argument("--loss-tolerance", type=float, default=1e-4, help="relative; what differs more fails")
+    work.add_argument("--rows", type=count(), default=1, help="sequences of a microbatch (default: 1)")
+    work.add_argument("--memory-steps", type=count(), default=2, help="steps of a memory job (default: 2)")
     sleep = parser.add_argument_group("with --mode sleep, whose picture shows what each rank did when")
     sleep.add_argument(
         "--milliseconds",
@@ -649,8 +639,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="of the forward and the two halves of the backward of a rank's share of the model (default: 60 60 60)",
     )
     options = parser.parse_args(arguments)
-    check_counts(parser, options, ["microbatches", "steps", "rows", "memory_steps"])
-    check_counts(parser, options, ["ranks"], least=2)
     if options.warmup < 1:
         parser.error(f"--warmup: expected at least 1, the step in which shapes are learned; found {options.warmup}")
     if options.mode == "sleep":
@@ -660,44 +648,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run(row: Row, options: argparse.Namespace, allocator: str | None) -> Result:
-    """One job. Raises JobError."""
-    job = {name: getattr(options, name) for name in ("size", "microbatches", "rows", "threads", "timeout")}
-    warmup, steps = (0, options.memory_steps) if allocator else (options.warmup, options.steps)
-    sleeps = [milliseconds / 1000 for milliseconds in options.milliseconds] if options.mode == "sleep" else None
-    job |= {"ranks": row.ranks, "warmup": warmup, "steps": steps, "sleeps": sleeps}
-    python = python_of(row.contender, options)
-    return result_of(run_job("pipeline:train", row.contender, job, python, allocator), warmup)
-
-
 def main() -> int:
     options = parse_arguments()
-    console, started, load = begin(), time.monotonic(), os.getloadavg()[0]
     rows = [Row(contender, ranks) for ranks in options.ranks for contender in options.contenders]
+    sleeps = [milliseconds / 1000 for milliseconds in options.milliseconds] if options.mode == "sleep" else None
 
-    def run_row(row: Row, allocator: str | None) -> Result:
-        return run(row, options, allocator)
+    def run(row: Row, allocator: str | None) -> Result:
+        warmup, steps = (0, options.memory_steps) if allocator else (options.warmup, options.steps)
+        job = job_of(options, ranks=row.ranks, warmup=warmup, steps=steps, sleeps=sleeps)
+        return result_of(
+            run_job("pipeline:train", row.contender, job, python_of(row.contender, options), allocator), warmup
+        )
 
-    allocators = [] if options.memory == "none" else [options.memory]
-    runner = Runner(rows, run_row, options.rounds, allocators, console, options.seed)
-    runner.run_all()
-    judge_losses(rows, lambda row: reference_of(rows, row), options.loss_tolerance)
-    what = f"GPT {options.size}, fp32, " if options.mode == "work" else "F, I, W = {:g}, {:g}, {:g} ms, "
-    what = what.format(*options.milliseconds)
+    what = "F, I, W = {:g}, {:g}, {:g} ms".format(*options.milliseconds) if sleeps else f"GPT {options.size}, fp32"
     repeats = f"{options.rounds} round(s) of {options.steps} steps"
-    title = f"{what}{options.microbatches} microbatches, {options.threads} thread(s) a rank, {repeats}"
-    settings = settings_of(options, title, load_average=[load, os.getloadavg()[0]])
-    console.print((work_table if options.mode == "work" else sleep_table)(rows, title))
-    console.print(
-        f"{runner.num_jobs} jobs in {time.monotonic() - started:.0f} s; load average {load:.1f} before, "
-        f"{settings['load_average'][1]:.1f} after.",
-        highlight=False,
-    )
-    contenders = [{**row.as_dict(), "ratios": row.ratios(peer_of(rows, row))} for row in rows]
-    status = conclude(console, rows, {"settings": settings, "contenders": contenders}, options.json)
-    if options.mode == "sleep" and options.png:
-        write_timelines(rows, title, options.png)
-    return status
+    title = f"{what}, {options.microbatches} microbatches, {options.threads} thread(s) a rank, {repeats}"
+    tables = {title: (sleep_columns if sleeps else work_columns)(rows)}
+    draw = (lambda path: write_timelines(rows, title, path)) if sleeps else None
+    return compare(options, rows, run, tables, title, reference_of=lambda row: reference_of(rows, row), draw=draw)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import statistics
 import sys
 import time
@@ -26,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import JobError, check_counts, environment_of, run_ranks
+from _harness import JobError, Parser, begin, count, environment_of, make_table, run_ranks, write_json
 from _model import GPT, VOCABULARY, GPTSize
-from _report import make_table
+from rich.console import Console
 from torch import Tensor
 
 import lowtide
@@ -218,13 +216,13 @@ def conclusions(rows: Sequence[Row]) -> dict[str, Any]:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Ends the program with what was expected and found where the command line cannot mean anything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--machine", type=Path, default=default_path(), help="what `lowtide env --measure` has written")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="(1 2)")
+    parser.add_argument("--ranks", type=count(), nargs="+", default=[1, 2], help="(1 2)")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--folder", type=Path, help="for files: with it, states in files are among the configs")
-    parser.add_argument("--steps", type=int, default=5, help="of a case in a round, after two (5)")
-    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--steps", type=count(), default=5, help="of a case in a round, after two (5)")
+    parser.add_argument("--rounds", type=count(), default=3, help="(3)")
     parser.add_argument(
         "--statistic",
         choices=("least", "median", "work"),
@@ -232,17 +230,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="of the steps; work: the least time of the process on a processor, of one rank on a busy machine",
     )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of all cases of as many ranks")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--png", type=Path)
-    options = parser.parse_args(arguments)
-    check_counts(parser, options, ["steps", "rounds", "ranks"])
-    return options
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Measures, plans, prints the table, writes what was asked for."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended
-    options = parse_arguments()
+    options, console = parse_arguments(), begin(170)
     try:
         machine = Measured.read(options.machine)
     except ValueError as error:
@@ -257,24 +250,19 @@ def main() -> None:
         for case, found in zip(some, seconds, strict=True):
             said = estimate_of(case, machine)
             rows.append(Row(case.group, case.name, ranks, said.step_seconds, found, dict(said.seconds)))
-    _show(rows)
-    if options.json:
-        text = json.dumps({"rows": [asdict(row) for row in rows], **conclusions(rows)}, indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
+    _show(rows, console)
+    write_json(options, {"rows": [asdict(row) for row in rows], **conclusions(rows)})
     if options.png:
         _draw(rows, options.png)
 
 
-def _show(rows: Sequence[Row]) -> None:
+def _show(rows: Sequence[Row], console: Console) -> None:
     lines = []
     for row in rows:
         parts = " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in row.parts.items() if seconds > 5e-5)
         times = (f"{1e3 * row.predicted:.1f}", f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}")
         lines.append([row.group, row.name, *times, parts])
     headings = ["group", "config", "predicted", "measured", "ratio", "prediction's parts"]
-    from rich.console import Console
-
-    console = Console(width=170)
     console.print(make_table("a step, ms", headings, lines, num_texts=2))
     found = conclusions(rows)
     for group, one in found["groups"].items():

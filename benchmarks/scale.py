@@ -17,11 +17,9 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import hashlib
-import json
 import logging
 import sys
 import time
@@ -35,9 +33,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _harness import check_counts
+from _harness import Parser, begin, count, make_table, write_json
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -214,19 +211,17 @@ def pipe_of(stages: int) -> Pipe:
 
 
 def show(costs: Sequence[Cost], pipes: Sequence[Pipe], console: Console) -> None:
-    table = Table("ranks", "initialize: work", "x", "ms", "step: work", "x", "ms", "collectives", "MB sent")
+    lines = []
     for one in costs:
-        row = [f"{one.ranks:,}"]
+        line = [f"{one.ranks:,}"]
         for part in ("initialize", "step"):
             work, seconds = getattr(one, f"{part}_work"), getattr(one, f"{part}_seconds")
-            least = getattr(costs[0], f"{part}_work")
-            row += [f"{work:,}", f"{work / least:.3f}", f"{seconds * 1e3:.0f}"]
-        table.add_row(*row, str(one.collectives), f"{one.sent_bytes / 1e6:.1f}")
-    console.print(table)
-    table = Table("stages", "simulated in, s", "bubble", "(p - 1) / (m + p - 1)")
-    for pipe in pipes:
-        table.add_row(str(pipe.stages), f"{pipe.seconds:.2f}", f"{pipe.bubble:.5f}", f"{pipe.closed_form:.5f}")
-    console.print(table)
+            line += [f"{work:,}", f"{work / getattr(costs[0], f'{part}_work'):.3f}", f"{seconds * 1e3:.0f}"]
+        lines.append([*line, str(one.collectives), f"{one.sent_bytes / 1e6:.1f}"])
+    headings = ["ranks", "initialize: work", "x", "ms", "step: work", "x", "ms", "collectives", "MB sent"]
+    console.print(make_table("", headings, lines))
+    lines = [[str(one.stages), *(f"{of:.5f}" for of in (one.seconds, one.bubble, one.closed_form))] for one in pipes]
+    console.print(make_table("", ["stages", "simulated in, s", "bubble", "(p - 1) / (m + p - 1)"], lines))
 
 
 def draw(costs: Sequence[Cost], path: Path) -> None:
@@ -246,32 +241,22 @@ def draw(costs: Sequence[Cost], path: Path) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096, 16384], help="powers of two")
-    result.add_argument("--stages", type=int, nargs="+", default=[8, 64, 512], help="of pipelines")
-    result.add_argument("--zero", type=int, choices=range(4), default=3, help="the ZeRO stage")
-    result.add_argument("--blocks", type=int, default=8, help="of the model")
-    result.add_argument("--rounds", type=int, default=5)
-    result.add_argument("--json", type=Path)
-    result.add_argument("--png", type=Path)
-    return result
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where the host of the largest world has more than 1.2 times the work of the smallest."""
-    reader = parser()
-    given = reader.parse_args(arguments)
-    check_counts(reader, given, ["blocks", "rounds", "stages"])
-    check_counts(reader, given, ["ranks"], least=2)
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--ranks", type=count(2), nargs="+", default=[8, 64, 512, 4096, 16384], help="powers of two")
+    add("--stages", type=count(), nargs="+", default=[8, 64, 512], help="of pipelines")
+    add("--zero", type=int, choices=range(4), default=3, help="the ZeRO stage")
+    add("--blocks", type=count(), default=8, help="of the model")
+    add("--rounds", type=count(), default=5)
+    given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     costs = costs_by_world(sorted(given.ranks), given.zero, given.blocks, given.rounds)
     pipes = [pipe_of(stages) for stages in given.stages]
-    show(costs, pipes, Console())
-    if given.json:
-        record = {"ranks": list(map(asdict, costs)), "stages": list(map(asdict, pipes))}
-        given.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    show(costs, pipes, begin())
+    write_json(given, {"ranks": list(map(asdict, costs)), "stages": list(map(asdict, pipes))})
     if given.png:
         draw(costs, given.png)
     parts = ((one.initialize_work, one.step_work) for one in (costs[0], costs[-1]))

@@ -9,13 +9,12 @@ leaves of its time. Needs root.
 
 Example:
 
-    python benchmarks/wire.py --json wire.json --markdown wire.md --image wire.png
+    python benchmarks/wire.py --json wire.json --png wire.png
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -29,9 +28,8 @@ from typing import Any
 
 import torch.distributed as dist
 from _contenders import BUILDERS, Setup, lowtide
-from _harness import Contender, JobError, by_name, environment_of, run_ranks
+from _harness import Contender, JobError, Parser, by_name, count, environment_of, run_ranks, write_bars, write_json
 from _model import build_batches, build_model
-from _report import Panel, write_bars
 
 SPEEDS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 LEARNING_RATE = 1e-3
@@ -192,8 +190,8 @@ def train(job: dict[str, Any]) -> list[dict[str, Any]]:
             for name, trainer in trainers.items():
                 dist.barrier()
                 before, worked, started = sent_bytes(), time.process_time(), time.perf_counter()
-                for count in range(job["steps"]):
-                    loss = trainer.step(*batches[count % len(batches)])
+                for step in range(job["steps"]):
+                    loss = trainer.step(*batches[step % len(batches)])
                 dist.barrier()  # a packet that waits still counts as the step's
                 seconds, sent = time.perf_counter() - started, sent_bytes() - before
                 each = {"seconds": seconds / job["steps"], "bytes": sent / job["steps"], "loss": float(loss)}
@@ -261,25 +259,22 @@ def draw(rows: Sequence[dict[str, Any]], speeds: dict[str, float], path: Path) -
     panels = []
     for name, speed in speeds.items():
         rates = [[row[f"times at {speed:.0f}"] or 0.0] for row in rows]
-        panels.append(Panel(f"{name}: steps a second / plain stage 3's (more is better)", rates, line=1.0))
+        panels.append((f"{name}: steps a second / plain stage 3's (more is better)", rates, 1.0))
     is_ours = [one.kind == "lowtide" for one in contenders]
     write_bars(path, "on the wire", [one.label for one in contenders], is_ours, panels)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--size", choices=["tiny", "10M"], default="10M", help="of the model (default: 10M)")
-    parser.add_argument("--rows", type=int, default=1, help="pieces of text of a rank (default: 1)")
+    parser.add_argument("--rows", type=count(), default=1, help="pieces of text of a rank (default: 1)")
     warmup = f"steps before anything is measured (default: {SETTLED})"
-    parser.add_argument("--warmup", type=int, default=SETTLED, help=warmup)
-    parser.add_argument("--steps", type=int, default=2, help="of a contender in its turn (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns at each speed (default: 3)")
+    parser.add_argument("--warmup", type=count(), default=SETTLED, help=warmup)
+    parser.add_argument("--steps", type=count(), default=2, help="of a contender in its turn (default: 2)")
+    parser.add_argument("--rounds", type=count(), default=3, help="turns at each speed (default: 3)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (default: 3600)")
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
-    parser.add_argument("--markdown", type=Path, help="a file for the table")
-    parser.add_argument("--image", type=Path, help="a file for the picture")
     options = parser.parse_args(argv)
     if why := fault():
         raise SystemExit(f"wire: expected a machine on which two hosts can be made, found none: {why}")
@@ -295,12 +290,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"wire: {error}") from error
     rows = summary(records, list(speeds.values()))
     print(table(rows, speeds))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"job": job, "records": records, "rows": rows}, indent=1) + "\n")
-    if options.markdown is not None:
-        options.markdown.write_text(table(rows, speeds) + "\n")
-    if options.image is not None:
-        draw(rows, speeds, options.image)
+    write_json(options, {"job": job, "records": records, "rows": rows})
+    if options.png:
+        draw(rows, speeds, options.png)
 
 
 if __name__ == "__main__":

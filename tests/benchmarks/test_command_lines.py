@@ -13,7 +13,8 @@ Script = Callable[[str], ModuleType]
 
 # What each script cannot do without.
 NEEDED = {"pipeline": ["--mode", "work"], "largest": ["--device", "cpu", "--budget-mib", "200"]}
-WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest", "parallel"]
+WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest", "parallel", "cpu_optimizer"]
+WITH_MEMORY = [name for name in WITH_JOBS if name != "cpu_optimizer"]
 COUNTS = {
     "compare": ["rounds", "steps", "ranks", "threads", "microbatch", "accumulation", "memory-steps"],
     "pipeline": ["microbatches", "rounds", "steps", "threads", "rows", "memory-steps"],
@@ -21,7 +22,7 @@ COUNTS = {
     "largest": ["budget-mib", "start-layers", "max-layers", "timed-steps", "ranks", "threads", "microbatch"],
     "parallel": ["ranks", "layers", "rounds", "warmup", "steps", "rows"],
     "offload_io": ["size", "unit", "block", "io-threads", "work-threads", "rounds"],
-    "cpu_optimizer": ["numel", "threads", "rounds"],
+    "cpu_optimizer": ["numel", "threads", "rounds", "steps"],
     "host_time": ["ranks", "rounds", "steps"],
 }
 REFUSED = [
@@ -39,8 +40,11 @@ REFUSED = [
     ("gpu", "--out /dev/null", "--out: expected a folder that can be written to, found /dev/null (File exists)"),
     ("gpu", "--limit 0", "--limit: expected seconds above 0, found 0"),
     ("host_time", "--depths 8 8", "--depths: expected two numbers of blocks, the larger one last, found [8, 8]"),
-    ("cpu_optimizer", "--contenders deepspeed", "deepspeed: expected --deepspeed-python and --rule adamw"),
-    ("cpu_optimizer", "--contenders kernl", "argument --contenders: invalid choice: 'kernl' (choose from kernel,"),
+    (
+        "cpu_optimizer",
+        "--rule lion --contenders deepspeed --deepspeed-python /bin/sh",
+        "--contenders: deepspeed needs --rule adamw",
+    ),
 ]
 
 
@@ -72,7 +76,7 @@ def test_an_unknown_contender_is_named_beside_those_there_are(
 ) -> None:
     arguments = [*NEEDED.get(name, []), "--contenders", "dpp"]
     said = error_of(script(name), arguments, capsys).replace("'", "")
-    assert re.search(r"--contenders: expected some of \S.*(lowtide-3|lowtide-tensor|1f1b).*; found dpp$", said)
+    assert re.search(r"--contenders: expected some of \S.*(lowtide-3|lowtide-tensor|1f1b|kernel).*; found dpp$", said)
 
 
 @pytest.mark.parametrize("name", WITH_JOBS)
@@ -81,12 +85,12 @@ def test_deepspeed_needs_an_interpreter_that_has_it(
 ) -> None:
     loaded = script(name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    contender = {"pipeline": "deepspeed", "parallel": "ulysses"}.get(name, "deepspeed-3")
+    contender = {"pipeline": "deepspeed", "cpu_optimizer": "deepspeed", "parallel": "ulysses"}.get(name, "deepspeed-3")
     said = error_of(loaded, [*NEEDED.get(name, []), "--contenders", contender], capsys)
     assert "--contenders: " in said and "--deepspeed-python" in said
 
 
-@pytest.mark.parametrize("name", [*WITH_JOBS, "cpu_optimizer"])
+@pytest.mark.parametrize("name", WITH_JOBS)
 def test_an_interpreter_that_is_not_there_is_said(
     script: Script, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +99,7 @@ def test_an_interpreter_that_is_not_there_is_said(
     assert said.endswith(f"--deepspeed-python: expected an interpreter, found nothing to run at {path}")
 
 
-@pytest.mark.parametrize("name", WITH_JOBS)
+@pytest.mark.parametrize("name", WITH_MEMORY)
 def test_a_system_that_does_not_tell_its_memory_is_refused(
     script: Script,
     helper: Callable[[str], ModuleType],

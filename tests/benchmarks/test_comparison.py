@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +31,8 @@ def row(helper: Helper) -> Callable[..., Any]:
 def failures(helper: Helper, *rows: Any) -> list[str]:
     """What is said when losses have been judged."""
     reference = helper("compare").reference_of(rows)
-    helper("_report").judge_losses(rows, lambda _: reference, 1e-4)
-    found: list[str] = helper("_report").failures(rows)
+    helper("_harness").judge_losses(rows, lambda _: reference, 1e-4)
+    found: list[str] = helper("_harness").failures(rows)
     return found
 
 
@@ -102,21 +104,20 @@ def test_jobs_are_interleaved_and_a_failure_ends_a_contenders_part(helper: Helpe
 def test_a_failed_contender_gives_status_1_and_the_numbers_are_kept(
     helper: Helper, row: Callable[..., Any], tmp_path: Path
 ) -> None:
-    conclude, as_dict = helper("_report").conclude, helper("compare").as_dict
+    conclude, columns = helper("_harness").conclude, helper("compare").columns
     rows = [row("ddp", {0: [2.0], 1: [2.0]}), row("lowtide-3", {0: [1.0], 1: [3.0]})]
-    console = Console(width=140, record=True, file=io.StringIO())
-    assert conclude(console, rows, as_dict(rows, {}), None) == 0
-    rows[0].failure = "memory exact: rank 0 ended with status 1: no output"
-    assert conclude(console, rows, as_dict(rows, {}), tmp_path / "found.json") == 1
-    assert console.export_text().strip() == "ddp FAILED: memory exact: rank 0 ended with status 1: no output"
-    read = json.loads((tmp_path / "found.json").read_text())
-    assert [one["ratios_to_ddp"] for one in read["contenders"]] == [[1.0, 1.0], [0.5, 1.5]]
-
-
-def test_a_picture_has_a_bar_for_each_contender(helper: Helper, row: Callable[..., Any], tmp_path: Path) -> None:
-    rows = [row("ddp", {0: [2.0], 1: [2.0]}), row("lowtide-3", {0: [1.0]})]
-    helper("compare").write_chart(rows, "a machine", ["exact"], tmp_path / "found.png")
+    console, tables = Console(width=140, record=True, file=io.StringIO()), {"a machine": columns(rows, ["exact"])}
+    options = Namespace(json=None, png=tmp_path / "found.png")
+    assert conclude(options, console, rows, tables, "a machine") == 0
     assert (tmp_path / "found.png").stat().st_size > 0
+    rows[0].failure = "memory exact: rank 0 ended with status 1: no output"
+    options = Namespace(json=tmp_path / "found.json", png=None)
+    assert conclude(options, console, rows, tables, "a machine") == 1
+    said = console.export_text().strip()
+    assert said.splitlines()[-1] == "ddp FAILED: memory exact: rank 0 ended with status 1: no output"
+    assert re.search(r"lowtide stage 3 +│ +2.000 │ 1.00 \(0.50-1.50\)", said)
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert [one["tables"]["a machine"]["x DDP"] for one in read["contenders"]] == [[1.0, 1.0], [0.5, 1.5]]
 
 
 def test_one_process_with_the_whole_batch_has_the_mean_loss_of_its_rows(helper: Helper) -> None:

@@ -1,6 +1,5 @@
 """A rank that fails ends its job at once, with the rank's own last error; no process is left behind."""
 
-import importlib
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import in_a_new_process, slowness
+from tests.ranks import slowness
 
 Helper = Callable[[str], ModuleType]
 Run = Callable[..., list[dict[str, Any]]]
@@ -78,39 +77,6 @@ def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
     assert str(failed.value) == f"not done after {seconds:.0f} s (--timeout); ranks [1] still ran"
 
 
-def ends_of_forked(worker: str) -> list[str]:
-    """Of two ranks whose worker is this script."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    ranks = importlib.import_module("_harness")
-    ranks.fork_ranks()
-    said = []
-    for job in ("answers", "fails", "hangs"):
-        try:
-            seconds = 1.0 if job == "hangs" else 30.0
-            found = ranks.run_ranks({"job": job}, 2, "no python", ranks.environment_of(1, None), seconds, Path(worker))
-            said += [str(one) for one in found]
-        except ranks.JobError as error:
-            said.append(str(error))
-    return said
-
-
-def test_so_it_is_where_ranks_are_forked(tmp_path: Path) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import json, os, sys, time, pathlib\n"
-        "rank, description = os.environ['RANK'], pathlib.Path(sys.argv[1])\n"
-        "job = json.loads(description.read_text())['job']\n"
-        "if job == 'fails' and rank == '1': raise ValueError('no such stage')\n"
-        "if job != 'answers' and rank == '0': time.sleep(600)\n"
-        "description.with_name(f'rank{rank}.json').write_text(rank)\n"
-    )
-    assert in_a_new_process(ends_of_forked, str(worker)) == [
-        *("0", "1"),
-        "rank 1 ended with status 1: ValueError: no such stage",
-        "not done after 1 s (--timeout); ranks [0] still ran",
-    ]
-
-
 def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helper: Helper) -> None:
     ranks = helper("_harness")
     ended = [SimpleNamespace(poll=lambda: 1), SimpleNamespace(poll=lambda: 75)]
@@ -128,20 +94,3 @@ def test_settings_of_the_allocator_are_the_jobs_own(helper: Helper, monkeypatch:
     assert not [name for name in plain if name.startswith("MALLOC_")] and plain["OMP_NUM_THREADS"] == "4"
     assert exact["MALLOC_MMAP_THRESHOLD_"] == "65536" and "MALLOC_ARENA_MAX" not in exact
     assert plain["CUDA_VISIBLE_DEVICES"] == "" and on_gpu["CUDA_VISIBLE_DEVICES"] == "3"
-
-
-def test_deepspeeds_optimizer_says_what_its_process_said(script: Helper, tmp_path: Path) -> None:
-    cpu_optimizer = script("cpu_optimizer")
-    python, pid = tmp_path / "python", tmp_path / "pid"
-    options = SimpleNamespace(numel=8, threads=1, out="none", gradient="float32", deepspeed_python=python)
-    for line, expected in [
-        ("echo no compiler >&2", "deepspeed: its worker failed:\nno compiler\n"),
-        ("echo hello; exec sleep 60", "deepspeed: expected its worker to get ready, found another answer"),
-    ]:
-        python.write_text(f"#!/bin/sh\necho $$ > {pid}\n{line}\n")
-        python.chmod(0o755)
-        with pytest.raises(SystemExit) as failed:
-            cpu_optimizer.DeepSpeed(options)
-        assert str(failed.value) == expected
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid.read_text()), 0)

@@ -41,7 +41,7 @@ def test_what_is_of_use_is_that_of_a_job_that_fails_at_random(script: Script) ->
 def test_llama_405b_failed_every_three_hours(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     """arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54 days."""
     failures = script("failures")
-    given = failures.parser().parse_args(["--params", "405e9"])
+    given = failures.parse_arguments(["--params", "405e9"])
     assert failures.failures_of(given, 16384).mean_seconds == pytest.approx(54 * 86400 / 419)
     assert failures.main(["--params", "405e9", "--devices", "100000"]) == 0
     assert "100,000" in capsys.readouterr().out

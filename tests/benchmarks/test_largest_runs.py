@@ -42,11 +42,11 @@ def run(largest: ModuleType, arguments: str, contenders: list[str]) -> tuple[Any
     console = Console(file=said, width=200)
     search = largest.Search(largest.parse_arguments(given), console)
     search.run()
-    return search.found, said.getvalue()
+    return search, said.getvalue()
 
 
 def layers_of(found: Any) -> list[int | None]:
-    return [row.largest.num_layers if row.largest else None for row in found.rows]
+    return [row.largest.amount if row.largest else None for row in found.rows]
 
 
 def test_every_contender_is_searched_and_timed(largest: ModuleType) -> None:
@@ -68,27 +68,28 @@ def test_who_trains_less_than_the_peer_is_not_timed_at_its_size(largest: ModuleT
     assert found.rows[0].common is not None and found.rows[1].common is None and found.rows[1].own is not None
 
 
-def test_a_contender_that_fails_is_left_out_and_told(largest: ModuleType, tmp_path: Path) -> None:
+def test_a_contender_that_fails_is_left_out_and_told(largest: ModuleType, helper: Helper) -> None:
     found, said = run(largest, "--start-layers 4", ["ddp", "lowtide-1", "lowtide-3"])
     reason = "4 layers: rank 0 ended with status 1: ValueError: no"
     assert [row.failure for row in found.rows] == [None, reason, None] and reason in said
     assert layers_of(found) == [9, None, 19] and found.rows[1].own is None
-    read = json.loads(json.dumps(found.as_dict({})))["contenders"]
+    tables = {"found": largest.columns(found)}
+    read = json.loads(json.dumps(helper("_harness").as_dict(found.rows, tables, {})))["contenders"]
     assert read[1]["failure"] == reason and read[1]["largest"] is None
-    assert read[2]["ratio_to_peer"] == found.ratio(found.rows[2])
-    assert {one["num_layers"]: one["fits"] for one in read[0]["tries"]} == {4: True, 8: True, 16: False} | {
+    assert read[2]["tables"]["found"]["x DDP"] == found.ratio(found.rows[2])
+    assert {one["amount"]: one["fits"] for one in read[0]["tries"]} == {4: True, 8: True, 16: False} | {
         12: False,
         10: False,
         9: True,
     }
 
 
-def test_a_budget_that_is_too_small_for_one_layer_is_told(largest: ModuleType) -> None:
+def test_a_budget_that_is_too_small_for_one_layer_is_told(largest: ModuleType, helper: Helper) -> None:
     found, _ = run(largest, "--budget-mib 25", ["ddp", "fsdp2", "lowtide-3"])
     assert layers_of(found) == [None, 1, 1] and found.peer.contender.name == "fsdp2"
     said = io.StringIO()
     console = Console(file=said, width=200)
-    console.print(largest.table(found))
+    console.print(helper("_harness").table_of(found.rows, largest.columns(found), found.title))
     assert "none fits" in said.getvalue() and "x FSDP2" in said.getvalue()
 
 
@@ -121,7 +122,8 @@ def test_the_longest_sequence_is_searched_for_each_contender(
     monkeypatch.setattr(largest, "run_budget_job", run_job)
     given = ["--device", "cpu", "--budget-mib", "200", "--sequence", "--contenders", *kib_of_a_token]
     said = io.StringIO()
-    found = largest.search_longest(largest.parse_arguments(given), Console(file=said, width=200))
-    assert found == {"lowtide-3": 1024, "lowtide-3-long": 10240}
-    assert "lowtide stage 3  2,048 tokens: peak 400 MiB, does not fit (0 s)" in said.getvalue()
+    search = largest.Search(largest.parse_arguments(given), Console(file=said, width=200))
+    search.run()
+    assert layers_of(search) == [1024, 10240] and search.ratio(search.rows[1]) == 10.0
+    assert "lowtide stage 3  2,048 tokens, 4.2 M parameters: over 200 MiB, does not fit (job 0 s)" in said.getvalue()
     assert largest.parse_arguments(given[:-3]).contenders[0].name == "lowtide-3"

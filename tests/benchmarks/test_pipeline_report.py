@@ -65,9 +65,11 @@ def test_what_was_done_when_is_shown_and_drawn(helper: Helper, row: Callable[...
     helper("pipeline").write_timelines([ours, peer], "a machine", tmp_path / "found.png")
     assert (tmp_path / "found.png").stat().st_size > 0
     said = Console(width=200, record=True, file=io.StringIO())
-    said.print(helper("pipeline").sleep_table([ours, peer], "a machine"))
-    assert [word for word in said.export_text().split() if word in ("5000", "6000", "1.200", "50.0%", "7000")] == [
-        *("5000", "6000", "1.200", "50.0%", "7000", "6000"),
+    said.print(helper("_harness").table_of([ours, peer], helper("pipeline").sleep_columns([ours, peer]), "a machine"))
+    assert [
+        word for word in said.export_text().split() if word in ("5000", "6000", "1.200", "50.0%", "0.86", "7000")
+    ] == [
+        *("5000", "6000", "1.200", "50.0%", "6000", "0.86", "7000"),
     ]
 
 
@@ -84,7 +86,7 @@ def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row
 def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any], loss: float, difference: str) -> None:
     ours, other = row("zb-v", 2, {0: [1.0]}, [5.0, loss]), row("zb-v", 4, {0: [1.0]}, [5.0, 4.001])
     rows = [ours, row("torch-zb-v", 2, {0: [1.0]}), other]
-    helper("_report").judge_losses(rows, lambda one: helper("pipeline").reference_of(rows, one), 1e-4)
+    helper("_harness").judge_losses(rows, lambda one: helper("pipeline").reference_of(rows, one), 1e-4)
     assert ours.failure == (
         f"losses differ: expected at most 0.0001 (relative) from torch-zb-v on 2 ranks, found {difference}"
     )

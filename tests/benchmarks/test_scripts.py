@@ -16,7 +16,8 @@ RUNS = {
     " --json OUT/j --png OUT/p.png",
     "compare": "--size tiny --contenders ddp lowtide-3 --rounds 1 --steps 1 --memory exact --memory-steps 2"
     " --offload-folder OUT --json OUT/j --png OUT/p.png",
-    "cpu_optimizer": "--numel 70000 --rounds 1 --json OUT/j",
+    "cpu_optimizer": "--numel 70000 --rounds 1 --steps 1 --contenders kernel-int8 copy-streamed"
+    " --json OUT/j --png OUT/p.png",
     "fewer_bytes": "--steps 2 --layers 1 --width 32 --context 16 --seeds 0 --validation-batches 1"
     " --contenders kahan split --json OUT/j",
     "host_time": "--rounds 1 --steps 1 --depths 1 2 --contenders lowtide-3 fsdp2 --json OUT/j",

@@ -24,7 +24,7 @@ def test_fewer_bits_are_fewer_bytes_on_the_cable(
     if why := wire.fault():
         pytest.skip(why)
     monkeypatch.setattr(wire, "RANKS_OF_HOST", 1)
-    wire.main(["--contenders", *names, *options, "--json", str(record), "--image", str(image)])
+    wire.main(["--contenders", *names, *options, "--json", str(record), "--png", str(image)])
     rows = {row["contender"]: row for row in json.loads(record.read_text())["rows"]}
     assert list(rows) == names and image.stat().st_size > 0
     assert all(0 < rows[name]["megabytes"] < 0.35 * rows["plain"]["megabytes"] for name in names[1:])

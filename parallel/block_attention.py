@@ -66,21 +66,7 @@ class Seen:
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
         """(rows or 1, queries, keys) bool, True where a query may look."""
-        at = torch.arange(queries.start, queries.stop, device=device)[:, None]
-        of = torch.arange(keys.start, keys.stop, device=device)[None, :]
-        seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
-        if self.is_causal:
-            seen = of <= at
-        elif self.whole.length is not None:
-            seen = seen & (of < self.whole.length)
-        if self.window is not None:
-            seen = seen & (at - of < self.window)
-        seen = seen[None]
-        if self.whole.keys is not None:
-            seen = seen & self.whole.keys[:, None, keys.start : keys.stop]
-        if (packed := self.whole.packed) is not None:
-            seen = seen & (packed[:, queries.start : queries.stop, None] == packed[:, None, keys.start : keys.stop])
-        return seen
+        return self.whole.mask(queries, keys, self.is_causal, self.window, device)
 
     def _by_values(self, queries: range, keys: range) -> Kind:
         """EMPTY, PARTIAL or FULL."""

@@ -137,7 +137,7 @@ class SequenceAttention:
                 options.get("dropout", 0.0),
             )
             return self._back(mixed.transpose(1, 2), width), None
-        mask = self.forwards.whole.mask(query, is_causal, window, always=name == "eager")
+        mask = self.forwards.whole.whole_mask(query, is_causal, window, always=name == "eager")
         if mask is not None and name == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
             mask[..., self.forwards.whole.length or mask.shape[3] :] = -math.inf  # else what sees nothing sees these
@@ -174,7 +174,7 @@ class SequenceAttention:
             scale = query.shape[3] ** -0.5 if scale is None else scale
             mixed = self._round(query, key, value, width, Seen(whole, is_causal, None), scale, dropout_p)
             return self._back(mixed.transpose(1, 2), width).transpose(1, 2)
-        mask = whole.mask(query, is_causal, None)
+        mask = whole.whole_mask(query, is_causal, None)
         enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal and mask is None, scale=scale, enable_gqa=enable_gqa

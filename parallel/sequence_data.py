@@ -52,27 +52,35 @@ class AttentionContext:
     packed: Tensor | None = None  # (rows, tokens): number of the sequence in a row of several
     is_blind: bool = False  # a token with a label sees no token, itself neither
 
-    def mask(self, query: Tensor, is_causal: bool, window: int | None, always: bool = False) -> Tensor | None:
-        """(rows or 1, 1, tokens, tokens) bool, True where a query may look; None where is_causal says it all."""
+    def whole_mask(self, query: Tensor, is_causal: bool, window: int | None, always: bool = False) -> Tensor | None:
+        """(rows or 1, 1, tokens, tokens) bool, as `mask`, of all tokens; None where is_causal says it all."""
         tokens = query.shape[2]
-        length = tokens if self.length is None else self.length
-        is_added_seen = not is_causal and length < tokens
+        is_added_seen = not is_causal and self.length is not None and self.length < tokens
         is_narrow = window is not None and window < tokens
         if not (self.keys is not None or self.packed is not None or is_added_seen or is_narrow or always):
             return None
-        at = torch.arange(tokens, device=query.device)
-        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+        return self.mask(range(tokens), range(tokens), is_causal, window, query.device)[:, None]
+
+    def mask(self, queries: range, keys: range, is_causal: bool, window: int | None, device: torch.device) -> Tensor:
+        """(rows or 1, queries, keys) bool, True where a query may look. window: how many tokens up to itself."""
+        at = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        of = torch.arange(keys.start, keys.stop, device=device)[None, :]
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
         if is_causal:
-            seen = at[None, :] <= at[:, None]
+            seen = of <= at
+        elif self.length is not None:
+            seen = seen & (of < self.length)
         if window is not None:
-            seen = seen & (at[:, None] - at[None, :] < window)
-        if is_added_seen:
-            seen = seen & (at < length)
-        seen = seen[None, None]
+            seen = seen & (at - of < window)
+        seen = seen[None]
         if self.keys is not None:
-            seen = seen & self.keys[:, None, None, :]
+            seen = seen & self.keys[:, None, keys.start : keys.stop]
         if self.packed is not None:
-            seen = seen & (self.packed[:, None, :, None] == self.packed[:, None, None, :])
+            own, others = (
+                self.packed[:, queries.start : queries.stop, None],
+                self.packed[:, None, keys.start : keys.stop],
+            )
+            seen = seen & (own == others)
         return seen
 
     def to(self, device: torch.device) -> AttentionContext:

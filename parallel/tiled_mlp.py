@@ -39,36 +39,45 @@ _NAMES = re.compile(r"mlp|feed_?forward|ffn|^ff$|dense(gated)?act", re.IGNORECAS
 _TOLERANCE = 0.02  # of the largest value: products of other shapes are added in another order, in bfloat16 too
 
 
-class TokenTiles:
-    """Gives modules a forward in tiles, which the ledger takes off."""
+def put_in_tiles(modules: Iterable[tuple[str, nn.Module]], tokens: int | None, ledger: Ledger) -> None:
+    """Gives modules a forward in tiles, which the ledger takes off.
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], tokens: int | None, ledger: Ledger) -> None:
-        """modules: with their names. tokens: of a tile; None: as many as the input is wide, at least MIN_TILE."""
-        self._tokens = tokens
-        self._checked = set[int]()
-        for name, module in modules:
-            ledger.override(module, "forward", untraced(partial(self._forward, name, module, module.forward)))
+    modules: with their names. tokens: of a tile; None: as many as the input is wide, at least MIN_TILE.
+    """
+    checked = set[int]()
+    for name, module in modules:
+        ledger.override(module, "forward", untraced(partial(_forward, name, module, module.forward, tokens, checked)))
 
-    def _forward(self, name: str, module: nn.Module, inner: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if value is not None]
-        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
-            raise ValueError(
-                f"tiles.mlp: expected that '{name}' ({type(module).__name__}) is called with one tensor, (..., tokens, "
-                f"width); found {len(given)} values. Leave it out: name the others in tiles.modules"
-            )
-        x = given[0]
-        tile = self._tokens or tile_of(x.shape[-1])
-        num_tokens = x.numel() // x.shape[-1] if x.numel() else 0
-        if num_tokens <= tile:
-            return inner(*args, **kwargs)
-        if id(module) not in self._checked:
-            _check_each_token(name, module, inner, x)
-            self._checked.add(id(module))
-        params = list(dict.fromkeys(module.parameters()))
-        work = _Work(module, inner, tile, x.device)
-        if not torch.is_grad_enabled():
-            return work.forward(x)
-        return _TiledForward.apply(work, x, *params)  # type: ignore[no-untyped-call]
+
+def _forward(
+    name: str,
+    module: nn.Module,
+    inner: Callable[[Tensor], Any],
+    tokens: int | None,
+    checked: set[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """checked: identities of modules that were found to act on each token alone."""
+    given = [value for value in (*args, *kwargs.values()) if value is not None]
+    if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+        raise ValueError(
+            f"tiles.mlp: expected that '{name}' ({type(module).__name__}) is called with one tensor, (..., tokens, "
+            f"width); found {len(given)} values. Leave it out: name the others in tiles.modules"
+        )
+    x = given[0]
+    tile = tokens or tile_of(x.shape[-1])
+    num_tokens = x.numel() // x.shape[-1] if x.numel() else 0
+    if num_tokens <= tile:
+        return inner(*args, **kwargs)
+    if id(module) not in checked:
+        _check_each_token(name, module, inner, x)
+        checked.add(id(module))
+    params = list(dict.fromkeys(module.parameters()))
+    work = _Work(module, inner, tile, x.device)
+    if not torch.is_grad_enabled():
+        return work.forward(x)
+    return _TiledForward.apply(work, x, *params)  # type: ignore[no-untyped-call]
 
 
 def tile_of(width: int) -> int:

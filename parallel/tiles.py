@@ -12,7 +12,7 @@ from ..kernels.dispatch import Backend
 from ..model.blocks import find_blocks
 from ..model.ledger import Ledger
 from .tiled_logits import TiledHead
-from .tiled_mlp import TokenTiles, find_token_modules, mixes_tokens
+from .tiled_mlp import find_token_modules, mixes_tokens, put_in_tiles
 
 AUTO = "auto"
 
@@ -57,7 +57,7 @@ class Tiles:
         lines = []
         modules = self.token_modules(model) if self.mlp else []
         if modules:
-            TokenTiles(modules, _tokens(self.mlp), ledger)
+            put_in_tiles(modules, _tokens(self.mlp), ledger)
             classes = dict.fromkeys(type(module).__name__ for _, module in modules)
             lines.append(f"tiles: {len(modules)} x {', '.join(classes)} in tiles of {_said(self.mlp)}")
         if self.loss:

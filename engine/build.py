@@ -29,8 +29,8 @@ from .assemble import assemble
 from .blueprint.blueprint import Blueprint
 from .blueprint.optimizer_plan import OptimizerChoice
 from .blueprint.pipeline_plan import agreed_split
+from .config.batch import first_world_size
 from .config.config import Config
-from .config.elastic import first_world_size
 from .engine import Engine
 from .model.deferred import LaterModel
 from .model.given_model import LossFn, Model, check_optimizers_agree

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 from ..comm import World
 from ..watch.log import logger
+from .config.batch import BATCH_KEYS
 from .config.config import Config
 from .config.read import read
-from .config.translate import BATCH_KEYS, filled
+from .config.translate import filled
 from .planner import planner
 from .step.batch import described, made, of_whole
 from .step.features import StepFeature, StepResult

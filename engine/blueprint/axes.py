@@ -6,7 +6,7 @@ from ...comm import Arrangement
 from ...zero.domain import Domain
 from ...zero.policy import ZeroPolicy
 from ..config.parallel import ParallelConfig
-from ..config.sections import ZeroConfig
+from ..config.zero import ZeroConfig
 
 PIPE, REPLICA, SECONDARY, SHARD, EXPERT, SEQUENCE, TENSOR = (
     "pipe",

@@ -25,7 +25,7 @@ from ...zero.host_update import HostUpdate
 from ...zero.placement import OffloadedStates, ShardRest, StatesPlan
 from ...zero.plan import GroupPlan
 from ..config.config import Config
-from ..config.offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
+from ..config.zero import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
 
 
 class Home(Enum):

@@ -23,7 +23,7 @@ from ...zero.unit import Unit
 from ..archive.named_state import UnsplitModel
 from ..config.config import Config
 from ..config.parallel import schedule_of
-from ..config.sections import ZeroConfig
+from ..config.zero import ZeroConfig
 from .axes import PIPE
 
 Sample = Callable[[nn.Module], Any]

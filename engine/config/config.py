@@ -8,7 +8,7 @@ Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -17,48 +17,54 @@ from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Dtype, Float, Int, Natural, Positive, Section
 from ...optimizers import OPTIMIZERS
-from .batch import Batch, fill_batch, nearest_divisors
-from .compiling import CompileConfig, compile_notes
-from .compressed import compression_faults
-from .elastic import KeptBatch, nothing_kept
-from .elasticity import ElasticityConfig, elastic_batch, elastic_note, elasticity_faults, elasticity_notes
-from .errors import MAX_FAULTS, ConfigError, Fault, FaultKind, shown, unknown_key
-from .idle import checkpoint_notes, no_effect, precision_notes, report_notes, wire_notes, zero_notes
-from .kernels import KernelsConfig, idle_kernel_settings
-from .layered import layered_faults
-from .monitors import CsvMonitorConfig, ProfileConfig, TensorboardConfig, WandbConfig
-from .offload import ActivationOffloadConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
-from .offload_checks import offload_faults, offload_notes
-from .optimizer import OptimizerConfig, whole_faults
+from .batch import (
+    BATCH_KEYS,
+    Batch,
+    ElasticityConfig,
+    KeptBatch,
+    elastic_batch,
+    elastic_note,
+    fill_batch,
+    nothing_kept,
+)
+from .errors import (
+    MAX_FAULTS,
+    ConfigError,
+    ConfigSection,
+    Fault,
+    FaultKind,
+    no_effect,
+    shown,
+    unknown_key,
+)
+from .kernels import KernelsConfig, TilesConfig
+from .optimizer import OptimizerConfig
 from .parallel import (
     ParallelConfig,
     PipelineConfig,
     SequenceParallelConfig,
     TensorParallelConfig,
-    accumulation_faults,
-    idle_settings,
-    pipeline_faults,
     schedule_faults,
     world_faults,
 )
 from .read import join, read
 from .scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from .sections import (
-    ActivationCheckpointingConfig,
     BF16Config,
     CheckpointConfig,
     CommunicationConfig,
+    CompileConfig,
+    CsvMonitorConfig,
     DataTypesConfig,
     FP16Config,
     MemoryReportConfig,
-    PowerSGDConfig,
+    ProfileConfig,
+    TensorboardConfig,
     TorchAutocastConfig,
-    ZeroConfig,
+    WandbConfig,
 )
-from .tiles import TilesConfig, idle_tiles
 from .translate import (
     AUTO,
-    BATCH_KEYS,
     OWN_WORDS,
     READ,
     Dialect,
@@ -67,8 +73,10 @@ from .translate import (
     filled,
     other_keys,
     planned,
+    sections_of,
     translate,
 )
+from .zero import ActivationCheckpointingConfig, AioConfig, ZeroConfig, shard_size_faults, update_in_backward_faults
 
 _DEVICE_NAME = "^[a-z][a-z0-9_]{0,30}$"
 
@@ -142,7 +150,7 @@ class Config(Section):
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     optimizer: OptimizerConfig | None = None
     """null: the optimizer is passed to initialize."""
-    scheduler: SchedulerConfig | None = Field(default=None, discriminator="type")
+    scheduler: SchedulerConfig | None = None
     """null: the learning rate is constant, or the scheduler is passed to initialize."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     tiles: TilesConfig = TilesConfig()
@@ -257,7 +265,7 @@ class Config(Section):
         """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.
 
         first_world_size: of a job that goes on with other ranks than it began with; its global batch stays, as told in
-        elastic.py.
+        [Note: what stays].
 
         Raises ConfigError, with the equation, if an axis, the triple or the shard size does not fit the world size, or
         the schedule of a pipeline does not fit the number of microbatches.
@@ -286,10 +294,10 @@ class Config(Section):
             if self.pipeline.microbatches is not None:
                 update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
-        faults += _shard_size_faults(self.zero_optimization, data_size, self.parallel.expert)
+        faults += shard_size_faults(self.zero_optimization, data_size, self.parallel.expert)
         resolved = self.model_copy(update=update)
         if self.gradient_accumulation_steps is None or kept or self.elasticity.enabled:
-            faults += _update_in_backward_faults(resolved)
+            faults += update_in_backward_faults(resolved)
         if kept and (faults or batch is None):
             faults.append(kept.fault(world_size))
         if faults:
@@ -348,26 +356,6 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
     return KeptBatch(first, first_world_size, same, micro is not None, can_accumulate, divisor)
 
 
-def _shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fault]:
-    """The shard size must divide the data-parallel ranks, the partition of hpZ the shard size, and experts both."""
-    group_size = data_size if zero.shard_size is None else zero.shard_size
-    found = []
-    for key, size, of, what, whole in (
-        ("shard_size", group_size, "replicas", "data-parallel ranks", data_size),
-        ("zero_hpz_partition_size", zero.partition_size, "groups", "ranks of a shard group", group_size),
-    ):
-        if whole % size:
-            message = (
-                f"{key}({size}) x {of}(?) = {what}({whole}) does not hold; the nearest legal "
-                f"values are {nearest_divisors(size, whole)}"
-            )
-            found.append(Fault(f"zero_optimization.{key}", "conflict", message))
-        elif zero.stage and size > 1 and size % expert and whole % expert == 0:
-            message = f"expert({expert}) x shard(?) = {key}({size}) does not hold; set a multiple of {expert}"
-            found.append(Fault(f"zero_optimization.{key}", "conflict", message))
-    return found
-
-
 def _value_at(config: Config, path: str) -> object:
     value: object = config
     for key in path.split("."):
@@ -416,7 +404,6 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
     tag = ""
     if len(loc) > 1 and loc[0] in ("optimizer", "scheduler"):
         tag = values[str(loc[0])]["type"]
-        loc = (loc[0], *loc[2:]) if loc[0] == "scheduler" else loc  # whose type is among the keys
     path = ""
     for part in loc:
         path = f"{path}[{part}]" if isinstance(part, int) else join(path, part)
@@ -449,33 +436,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
 def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
     """Every key that may stand beside the unknown one at `loc`; `tag` is the type of the optimizer or scheduler."""
     sections: dict[str, type[Section]] = {
-        "": Config,
-        "elasticity": ElasticityConfig,
-        "data_types": DataTypesConfig,
-        "parallel": ParallelConfig,
-        "pipeline": PipelineConfig,
-        "tensor_parallel": TensorParallelConfig,
-        "sequence_parallel": SequenceParallelConfig,
-        "zero_optimization": ZeroConfig,
-        "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
-        "zero_optimization.offload_param": OffloadParamConfig,
-        "bf16": BF16Config,
-        "fp16": FP16Config,
-        "torch_autocast": TorchAutocastConfig,
-        "activation_checkpointing": ActivationCheckpointingConfig,
-        "activation_checkpointing.offload": ActivationOffloadConfig,
-        "tiles": TilesConfig,
-        "compile": CompileConfig,
-        "aio": AioConfig,
-        "kernels": KernelsConfig,
-        "communication": CommunicationConfig,
-        "communication.power_sgd": PowerSGDConfig,
-        "checkpoint": CheckpointConfig,
-        "memory_report": MemoryReportConfig,
-        "tensorboard": TensorboardConfig,
-        "wandb": WandbConfig,
-        "csv_monitor": CsvMonitorConfig,
-        "profile": ProfileConfig,
+        **sections_of(Config),
         "optimizer.params": OPTIMIZERS[tag].params if tag in OPTIMIZERS else Section,
         "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
     }
@@ -484,82 +445,24 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
     return fields + other_keys(path)
 
 
+def _sections(section: Section) -> Iterator[ConfigSection]:
+    """Those in a section, at any depth."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, ConfigSection):
+            yield value
+            yield from _sections(value)
+
+
 def _conflicts(config: Config) -> list[Fault]:
     """Settings that contradict each other, whatever the world size."""
-    faults = []
-    if config.bf16.enabled and config.fp16.enabled:
-        message = "bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false"
-        faults.append(Fault("bf16.enabled", "conflict", message))
-    if config.torch_autocast.enabled and config.parallel.pipeline > 1:
-        message = "needs parallel.pipeline 1: a stage of a pipeline calls parts of the model; set bf16.enabled instead"
-        faults.append(Fault("torch_autocast.enabled", "conflict", message))
-    if config.optimizer is not None:
-        faults += whole_faults(config.optimizer, config.zero_optimization, config.parallel)
-        conflicts = config.optimizer.params.conflicts()
-        faults += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in conflicts]
-    faults += compression_faults(
-        config.optimizer, config.communication, config.zero_optimization, config.parallel, config.bf16
-    )
-    faults += elasticity_faults(config.elasticity, config.parallel.ranks_of_sample, _batch_keys(config))
-    faults += offload_faults(config.zero_optimization, config.activation_checkpointing)
-    faults += accumulation_faults(config.pipeline, config.gradient_accumulation_steps)
-    faults += pipeline_faults(config.parallel, config.zero_optimization, config.activation_checkpointing.offload)
-    faults += layered_faults(config.zero_optimization, config.parallel, config.torch_autocast)
-    return faults + _checkpoint_faults(config.checkpoint) + _update_in_backward_faults(config)
-
-
-def _batch_keys(config: Config) -> list[str]:
-    """Those that are given."""
-    own = ["pipeline.microbatches"] if config.pipeline.microbatches is not None else []
-    return [key for key in BATCH_KEYS if getattr(config, key) is not None] + own
-
-
-def _checkpoint_faults(checkpoint: CheckpointConfig) -> list[Fault]:
-    """A checkpoint that is saved without a call has nowhere else to go than the folder of the config."""
-    if checkpoint.folder is not None:
-        return []
-    users = [f"every_steps {checkpoint.every_steps}"] if checkpoint.every_steps > 0 else []
-    users += ["on_sigterm true"] if checkpoint.on_sigterm else []
-    if not users:
-        return []
-    message = f"must be given: it is where the checkpoints of {' and '.join(users)} go"
-    return [Fault("checkpoint.folder", "missing", message)]
-
-
-_OVERLAPS = {  # why it is not for update_in_backward
-    "speculative": "it updates in the backward too, and can redo what clipping or an overflow changes",
-    "delayed": "it updates during the next step",
-}
-
-
-def _update_in_backward_faults(config: Config) -> list[Fault]:
-    """An update in the middle of a backward must be final: nothing may be known only at its end."""
-    if not config.zero_optimization.update_in_backward:
-        return []
-    reasons = []
-    if config.gradient_clipping > 0:
-        reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
-    is_layered = config.zero_optimization.layered_gradient_accumulation  # then a unit is reduced once a step
-    if (config.gradient_accumulation_steps or 1) > 1 and not is_layered:
-        steps = config.gradient_accumulation_steps
-        reasons.append(f"gradient_accumulation_steps 1 (found {steps}: a gradient is whole after the last microbatch)")
-    if config.fp16.enabled:
-        reasons.append("fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)")
-    offload = config.zero_optimization.offload_optimizer
-    if offload.is_used and offload.overlap != "none":
-        reasons.append(f'offload_optimizer.overlap "none" (found "{offload.overlap}": {_OVERLAPS[offload.overlap]})')
-    return [Fault("zero_optimization.update_in_backward", "conflict", f"needs {reason}") for reason in reasons]
+    return [fault for section in _sections(config) for fault in section.faults(config)]
 
 
 def _idle_settings(config: Config) -> list[str]:
     """Notes on our own keys that were given and have no effect with the rest of this config."""
-    zero = config.zero_optimization
-    notes = zero_notes(zero) + precision_notes(config.bf16, config.fp16) + wire_notes(config.communication, zero)
+    notes = [note for section in _sections(config) for note in section.notes(config)]
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         reason = "prescale_gradients divides by the ranks before the sum"
         notes.append(no_effect("gradient_predivide_factor", config.gradient_predivide_factor, reason))
-    notes += idle_settings(config.parallel, config.pipeline, config.tensor_parallel, config.sequence_parallel)
-    notes += elasticity_notes(config.elasticity, {key: _value_at(config, key) for key in _batch_keys(config)})
-    notes += idle_kernel_settings(config.kernels) + idle_tiles(config.tiles) + compile_notes(config.compile)
-    notes += offload_notes(zero, config.activation_checkpointing, config.aio, config.optimizer)
-    return notes + checkpoint_notes(config.checkpoint) + report_notes(config.memory_report)
+    return notes

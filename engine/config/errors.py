@@ -1,10 +1,17 @@
-"""Faults of a config: what is wrong, where, and what to write instead."""
+"""Faults and notes of a config: what is wrong or has no effect, where, and what to write instead.
+
+[Note: sections] Each section is a class that has its fields, its `faults` (what it lacks or contradicts) and its
+`notes` (settings that are not the default and have no effect with the rest of the config). `Config` asks all of them in
+a loop.
+"""
 
 import difflib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+from ...configs.section import Section
 
 FaultKind = Literal[
     "file",  # the file is missing or cannot be read
@@ -98,3 +105,29 @@ def unknown_key(path: str, key: str, known: Sequence[str]) -> Fault:
     listed = f"the keys here are {', '.join(sorted(known))}" if len(known) <= 20 else "docs/config.md lists the keys"
     hint = did_you_mean(key, known) or f"; {listed}"
     return Fault(path, "unknown", f"unknown key {shown(key)}{hint}")
+
+
+def no_effect(path: str, value: object, reason: str) -> str:
+    """The note on a setting without effect."""
+    return f"{path}: {shown(value)} has no effect here: {reason}"
+
+
+class ConfigSection(Section):
+    """A section of `Config`: see [Note: sections]. In its methods `config` is the whole `Config`."""
+
+    path: ClassVar[str] = ""
+    """Where it stands in a file."""
+
+    def faults(self, config: Any) -> list[Fault]:
+        return []
+
+    def notes(self, config: Any) -> list[str]:
+        return []
+
+    def idle(self, reason: str, but: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[str]:
+        """A note for each key that is not the default, or for some of the keys."""
+        return [
+            no_effect(f"{self.path}.{key}", getattr(self, key), reason)
+            for key, field in type(self).model_fields.items()
+            if getattr(self, key) != field.default and key not in but and (not only or key in only)
+        ]

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from ...configs.section import Section
+from .batch import BATCH_KEYS
 from .config import Config
 from .errors import ConfigError, Fault, shown
 from .read import join, read
-from .translate import ALIASES, BATCH_KEYS, Dialect, dialect_of, filled, translate
+from .translate import ALIASES, Dialect, dialect_of, filled, translate
 
 Source = str | os.PathLike[str] | Mapping[str, object]
 Origin = Literal["set", "default", "auto", "derived", "no effect", "fault"]

@@ -4,16 +4,15 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
-from ...configs.section import Section
 from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import OptimizerParams, State, StateDtype
-from .errors import Fault, did_you_mean, shown
-from .parallel import ParallelConfig
-from .sections import ZeroConfig
+from .errors import ConfigSection, Fault, did_you_mean, no_effect, shown
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(ConfigSection):
     """The optimizer of that name, and its parameters."""
+
+    path = "optimizer"
 
     type: str
     """Which optimizer, in upper or lower case."""
@@ -48,6 +47,16 @@ class OptimizerConfig(Section):
     def states(self) -> tuple[State, ...]:
         """Those that are kept with these parameters."""
         return OPTIMIZERS[self.type].states_for(self.options)
+
+    def faults(self, config: Any) -> list[Fault]:
+        found = _whole_faults(self.type, config)
+        found += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in self.params.conflicts()]
+        return found + (_sign_faults(self.type, config) if OPTIMIZERS[self.type].sends_signs else [])
+
+    def notes(self, config: Any) -> list[str]:
+        if self.state_dtype == "fp32" or self.states:
+            return []
+        return [no_effect("optimizer.params.state_dtype", self.state_dtype, OPTIMIZERS[self.type].why_no_state)]
 
 
 NOT_DONE = {  # why it is not
@@ -123,9 +132,10 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
     return {**section, "type": name, "params": params}, notes, []
 
 
-def whole_faults(optimizer: OptimizerConfig, zero: ZeroConfig, parallel: ParallelConfig) -> list[Fault]:
+def _whole_faults(name: str, config: Any) -> list[Fault]:
     """What an optimizer that looks at whole parameters cannot be beside."""
-    whole = OPTIMIZERS[optimizer.type].whole
+    zero, parallel = config.zero_optimization, config.parallel
+    whole = OPTIMIZERS[name].whole
     if whole is None:
         return []
     overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
@@ -141,7 +151,43 @@ def whole_faults(optimizer: OptimizerConfig, zero: ZeroConfig, parallel: Paralle
         wrong["parallel.sequence"] = (parallel.sequence > 1, "1", str(parallel.sequence))
     why = "its ranks tell each other what they have of whole parameters, in the middle of an update"
     return [
-        Fault(path, "conflict", f'optimizer.type "{optimizer.type}" needs {expected}, found {found}: {why}')
+        Fault(path, "conflict", f'optimizer.type "{name}" needs {expected}, found {found}: {why}')
         for path, (is_wrong, expected, found) in wrong.items()
+        if is_wrong
+    ]
+
+
+def _sign_faults(name: str, config: Any) -> list[Fault]:
+    """What an optimizer that sends signs of momenta cannot be beside."""
+    zero, parallel, bf16 = config.zero_optimization, config.parallel, config.bf16
+    alone = "ranks whose data differ have all states, and nothing else is divided over them"
+    masters = "what is rounded at random has no parameter that all ranks agree on"
+    wrong: dict[str, tuple[bool, str, object, str]] = {
+        "zero_optimization.stage": (zero.stage > 0, "0", zero.stage, alone),
+        "parallel.tensor": (parallel.tensor > 1, "1", parallel.tensor, alone),
+        "parallel.sequence": (parallel.sequence > 1, "1", parallel.sequence, alone),
+        "parallel.expert": (parallel.expert > 1, "1", parallel.expert, alone),
+        "zero_optimization.offload_optimizer.device": (
+            zero.offload_optimizer.is_used,
+            '"none"',
+            zero.offload_optimizer.device,
+            "an update sends what it computes with, and is made where the model is",
+        ),
+        "zero_optimization.update_in_backward": (
+            zero.update_in_backward,
+            "false",
+            True,
+            "an update sends momenta, in an order that all ranks have alike",
+        ),
+        "bf16.masters": (
+            bf16.enabled and bf16.masters is not True,
+            "true",
+            bf16.masters,
+            masters,
+        ),
+    }
+    return [
+        Fault(path, "conflict", f'optimizer.type "{name}" needs {expected}, found {shown(value)}: {why}')
+        for path, (is_wrong, expected, value, why) in wrong.items()
         if is_wrong
     ]

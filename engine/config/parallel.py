@@ -1,18 +1,15 @@
 """The sections that split a model over ranks, and what they need of each other."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ...configs.section import Positive, Section
+from ...configs.section import Positive
 from ...pipe.schedules.registry import check_counts, is_path, make_schedule
 from ...pipe.schedules.schedule import Schedule, ScheduleError
 from .batch import nearest_divisors
-from .errors import Fault, printable
-from .idle import idle
-from .offload import ActivationOffloadConfig
-from .sections import ZeroConfig
+from .errors import ConfigSection, Fault, printable
 
 
 def _balance(value: object) -> object:
@@ -23,8 +20,10 @@ def _balance(value: object) -> object:
     raise PydanticCustomError("value_error", 'expected "parameters", "time" or a list of numbers of blocks')
 
 
-class ParallelConfig(Section):
+class ParallelConfig(ConfigSection):
     """The sizes of the axes over which a model is split. The ranks that are left are data-parallel."""
+
+    path = "parallel"
 
     pipeline: Positive = 1
     """Ranks that a batch passes through one after the other, each with some of the model's blocks. 1: no pipeline."""
@@ -49,26 +48,66 @@ class ParallelConfig(Section):
         """How many ranks are given the same data."""
         return self.pipeline * self.sequence * self.tensor
 
+    def faults(self, config: Any) -> list[Fault]:
+        if self.pipeline == 1:
+            return []
+        zero, activations = config.zero_optimization, config.activation_checkpointing.offload
+        found = []
+        if zero.update_in_backward:
+            found.append(
+                ("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false")
+            )
+        if zero.offloads_parameters:
+            why = "a stage's parameters are gathered and released by the schedule, from memory"
+            found.append(("zero_optimization.offload_param.device", why, '"none"'))
+        if zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none":
+            why = "gradients are whole at the end of the step, and then all at once"
+            found.append(("zero_optimization.offload_optimizer.overlap", why, '"none"'))
+        if activations.device != "none":
+            why = "activations of several microbatches are held in the order of the schedule, not of a stack"
+            found.append(
+                ("activation_checkpointing.offload.device", why, '"none"; activation_checkpointing.every works')
+            )
+        return [
+            Fault(path, "conflict", f"is not for parallel.pipeline {self.pipeline}: {why}; set {instead}")
+            for path, why, instead in found
+        ]
 
-class TensorParallelConfig(Section):
+    def notes(self, config: Any) -> list[str]:
+        return self.idle("parallel.tensor is 1", only=("tensor_sequence",)) if self.tensor == 1 else []
+
+
+class TensorParallelConfig(ConfigSection):
     """How layers are split, where parallel.tensor is above 1: see docs/parallelism.md."""
+
+    path = "tensor_parallel"
 
     plan: dict[str, str] | None = None
     """Pattern of layers' names -> "column", "row", "vocabulary", "column_gathered", "experts", "partial" or "whole";
     "column/3" is for three parts in one layer. It comes before the model's own plan and the names of common families.
     null: these alone."""
 
+    def notes(self, config: Any) -> list[str]:
+        return self.idle("parallel.tensor is 1") if config.parallel.tensor == 1 else []
 
-class SequenceParallelConfig(Section):
+
+class SequenceParallelConfig(ConfigSection):
     """How attention is computed, where parallel.sequence is above 1: see docs/long-sequences.md."""
+
+    path = "sequence_parallel"
 
     attention: Literal["auto", "ulysses", "ring"] = "auto"
     """"ulysses": an all-to-all gives each rank some heads of all tokens; "ring": keys and values go round the ranks;
     "auto": by heads over as many ranks as divide them, and a ring over the rest."""
 
+    def notes(self, config: Any) -> list[str]:
+        return self.idle("parallel.sequence is 1") if config.parallel.sequence == 1 else []
 
-class PipelineConfig(Section):
+
+class PipelineConfig(ConfigSection):
     """How a pipeline works through a step: see docs/pipeline.md."""
+
+    path = "pipeline"
 
     schedule: str = Field(default="1f1b", min_length=1)
     """gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or the path of a text file with a schedule."""
@@ -83,21 +122,24 @@ class PipelineConfig(Section):
     """How blocks are divided over the stages: by their "parameters", by "time", measured once with the sample_batch
     that initialize was given, or a list of the number of blocks of each stage."""
 
+    def faults(self, config: Any) -> list[Fault]:
+        accumulation = config.gradient_accumulation_steps
+        if None in (self.microbatches, accumulation) or self.microbatches == accumulation:
+            return []
+        message = (
+            f"found {self.microbatches} beside gradient_accumulation_steps {accumulation}: both are the number of "
+            "microbatches of a step; leave one out"
+        )
+        return [Fault("pipeline.microbatches", "conflict", message)]
+
+    def notes(self, config: Any) -> list[str]:
+        settings = ("schedule", "chunks", "balance")
+        return self.idle("parallel.pipeline is 1", only=settings) if config.parallel.pipeline == 1 else []
+
 
 def schedule_of(parallel: ParallelConfig, pipeline: PipelineConfig, num_microbatches: int) -> Schedule:
     """The schedule that the config names. Raises ScheduleError."""
     return make_schedule(pipeline.schedule, parallel.pipeline, num_microbatches, pipeline.chunks)
-
-
-def accumulation_faults(pipeline: PipelineConfig, accumulation: int | None) -> list[Fault]:
-    """pipeline.microbatches and gradient_accumulation_steps are one number."""
-    if None in (pipeline.microbatches, accumulation) or pipeline.microbatches == accumulation:
-        return []
-    message = (
-        f"found {pipeline.microbatches} beside gradient_accumulation_steps {accumulation}: both are the number of "
-        "microbatches of a step; leave one out"
-    )
-    return [Fault("pipeline.microbatches", "conflict", message)]
 
 
 def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
@@ -136,40 +178,3 @@ def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_micr
         message = "\n".join(map(printable, str(error).split("\n")))
         return [Fault("pipeline.schedule", "value", message)]
     return []
-
-
-def pipeline_faults(parallel: ParallelConfig, zero: ZeroConfig, activations: ActivationOffloadConfig) -> list[Fault]:
-    """What a pipeline does not go together with."""
-    if parallel.pipeline == 1:
-        return []
-    found = []
-    if zero.update_in_backward:
-        found.append(("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false"))
-    if zero.offloads_parameters:
-        why = "a stage's parameters are gathered and released by the schedule, from memory"
-        found.append(("zero_optimization.offload_param.device", why, '"none"'))
-    if zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none":
-        why = "gradients are whole at the end of the step, and then all at once"
-        found.append(("zero_optimization.offload_optimizer.overlap", why, '"none"'))
-    if activations.device != "none":
-        why = "activations of several microbatches are held in the order of the schedule, not of a stack"
-        found.append(("activation_checkpointing.offload.device", why, '"none"; activation_checkpointing.every works'))
-    return [
-        Fault(path, "conflict", f"is not for parallel.pipeline {parallel.pipeline}: {why}; set {instead}")
-        for path, why, instead in found
-    ]
-
-
-def idle_settings(
-    parallel: ParallelConfig, pipeline: PipelineConfig, tensor: TensorParallelConfig, sequence: SequenceParallelConfig
-) -> list[str]:
-    """One sentence for each setting that is not the default and has no effect without an axis of several ranks."""
-    found = []
-    if parallel.pipeline == 1:
-        found += idle("pipeline", pipeline, "parallel.pipeline is 1", only=("schedule", "chunks", "balance"))
-    if parallel.tensor == 1:
-        found += idle("parallel", parallel, "parallel.tensor is 1", only=("tensor_sequence",))
-        found += idle("tensor_parallel", tensor, "parallel.tensor is 1")
-    if parallel.sequence == 1:
-        found += idle("sequence_parallel", sequence, "parallel.sequence is 1")
-    return found

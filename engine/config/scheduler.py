@@ -1,13 +1,14 @@
-"""The scheduler section: one closed set of parameters for each type. The formulas are in lr_schedule.py."""
+"""The scheduler section: one closed set of parameters for each type. The formulas are in engine/step/lr_schedule.py.
 
-from typing import Literal
+Those of torch are its schedulers whose rate follows from the number of updates alone, with its names and defaults.
+"""
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
 
-from ...configs.section import Float, Int, NonNegative, Section
-from .cycles import LRRangeTestConfig, LRRangeTestParams, OneCycleConfig, OneCycleParams
-from .errors import Fault, did_you_mean, shown
-from .torch_schedulers import NOT_BY_STEPS, TORCH_SCHEDULERS, TorchScheduler
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
+
+from ...configs.section import Bool, Float, Int, Natural, NonNegative, Positive, Section
+from .errors import ConfigSection, Fault, did_you_mean, shown
 
 
 class WarmupLRParams(Section):
@@ -61,59 +62,131 @@ class DecayParams(ConstantParams):
     """The ratio of the optimizer's learning rate that is reached at the end."""
 
 
-class WarmupLRConfig(Section):
-    """See WarmupLRParams."""
-
-    type: Literal["WarmupLR"] = "WarmupLR"
-    params: WarmupLRParams = WarmupLRParams()
+def _one_value(value: Any) -> Any:
+    """DeepSpeed takes a list with a value for each parameter group; here are as many groups as values: one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-class WarmupDecayLRConfig(Section):
-    """See WarmupDecayLRParams."""
-
-    type: Literal["WarmupDecayLR"] = "WarmupDecayLR"
-    params: WarmupDecayLRParams
+_Rate = Annotated[NonNegative, BeforeValidator(_one_value)]
+_Momentum = Annotated[Float, BeforeValidator(_one_value), Field(ge=0, lt=1)]
 
 
-class WarmupCosineLRConfig(Section):
-    """See WarmupCosineLRParams."""
+class OneCycleParams(Section):
+    """DeepSpeed's OneCycle: from the minimum to the maximum and back, then decay; the first beta goes against it."""
 
-    type: Literal["WarmupCosineLR"] = "WarmupCosineLR"
-    params: WarmupCosineLRParams
+    cycle_min_lr: _Rate
+    """Learning rate at the start and the end of the cycle. Must be given."""
+    cycle_max_lr: _Rate
+    """Learning rate in the middle of the cycle. Must be given."""
+    decay_lr_rate: NonNegative = 0.0
+    """Behind the cycle: the minimum over 1 + this x decay steps. 0: the minimum."""
+    cycle_first_step_size: Positive = 2000
+    """Steps of the first half of the cycle."""
+    cycle_second_step_size: Natural | None = None
+    """Steps of the second half. null: as the first."""
+    cycle_first_stair_count: Natural = 0
+    """Stairs in which the first half goes. 0: each step."""
+    cycle_second_stair_count: Natural | None = None
+    """Stairs of the second half. null: as the first."""
+    decay_step_size: Natural = 0
+    """Steps of one decay step. 0: no decay."""
+    cycle_momentum: Bool = True
+    """Whether the first of an optimizer's `betas` moves too; the second is 0.99 then, as in DeepSpeed."""
+    cycle_min_mom: _Momentum = 0.8
+    """The first beta in the middle of the cycle, and of the first update."""
+    cycle_max_mom: _Momentum = 0.9
+    """The first beta at the end of the cycle."""
+    decay_mom_rate: NonNegative = 0.0
+    """Behind the cycle: the maximum x (1 + this x decay steps)."""
 
 
-class Constant(Section):
-    """See ConstantParams."""
+class LRRangeTestParams(Section):
+    """DeepSpeed's LRRangeTest: a rate that only grows, to find the largest one that trains."""
 
-    type: Literal["constant"] = "constant"
-    params: ConstantParams = ConstantParams()
-
-
-class Linear(Section):
-    """See DecayParams; the decay is a straight line."""
-
-    type: Literal["linear"] = "linear"
-    params: DecayParams
-
-
-class Cosine(Section):
-    """See DecayParams; the decay is half a cosine."""
-
-    type: Literal["cosine"] = "cosine"
-    params: DecayParams
+    lr_range_test_min_lr: _Rate = 1e-3
+    """Learning rate of the first update."""
+    lr_range_test_step_size: Positive = 2000
+    """Steps in which it grows by step_rate x the minimum."""
+    lr_range_test_step_rate: Float = Field(default=1.0, ge=0)
+    """Growth of one step size, as a multiple of the minimum."""
+    lr_range_test_staircase: Bool = False
+    """Whether it grows only at the end of each step size."""
 
 
-SchedulerConfig = (
-    WarmupLRConfig
-    | WarmupDecayLRConfig
-    | WarmupCosineLRConfig
-    | OneCycleConfig
-    | LRRangeTestConfig
-    | Constant
-    | Linear
-    | Cosine
-    | TorchScheduler
-)
+class StepLRParams(Section):
+    """torch's StepLR: times gamma every few steps."""
+
+    step_size: Positive
+    """Steps between two decays. Must be given."""
+    gamma: NonNegative = 0.1
+    """Factor of a decay."""
+
+
+class MultiStepLRParams(Section):
+    """torch's MultiStepLR: times gamma at each milestone."""
+
+    milestones: tuple[Natural, ...]
+    """Steps from which on it is smaller. Must be given."""
+    gamma: NonNegative = 0.1
+    """Factor of a decay."""
+
+
+class ExponentialLRParams(Section):
+    """torch's ExponentialLR: times gamma each step."""
+
+    gamma: NonNegative
+    """Factor of a step. Must be given."""
+
+
+class CosineAnnealingLRParams(Section):
+    """torch's CosineAnnealingLR: half a cosine down, and up again."""
+
+    T_max: Positive
+    """Steps of half a cosine. Must be given."""
+    eta_min: NonNegative = 0.0
+    """The smallest learning rate."""
+
+
+class CosineAnnealingWarmRestartsParams(Section):
+    """torch's CosineAnnealingWarmRestarts: half a cosine down, then from the top again."""
+
+    T_0: Positive
+    """Steps to the first restart. Must be given."""
+    T_mult: Positive = 1
+    """Each period has so many times the steps of the one before."""
+    eta_min: NonNegative = 0.0
+    """The smallest learning rate."""
+
+
+class LinearLRParams(Section):
+    """torch's LinearLR: a straight line between two factors."""
+
+    start_factor: Float = Field(default=1.0 / 3, gt=0, le=1)
+    """Factor of the first update."""
+    end_factor: Float = Field(default=1.0, ge=0, le=1)
+    """Factor from step total_iters on."""
+    total_iters: Positive = 5
+    """Steps of the line."""
+
+
+class ConstantLRParams(Section):
+    """torch's ConstantLR: a factor for the first steps."""
+
+    factor: Float = Field(default=1.0 / 3, ge=0, le=1)
+    """Factor of the first steps."""
+    total_iters: Natural = 5
+    """How many these are."""
+
+
+class PolynomialLRParams(Section):
+    """torch's PolynomialLR: (1 - t / total_iters) to a power."""
+
+    total_iters: Positive = 5
+    """Steps until it is 0."""
+    power: NonNegative = 1.0
+    """The power."""
+
+
 SCHEDULER_PARAMS: dict[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
@@ -123,9 +196,39 @@ SCHEDULER_PARAMS: dict[str, type[Section]] = {
     "constant": ConstantParams,
     "linear": DecayParams,
     "cosine": DecayParams,
-    **TORCH_SCHEDULERS,
+    "StepLR": StepLRParams,
+    "MultiStepLR": MultiStepLRParams,
+    "ExponentialLR": ExponentialLRParams,
+    "CosineAnnealingLR": CosineAnnealingLRParams,
+    "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,
+    "LinearLR": LinearLRParams,
+    "ConstantLR": ConstantLRParams,
+    "PolynomialLR": PolynomialLRParams,
 }
 SCHEDULERS = tuple(SCHEDULER_PARAMS)
+NOT_BY_STEPS = {  # why it is not among these
+    "ReduceLROnPlateau": "it needs a metric",
+    "LambdaLR": "it needs a function",
+    "MultiplicativeLR": "it needs a function",
+    "OneCycleLR": "there is OneCycle",
+    "CyclicLR": "there is OneCycle",
+    "SequentialLR": "it needs schedulers",
+    "ChainedScheduler": "it needs schedulers",
+}
+
+
+class SchedulerConfig(ConfigSection):
+    """The scheduler of that name, and its parameters."""
+
+    path = "scheduler"
+
+    type: str
+    params: SerializeAsAny[Section]
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
+        return SCHEDULER_PARAMS[info.data["type"]].model_validate(value)
 
 
 def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] | None, list[Fault]]:

@@ -8,39 +8,12 @@ from pydantic.json_schema import models_json_schema
 
 from ...configs.section import Section
 from ...optimizers import OPTIMIZERS
-from ...optimizers.optimizer import Optimizer
+from .batch import BATCH_KEYS
 from .config import Config
 from .read import OR_NEVER
-from .translate import ALIASES, AUTO, BATCH_KEYS, NULL_IS_DEFAULT, PLANNED, deepspeed
+from .scheduler import SCHEDULER_PARAMS
+from .translate import ALIASES, AUTO, NULL_IS_DEFAULT, PLANNED, deepspeed, sections_of
 
-_HOMES = {  # section: the definitions that describe it
-    "data_types": ["DataTypesConfig"],
-    "parallel": ["ParallelConfig"],
-    "pipeline": ["PipelineConfig"],
-    "tensor_parallel": ["TensorParallelConfig"],
-    "sequence_parallel": ["SequenceParallelConfig"],
-    "zero_optimization": ["ZeroConfig"],
-    "zero_optimization.offload_optimizer": ["OffloadOptimizerConfig"],
-    "zero_optimization.offload_param": ["OffloadParamConfig"],
-    "bf16": ["BF16Config"],
-    "fp16": ["FP16Config"],
-    "torch_autocast": ["TorchAutocastConfig"],
-    "activation_checkpointing": ["ActivationCheckpointingConfig"],
-    "activation_checkpointing.offload": ["ActivationOffloadConfig"],
-    "tiles": ["TilesConfig"],
-    "compile": ["CompileConfig"],
-    "aio": ["AioConfig"],
-    "kernels": ["KernelsConfig"],
-    "communication": ["CommunicationConfig"],
-    "checkpoint": ["CheckpointConfig"],
-    "memory_report": ["MemoryReportConfig"],
-    "tensorboard": ["TensorboardConfig"],
-    "wandb": ["WandbConfig"],
-    "csv_monitor": ["CsvMonitorConfig"],
-    "profile": ["ProfileConfig"],
-    "flops_profiler": ["FlopsProfiler"],
-    "comms_logger": ["CommsLogger"],
-}
 _COMMENTS: dict[str, dict[str, str]] = {r"^(_|//|\$schema$)": {}}
 
 
@@ -51,7 +24,7 @@ def schema_text() -> str:
 
 def json_schema() -> dict[str, Any]:
     """The schema of what `Config.load` accepts, as far as JSON schema can say it (no batch equation, no conflicts)."""
-    schema: dict[str, Any] = _standard_limits(_with_optimizers(Config.model_json_schema()))
+    schema: dict[str, Any] = _standard_limits(_with_types(Config.model_json_schema()))
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "lowtide config"
     definitions = schema["$defs"]
@@ -72,20 +45,25 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _with_optimizers(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema with a section for each optimizer that there is in the place of one for all."""
-    definitions, choice = schema["$defs"], schema["properties"]["optimizer"]
-    del definitions["OptimizerConfig"], definitions["OptimizerParams"]
-    models = [_section_of(one) for one in OPTIMIZERS.values()]
-    _, made = models_json_schema([(model, "validation") for model in models])
-    choice["anyOf"][0] = {"oneOf": [{"$ref": f"#/$defs/{model.__name__}"} for model in models]}
-    choice["title"] = "Optimizer"
+def _with_types(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema with a section for each optimizer and scheduler in the place of one for all."""
+    definitions = schema["$defs"]
+    for name in ("OptimizerConfig", "OptimizerParams", "SchedulerConfig", "Section"):
+        del definitions[name]
+    optimizers = [_section_of(one.title, one.name, one.params, "Optimizer") for one in OPTIMIZERS.values()]
+    schedulers = [_section_of(name, name, params, "Scheduler") for name, params in SCHEDULER_PARAMS.items()]
+    _, made = models_json_schema([(model, "validation") for model in (*optimizers, *schedulers)])
+    for key, models in (("optimizer", optimizers), ("scheduler", schedulers)):
+        choice = schema["properties"][key]
+        choice["anyOf"][0] = {"oneOf": [{"$ref": f"#/$defs/{model.__name__}"} for model in models]}
+        choice["title"] = key.title()
     return schema | {"$defs": dict(sorted((definitions | made["$defs"]).items()))}
 
 
-def _section_of(one: Optimizer) -> type[Section]:
-    fields: dict[str, Any] = {"type": (Literal[one.name], one.name), "params": (one.params, one.params())}
-    return create_model(f"{one.title}Optimizer", __base__=Section, __doc__=f"{one.title}.", **fields)
+def _section_of(title: str, name: str, params: type[Section], kind: str) -> type[Section]:
+    is_given = any(field.is_required() for field in params.model_fields.values())
+    fields: dict[str, Any] = {"type": (Literal[name], name), "params": (params, ... if is_given else params())}
+    return create_model(f"{title[0].upper()}{title[1:]}{kind}", __base__=Section, __doc__=f"{title}.", **fields)
 
 
 def _standard_limits(schema: Any) -> Any:
@@ -102,8 +80,9 @@ def _properties(schema: dict[str, Any], path: str) -> list[dict[str, Any]]:
     definitions = schema["$defs"]
     if section == "":
         return [schema["properties"]]
-    names = _HOMES.get(section)
-    if names is None:
+    own = sections_of(Config).get(section)
+    names = [] if own is None else [own.__name__]
+    if own is None:
         kind, _, params = section.partition(".")
         refs = [item["$ref"].rpartition("/")[2] for item in schema["properties"][kind]["anyOf"] if "$ref" in item]
         names = [_params_of(definitions[ref]) for ref in refs] if params else refs

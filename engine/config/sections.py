@@ -1,81 +1,13 @@
-"""The sections of the config other than optimizer and scheduler. Each field's docstring is its documentation."""
+"""Sections without a file of their own. Each field's docstring is its documentation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, Positive, Section
-from .offload import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
-
-STAGES = (
-    "0 shards nothing (plain data parallelism), 1 shards the optimizer state, "
-    "2 also the gradients, 3 also the parameters"
-)
-
-
-def _stage(value: object) -> object:
-    if isinstance(value, bool) or value not in (0, 1, 2, 3):
-        raise PydanticCustomError("value_error", "there are four stages: " + STAGES)
-    return int(str(value).removesuffix(".0"))
-
-
-def _units(value: object) -> object:
-    if value == "auto":
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(item, str) and item for item in value):
-        return tuple(value)
-    raise PydanticCustomError("value_error", 'expected "auto" or a list of patterns of module names')
-
-
-class ZeroConfig(Section):
-    """What is sharded over the data-parallel ranks, and how."""
-
-    stage: Annotated[Int, BeforeValidator(_stage)] = Field(default=0, json_schema_extra={"enum": [0, 1, 2, 3]})
-    """0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
-
-    shard_size: Positive | None = None
-    """Hybrid sharding: ranks per shard group. It must divide the world size. null: all ranks are one group."""
-
-    zero_hpz_partition_size: Positive = 1
-    """Stage 3: ranks, those of a host, among which parameters are gathered; each such group holds all of them at rest,
-    while optimizer states and gradients are divided over the whole shard group (hpZ of ZeRO++). It must divide the
-    ranks of a shard group, and is not for `offload_param`. 1: parameters are divided over the whole shard group too."""
-
-    units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
-    """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, a large embedding before and a
-    large head behind them. Or a list of patterns (`*`, `?`) of module names, each matching module is one unit. Where
-    one has no forward of its own (`ModuleList`, `ModuleDict`), the modules in it that have one are the units."""
-
-    update_in_backward: Bool = False
-    """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
-    gradient_clipping 0, no fp16, and gradient_accumulation_steps 1 or layered_gradient_accumulation."""
-
-    layered_gradient_accumulation: Bool = False
-    """All microbatches of a step go through a block before the next block does. At stage 3 parameters are gathered, or
-    read, twice a step and not twice a microbatch, and gradients are reduced once; what blocks give each other is held
-    for all microbatches. It is for train_step: see docs/fewer-bytes.md."""
-
-    stage3_prefetch_bucket_size: Natural | None = None
-    """Stage 3: the number of parameter elements that may be gathered ahead of their use; one unit always may. null: two
-    units. 0: no prefetch. The name without `stage3_` works too."""
-
-    stage3_max_live_parameters: Natural | None = None
-    """With offload_param: the number of gathered parameter elements that may be held beside the unit in use. null:
-    as many as stage3_prefetch_bucket_size lets gather ahead. The name without `stage3_` works too."""
-
-    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    offload_param: OffloadParamConfig = OffloadParamConfig()
-
-    @property
-    def offloads_parameters(self) -> bool:
-        """Whether offload_param has an effect: below stage 3 every rank holds all parameters at all times."""
-        return self.stage == 3 and self.offload_param.device != "none"
-
-    @property
-    def partition_size(self) -> int:
-        """Ranks among which parameters are gathered, where these are fewer than a shard group; else 1."""
-        return self.zero_hpz_partition_size if self.stage == 3 else 1
+from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive
+from ...optimizers import OPTIMIZERS
+from .errors import ConfigSection, Fault, shown
 
 
 def _masters(value: object) -> object:
@@ -84,8 +16,10 @@ def _masters(value: object) -> object:
     raise PydanticCustomError("value_error", 'expected true, false, "kahan" or "int8"')
 
 
-class BF16Config(Section):
+class BF16Config(ConfigSection):
     """Compute in bfloat16, with fp32 master parameters in the optimizer, or without."""
+
+    path = "bf16"
 
     enabled: Bool = False
     """Turns bf16 on."""
@@ -101,9 +35,29 @@ class BF16Config(Section):
     auto_cast: Bool = True
     """Cast floating-point inputs of the model to bf16, and of its blocks where it has fp32 buffers."""
 
+    def faults(self, config: Any) -> list[Fault]:
+        if not (self.enabled and config.fp16.enabled):
+            return []
+        message = "bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false"
+        return [Fault("bf16.enabled", "conflict", message)]
 
-class FP16Config(Section):
+    def notes(self, config: Any) -> list[str]:
+        return [] if self.enabled else self.idle("bf16.enabled is false")
+
+
+_DYNAMIC_SCALING = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+
+
+class FP16Config(ConfigSection):
     """Compute in float16, with loss scaling and fp32 master parameters in the optimizer."""
+
+    path = "fp16"
 
     enabled: Bool = False
     """Turns fp16 on."""
@@ -129,6 +83,12 @@ class FP16Config(Section):
     min_loss_scale: Float = Field(default=1.0, ge=0)
     """Dynamic scaling: the scale never falls below this."""
 
+    def notes(self, config: Any) -> list[str]:
+        if not self.enabled:
+            return self.idle("fp16.enabled is false")
+        fixed = f"fp16.loss_scale is fixed at {self.loss_scale:g}"
+        return self.idle(fixed, only=_DYNAMIC_SCALING) if self.loss_scale > 0 else []
+
 
 def _bfloat16(value: object) -> object:
     if value in ("bfloat16", "bf16", "torch.bfloat16"):
@@ -137,14 +97,22 @@ def _bfloat16(value: object) -> object:
     raise PydanticCustomError("value_error", words)
 
 
-class TorchAutocastConfig(Section):
+class TorchAutocastConfig(ConfigSection):
     """Forwards under torch.autocast: parameters keep the model's types, operations that may are computed in another."""
+
+    path = "torch_autocast"
 
     enabled: Bool = False
     """Turns it on."""
 
     dtype: Annotated[Literal["bfloat16"], BeforeValidator(_bfloat16)] = "bfloat16"
     """The type of such operations."""
+
+    def faults(self, config: Any) -> list[Fault]:
+        if not self.enabled or config.parallel.pipeline == 1:
+            return []
+        message = "needs parallel.pipeline 1: a stage of a pipeline calls parts of the model; set bf16.enabled instead"
+        return [Fault("torch_autocast.enabled", "conflict", message)]
 
 
 _DTYPES = {  # also DeepSpeed's and torch's names, and those with "torch." before them
@@ -159,20 +127,13 @@ def dtype_name(value: object) -> object:
     return _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
-class DataTypesConfig(Section):
+class DataTypesConfig(ConfigSection):
     """The types in which gradients are kept."""
+
+    path = "data_types"
 
     grad_accum_dtype: Annotated[Dtype | None, BeforeValidator(dtype_name)] = None
     """The type in which gradients accumulate over microbatches; also by torch's name, as "bfloat16". null: fp32."""
-
-
-class ActivationCheckpointingConfig(Section):
-    """Recompute activations in backward rather than keep them."""
-
-    every: Int = Field(default=0, ge=0)
-    """0: none. 1: every repeated block is recomputed. k: every k-th block."""
-
-    offload: ActivationOffloadConfig = ActivationOffloadConfig()
 
 
 def _bits(value: object) -> object:
@@ -184,8 +145,10 @@ def _bits(value: object) -> object:
 Bits = Annotated[Literal[4, 8] | None, BeforeValidator(_bits)]
 
 
-class PowerSGDConfig(Section):
+class PowerSGDConfig(ConfigSection):
     """PowerSGD: a matrix of gradients is sent as two thin ones, whose product is near it. Stages 0 and 1."""
+
+    path = "communication.power_sgd"
 
     rank: Natural = 0
     """Columns of the thin matrices. 0: off, gradients are sent as they are."""
@@ -202,9 +165,47 @@ class PowerSGDConfig(Section):
     warm_start: Bool = True
     """The product begins with the thin matrix of the step before, else with a random one in each step."""
 
+    def faults(self, config: Any) -> list[Fault]:
+        if not self.rank:
+            return []
+        zero, parallel = config.zero_optimization, config.parallel
+        each = "it is made of the gradient of a whole step, which a rank has at stages 0 and 1 alone"
+        parts = "ranks have parts of a matrix there"
+        wrong: dict[str, tuple[bool, str, object, str]] = {
+            "zero_optimization.stage": (zero.stage > 1, "0 or 1", zero.stage, each),
+            "zero_optimization.shard_size": (
+                bool(zero.stage) and zero.shard_size is not None,
+                "null",
+                zero.shard_size,
+                "a gradient is summed over one line of ranks",
+            ),
+            "parallel.tensor": (parallel.tensor > 1, "1", parallel.tensor, parts),
+            "parallel.sequence": (parallel.sequence > 1, "1", parallel.sequence, parts),
+            "parallel.expert": (parallel.expert > 1, "1", parallel.expert, parts),
+            "zero_optimization.update_in_backward": (
+                zero.update_in_backward,
+                "false",
+                True,
+                "what was not sent is remembered of steps that count",
+            ),
+            "zero_optimization.offload_optimizer.overlap": (
+                zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none",
+                '"none"',
+                zero.offload_optimizer.overlap,
+                "what was not sent is remembered of steps that count",
+            ),
+        }
+        return [
+            Fault(path, "conflict", f"communication.power_sgd needs {expected}, found {shown(value)}: {why}")
+            for path, (is_wrong, expected, value, why) in wrong.items()
+            if is_wrong
+        ]
 
-class CommunicationConfig(Section):
+
+class CommunicationConfig(ConfigSection):
     """How bytes go between the ranks."""
+
+    path = "communication"
 
     route: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
     """"auto" chooses for each message; "shared_memory" between the CPU ranks of one host; "sockets" is
@@ -239,9 +240,37 @@ class CommunicationConfig(Section):
 
     power_sgd: PowerSGDConfig = PowerSGDConfig()
 
+    def faults(self, config: Any) -> list[Fault]:
+        optimizer, rank, found = config.optimizer, self.power_sgd.rank, []
+        sends_signs = optimizer is not None and OPTIMIZERS[optimizer.type].sends_signs
+        if self.gradient_bits is not None and (rank or sends_signs):
+            beside = "communication.power_sgd" if rank else f'optimizer.type "{optimizer.type}"'
+            message = (
+                f"needs null beside {beside}, found {self.gradient_bits}: that sends gradients in a form of its own"
+            )
+            found.append(Fault("communication.gradient_bits", "conflict", message))
+        if rank and sends_signs:
+            message = f'needs 0 beside optimizer.type "{optimizer.type}", found {rank}: that sends no gradients'
+            found.append(Fault("communication.power_sgd.rank", "conflict", message))
+        return found
 
-class CheckpointConfig(Section):
+    def notes(self, config: Any) -> list[str]:
+        stage, found = config.zero_optimization.stage, []
+        if self.gradient_bits is None:
+            of_gradients = ("gradient_bits_in_host", "ranks_of_host")
+            found += self.idle("communication.gradient_bits is null", only=of_gradients)
+        if stage < 3:
+            reason = f"stage {stage} sends what an update has changed, and these are not updated"
+            found += self.idle(reason, only=("frozen_weight_bits",))
+        if stage == 0:
+            found += self.idle("stage 0 sends no weights, every rank updates all of them", only=("weight_bits",))
+        return found
+
+
+class CheckpointConfig(ConfigSection):
     """When checkpoints are saved without a call, where they go, and how they are written."""
+
+    path = "checkpoint"
 
     folder: Folder = None
     """Where the checkpoints of every_steps and on_sigterm go: each tag is a folder below it. Every rank must see it. A
@@ -266,9 +295,23 @@ class CheckpointConfig(Section):
     """On SIGTERM or Ctrl-C (SIGINT): finish the step, save a checkpoint, and exit with status 0, after Ctrl-C with 130.
     A second one acts at once."""
 
+    def faults(self, config: Any) -> list[Fault]:
+        users = [f"every_steps {self.every_steps}"] if self.every_steps > 0 else []
+        users += ["on_sigterm true"] if self.on_sigterm else []
+        if self.folder is not None or not users:
+            return []
+        message = f"must be given: it is where the checkpoints of {' and '.join(users)} go"
+        return [Fault("checkpoint.folder", "missing", message)]
 
-class MemoryReportConfig(Section):
+    def notes(self, config: Any) -> list[str]:
+        reason = "every_steps is 0 and on_sigterm is false; a call of save_checkpoint names its own folder"
+        return [] if self.every_steps or self.on_sigterm else self.idle(reason, only=("folder",))
+
+
+class MemoryReportConfig(ConfigSection):
     """One step is recorded, operation by operation, and what it held is written beside what was predicted."""
+
+    path = "memory_report"
 
     folder: Folder = None
     """Where each rank writes its report; `lowtide report` reads it. null: none is made. A relative path starts at the
@@ -277,3 +320,102 @@ class MemoryReportConfig(Section):
     step: Int = Field(default=3, ge=2)
     """Which step of this process is recorded: it takes several times as long. The first one makes the optimizer's
     states."""
+
+    def notes(self, config: Any) -> list[str]:
+        return [] if self.folder is not None else self.idle("memory_report.folder is null")
+
+
+def _place(value: Any) -> Any:
+    if value is not None and (not isinstance(value, str) or "\0" in value):
+        raise PydanticCustomError("string_type", "expected the path of a folder")
+    return value or ""
+
+
+_Place = Annotated[str, BeforeValidator(_place)]
+
+
+class TensorboardConfig(ConfigSection):
+    """Event files for TensorBoard. Needs the package tensorboard."""
+
+    path = "tensorboard"
+
+    enabled: Bool = False
+    """Turns it on."""
+    output_path: _Place = ""
+    """The folder in which `job_name` is a folder. "": the working directory."""
+    job_name: str = "run"
+    """Name of the job, and of its folder."""
+
+
+class WandbConfig(ConfigSection):
+    """A run of Weights & Biases. Needs the package wandb; without a login, WANDB_MODE=offline writes files."""
+
+    path = "wandb"
+
+    enabled: Bool = False
+    """Turns it on."""
+    group: str | None = None
+    """Runs that are shown together."""
+    team: str | None = None
+    """Whose project it is."""
+    project: str = "lowtide"
+    """The project."""
+
+
+class CsvMonitorConfig(ConfigSection):
+    """A table `metrics.csv` with a row for each step."""
+
+    path = "csv_monitor"
+
+    enabled: Bool = False
+    """Turns it on."""
+    output_path: _Place = ""
+    """The folder in which `job_name` is a folder. "": the working directory."""
+    job_name: str = "run"
+    """Name of the job, and of its folder."""
+
+
+class ProfileConfig(ConfigSection):
+    """Steps of which a trace, collectives, and operations by module are written: see docs/monitors.md."""
+
+    path = "profile"
+
+    enabled: Bool = False
+    """Turns it on."""
+    folder: Folder = None
+    """Where the files go. null: only the log says it. A relative path starts at the working directory."""
+    step: Positive = 2
+    """The first step that is profiled."""
+    steps: Positive = 1
+    """How many are."""
+    module_depth: Annotated[Int, Field(ge=-1)] = -1
+    """Of the modules that are listed; -1: the deepest."""
+    top_modules: Natural = 10
+    """Modules of each depth that are listed; 0: all."""
+    peak_tflops: Annotated[NonNegative | None, Field(gt=0)] = None
+    """What the device can do in the dtype of the model; for model-flops utilisation. null: not known."""
+
+
+class CompileConfig(ConfigSection):
+    """torch.compile on the blocks of the model, each inside of what gathers and reduces it."""
+
+    path = "compile"
+
+    blocks: Bool = False
+    """Compile the forward of every repeated block, that of an embedding or a head not. It is compiled when it first
+    runs, which takes seconds to minutes, and once for all blocks that are alike."""
+
+    backend: Annotated[str, Field(min_length=1)] = "inductor"
+    """By which backend of torch.compile: "inductor" (on the CPU it needs a C++ compiler), "aot_eager", "eager", ..."""
+
+    mode: str | None = None
+    """What torch.compile takes as mode: "default", "reduce-overhead", "max-autotune", ... null: its default."""
+
+    dynamic: Bool | None = None
+    """Whether shapes are expected to change. null: a shape that has changed is, from then on."""
+
+    fullgraph: Bool = False
+    """A block that cannot be compiled as one graph is an error."""
+
+    def notes(self, config: Any) -> list[str]:
+        return [] if self.blocks else self.idle("compile.blocks is false")

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from ...configs.section import MAX_INTEGER, Section
 from ...optimizers import OPTIMIZERS
+from .batch import BATCH_KEYS
 from .errors import MAX_FAULTS, ConfigError, Fault, did_you_mean, shown, unknown_key
 from .optimizer import OptimizerConfig, canonical_optimizer
 from .read import join
 from .scheduler import SCHEDULER_PARAMS, SCHEDULERS, SchedulerConfig, canonical_scheduler
 
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ALIASES = {  # second name of a key: its name
     "bfloat16": "bf16",
     "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
@@ -189,9 +189,9 @@ def other_keys(section: str) -> list[str]:
 
 def dialect_of(raw: Mapping[str, Any], fields: type[Section], also: Collection[str] = ()) -> Dialect:
     """That of a file's plain values. also: further paths that are asked for."""
-    paths, own = set(paths_of(raw)), own_keys(fields)
+    own = own_keys(fields)
     is_own = all(path in own for path in also) and _has_own_keys(raw, "", own)
-    return OWN_WORDS if is_own and not says_no_own_word(raw, paths) else deepspeed()
+    return OWN_WORDS if is_own and not says_no_own_word(raw, set(paths_of(raw))) else deepspeed()
 
 
 def says_no_own_word(raw: Mapping[str, Any], paths: set[str]) -> bool:
@@ -420,13 +420,23 @@ def own_keys(fields: type[Section]) -> dict[str, set[type]]:
     return known
 
 
-def _kinds(section: type[BaseModel], path: str) -> dict[str, set[type]]:
-    found: dict[str, set[type]] = {}
-    for name, info in section.model_fields.items():
-        here, kind = join(path, info.alias or name), info.annotation
-        is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
-        found |= _kinds(kind, here) if is_section else {here: _leaves(kind)}  # type: ignore[arg-type]  # it is one
+@cache
+def sections_of(fields: type[Section], path: str = "") -> dict[str, type[Section]]:
+    """Path -> class of a section and of those in it, but for optimizer and scheduler, whose type decides."""
+    found = {path: fields}
+    for name, info in fields.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            found |= sections_of(info.annotation, join(path, info.alias or name))
     return found
+
+
+def _kinds(fields: type[Section], path: str) -> dict[str, set[type]]:
+    return {
+        join(section, info.alias or name): _leaves(info.annotation)
+        for section, kind in sections_of(fields, path).items()
+        for name, info in kind.model_fields.items()
+        if not (isinstance(info.annotation, type) and issubclass(info.annotation, Section))
+    }
 
 
 def _leaves(kind: object) -> set[type]:

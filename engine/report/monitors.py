@@ -22,7 +22,7 @@ from ...watch.log import logger
 from ...watch.timeline import Timeline
 from ..archive.agreement import no_rank_alone
 from ..config.config import Config
-from ..config.monitors import CsvMonitorConfig, TensorboardConfig, WandbConfig
+from ..config.sections import CsvMonitorConfig, TensorboardConfig, WandbConfig
 from ..model.model_flops import ModelFlops
 from ..step.batch import tokens_in
 from ..step.features import StepFeature, StepResult

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from ..config.cycles import LRRangeTestParams, OneCycleParams
 from ..config.scheduler import (
-    Constant,
-    Cosine,
-    Linear,
+    ConstantParams,
+    CosineAnnealingWarmRestartsParams,
+    DecayParams,
+    LRRangeTestParams,
+    OneCycleParams,
     SchedulerConfig,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
 )
-from ..config.torch_schedulers import CosineAnnealingWarmRestarts
 
 Schedule = Callable[[float, int], float]
 """(learning rate of a parameter group, optimizer steps taken so far) -> the group's learning rate of the next step."""
@@ -36,15 +36,16 @@ _SECOND_BETA = 0.99  # DeepSpeed's in a OneCycle, whatever the optimizer's is
 
 def schedule_of(section: SchedulerConfig) -> Schedule:
     """What a section of the config says. Rates are never negative."""
-    if isinstance(section, Constant | Linear | Cosine):
-        return _after_warmup(section)
-    if isinstance(section, CosineAnnealingWarmRestarts):
-        cosine = _torchs("CosineAnnealingLR", T_max=1, eta_min=section.params.eta_min)
-        return lambda base_lr, step: cosine(base_lr, _share_of_period(section.params.T_0, section.params.T_mult, step))
+    params = section.params
+    if isinstance(params, ConstantParams):
+        return _after_warmup(section.type, params)
+    if isinstance(params, CosineAnnealingWarmRestartsParams):
+        length, times, cosine = params.T_0, params.T_mult, _torchs("CosineAnnealingLR", T_max=1, eta_min=params.eta_min)
+        return lambda base_lr, step: cosine(base_lr, _share_of_period(length, times, step))
     deepspeeds = _DEEPSPEEDS.get(section.type)
     if deepspeeds is not None:
-        return partial(deepspeeds, section.params)
-    return _torchs(section.type, **section.params.model_dump())
+        return partial(deepspeeds, params)
+    return _torchs(section.type, **params.model_dump())
 
 
 def betas_at(section: SchedulerConfig, step: int) -> tuple[float, float] | None:
@@ -89,17 +90,17 @@ def _share_of_period(length: int, times: int, step: int) -> float:
     return step / length
 
 
-def _after_warmup(section: Constant | Linear | Cosine) -> Schedule:
+def _after_warmup(kind: str, params: ConstantParams) -> Schedule:
     """t / w for t < w; then constant, or m + (1 - m) x f(p), with p = min(1, (t - w) / max(1, T - w)), m = min_ratio.
 
     linear: f(p) = 1 - p; cosine: f(p) = (1 + cos(pi p)) / 2.
     """
-    warmup, decay_steps = section.params.warmup_num_steps, 1
-    if isinstance(section, Constant):
+    warmup, decay_steps = params.warmup_num_steps, 1
+    if not isinstance(params, DecayParams):
         decay = _torchs("ConstantLR", factor=1.0, total_iters=0)
     else:
-        decay_steps, end = max(1, section.params.total_num_steps - warmup), section.params.min_ratio
-        if isinstance(section, Linear):
+        decay_steps, end = max(1, params.total_num_steps - warmup), params.min_ratio
+        if kind == "linear":
             decay = _torchs("LinearLR", start_factor=1.0, end_factor=end, total_iters=decay_steps)
         else:
             decay = _torchs("CosineAnnealingLR", T_max=decay_steps, eta_min=end)

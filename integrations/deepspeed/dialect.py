@@ -18,7 +18,7 @@ from typing import Any
 
 from ..engine.config.errors import Fault, shown, unknown_key
 from ..engine.config.optimizer import OptimizerConfig, optimizer_name
-from ..engine.config.scheduler import SchedulerConfig, WarmupDecayLRConfig
+from ..engine.config.scheduler import SchedulerConfig, WarmupDecayLRParams
 from ..engine.config.translate import Dialect, Translation, paths_of, says_no_own_word
 from ..optimizers import OPTIMIZERS
 from .rules import RULES, judge, rule_schema
@@ -133,7 +133,7 @@ class DeepSpeed(Dialect):
         if optimizer is not None:
             for key, value in _their_params(raw, optimizer.type).items():
                 theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
-        if isinstance(scheduler, WarmupDecayLRConfig):
+        if scheduler is not None and isinstance(scheduler.params, WarmupDecayLRParams):
             theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
         return [
             f"{path}: left out, so it is {shown(here)} here; DeepSpeed 0.19 has {shown(there)} then. "

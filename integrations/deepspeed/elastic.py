@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..engine.config.batch import elastic_batch, legal_sizes
 from ..engine.config.config import Config
-from ..engine.config.elasticity import elastic_batch, legal_sizes
 from ..engine.config.errors import ConfigError, Fault
 
 

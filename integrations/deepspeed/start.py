@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine.build import initialize as start_engine
 from ..engine.config.config import Config
-from ..engine.config.sections import ZeroConfig
+from ..engine.config.zero import ZeroConfig
 from . import comm
 from .config import DeepSpeedConfig, Source
 from .divided import DividedModel, not_dividing

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 
 from ..engine.config.config import Config
-from ..engine.config.offload import OffloadOptimizerConfig
 from ..engine.config.parallel import ParallelConfig
 from ..engine.config.sections import BF16Config, FP16Config
+from ..engine.config.zero import OffloadOptimizerConfig
 from .precision import EnginePrecision
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Config

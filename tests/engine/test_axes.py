@@ -8,7 +8,7 @@ import pytest
 from lowtide.comm import Arrangement, Mesh, World
 from lowtide.engine.blueprint.axes import TENSOR, arrangement_of, domain_of
 from lowtide.engine.config.parallel import ParallelConfig, world_faults
-from lowtide.engine.config.sections import ZeroConfig
+from lowtide.engine.config.zero import ZeroConfig
 from lowtide.zero.domain import Domain
 from lowtide.zero.policy import ZeroPolicy
 from tests.ranks import RankPool

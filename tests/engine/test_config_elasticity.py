@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import lowtide
+from lowtide.engine.config.batch import legal_sizes
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.config.elasticity import legal_sizes
 from tests import models
 from tests.ranks import RankPool
 from tests.zero.training import share_of

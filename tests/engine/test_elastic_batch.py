@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from lowtide.engine.config.batch import first_world_size
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.config.elastic import first_world_size
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}

@@ -11,8 +11,9 @@ from torch import nn
 
 import lowtide
 from lowtide.deepspeed.rules import RULES, SECTION_WORDS, is_on
+from lowtide.engine.config.batch import BATCH_KEYS
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.engine.config.translate import AUTO, BATCH_KEYS
+from lowtide.engine.config.translate import AUTO
 
 
 def nested(path: str, value: object) -> dict[str, Any]:

@@ -250,7 +250,8 @@ def test_a_decaying_schedule_has_deepspeeds_peak_with_a_note(
     messages._log_once.cache_clear()
     section = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **said}}
     found = DeepSpeedConfig({"train_batch_size": 8, "scheduler": section}).resolved.scheduler
-    assert isinstance(found, schedules.WarmupDecayLRConfig) and found.params.warmup_max_lr == peak
+    assert found is not None and isinstance(found.params, schedules.WarmupDecayLRParams)
+    assert found.params.warmup_max_lr == peak
     assert [one.getMessage().partition("] ")[2] for one in caplog.records] == [PEAK_NOTE] * (not said)
 
 

@@ -132,4 +132,4 @@ class NativeRoute(Route):
         # On CUDA only the stream waits now, and this thread will somewhere later: the record says in what until the
         # next unit or activity begins.
         if is_recorded and self._device.type == "cpu":
-            self._channel.go_on()
+            self._channel.progress.go_on()

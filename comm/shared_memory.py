@@ -287,6 +287,6 @@ def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[
         except RuntimeError as error:  # of gloo: a rank is late or gone
             others = [other for other in ranks if other != ranks[rank]]
             text = no_answer(ranks[rank], what, others, time.monotonic() - started, error)
-            raise CollectiveError(text + channel.compare(others)) from error
+            raise CollectiveError(text + channel.trail.compare(others)) from error
 
     return gather

@@ -148,7 +148,7 @@ class SharedCounters:
 
     def wait_for(self, counter: int, target: int, what: str, sequence: int) -> None:
         """Returns when the counter of every rank has reached target. sequence: of the collective, for the record."""
-        self._channel.note(what)
+        self._channel.trail.note(what)
         column = self._values[:, counter]
         for _ in range(200):
             if column.min() >= target:
@@ -166,7 +166,7 @@ class SharedCounters:
                     checked = now
                     self._check_peers(column, target, now - started, what)
         finally:
-            self._channel.go_on()
+            self._channel.progress.go_on()
 
     def close(self) -> None:
         """This rank stores nothing more, and says so."""
@@ -189,7 +189,7 @@ class SharedCounters:
                 f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but "
                 "elsewhere. Do all ranks run the same calls of the engine in the same order? "
                 f"A slow rank needs a larger communication.timeout_seconds. {self._channel.raised.what_to_do}"
-                + self._channel.compare(list(late))
+                + self._channel.trail.compare(list(late))
             )
 
     def _fate(self, rank: int) -> str:
@@ -258,6 +258,7 @@ class SharedMail:
             others = [rank for rank, theirs in zip(self._ranks, box[:, -1].tolist(), strict=True) if theirs != name]
             raise CollectiveError(
                 f"rank {self._ranks[self._rank]} in {what}: rank {', '.join(map(str, others))} came to another call of "
-                f"the engine. All ranks must make the same calls in the same order.{self._channel.compare(others)}"
+                "the engine. All ranks must make the same calls in the same order."
+                + self._channel.trail.compare(others)
             )
         return box[:, : values.numel()]

@@ -223,7 +223,7 @@ class SocketRoute(Route):
             raise self._error(what, time.monotonic() - started, error) from error
         finally:
             self._channel.raised.go_on()
-            self._channel.go_on()
+            self._channel.progress.go_on()
 
     def _break(self) -> None:
         break_connections(self._group, [self.ranks[peer] for peer in self._peers], self._first_tag + _NO_TAG)
@@ -235,4 +235,4 @@ class SocketRoute(Route):
             return CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {found}")
         what_to_do = self._channel.raised.what_to_do
         text = no_answer(self.ranks[self.rank], what, peers, waited_seconds, error, what_to_do)
-        return CollectiveError(text + self._channel.compare(peers))
+        return CollectiveError(text + self._channel.trail.compare(peers))

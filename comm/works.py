@@ -89,7 +89,7 @@ class Trail:
         self._recent: deque[str] = deque(maxlen=_LENGTH)
 
     def note(self, what: str) -> None:
-        """A collective begins."""
+        """A collective begins, or this rank comes back to one that has begun."""
         if not self._recent or self._recent[-1] != what:
             self._recent.append(what)
 
@@ -114,7 +114,7 @@ class AxisTrail:
 
     def __init__(self, trail: Trail, raised: Raised, progress: Progress, number: int, ranks: Sequence[int]) -> None:
         """number: of the channel, the same on all `ranks`, which lie at equal distances of each other."""
-        self._trail = trail
+        self.trail = trail
         self.raised = raised
         self.progress = progress
         self.begun = raised.channel(number, ranks)
@@ -123,25 +123,14 @@ class AxisTrail:
 
     def begin(self, what: str) -> int:
         """A collective begins: gives its number, which is the same on every rank."""
-        self._trail.note(what)
+        self.trail.note(what)
         self.begun.count += 1
         return self.progress.begin(self._number, what) if self.progress.is_on else 0
 
-    def note(self, what: str) -> None:
-        """This rank comes back to one that has begun."""
-        self._trail.note(what)
-
     def wait(self, what: str, sequence: int) -> None:
-        """This rank waits for others in collective `sequence`, until `go_on`."""
+        """This rank waits for others in collective `sequence`, until `progress.go_on`."""
         self.progress.wait(what, self._number, sequence, *self._ranks)
-
-    def go_on(self) -> None:
-        self.progress.go_on()
 
     def alone(self, ranks: Sequence[int]) -> str:
         """As `Raised.alone`."""
         return self.raised.alone(self.begun, ranks)
-
-    def compare(self, ranks: Sequence[int]) -> str:
-        """As `Trail.compare`."""
-        return self._trail.compare(ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -13,10 +13,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.files import CheckpointError
 from ..comm import BODY, Activity, Progress
 from ..model.compiled import refuse_to_be_traced
-from ..watch.log import logger
 from ..zero.sequence import StateError
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
@@ -35,7 +33,6 @@ from .step.late_groups import ADDING
 from .step.learning_rates import TrainingState
 from .step.lent_states import LentStates
 from .step.parts import Parts
-from .step.preemption import Preemption
 from .step.shown_gradients import ShownGradients
 from .step.step_gradients import StepGradients
 from .step.step_sums import mean_over_ranks
@@ -69,16 +66,13 @@ class Engine(ModuleFacade):
         if parts.optimizer.param_groups:
             parts.ledger.callback(clip_calls.listen(self._clip_as_torch))
         self._take_up_groups(FrozenValues())
+        parts.save = weakref.WeakMethod(self._save_checkpoint)
         self._late_groups = parts.late_groups
         parts.optimizer.listen(self._add_param_group)
-        self._preemption = Preemption()
-        if parts.config.checkpoint.on_sigterm:
-            self._preemption.arm(says_so=self.rank == 0)
         self._closing = ExitStack()  # the last one first
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
             self._closing.callback(close)
         self._closing.callback(self._features.close)
-        self._closing.callback(self._preemption.disarm)
         self._closing.callback(self._turn.close)
         parts.ledger.belongs_to(self, self._closing.close)
         for module in parts.module.modules():
@@ -242,9 +236,8 @@ class Engine(ModuleFacade):
             return self._complete_step(by_hand)
 
     def _complete_step(self, by_hand: bool) -> StepResult:
-        stop, state = self._preemption, self._state
-        events = (self._archive.checkpoints.has_failed, stop.is_requested, stop.is_interrupt)
-        counts = self._steps.end(state.global_step, events, by_hand)
+        state = self._state
+        self._steps.end(state.global_step, by_hand)
         result = self._steps.last
         if not result.skipped:
             state.learning_rates.advance()
@@ -258,7 +251,6 @@ class Engine(ModuleFacade):
             raise
         for begin in self._features.before_next_step:
             begin(state.global_step)
-        self._save_if_due(*counts)
         return result
 
     @in_turn
@@ -831,7 +823,9 @@ class Engine(ModuleFacade):
             for feature in self._features.after_refresh:
                 feature()
 
-        self._archive = Archive(self.config, self._mesh, self._module, units, self.optimizer, whole, frozen, note_exact)
+        self._archive = self._parts.archive = Archive(
+            self.config, self._mesh, self._module, units, self.optimizer, whole, frozen, note_exact
+        )
         self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -849,30 +843,6 @@ class Engine(ModuleFacade):
     @property
     def _progress(self) -> Progress:
         return self._mesh.world.progress
-
-    def _save_if_due(self, save_failed: int, is_preempted: int, is_interrupted: int) -> None:
-        """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer.
-
-        is_preempted: on how many ranks. is_interrupted: on how many of them by Ctrl-C: what started the job is not to
-        go on as if it were done.
-        """
-        wanted = self.config.checkpoint
-        if save_failed:
-            try:
-                self._archive.checkpoints.wait()  # raises what went wrong in the background
-            except CheckpointError as error:
-                if not is_preempted:
-                    raise
-                logger.error("%s", error)  # the last save is still to be tried
-        is_due = wanted.every_steps and self.global_step % wanted.every_steps == 0
-        if wanted.folder is not None and (is_due or is_preempted):
-            self._save_checkpoint(wanted.folder)
-        if is_preempted:
-            self._preemption.leave()
-            self._close()
-            name = "SIGINT" if is_interrupted else "SIGTERM"
-            logger.info("%s: step %d is saved in %s, leaving", name, self.global_step, wanted.folder)
-            raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
 
 
 def _what(call: str, safe: str, state: str | None) -> str:

@@ -9,6 +9,7 @@ from .step.features import StepFeature
 from .step.guard import ModelGuard
 from .step.lent_states import LentStates
 from .step.pipeline import Pipeline
+from .step.preemption import DueCheckpoints
 from .step.same_batch import SameBatch
 from .step.self_checks import SavedActivations, SequenceCheck, SplitCheck
 from .step.shown_gradients import ShownGradients
@@ -31,6 +32,7 @@ FEATURES: tuple[type[StepFeature], ...] = (
     StepProfile,
     ProfileSection,
     MemoryReports,
+    DueCheckpoints,
     Trial,
 )
 """In the order in which each moment of a step calls them. Those that are off are not called."""

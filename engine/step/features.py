@@ -91,6 +91,13 @@ class StepFeature:
     def before_update(self) -> None:
         """Before the sum over ranks, which tells all of a doubt (`StepSoFar.note_doubt`). All ranks are there."""
 
+    def tells(self) -> Sequence[bool]:
+        """Events that this rank knows of, as many on all ranks: the sum tells all ranks. With `hears` beside it."""
+        return ()
+
+    def hears(self, counts: Sequence[int]) -> None:
+        """On how many ranks each of these events was, after the update."""
+
     def explain_doubt(self) -> None:
         """A rank has a doubt. Raises why, on all ranks, if the doubt is of this feature; all ranks call it."""
 
@@ -140,6 +147,8 @@ class StepFeatures:
     between_steps: tuple[Callable[[str], None], ...]
     before_step: tuple[Callable[[], None], ...]
     before_update: tuple[Callable[[], None], ...]
+    tells: tuple[Callable[[], Sequence[bool]], ...]
+    hears: tuple[Callable[[Sequence[int]], None], ...]
     explain_doubt: tuple[Callable[[], None], ...]
     after_update: tuple[Callable[[bool], None], ...]
     after_change: tuple[Callable[[], None], ...]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from ...comm import Mesh
 from ...model.ledger import Ledger
 from ...offload import ActivationOffload
 from ...zero.optimizer import ShardedOptimizer
+from ..archive.archive import Archive
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
 from ..model.model_flops import ModelFlops
@@ -25,7 +27,7 @@ Prediction = Callable[[Any], tuple[Mapping[str, int], int]]
 """From a batch to the peak of each kind of bytes, and of their total. Raises ValueError where there is none."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
     """What `initialize` has made of a model and a config, and what features of a step look at."""
 
@@ -44,3 +46,5 @@ class Parts:
     memory_prediction: Prediction | str  # of a memory report; or why there is none
     model_flops: ModelFlops | None  # of the whole model, where monitors are on
     trial: StepFeature | None  # of `lowtide tune`, which ends the script after some steps
+    archive: Archive = field(init=False)  # the engine's, of the groups of parameters that there are now
+    save: weakref.WeakMethod[Callable[[str], str]] = field(init=False)  # the engine's save_checkpoint

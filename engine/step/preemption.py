@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as requests: one is noted, and acted upon at the end of the step."""
+"""Checkpoints at the end of steps: every few steps, and where SIGTERM or Ctrl-C asks for the end of the training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import atexit
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType
+from typing import Self
+
+from ...checkpoint.files import CheckpointError
+from ...watch.log import logger
+from .features import StepFeature, StepResult
+from .parts import Parts
 
 _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
@@ -87,3 +94,50 @@ class Preemption:
         elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class DueCheckpoints(StepFeature):
+    """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._stop = Preemption()
+        self._counts: Sequence[int] = ()
+        if parts.config.checkpoint.on_sigterm:
+            self._stop.arm(says_so=parts.mesh.world.rank == 0)
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        wanted = parts.config.checkpoint
+        return cls(parts) if wanted.every_steps or wanted.on_sigterm or wanted.asynchronous else None
+
+    def tells(self) -> Sequence[bool]:
+        """A save in the background has failed; this rank is to end; by Ctrl-C: what started the job is not to go on."""
+        return self._parts.archive.checkpoints.has_failed, self._stop.is_requested, self._stop.is_interrupt
+
+    def hears(self, counts: Sequence[int]) -> None:
+        self._counts = counts
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        wanted = self._parts.config.checkpoint
+        save_failed, is_preempted, is_interrupted = self._counts
+        if save_failed:
+            try:
+                self._parts.archive.checkpoints.wait()  # raises what went wrong in the background
+            except CheckpointError as error:
+                if not is_preempted:
+                    raise
+                logger.error("%s", error)  # the last save is still to be tried
+        is_due = wanted.every_steps and step % wanted.every_steps == 0
+        if wanted.folder is not None and (is_due or is_preempted):
+            save = self._parts.save()
+            assert save is not None
+            save(wanted.folder)
+        if is_preempted:
+            self._stop.leave()
+            name = "SIGINT" if is_interrupted else "SIGTERM"
+            logger.info("%s: step %d is saved in %s, leaving", name, step, wanted.folder)
+            raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
+
+    def close(self) -> None:
+        self._stop.disarm()

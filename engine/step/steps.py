@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
@@ -220,11 +221,10 @@ class Steps:
 
     # -- the update -----------------------------------------------------------------------------------------------
 
-    def end(self, number: int, events: Sequence[bool], by_hand: bool) -> Sequence[int]:
-        """Updates the parameters; a collective. number: of steps before this one. events: that this rank knows of.
+    def end(self, number: int, by_hand: bool) -> None:
+        """Updates the parameters; a collective. number: of steps before this one.
 
-        by_hand: the caller has run the backwards: StateError where they gave no gradient on any rank. Returns on how
-        many ranks each of the events has happened.
+        by_hand: the caller has run the backwards: StateError where they gave no gradient on any rank.
         """
         for feature in self.features.before_call:
             feature("engine.step()", Access.CHANGES)
@@ -233,7 +233,8 @@ class Steps:
         self.num_changes += 1
         for begin in self.features.before_update:
             begin()
-        events = (self.update.has_failed(), self.so_far.lacks_loss, by_hand, *events)
+        told = [tell() for tell in self.features.tells]
+        events = (self.update.has_failed(), self.so_far.lacks_loss, by_hand, *chain(*told))
         losses, what = self._losses_by_weight(), f"the norm of step {number}"
         doubts, cleared = self.so_far.doubts.values(), 1 + crc32(str(self.cleared).encode()) if self.cleared else 0
         doubt = torch.stack([one.any() for one in doubts]).any() if doubts else None
@@ -278,7 +279,9 @@ class Steps:
         self.forget()
         self.scale.loss_scaler.update(result.skipped)
         self.last = result
-        return counts
+        for own, hear in zip(told, self.features.hears, strict=True):
+            hear(counts[: len(own)])
+            del counts[: len(own)]
 
     @property
     def rest(self) -> float:

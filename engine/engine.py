@@ -233,25 +233,22 @@ class Engine(ModuleFacade):
         for feature in self._features.before_step:
             feature()
         with self._steps.join.together(Call.STEP):
-            return self._complete_step(by_hand)
-
-    def _complete_step(self, by_hand: bool) -> StepResult:
-        state = self._state
-        self._steps.end(state.global_step, by_hand)
-        result = self._steps.last
-        if not result.skipped:
-            state.learning_rates.advance()
-        state.global_step += 1
-        self._progress.end_step(state.global_step)
-        try:
-            for feature in self._features.after_step:
-                feature(state.global_step, result)
-        except SystemExit:
-            self._close()
-            raise
-        for begin in self._features.before_next_step:
-            begin(state.global_step)
-        return result
+            state = self._state
+            self._steps.end(state.global_step, by_hand)
+            result = self._steps.last
+            if not result.skipped:
+                state.learning_rates.advance()
+            state.global_step += 1
+            self._mesh.world.progress.end_step(state.global_step)
+            try:
+                for end in self._features.after_step:
+                    end(state.global_step, result)
+            except SystemExit:
+                self._close()
+                raise
+            for begin in self._features.before_next_step:
+                begin(state.global_step)
+            return result
 
     @in_turn
     @torch.no_grad()

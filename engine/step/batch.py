@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.fused_loss import loss_only
 from ...offload import sent
 
 
@@ -149,12 +147,6 @@ def _mismatch(module: nn.Module, given: Any) -> tuple[str, Tensor] | None:
 
 def _brief(value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def call_for_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Any:
-    """As `call`, for `loss_of`: without a loss_fn nothing but the loss is read, and fused models compute no more."""
-    with nullcontext() if loss_fn is not None else loss_only():
-        return call(model, batch)
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:

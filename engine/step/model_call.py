@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import World
+from ...kernels.fused_loss import loss_only
 from ...parallel.sequence_data import SequencePart
 from ...parallel.split_trial import SplitTrial
 from ...parallel.vocabulary import LogitParts
 from ...pipe.split.trees import leaves, map_leaves
 from ..model.given_model import LossFn
 from ..model.sequences import Sequences
-from .batch import call_for_loss, loss_of, microbatches, prepared
+from .batch import call, loss_of, microbatches, prepared
 from .steps import Steps
 
 
@@ -69,9 +71,8 @@ class ModelCall:
 
     def output(self, model: nn.Module, ready: Any) -> Any:
         """What the model returns, of which nothing is read but what the loss needs."""
-        if self.sequences is None:
-            return call_for_loss(model, ready, self._loss_fn)
-        return self.sequences.run(ready, lambda: call_for_loss(model, ready, self._loss_fn))
+        with nullcontext() if self._loss_fn is not None else loss_only():  # fused models compute no more
+            return call(model, ready) if self.sequences is None else self.run(ready, lambda: call(model, ready))
 
     def loss(self, output: Any, ready: Any) -> Tensor:
         """(); of a part, what it adds to the mean over the whole."""

@@ -46,6 +46,7 @@ class StepUpdate:
         """
         self._optimizer = optimizer
         self._mesh = mesh
+        self._is_waited_for = mesh.world.device.type != "cpu"  # whether the host waits for what it asks of the device
         self._unclipped_factor = unclipped_factor
         self._delay_after_steps = delay_after_steps
         gradients = [gradient for unit in reduction_order for gradient in unit.gradients]
@@ -98,7 +99,7 @@ class StepUpdate:
     @property
     def can_be_skipped(self) -> bool:
         """Whether `end_step` takes a `skip`."""
-        return self.timing is Timing.AFTER_NORM and self._asks_device
+        return self.timing is Timing.AFTER_NORM and self._is_waited_for and self._optimizer.can_be_skipped
 
     def end_step(self, factor: float | Tensor, unused: frozenset[int], what: str, skip: Tensor | None = None) -> None:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective.
@@ -203,11 +204,6 @@ class StepUpdate:
             pending.append(shard.group.refresh(is_update=True))
         return pending
 
-    @property
-    def _asks_device(self) -> bool:
-        """Whether it is left to the device whether a gradient is finite, so that the host need not wait for it."""
-        return _is_waited_for(self._mesh.world.device) and self._optimizer.can_be_skipped
-
     def _release_what_changes(self) -> None:
         """A forward since the backward has left some full parameters, of values that now change."""
         for shard in self._optimizer.shards:
@@ -216,14 +212,14 @@ class StepUpdate:
                 group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:
-        if self.timing is Timing.SPECULATIVE and _is_waited_for(self._mesh.world.device):
+        if self.timing is Timing.SPECULATIVE and self._is_waited_for:
             self.arriving.append(gradient)
             self._update_arrived(MAX_LEAVING)
             return
         gradient.settle()
         shard = self._shards.get(id(gradient))
         skip = None
-        if self._asks_device:
+        if self._is_waited_for and self._optimizer.can_be_skipped:  # it is left to the device whether it is finite
             gradient.remember()
             skip, is_finite = gradient.inspection.is_bad(), True  # as far as the host knows
         else:
@@ -281,8 +277,3 @@ class StepUpdate:
             self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.counts.unused = unused
-
-
-def _is_waited_for(device: torch.device) -> bool:
-    """Whether the host waits for what it asks of a device."""
-    return device.type != "cpu"

@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 import torch
-from torch import Tensor
 
 from ...comm import Activity, Mesh
 from ...offload import OffloadError
@@ -235,7 +234,9 @@ class Steps:
             begin()
         told = [tell() for tell in self.features.tells]
         events = (self.update.has_failed(), self.so_far.lacks_loss, by_hand, *chain(*told))
-        losses, what = self._losses_by_weight(), f"the norm of step {number}"
+        losses, what = self.so_far.losses, f"the norm of step {number}"
+        if self.join.num_missing:  # whose mean, averaged over the ranks, is that of all there were
+            losses = weighted(losses, self._weight * len(losses) / self.so_far.num_microbatches)
         doubts, cleared = self.so_far.doubts.values(), 1 + crc32(str(self.cleared).encode()) if self.cleared else 0
         doubt = torch.stack([one.any() for one in doubts]).any() if doubts else None
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, doubt, cleared)
@@ -250,6 +251,7 @@ class Steps:
             self.forget()
             for explain in self.features.explain_doubt:
                 explain()
+            raise AssertionError("expected a feature that explains the doubt of a rank, found none")
         if sums.cleared != cleared * self._mesh.world.size:
             notes = "; ".join(self.cleared)
             self.forget()
@@ -286,26 +288,19 @@ class Steps:
     @property
     def rest(self) -> float:
         """What the sum of the step's gradients is multiplied by for their mean over the microbatches there were."""
-        return self.scale.rest * self._weight
+        return self.scale.rest * self._weight if self.join.num_missing else self.scale.rest
+
+    @property
+    def _weight(self) -> float:
+        """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
+        full = self._mesh.data_size * self.so_far.num_begun
+        return full / (full - self.join.num_missing)
 
     @property
     def norm_factor(self) -> float:
         """Of the root of all squares that were counted: of gradients that are not summed it makes the root mean square
         of the ranks' norms."""
         return 1.0 if self._optimizer.sums_gradients else math.sqrt(self._mesh.data_size)
-
-    @property
-    def _weight(self) -> float:
-        """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
-        full = self._mesh.data_size * self.so_far.num_begun
-        return full / (full - self.join.num_missing) if self.join.num_missing else 1.0
-
-    def _losses_by_weight(self) -> list[Tensor]:
-        """Losses whose mean, averaged over the ranks, is that of all there were."""
-        if not self.join.num_missing:
-            return self.so_far.losses
-        losses = self.so_far.losses
-        return weighted(losses, self._weight * len(losses) / self.so_far.num_microbatches)
 
     def _update_if_finite(self, summed: SummedStep, number: int, rest: float) -> bool:
         """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
@@ -318,7 +313,7 @@ class Steps:
             return False
         unused = frozenset[int]() if self.update.uses.are_all else summed.read().unused
         factor, skip = summed.factor_and_skip(self.so_far.clipping, rest)
-        self.update.end_step(factor, unused, _update_of(number), skip)
+        self.update.end_step(factor, unused, f"the update of step {number}", skip)
         return True
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
@@ -326,7 +321,7 @@ class Steps:
         if sums.num_bad or sums.cleared or factor != self.rest or self.update.has_missed(sums.unused):
             self.take_back()
         if not sums.num_bad:
-            self.update.end_step(factor, sums.unused, _update_of(number))
+            self.update.end_step(factor, sums.unused, f"the update of step {number}")
         elif self._config.fp16.enabled:
             self.update.settle()
         else:
@@ -368,7 +363,3 @@ class Steps:
                 self.num_changes += 1
                 for end in self.features.after_change:
                     end()
-
-
-def _update_of(number: int) -> str:
-    return f"the update of step {number}"

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine/step": {
         *(f"engine/{room}" for room in ("model", "blueprint", "archive", "config")),
         *PIPE,
+        "checkpoint",  # its error, where a save that was due has failed
         "zero",
         "parallel",
         "comm",

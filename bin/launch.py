@@ -14,13 +14,12 @@ from ..launch.allocation.allocation import AllocationRequest, find_allocation
 from ..launch.hosts.environment import job_environment
 from ..launch.hosts.host import Allocation, LaunchError
 from ..launch.hosts.plan import LOCAL_RANK_WORD, Bind, command_of, printed_plan, printed_rank
-from ..launch.job.attempts import Attempts, Elastic, planned
+from ..launch.job.attempts import Attempts, planned
 from ..launch.job.display import say
-from ..launch.job.request import Request
-from ..launch.transports.choice import TransportOptions, transport_for
+from ..launch.job.preparation import Request
+from ..launch.transports import transport_for
 from ..launch.transports.join import become_agent
 from ..launch.transports.link import Transport
-from ..launch.transports.ssh import SshOptions
 from .arguments import Parser
 
 TRANSPORTS = ("local", "ssh", "srun", "mpirun", "join")
@@ -111,11 +110,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, allocation: Allocation, request: Request) -> int:
-    ssh = SshOptions(options.ssh_port, tuple(options.ssh_option))
-    transport_options = TransportOptions(ssh, options.lost_after, needs_terminal=request.log_dir is None)
-
     def make_transport(allocation: Allocation) -> Transport:
-        return transport_for(allocation, transport_options, os.environ)
+        return transport_for(
+            allocation, options.lost_after, os.environ, request.log_dir is None, options.ssh_port, options.ssh_option
+        )
 
     notes = (*allocation.notes, *_notes(options, allocation))
     if allocation.part == "agent" and allocation.meeting is not None:  # for a plan too: the first host asks for it
@@ -134,8 +132,7 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
         environment = {**os.environ, **request.environment, **allocation.rank_environment}
         command = command_of(request.command, environment.get("LOCAL_RANK", "0"))
         os.execve(command[0], command, environment)
-    elastic = Elastic(options.max_restarts, options.min_hosts, options.max_hosts)
-    return Attempts(request, allocation, elastic, make_transport).run()
+    return Attempts(request, allocation, make_transport).run()
 
 
 def _notes(options: argparse.Namespace, allocation: Allocation) -> list[str]:
@@ -194,6 +191,9 @@ def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
         step_limit_seconds=options.step_limit,
         on_stall=options.on_stall,
         notes_of_one_rank=_notes_of_one_rank(options),
+        max_restarts=options.max_restarts,
+        min_hosts=options.min_hosts,
+        max_hosts=options.max_hosts,
         connect_seconds=JOIN_SECONDS if allocation.transport == "join" else CONNECT_SECONDS,
     )
 

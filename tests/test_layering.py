@@ -11,7 +11,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[1]
 
-LAUNCH = {f"launch/{room}" for room in ("hosts", "allocation", "checks", "wire", "agent", "transports", "job")}
+LAUNCH = {f"launch/{room}" for room in ("hosts", "allocation", "wire", "agent", "transports", "job")}
 ENGINE = {
     "engine",
     *(f"engine/{room}" for room in ("archive", "blueprint", "config", "model", "step", "plan", "report")),
@@ -96,10 +96,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "configs": set(),
     "launch": set(),
     "launch/job": {*LAUNCH, "watch"},
-    "launch/transports": {"launch/agent", "launch/wire", "launch/checks", "launch/hosts"},
-    "launch/agent": {"launch/wire", "launch/checks", "launch/hosts", "watch"},
-    "launch/wire": {"launch/checks", "launch/hosts", "watch"},
-    "launch/checks": {"launch/hosts"},
+    "launch/transports": {"launch/agent", "launch/wire", "launch/hosts"},
+    "launch/agent": {"launch/wire", "launch/hosts", "watch"},
+    "launch/wire": {"launch/hosts", "watch"},
     "launch/allocation": {"launch/hosts"},
     "launch/hosts": {"watch"},
     "watch": set(),

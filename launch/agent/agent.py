@@ -22,18 +22,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ...watch import stacks
-from ..checks.facts import HeldPort, run_checks
-from ..checks.reach import own_addresses, reachable
+from ..hosts.facts import run_checks
 from ..hosts.host import LaunchError
+from ..hosts.reach import HeldPort, own_addresses, reachable
 from ..hosts.report import report_host
 from ..wire.channel import MAGIC, Channel
-from ..wire.connection import connected
-from ..wire.handshake import Seal
+from ..wire.handshake import Seal, connected
 from ..wire.loop import Loop
 from ..wire.messages import (
     Check,
     Checked,
-    Ended,
     Held,
     Hello,
     Hold,
@@ -55,9 +53,8 @@ from ..wire.messages import (
     Stopped,
     Welcome,
 )
-from .guard import KILLED_SECONDS, guarded
 from .host_ranks import HostRanks
-from .process_tree import kill_descendants, reap_all
+from .process_tree import KILLED_SECONDS, guarded, kill_descendants, reap_all
 
 WINDOW_BYTES = 1 << 18
 SILENCE_SECONDS = 4.0  # of a peer that is taken for lost; what is left then has a second to be gone within five
@@ -106,7 +103,7 @@ class Agent:
         self._channel.send(Note("the guard of the agent was killed, so the agent ends"))
         self._end(1)
 
-    def printed(self, rank: int, shown: bytes) -> None:
+    def _printed(self, rank: int, shown: bytes) -> None:
         """Sends what a rank has printed, and stops reading where the launcher is behind."""
         if not shown:
             return
@@ -115,11 +112,7 @@ class Agent:
         if self._ranks is not None:
             self._ranks.pause(self._may_send <= 0)
 
-    def ended(self, message: Ended) -> None:
-        """Tells the launcher that a rank is gone."""
-        self._channel.send(message)
-
-    def note(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         """Tells the user something."""
         self._channel.send(Note(text))
 
@@ -196,7 +189,7 @@ class Agent:
             self._held = None
         self._may_send = WINDOW_BYTES
         try:
-            self._ranks = HostRanks(self._loop, message, self)
+            self._ranks = HostRanks(self._loop, message, self._printed, self._channel.send, self._note)
         except LaunchError as error:
             self._channel.send(RanksRefused(str(error)))
             return

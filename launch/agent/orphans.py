@@ -9,13 +9,15 @@ started with another environment (`env -i`), or belongs to another user, is not 
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...watch.record import remove_dead_folders
+
+if TYPE_CHECKING:
+    import psutil
 
 VARIABLE = "LOWTIDE_JOB_ID"
 MAGIC = "=== lowtide orphans ==="  # begins the one line of the answer; a remote shell may talk before
@@ -26,16 +28,18 @@ _CLEAR_LOOKS = 2  # a process in the middle of its exec has no environment, for 
 
 def kill_orphans(identity: str, seconds: float = _SECONDS) -> dict[int, str]:
     """Sends SIGKILL to all processes of the job, until none is there or the time is over: id -> name of those met."""
+    import psutil  # see [Note: psutil is imported late] in process_tree.py: the launcher imports this module
+
     met: dict[int, str] = {}
     deadline = time.monotonic() + seconds
     num_clear = 0
     while num_clear < _CLEAR_LOOKS:
         found = _processes_of(identity)
         num_clear = 0 if found else num_clear + 1
-        for pid in found:
-            with contextlib.suppress(OSError):  # it has ended by itself
-                met.setdefault(pid, Path(f"/proc/{pid}/comm").read_text().strip())
-                os.kill(pid, signal.SIGKILL)
+        for process in found:
+            with contextlib.suppress(psutil.Error):  # it has ended by itself
+                met.setdefault(process.pid, process.name())
+                process.kill()
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
@@ -54,16 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _processes_of(identity: str) -> list[int]:
-    """Not zombies: they have no environment any more."""
-    sign = f"\0{VARIABLE}={identity}\0".encode()
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it is gone, or another user's
-                if sign in b"\0" + Path(f"/proc/{name}/environ").read_bytes() + b"\0":
-                    found.append(int(name))
-    return found
+def _processes_of(identity: str) -> "list[psutil.Process]":
+    """Without those of other users, and zombies, which have no environment any more."""
+    import psutil
+
+    found = psutil.process_iter(["environ"])
+    return [one for one in found if (one.info["environ"] or {}).get(VARIABLE) == identity and one.pid != os.getpid()]
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from ..hosts.host import Allocation, Host, LaunchError, Meeting, Transport
-from . import kubernetes, local, lsf, mpi, slurm, torchrun
-from .hostfile import parse_hosts, read_hostfile, select
+from ..hosts.names import parse_hosts, read_hostfile, select
+from .kubernetes import find_pod
+from .managers import find_lsf, find_slurm, node_names
+from .mpi import find_mpi, find_torchrun
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -52,16 +54,21 @@ def find_allocation(
     """
     _check(request)
     if request.transport == "local" and request.hosts is None and request.hostfile is None:
-        found = _over_others(local.find(), "--transport local", environ)
+        found = _over_others(_this_machine(), "--transport local", environ)
     elif request.host_index is not None:
         found = _over_others(_by_hand(request), "--host-index", environ)
     elif request.hosts is not None or request.hostfile is not None:
         found = _named(request, environ, full_name)
     else:
-        found = _part_of(request, environ, full_name) or local.find()
+        found = _part_of(request, environ, full_name) or _this_machine()
     if found.part == "rank":
         return _as_rank(found, request)
     return _applied(found, request)
+
+
+def _this_machine() -> Allocation:
+    """One host, whose agent is a child of the launcher."""
+    return Allocation("this machine", "local", (Host("localhost"),))
 
 
 def _check(request: AllocationRequest) -> None:
@@ -86,11 +93,11 @@ def _check(request: AllocationRequest) -> None:
 def _part_of(request: AllocationRequest, environ: Mapping[str, str], full_name: Callable[[], str]) -> Allocation | None:
     """What this process was started as, or None where nobody says so."""
     return (
-        torchrun.find(environ)
-        or mpi.find(environ)
-        or slurm.find(environ)
-        or lsf.find(environ)
-        or kubernetes.find(environ, request.num_hosts, full_name)
+        find_torchrun(environ)
+        or find_mpi(environ)
+        or find_slurm(environ)
+        or find_lsf(environ)
+        or find_pod(environ, request.num_hosts, full_name)
     )
 
 
@@ -123,7 +130,7 @@ def _named(request: AllocationRequest, environ: Mapping[str, str], full_name: Ca
     transport: Transport = "ssh"
     if len(hosts) == 1 and (loopback or hosts[0].name in _own_names(full_name)):
         transport = "local"
-    elif {host.name for host in hosts} <= set(slurm.node_names(environ)):
+    elif {host.name for host in hosts} <= set(node_names(environ)):
         transport = "srun"
     return _over_others(Allocation(source, transport, hosts), flag, environ)
 
@@ -197,6 +204,6 @@ def _with_transport(found: Allocation, transport: Transport | None) -> Allocatio
         )
     if transport == "local" and len(found.hosts) > 1:
         raise LaunchError(f"--transport local is for one host, found {len(found.hosts)} ({names}); leave it out")
-    if found.source == local.find().source:
+    if found.source == _this_machine().source:
         raise LaunchError(f"--transport {transport} needs hosts, found none; name them with --hosts or --hostfile")
     return replace(found, transport=transport)

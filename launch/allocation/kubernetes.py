@@ -18,12 +18,12 @@ import re
 from collections.abc import Callable, Mapping
 
 from ..hosts.host import Allocation, Host, LaunchError, Meeting, Part
-from .started import meeting_port, number
+from .managers import meeting_port, number
 
 _LAST_NUMBER = re.compile(r"(.*[-.])?(\d+)")
 
 
-def find(environ: Mapping[str, str], num_hosts: int | None, full_name: Callable[[], str]) -> Allocation | None:
+def find_pod(environ: Mapping[str, str], num_hosts: int | None, full_name: Callable[[], str]) -> Allocation | None:
     """This pod's part in its job, or None outside of one.
 
     num_hosts: of --num-hosts, goes over what the environment says. full_name: this pod's name with its domain, asked

@@ -1,4 +1,4 @@
-"""This process as one that mpirun has started: a launcher on its host, or a rank.
+"""This process as one that mpirun or torchrun has started: a launcher on its host, or a rank.
 
 | MPI | rank | size | rank on its host | size there |
 |---|---|---|---|---|
@@ -8,14 +8,14 @@
 MPI tells nobody the address of rank 0 by environment. Several hosts take it from MASTER_ADDR (`mpirun -x MASTER_ADDR`,
 `mpiexec -genv MASTER_ADDR ...`), or from the resource manager that mpirun stands in, whose first host has rank 0.
 
-Sources: Open MPI 5.0 documentation, 11.1; the variables of MPICH and Intel MPI as libfabric's psm3 reads them.
+Sources: Open MPI 5.0 documentation, 11.1; the variables of MPICH and Intel MPI as libfabric's psm3 reads them;
+https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 """
 
 from collections.abc import Mapping
 
 from ..hosts.host import Allocation, Host, LaunchError, Meeting
-from . import lsf, slurm
-from .started import meeting_port, number, rank_variables
+from .managers import host_names, meeting_port, node_names, number, rank_variables
 
 _VARIABLES = {
     "Open MPI": (
@@ -26,11 +26,14 @@ _VARIABLES = {
     ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 # What names a run of mpirun equally on all hosts, where there is such a thing.
 _IDENTITIES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "SLURM_JOB_ID", "LSB_JOBID")
 
 
-def find(environ: Mapping[str, str]) -> Allocation | None:
+def find_mpi(environ: Mapping[str, str]) -> Allocation | None:
     """This process's part in an MPI job; None outside of one, or where it is alone in it.
 
     Raises LaunchError where rank 0's address is not known.
@@ -66,7 +69,7 @@ def _part(name: str, source: str, place: tuple[int, int, int, int], environ: Map
 
 def _address(source: str, environ: Mapping[str, str]) -> str:
     given = environ.get("MASTER_ADDR")
-    managed = slurm.node_names(environ) or lsf.host_names(environ)
+    managed = node_names(environ) or host_names(environ)
     if not given and not managed:
         raise LaunchError(
             f"{source}: several hosts, and MPI does not say which one has rank 0; expected MASTER_ADDR, found nothing. "
@@ -78,5 +81,17 @@ def _address(source: str, environ: Mapping[str, str]) -> str:
 
 def _names(size: int, address: str, environ: Mapping[str, str]) -> list[str]:
     """Names to show: those of the resource manager where they are as many."""
-    managed = slurm.node_names(environ) or lsf.host_names(environ)
+    managed = node_names(environ) or host_names(environ)
     return managed if len(managed) == size else [address, *(f"mpi-{rank}" for rank in range(1, size))]
+
+
+def find_torchrun(environ: Mapping[str, str]) -> Allocation | None:
+    """This process as a rank of the world that is there, or None. LOCAL_RANK tells it from a pod (kubernetes.py)."""
+    if not all(environ.get(name) for name in _OF_A_RANK):
+        return None
+    starters = {"LOWTIDE_JOB_ID": "lowtide launch", "TORCHELASTIC_RUN_ID": "torchrun"}
+    starter = next((starter for name, starter in starters.items() if name in environ), "the environment")
+    source = f"{starter} (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set)"
+    rank, size = number(environ, "RANK", source), number(environ, "WORLD_SIZE", source)
+    note = f"this process is rank {rank} of {size} already: the script runs in its place"
+    return Allocation(source, "join", (Host("localhost"),), notes=(note,), part="rank")

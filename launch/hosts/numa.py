@@ -47,7 +47,7 @@ def core_limit(root: Path) -> int | None:
     Containers have such a quota (`docker --cpus`, `limits.cpu` of a pod) without a mask. Sources: the kernel's
     cgroup-v2.rst, "cpu.max"; sched-bwc.rst for version 1.
     """
-    limits = [limit for folder in _control_groups(root) if (limit := _quota(folder)) is not None]
+    limits = [limit for folder, _ in control_groups(root, "cpu") if (limit := _quota(folder)) is not None]
     return max(1, math.ceil(min(limits))) if limits else None
 
 
@@ -97,20 +97,24 @@ def _read_list(path: Path) -> list[int]:
     return parse_numbers(text) if text else []
 
 
-def _control_groups(root: Path) -> list[Path]:
-    """Folders of this process's control groups for processors and of those above them."""
+def control_groups(root: Path, controller: str) -> list[tuple[Path, bool]]:
+    """Folders of this process's control groups for a controller and of those above them, the inner ones first.
+
+    The bool says whether a folder is of version 1. In a container the path may be that of the outer system; then the
+    mounted root is the container's own group. Where /proc does not tell, that root alone.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = ["0::/"]
-    folders: list[Path] = []
+    folders: list[tuple[Path, bool]] = []
     for line in lines:
         _, names, path = line.split(":", 2)
-        if names and "cpu" not in names.split(","):
+        if names and controller not in names.split(","):
             continue
-        base = root / "sys/fs/cgroup" / ("cpu" if names else "")
-        parts = Path(path.lstrip("/")).parts
-        folders += [base.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+        base = root / "sys/fs/cgroup" / (controller if names else "")
+        group = Path(path.strip("/"))
+        folders += [(base / inner, bool(names)) for inner in (group, *group.parents)]
     return folders
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...watch.waiting import rank_range
-from .devices import Visible, visible
 from .environment import is_secret, shown_value
 from .host import Allocation, Host, HostReport, LaunchError
 from .numa import own_cores, rank_nodes
+from .report import Visible, visible
 
 Bind = Literal["auto", "none", "numa", "cores"]
 

@@ -10,29 +10,18 @@ it is in, and LOWTIDE_FIRST_WORLD_SIZE for how many ranks its batch was meant. A
 import signal
 import uuid
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..hosts.host import Allocation, LaunchError
 from ..hosts.plan import JobPlan
 from ..transports.link import Transport
 from ..wire.loop import Loop
-from .attempt import Attempt
 from .display import say
 from .launcher import Launcher
-from .obituary import obituary
-from .outcome import JobOutcome
-from .request import Request
+from .outcome import JobOutcome, obituary
+from .preparation import Attempt, Request
 
 FAILURES_IN_A_ROW = 2
-
-
-@dataclass(frozen=True)
-class Elastic:
-    """max_restarts: 0: none. min_hosts: with fewer the job ends; None: all. max_hosts: the others wait in reserve."""
-
-    max_restarts: int = 0
-    min_hosts: int | None = None
-    max_hosts: int | None = None
 
 
 class Attempts:
@@ -45,27 +34,25 @@ class Attempts:
         self,
         request: Request,
         allocation: Allocation,
-        elastic: Elastic,
         make_transport: Callable[[Allocation], Transport],
     ) -> None:
-        if allocation.transport == "join" and elastic.max_restarts:
+        if allocation.transport == "join" and request.max_restarts:
             raise LaunchError(
                 "--max-restarts needs a transport that can start agents again, found launchers that somebody else has "
                 "started on every host; let whoever started them do so again (a Kubernetes backoffLimit, requeueing "
                 "in SLURM), or start one launcher with --hosts, --hostfile or --transport srun"
             )
-        if elastic.min_hosts is not None and elastic.min_hosts > len(allocation.hosts):
+        if request.min_hosts is not None and request.min_hosts > len(allocation.hosts):
             raise LaunchError(
-                f"--min-hosts {elastic.min_hosts} asks for more hosts than there are: {allocation.source} has "
+                f"--min-hosts {request.min_hosts} asks for more hosts than there are: {allocation.source} has "
                 f"{len(allocation.hosts)}; lower it, or name more hosts"
             )
         self._request = request
-        self._elastic = elastic
         self._make_transport = make_transport
         self._allocation = allocation
         self._hosts = list(allocation.hosts)
-        self._most = min(elastic.max_hosts or len(self._hosts), len(self._hosts))
-        self._least = min(elastic.min_hosts or self._most, self._most)
+        self._most = min(request.max_hosts or len(self._hosts), len(self._hosts))
+        self._least = min(request.min_hosts or self._most, self._most)
         self._blamed: tuple[str, int] = ("", 0)  # the host of the last first failure, how often in a row
         self._attempt = Attempt(str(uuid.uuid4()))  # without a first world size until the first attempt has a plan
 
@@ -75,7 +62,7 @@ class Attempts:
             outcome = self._run_once()
             if outcome is None:  # hosts were not reached, and are left out
                 continue
-            may_restart = outcome.was_started and self._attempt.restarts < self._elastic.max_restarts
+            may_restart = outcome.was_started and self._attempt.restarts < self._request.max_restarts
             if outcome.failure is None or not may_restart:
                 return outcome.status
             self._leave_out(outcome)
@@ -84,7 +71,7 @@ class Attempts:
                 return outcome.status
             self._attempt = replace(self._attempt, restarts=self._attempt.restarts + 1)
             names = ", ".join(host.name for host in self._hosts[: self._most])
-            say(f"restart {self._attempt.restarts} of {self._elastic.max_restarts} on {names}")
+            say(f"restart {self._attempt.restarts} of {self._request.max_restarts} on {names}")
 
     def _run_once(self) -> JobOutcome | None:
         allocation = replace(self._allocation, hosts=tuple(self._hosts[: self._most]))

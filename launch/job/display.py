@@ -1,23 +1,93 @@
-"""What the user sees of all ranks: written in a thread of its own, so that a slow terminal holds up nothing else."""
+"""What the user sees of all ranks: written in a thread of its own, so that a slow terminal holds up nothing else.
 
+Equal lines of many ranks, said at about the same time, become one; no line is lost and no rank's order changes.
+"""
+
+import bisect
 import contextlib
+import itertools
 import os
 import queue
 import select
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from ...watch.waiting import named
-from .folding import Folding, Line
+from ..wire.loop import Loop
+from ..wire.messages import Shown
+from .outcome import StopSignals
+from .peers import Peer
 
+WINDOW_SECONDS = 0.2
+_HELD_LINES = 2000
 _COLOURS = (36, 33, 32, 35, 34, 31)
 # A plain line without an end is shown after these seconds on a terminal, where it is repeated below what comes between,
 # and in a file, where it would be cut, when it is longer than these bytes.
 _UNENDED_SECONDS = 0.2
 _UNENDED_BYTES = 1 << 20
 _CLEAR_LINE = b"\r\x1b[K"
+_SHOWN_BYTES = 1 << 16
+
+
+@dataclass
+class Line:
+    """What `ranks` have said; first_seen: in seconds, of the first of them."""
+
+    text: bytes
+    ranks: set[int]
+    first_seen: float
+    number: int = field(repr=False)  # lines are numbered as they begin
+
+
+class Folding:
+    """Holds each line for a moment, in which the other ranks (of `num_ranks` that take part) may say it too."""
+
+    def __init__(self, num_ranks: int, window_seconds: float = WINDOW_SECONDS) -> None:
+        self._num_ranks = num_ranks
+        self._window_seconds = window_seconds
+        self._held: dict[int, Line] = {}
+        self._by_text: dict[bytes, list[int]] = {}
+        self._last: dict[int, int] = {}  # rank -> the number of its newest line
+        self._numbers = itertools.count()
+
+    def add(self, rank: int, text: bytes, now: float) -> None:
+        """`rank` has said `text`: joins the first equal line that comes after what this rank has said before."""
+        numbers = self._by_text.setdefault(text, [])
+        place = bisect.bisect_right(numbers, self._last.get(rank, -1))
+        if place < len(numbers):
+            number = numbers[place]
+            self._held[number].ranks.add(rank)
+        else:
+            number = next(self._numbers)
+            self._held[number] = Line(text, {rank}, now, number)
+            numbers.append(number)
+        self._last[rank] = number
+
+    def take(self, now: float, everything: bool = False) -> list[Line]:
+        """Removes and gives the lines that need not wait any more, in their order."""
+        taken: list[Line] = []
+        for line in self._held.values():
+            is_due = now - line.first_seen >= self._window_seconds or len(line.ranks) >= self._num_ranks
+            if not (everything or is_due or len(self._held) - len(taken) > _HELD_LINES):
+                break
+            taken.append(line)
+        for line in taken:
+            del self._held[line.number]
+            numbers = self._by_text[line.text]
+            numbers.remove(line.number)
+            if not numbers:
+                del self._by_text[line.text]
+        return taken
+
+    def seconds_to_wait(self, now: float) -> float | None:
+        """Until `take` has something; None: nothing is held."""
+        for line in self._held.values():
+            return max(0.0, line.first_seen + self._window_seconds - now)
+        return None
 
 
 class Display:
@@ -185,3 +255,47 @@ def _write(content: bytes) -> None:
             rest = rest[os.write(1, rest) :]
         except BlockingIOError:  # a rank may have set the terminal that it shares to this mode
             select.select([], [1], [])
+
+
+class Screen:
+    """Agents send only so much that is not shown yet: each is told of what was, so many bytes at a time."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._display: Display | None = None
+        self._peer_of: Mapping[int, Peer] = {}
+        self._owed: Counter[int] = Counter()  # host -> bytes that were shown and not told to its agent
+
+    def open(self, hosts: Mapping[int, str], peer_of: Mapping[int, Peer]) -> None:
+        """For ranks, of which 0 is shown without a prefix. hosts: rank -> name of its host; peer_of: -> agent there."""
+        self._peer_of = peer_of
+        self._display = Display(hosts, 0, self._note_shown, ended=lambda: self._loop.post(lambda: None))
+
+    def output(self, rank: int, text: str) -> None:
+        """What a rank has printed, as its agent sends it."""
+        if self._display is not None:
+            self._display.output(rank, text.encode("latin-1"))
+
+    def say(self, text: str) -> None:
+        """A word of the launcher."""
+        if self._display is not None and not self._display.is_done:
+            self._display.say(text)
+        else:
+            say(text)
+
+    def close(self, stop: StopSignals) -> None:
+        """Waits until what the ranks have printed is shown; a signal ends that wait."""
+        if self._display is not None:
+            display, signals = self._display, stop.count
+            display.finish()
+            if self._loop.run(lambda: display.is_done or stop.count > signals) and display.is_done:
+                display.join()  # a restart forks, which is for processes of one thread
+
+    def _note_shown(self, rank: int, nbytes: int) -> None:
+        self._loop.post(lambda: self._pay(self._peer_of[rank], nbytes))
+
+    def _pay(self, peer: Peer, nbytes: int) -> None:
+        self._owed[peer.index] += nbytes
+        if self._owed[peer.index] >= _SHOWN_BYTES:
+            peer.send(Shown(self._owed[peer.index]))
+            self._owed[peer.index] = 0

@@ -4,16 +4,20 @@
 
 Any of it may be cut short by a signal or by the loss of an agent. Whatever happens, `run` comes back only when every
 process of the job that can be reached is gone.
+
+`Sweeps` is the launcher's side of orphans.py: on a host whose agent is lost, what the job has left is killed.
 """
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from ..agent.orphans import MAGIC, VARIABLE
 from ..agent.process_tree import adopt_orphans, kill_descendants, reap_all
 from ..hosts.host import Allocation, LaunchError
 from ..hosts.plan import JobPlan
-from ..transports.link import Transport
+from ..transports.link import Client, Transport
 from ..wire.loop import Loop
 from ..wire.messages import (
     Ended,
@@ -29,19 +33,85 @@ from ..wire.messages import (
     Started,
     Stopped,
 )
-from .attempt import Attempt
-from .obituary import Failure
-from .outcome import Endings, JobOutcome
+from .display import Screen
+from .outcome import Endings, Failure, JobOutcome, StopSignals
 from .peers import Peer, Peers
-from .preparation import Preparation, Prepared, plan_of
-from .request import Request
-from .screen import Screen
+from .preparation import Attempt, Preparation, Prepared, Request, plan_of
 from .stall import StallWatch
-from .stop_signals import StopSignals
-from .sweeps import Sweeps
 
 _KILLED_SECONDS = 5.0  # how long the kernel may take to remove a killed process and close its pipes
 _STOP_AFTER_FAILURE_SECONDS = 3.0  # the ranks that are left cannot go on, and all is to be gone within five seconds
+_SECONDS = 3.0
+_SILENT_SECONDS = 1.0  # where the host itself may be gone; its agent, if it lives, hears nothing either and cleans up
+_POLL_SECONDS = 0.02
+
+
+@dataclass
+class _Sweep:
+    host: str
+    client: Client
+    seconds: float
+    deadline: float
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.client.exit_status is not None or time.monotonic() >= self.deadline
+
+
+class Sweeps:
+    """All hosts at once; each has its time from `begin` on. say: a line for the user.
+
+    A transport that has no second way to a host is left alone: see `Transport.orphans_command`.
+    """
+
+    def __init__(self, loop: Loop, transport: Transport, identity: str, say: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._identity = identity
+        self._say = say
+        self._sweeps: list[_Sweep] = []
+
+    def begin(self, index: int, host: str, was_silent: bool) -> None:
+        """Starts to look on a host, and comes back at once."""
+        command = self._transport.orphans_command(index, self._identity)
+        if command is None:
+            return
+        lines: list[str] = []
+        seconds = _SILENT_SECONDS if was_silent else _SECONDS
+        try:
+            client = Client(self._loop, host, command, lambda _, line: lines.append(line), is_link=False)
+        except OSError as error:
+            self._tell_failure(host, str(error))
+            return
+        self._sweeps.append(_Sweep(host, client, seconds, time.monotonic() + seconds, lines))
+
+    def finish(self) -> None:
+        """Waits until all have ended or their time is over, and says what they have met."""
+        for sweep in self._sweeps:
+            while not self._loop.run(lambda sweep=sweep: sweep.is_over, _POLL_SECONDS):  # type: ignore[misc]
+                pass
+            if sweep.client.exit_status is None:
+                sweep.client.kill()
+                how = f"no answer within {sweep.seconds:g} s"
+            else:
+                how = sweep.client.epitaph()  # reads the rest of what it said
+            sweep.client.close()
+            self._tell(sweep, how)
+        self._sweeps.clear()
+
+    def _tell(self, sweep: _Sweep, how: str) -> None:
+        answer = next((line for line in sweep.lines if line.startswith(MAGIC)), None)
+        if answer is None:
+            self._tell_failure(sweep.host, how)
+        elif met := answer.removeprefix(MAGIC).strip():
+            self._say(f"{sweep.host}: what the job had left there was killed: {met}")
+
+    def _tell_failure(self, host: str, how: str) -> None:
+        self._say(
+            f"{host}: could not look there for processes that the job has left: {how}\nIf that host is alive, "
+            f"`grep -lz {VARIABLE}={self._identity} /proc/*/environ` finds them there."
+        )
 
 
 class Launcher:
@@ -194,8 +264,8 @@ class Launcher:
         assert peer.channel is not None
         self._endings.add_failure(
             Failure(
-                clock=message.clock - peer.channel.clock.offset,
-                uncertainty=peer.channel.clock.uncertainty,
+                clock=message.clock - peer.channel.clock_offset,
+                uncertainty=peer.channel.clock_uncertainty,
                 status=message.status,
                 host=peer.name,
                 rank=message.rank,

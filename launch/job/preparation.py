@@ -1,17 +1,52 @@
-"""What is settled with the agents before a rank starts: the plan, the place of rank 0's store, that all is well."""
+"""What a user asks of the launcher, apart from where, and what is settled with the agents before a rank starts.
+
+The plan, the place of rank 0's store, that all is well, and which attempt of the job this is.
+"""
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from ..checks.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
 from ..hosts.host import Allocation, LaunchError
-from ..hosts.plan import JobPlan, make_plan
-from ..wire.messages import Check, Checked, Held, Hold, Reach, Reached
+from ..hosts.plan import Bind, JobPlan, make_plan
+from ..hosts.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
+from ..wire.messages import Check, Checked, Held, Hold, Job, Reach, Reached
 from .peers import ANSWER_SECONDS, Peers
-from .request import Request
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks of the launcher.
+
+    command: of a rank, the interpreter first; arguments: those of the script. environment: as `job_environment` gives
+    it. grace_seconds: between asking a rank to stop and killing it. step_limit_seconds: None: as the ranks' config
+    says. connect_seconds: for the agents of all hosts to come.
+    max_restarts: 0: none. min_hosts: with fewer the job ends; None: all. max_hosts: the others wait in reserve.
+    notes_of_one_rank: what is said where the job has no more than one.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    quiet_ranks: bool = False
+    log_dir: str | None = None
+    grace_seconds: float = 15.0
+    master_port: int | None = None
+    bind: Bind = "auto"
+    preflight: bool = True
+    check_folders: tuple[str, ...] = ()
+    step_limit_seconds: float | None = None
+    on_stall: Literal["report", "stop"] = "report"
+    connect_seconds: float = 60.0
+    max_restarts: int = 0
+    min_hosts: int | None = None
+    max_hosts: int | None = None
+    notes_of_one_rank: tuple[str, ...] = ()
+
 
 # gloo would listen at the address that the host's name leads to. "": its choice, where the name is not known.
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else ""
@@ -130,3 +165,40 @@ def plan_of(peers: Peers, request: Request, allocation: Allocation, master_addre
         master_address,
     )
     return replace(plan, notes=(*plan.notes, *request.notes_of_one_rank)) if plan.world_size == 1 else plan
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """identity: of the job, the same in all attempts.
+
+    restarts: how many attempts came before it; first_world_size: the ranks of the first one, None in that one itself.
+    """
+
+    identity: str
+    restarts: int = 0
+    first_world_size: int | None = None
+
+    def job(self, plan: JobPlan, request: Request, inherits_terminal: bool) -> Job:
+        """What every agent is told."""
+        return Job(
+            identity=self.identity,
+            command=plan.command,
+            folder=plan.folder,
+            environment=dict(plan.environment),
+            inherits_terminal=inherits_terminal,
+            sends_output=not request.quiet_ranks,
+            log_folder=request.log_dir,
+            appends_logs=self.restarts > 0,
+        )
+
+    def environment(self, port: int, world_size: int) -> dict[str, str]:
+        """Of every rank: what the plan cannot know. port: of rank 0's store."""
+        return {
+            "MASTER_PORT": str(port),
+            "LOWTIDE_RESTART_COUNT": str(self.restarts),
+            "LOWTIDE_FIRST_WORLD_SIZE": str(self.first_world_size or world_size),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_RUN_ID": self.identity,
+            # Inside of a job of torchrun it is set, and rank 0 would look for torchrun's store instead of opening one.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }

@@ -1,1 +1,32 @@
 """How the agent of a host is started, and by what it is talked to."""
+
+from collections.abc import Mapping, Sequence
+
+from ..hosts.host import Allocation
+from .join import JoinTransport, LocalTransport
+from .link import Transport
+from .remote import SshTransport, StepTransport, mpirun_command, srun_command
+
+
+def transport_for(
+    allocation: Allocation,
+    silence_seconds: float,
+    environ: Mapping[str, str],
+    needs_terminal: bool = True,
+    ssh_port: int | None = None,
+    ssh_options: Sequence[str] = (),
+) -> Transport:
+    """A fresh one, for one attempt.
+
+    silence_seconds: after which an agent, or for it the launcher, is lost. needs_terminal: see LocalTransport.
+    """
+    if allocation.transport == "ssh":
+        return SshTransport(silence_seconds, ssh_port, ssh_options)
+    if allocation.transport == "srun":
+        return StepTransport(srun_command, silence_seconds)
+    if allocation.transport == "mpirun":
+        return StepTransport(mpirun_command, silence_seconds)
+    if allocation.transport == "join":
+        assert allocation.meeting is not None
+        return JoinTransport(allocation.meeting, silence_seconds, environ, needs_terminal)
+    return LocalTransport(needs_terminal=needs_terminal)

@@ -1,6 +1,11 @@
 """The line between the launcher and one agent: messages both ways, a sign of life each second, and the clocks' offset.
 
 The launcher sends a Beat each second and the agent answers it, so that each hears the other.
+
+[Note: silence]
+A peer that has ended is noticed at once, by the end of its stream; silence tells only of a cut link, of a host that
+lost its power, or of a process that is stopped. It is counted in ticks of this side's own timer and not by the clock,
+because a process that was stopped itself (Ctrl-Z, a laptop's sleep) would find everyone silent when it wakes.
 """
 
 import os
@@ -10,13 +15,83 @@ from collections.abc import Callable
 from .handshake import HandshakeError, Seal
 from .loop import Loop, Timer
 from .messages import Beat, Message, decode, encode
-from .outgoing import CHUNK_BYTES, Outgoing
-from .peer_clock import PeerClock
-from .silence import TICK_SECONDS, Silence
 
+CHUNK_BYTES = 1 << 16
 MAGIC = b"=== lowtide agent ==="  # what comes before this line from a remote shell is its own talk
 _TICKS_PER_BEAT = 2
 _LINE_LIMIT_BYTES = 1 << 26
+TICK_SECONDS = 0.5
+
+
+class Silence:
+    """limit_seconds: None: it is never over. since: when the peer was last heard."""
+
+    def __init__(self, limit_seconds: float | None) -> None:
+        self.is_over = False
+        self.seconds = 0.0
+        self.since = time.monotonic()
+        self._limit_seconds = limit_seconds
+
+    def heard(self) -> None:
+        """The peer has said something."""
+        self.since = time.monotonic()
+        self.seconds = 0.0
+
+    def tick(self) -> bool:
+        """Each TICK_SECONDS. Whether it has lasted for the limit, before this tick."""
+        if self._limit_seconds is None:
+            return False
+        if self.seconds >= self._limit_seconds:
+            self.is_over = True
+        else:
+            self.seconds += TICK_SECONDS
+        return self.is_over
+
+
+class Outgoing:
+    """Lines to a descriptor, which it owns. Never blocks: what is not taken now is sent when it is."""
+
+    def __init__(self, loop: Loop, fd: int) -> None:
+        self._loop = loop
+        self._fd = fd
+        self._unsent = bytearray()
+        self._waits = False
+        self._is_broken = False
+        os.set_blocking(fd, False)
+
+    @property
+    def num_bytes(self) -> int:
+        """That wait."""
+        return len(self._unsent)
+
+    def put(self, line: bytes) -> None:
+        """line: without its end. Lost where the peer has gone."""
+        if not self._is_broken:
+            self._unsent += line + b"\n"
+            self._write()
+
+    def close(self) -> None:
+        self._loop.forget(self._fd)
+        os.close(self._fd)
+
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._fd, memoryview(self._unsent)[:CHUNK_BYTES].tobytes())]
+        except BlockingIOError:
+            self._wait(True)
+            return
+        except OSError:  # what it said before may still be there to be read: the end of reading tells
+            self._is_broken = True
+            self._unsent.clear()
+        self._wait(False)
+
+    def _wait(self, wanted: bool) -> None:
+        if wanted and not self._waits:
+            self._loop.on_writable(self._fd, self._write)
+        elif not wanted and self._waits:
+            self._loop.forget(self._fd)
+        self._waits = wanted
 
 
 class Channel:
@@ -40,7 +115,8 @@ class Channel:
         talk: Callable[[str], None] | None = None,
         seal: Seal | None = None,
     ) -> None:
-        self.clock = PeerClock()
+        self.clock_offset = 0.0  # the peer's time.monotonic() minus ours
+        self.clock_uncertainty = float("inf")  # of it, in seconds; infinite before an answer
         self.lost_at = 0.0  # when the peer was gone, as far as that is known
         self._loop = loop
         self._read_fd = read_fd
@@ -137,7 +213,13 @@ class Channel:
         if beat.clock is None:
             self.send(Beat(beat.sent, now))
         else:
-            self.clock.hear(beat.sent, beat.clock, now)
+            self._take_clock(beat.sent, beat.clock, now)
+
+    def _take_clock(self, sent: float, answered: float, received: float) -> None:
+        """answered: by the peer's clock. The quicker the answer, the more exact the offset."""
+        if (received - sent) / 2 < self.clock_uncertainty:
+            self.clock_uncertainty = (received - sent) / 2
+            self.clock_offset = answered - (sent + received) / 2
 
     def _tick(self) -> None:
         self._timer = self._loop.after(TICK_SECONDS, self._tick)

@@ -15,8 +15,14 @@ ends the connection. It can be read, though: nothing is encrypted.
 """
 
 import hmac
+import itertools
 import os
 import secrets
+import socket
+import time
+from collections.abc import Callable
+
+from ..hosts.host import LaunchError
 
 PROOF_SECONDS = 10.0  # that each end has for its part, however slowly it speaks
 _NONCE_BYTES = 32
@@ -25,6 +31,9 @@ _GREETING = b"lowtide 2 "  # the number changes with what is said here
 GREETING_BYTES = len(_GREETING) + _HEX + 1
 ANSWER_BYTES = _HEX + 1 + _HEX + 1
 WELCOME_BYTES = _HEX + 1
+_TRY_SECONDS = 5.0
+_PAUSE_SECONDS = 0.2
+_SAY_SECONDS = 10.0
 _STRANGER = "it does not have this job's token"
 
 
@@ -76,11 +85,11 @@ class LauncherHandshake:
         nonce, proof = answer[:_HEX], answer[_HEX + 1 : -1]
         if answer != nonce + b" " + proof + b"\n" or len(answer) != ANSWER_BYTES:
             raise HandshakeError("it does not speak this launcher's protocol; is its lowtide of the same version?")
-        keys = _Keys(self._token, self._nonce, nonce)
-        if not hmac.compare_digest(proof, keys.of("proof of the agent").hex().encode()):
+        keys = _keys(self._token, self._nonce, nonce)
+        if not hmac.compare_digest(proof, keys("proof of the agent").hex().encode()):
             raise HandshakeError(_STRANGER)
-        welcome = keys.of("proof of the launcher").hex().encode() + b"\n"
-        return welcome, Seal(keys.of("launcher to agent"), keys.of("agent to launcher"))
+        welcome = keys("proof of the launcher").hex().encode() + b"\n"
+        return welcome, Seal(keys("launcher to agent"), keys("agent to launcher"))
 
 
 class AgentHandshake:
@@ -96,26 +105,90 @@ class AgentHandshake:
         nonce = greeting.removeprefix(_GREETING)[:-1]
         if greeting != _GREETING + nonce + b"\n" or len(nonce) != _HEX:
             raise HandshakeError("it does not speak this agent's protocol; is its lowtide of the same version?")
-        self._keys = _Keys(self._token, nonce, self._nonce)
-        return self._nonce + b" " + self._keys.of("proof of the agent").hex().encode() + b"\n"
+        self._keys = _keys(self._token, nonce, self._nonce)
+        return self._nonce + b" " + self._keys("proof of the agent").hex().encode() + b"\n"
 
     def seal(self, welcome: bytes) -> Seal:
         """The seal. welcome: WELCOME_BYTES, after `answer`. Raises HandshakeError."""
-        if not hmac.compare_digest(welcome, self._keys.of("proof of the launcher").hex().encode() + b"\n"):
+        if not hmac.compare_digest(welcome, self._keys("proof of the launcher").hex().encode() + b"\n"):
             raise HandshakeError(_STRANGER)
-        return Seal(self._keys.of("agent to launcher"), self._keys.of("launcher to agent"))
+        return Seal(self._keys("agent to launcher"), self._keys("launcher to agent"))
 
 
-class _Keys:
-    """Proofs and keys of a connection."""
-
-    def __init__(self, token: str, launcher_nonce: bytes, agent_nonce: bytes) -> None:
-        self._token = os.fsencode(token)
-        self._nonces = launcher_nonce + agent_nonce  # of fixed length, so that no other pair gives the same bytes
-
-    def of(self, purpose: str) -> bytes:
-        return hmac.digest(self._token, f"lowtide {purpose} ".encode() + self._nonces, "sha256")
+def _keys(token: str, launcher_nonce: bytes, agent_nonce: bytes) -> Callable[[str], bytes]:
+    """From what a proof or a key of a connection is for, to the proof or the key."""
+    nonces = launcher_nonce + agent_nonce  # of fixed length, so that no other pair gives the same bytes
+    return lambda purpose: hmac.digest(os.fsencode(token), f"lowtide {purpose} ".encode() + nonces, "sha256")
 
 
 def _tag(key: bytes, number: int, line: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "big") + line, "sha256").hex().encode()
+
+
+def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], None]) -> tuple[int, Seal]:
+    """A connection to the launcher, which may start later than its agents, and the seal of what is said on it.
+
+    peers: HOST:PORT, several with commas. Others that listen there are told to the user and tried again, as they may
+    have taken the launcher's place for a while. Raises LaunchError when the wait is over.
+    """
+    if not token:
+        raise LaunchError(
+            "the agent has no token to know its launcher by: expected one in LOWTIDE_TOKEN, found nothing; what starts "
+            "the agents (srun, mpirun) must pass its environment on"
+        )
+    deadline = time.monotonic() + wait_seconds
+    say_next = time.monotonic() + _SAY_SECONDS
+    has_met_others = False
+    for peer in itertools.cycle(peers.split(",")):
+        try:
+            return _proved(peer, token)
+        except (OSError, HandshakeError) as error:
+            is_other = isinstance(error, HandshakeError)
+            now = time.monotonic()
+            if now > deadline:
+                raise LaunchError(
+                    f"there is no launcher at {peers} after {wait_seconds:g} s ({error}); has it been started on the "
+                    "first host, and does this host reach it?"
+                ) from error
+            if now > say_next or (is_other and not has_met_others):
+                what = f"what listens at {peer} is not obeyed" if is_other else f"waiting for the launcher at {peer}"
+                say(f"{what} ({error})")
+                say_next = now + _SAY_SECONDS
+            has_met_others |= is_other
+            time.sleep(_PAUSE_SECONDS)
+    raise AssertionError("the cycle has no end")
+
+
+def _proved(peer: str, token: str) -> tuple[int, Seal]:
+    """Raises OSError and HandshakeError."""
+    address, _, port = peer.rpartition(":")
+    connection = socket.create_connection((address.strip("[]"), int(port)), timeout=_TRY_SECONDS)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        deadline = time.monotonic() + PROOF_SECONDS
+        handshake = AgentHandshake(token)
+        connection.sendall(handshake.answer(_received(connection, GREETING_BYTES, deadline)))
+        seal = handshake.seal(_received(connection, WELCOME_BYTES, deadline))
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection.detach(), seal
+
+
+def _received(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """Exactly so many bytes, and not one more: what follows is sealed."""
+    said = b""
+    while len(said) < nbytes:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise HandshakeError(f"it did not prove within {PROOF_SECONDS:g} s that it has this job's token")
+        connection.settimeout(left)
+        try:
+            part = connection.recv(nbytes - len(said))
+        except TimeoutError:
+            continue
+        if not part:
+            raise HandshakeError("it ended the connection without a proof; is LOWTIDE_TOKEN the same on all hosts?")
+        said += part
+    return said

@@ -3,7 +3,7 @@
 import pytest
 
 from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
-from lowtide.launch.allocation.slurm import counts
+from lowtide.launch.allocation.managers import counts
 from lowtide.launch.hosts.host import Allocation, Host, LaunchError, Meeting
 
 # As sbatch --nodes=3 --gpus-per-node=a100:4 sets it, on the first node.

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lowtide.launch.checks import facts as checks
-from lowtide.launch.checks.facts import CheckRequest, CheckResult, HeldPort, run_checks, source_digest, versions
-from lowtide.launch.wire.plain import from_plain, to_plain
+from lowtide.launch.hosts import facts as checks
+from lowtide.launch.hosts.facts import CheckRequest, CheckResult, run_checks, source_digest, versions
+from lowtide.launch.hosts.reach import HeldPort
+from lowtide.launch.wire.messages import from_plain, to_plain
 
 
 def request(folder: Path, **others: Any) -> CheckRequest:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch.hosts.devices import Visible, find_devices, visible
 from lowtide.launch.hosts.host import Device
+from lowtide.launch.hosts.report import Visible, find_devices, visible
 
 LISTING = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d5ba0d6-aaaa)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-5d5bffff-bbbb)

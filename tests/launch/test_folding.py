@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lowtide.launch.job.folding import Folding, Line
+from lowtide.launch.job.display import Folding, Line
 from lowtide.watch.waiting import rank_range
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lowtide.launch.checks.free_memory import free_memory_bytes
+from lowtide.launch.hosts.facts import free_memory_bytes
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lowtide.launch.checks.held_port import BANNER, HeldPort, UnreachableError, seconds_to_reach
 from lowtide.launch.hosts.host import LaunchError
+from lowtide.launch.hosts.reach import BANNER, HeldPort, UnreachableError, seconds_to_reach
 
 
 def test_a_released_port_can_be_listened_to_at_once() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch.allocation.hostfile import parse_hostfile, parse_hosts, read_hostfile, select
 from lowtide.launch.hosts.host import Host, LaunchError
+from lowtide.launch.hosts.names import parse_hostfile, parse_hosts, read_hostfile, select
 
 
 def host(name: str, count: int | None = None) -> Host:

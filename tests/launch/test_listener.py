@@ -16,8 +16,7 @@ from lowtide.launch.transports import listener as listener_module
 from lowtide.launch.transports.link import Link
 from lowtide.launch.transports.listener import MAX_STRANGERS, Listener
 from lowtide.launch.wire.channel import Channel
-from lowtide.launch.wire.connection import connected
-from lowtide.launch.wire.handshake import ANSWER_BYTES
+from lowtide.launch.wire.handshake import ANSWER_BYTES, connected
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Kill, Message, Note, encode
 

@@ -3,9 +3,9 @@
 import pytest
 
 from lowtide.launch.hosts.host import Allocation, Host, LaunchError
-from lowtide.launch.job.attempts import Attempts, Elastic
-from lowtide.launch.job.obituary import Failure, first_of, obituary
-from lowtide.launch.job.request import Request
+from lowtide.launch.job.attempts import Attempts
+from lowtide.launch.job.outcome import Failure, first_of, obituary
+from lowtide.launch.job.preparation import Request
 
 
 def failure(rank: int, clock: float, uncertainty: float = 0.0) -> Failure:
@@ -55,4 +55,4 @@ def test_ranks_that_had_ended_are_told_with_what_to_do(world_size: int, ended: l
 def test_restarts_of_joined_launchers_are_refused() -> None:
     allocation = Allocation("Kubernetes", "join", (Host("a"), Host("b")))
     with pytest.raises(LaunchError, match="--max-restarts needs a transport that can start agents again, found launch"):
-        Attempts(Request(("x",), "/"), allocation, Elastic(max_restarts=1), lambda allocation: pytest.fail("unused"))
+        Attempts(Request(("x",), "/", max_restarts=1), allocation, lambda allocation: pytest.fail("unused"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.launch.agent import orphans
-from lowtide.launch.job.sweeps import Sweeps
+from lowtide.launch.job.launcher import Sweeps
 from lowtide.launch.wire.loop import Loop
 from tests.launch.fakes import ScriptedTransport
 

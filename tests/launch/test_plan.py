@@ -7,7 +7,7 @@ import pytest
 
 from lowtide.launch.hosts.host import Allocation, Device, Host, HostReport, LaunchError, Meeting
 from lowtide.launch.hosts.plan import MAX_SHOWN_RANKS, HostPlan, JobPlan, make_plan, printed_plan
-from lowtide.launch.wire.plain import from_plain, to_plain
+from lowtide.launch.wire.messages import from_plain, to_plain
 
 CPU = HostReport("none", (), ((0,), (1,), (2,), (3,)), None, {0: (0, 1, 2, 3)})
 GPUS = HostReport(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lowtide.launch.checks.facts import CheckResult
-from lowtide.launch.checks.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
+from lowtide.launch.hosts.facts import CheckResult
 from lowtide.launch.hosts.host import Device, HostReport
 from lowtide.launch.hosts.plan import HostPlan, JobPlan, RankPlan
+from lowtide.launch.hosts.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
 
 GIB = 1 << 30
 GOOD: dict[str, Any] = {

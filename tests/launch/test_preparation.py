@@ -11,8 +11,7 @@ import pytest
 from lowtide.launch.hosts.host import Allocation, Host, LaunchError
 from lowtide.launch.job import peers
 from lowtide.launch.job.peers import Peers
-from lowtide.launch.job.preparation import Preparation, Prepared
-from lowtide.launch.job.request import Request
+from lowtide.launch.job.preparation import Preparation, Prepared, Request
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Check, Checked, Held, Hold, Leave, Message, Reach, Reached, Welcome
 from tests.launch.fakes import ScriptedTransport, hello

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.launch.wire.plain import from_plain, to_plain
+from lowtide.launch.wire.messages import from_plain, to_plain
 from lowtide.watch import record
 from lowtide.watch.progress import Activity, Progress, RankProgress, Wait, read_progress
 

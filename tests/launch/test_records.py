@@ -72,7 +72,7 @@ def test_ranks_without_a_place_for_records_are_refused(monkeypatch: pytest.Monke
     start = Start(HostPlan("a", 0, ()), JobMessage("id", ("true",), "/", {}), {}, {})
     loop = Loop()
     with pytest.raises(LaunchError, match=r"expected a folder for their records in .*No space left on device; free"):
-        HostRanks(loop, start, Mock())
+        HostRanks(loop, start, Mock(), Mock(), Mock())
     loop.close()
 
 

@@ -17,10 +17,9 @@ import pytest
 from lowtide.launch.agent.agent import TOKEN_VARIABLE
 from lowtide.launch.hosts.host import LaunchError
 from lowtide.launch.hosts.plan import HostPlan, RankPlan
-from lowtide.launch.transports import mpirun
+from lowtide.launch.transports import remote
 from lowtide.launch.transports.link import END_SECONDS, agent_command
-from lowtide.launch.transports.srun import srun_command
-from lowtide.launch.transports.ssh import SshOptions, SshTransport
+from lowtide.launch.transports.remote import SshTransport, srun_command
 from lowtide.launch.wire.handshake import ANSWER_BYTES, LauncherHandshake
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Job as MessageOfJob
@@ -228,7 +227,7 @@ def test_clients_of_ssh_that_hang_are_ended_together(monkeypatch: pytest.MonkeyP
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     loop, events = Loop(), Mock()
-    transport = SshTransport(SshOptions(), 4.0)
+    transport = SshTransport(4.0)
     transport.start(loop, list("abcdefghij"), events)
     start = time.monotonic()
     transport.close()
@@ -249,8 +248,8 @@ def test_an_agent_gives_up_where_no_launcher_listens() -> None:
 
 
 def test_the_command_of_ssh_is_safe_for_any_host_and_path() -> None:
-    options = SshOptions(2222, ("StrictHostKeyChecking=no", "-F my.conf"))
-    command = options.command("-oProxyCommand=x", ["/a path/python", "-m", "x"])
+    transport = SshTransport(4.0, 2222, ("StrictHostKeyChecking=no", "-F my.conf"))
+    command = transport.command("-oProxyCommand=x", ["/a path/python", "-m", "x"])
     assert command[:5] == ["ssh", "-o", "StrictHostKeyChecking=no", "-F", "my.conf"]
     assert command[-5:] == ["-p", "2222", "--", "-oProxyCommand=x", "'/a path/python' -m x"]
 
@@ -270,15 +269,15 @@ def test_srun_starts_one_task_a_node_with_all_its_cores() -> None:
     ],
 )
 def test_mpirun_is_spoken_to_in_its_dialect(version: str, flags: str) -> None:
-    assert " ".join(mpirun._flags(version, ["a", "b"])) == flags
+    assert " ".join(remote._flags(version, ["a", "b"])) == flags
 
 
 def test_an_unknown_mpirun_is_named() -> None:
     with pytest.raises(LaunchError, match='found one that says "LAM 7" about its version; use --transport ssh or srun'):
-        mpirun._flags("LAM 7\n", ["a"])
+        remote._flags("LAM 7\n", ["a"])
 
 
 def test_no_mpirun_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="needs mpirun or mpiexec in the path, found neither"):
-        mpirun.mpirun_command(["agent"], ["a"])
+        remote.mpirun_command(["agent"], ["a"])

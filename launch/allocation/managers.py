@@ -1,4 +1,11 @@
-"""Hosts of a SLURM job, and whether this process stands beside its steps or is a task of one.
+"""Hosts of a SLURM or LSF job, and what all sources share whose processes someone else has started.
+
+[Note: meeting port]
+Launchers that someone else started on every host cannot tell each other a port that one of them has bound. It is
+computed from the job's name instead, below the range from which the kernel gives ports to others (32768 and up), so
+that two jobs on a host rarely meet, and MASTER_PORT overrules it.
+
+SLURM: this process stands beside the steps of its job, or is a task of one.
 
     where lowtide is started                     step     what it does
     sbatch script, shell of salloc               none     launches on all nodes of the job with srun
@@ -9,20 +16,61 @@
 Sources: sbatch(1), salloc(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; the step numbers that are none are those of
 slurm/slurm.h (SLURM_BATCH_SCRIPT and its neighbours). The shell of salloc may be an "interactive step", which has a
 number of that kind and a copy of the job's task counts.
+
+LSF counts slots in processors, so a host has as many ranks as accelerators unless --nproc says otherwise. On systems
+that put the script on a host of its own (Summit's kind: `batch5 1 h01 42 h02 42`) that host is left out.
+
+Sources: IBM Spectrum LSF 10.1, "Environment variables set for job execution" and "Parallel jobs";
+github.com/olcf-tutorials/Batch-Script-Examples.
 """
 
 import re
+import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..hosts.host import Allocation, Host, LaunchError, Meeting
 from ..hosts.names import expand
-from .started import meeting_port, number, rank_variables
+
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+
+
+def number(environ: Mapping[str, str], name: str, source: str) -> int:
+    """The value of a variable that `source` sets. Raises LaunchError where it is missing or no number."""
+    value = environ.get(name, "")
+    if not value.isascii() or not value.isdigit():
+        found = f'"{value}"' if name in environ else "nothing"
+        raise LaunchError(
+            f"{source}: expected a number in the environment variable {name}, found {found}; "
+            "say the hosts with --hosts, or use --transport local for this machine alone"
+        )
+    return int(value)
+
+
+def meeting_port(identity: str, environ: Mapping[str, str]) -> int:
+    """Where host 0 of the job `identity` listens: MASTER_PORT where it is set. See [Note: meeting port]."""
+    if environ.get("MASTER_PORT"):
+        return number(environ, "MASTER_PORT", identity)
+    return _FIRST_PORT + zlib.crc32(identity.encode()) % _NUM_PORTS
+
+
+def rank_variables(rank: int, size: int, local_rank: int, local_size: int, address: str, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank, from what another launcher said."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
 
 _MAX_NORMAL_STEP = 0xFFFFFFF0
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def find(environ: Mapping[str, str]) -> Allocation | None:
+def find_slurm(environ: Mapping[str, str]) -> Allocation | None:
     """The job's hosts, or this task's part in its step; None outside of SLURM. Raises LaunchError for broken lists."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job or not _nodes(environ):
@@ -121,3 +169,62 @@ def _step(environ: Mapping[str, str], source: str) -> Allocation:
     variables = rank_variables(rank, sum(tasks), local_rank, tasks[index], address, port)
     note = f"srun has started {sum(tasks)} tasks, of which this is rank {rank}: the script runs in its place"
     return Allocation(source, "join", hosts, notes=(note,), part="rank", rank_environment=variables)
+
+
+_BATCH_HOST = re.compile(r"(batch|login|launch)\d*(\..*)?")
+
+
+def find_lsf(environ: Mapping[str, str]) -> Allocation | None:
+    """The job's hosts, or None outside of LSF. Raises LaunchError for lists that cannot be read."""
+    job = environ.get("LSB_JOBID")
+    if not job:
+        return None
+    slots = _slots(environ)
+    if not slots:
+        return None
+    source = f"LSF job {job}"
+    names = list(slots)
+    notes: list[str] = []
+    if len(names) > 1 and _runs_only_the_script(slots, environ):
+        notes.append(f"{names[0]} is left out: it has one slot, for the script")
+        names = names[1:]
+    most = max(slots[name] for name in names)
+    if most > 1:
+        notes.append(
+            f"LSF gives up to {most} slots a host, which count processors; --nproc sets the ranks on each host"
+        )
+    hosts = tuple(Host(name) for name in names)
+    alone = len(hosts) == 1 and len(slots) == 1
+    return Allocation(source, "local" if alone else "ssh", hosts, notes=tuple(notes))
+
+
+def host_names(environ: Mapping[str, str]) -> list[str]:
+    """The hosts of the LSF job that this process belongs to; none outside of LSF."""
+    allocation = find_lsf(environ)
+    return [host.name for host in allocation.hosts] if allocation else []
+
+
+def _slots(environ: Mapping[str, str]) -> dict[str, int]:
+    """Host -> slots, in LSF's order. LSB_HOSTS comes last: LSF leaves it out where it would be long."""
+    if text := environ.get("LSB_MCPU_HOSTS"):
+        words = text.split()
+        if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
+            raise LaunchError(f'LSB_MCPU_HOSTS: expected "hostA 4 hostB 4", found "{text}"; say --hosts instead')
+        pairs = [(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)]
+    elif path := environ.get("LSB_DJOB_HOSTFILE"):
+        try:
+            pairs = [(name, 1) for name in Path(path).read_text(encoding="utf-8").split()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(f"cannot read LSB_DJOB_HOSTFILE={path}: {error}; say --hosts instead") from None
+    else:
+        pairs = [(name, 1) for name in environ.get("LSB_HOSTS", "").split()]
+    slots: dict[str, int] = {}
+    for name, count in pairs:
+        slots[name] = slots.get(name, 0) + count
+    return slots
+
+
+def _runs_only_the_script(slots: Mapping[str, int], environ: Mapping[str, str]) -> bool:
+    first, *others = slots
+    named_so = _BATCH_HOST.fullmatch(first) is not None or "CSM_ALLOCATION_ID" in environ
+    return named_so and slots[first] == 1 and all(slots[other] > 1 for other in others)

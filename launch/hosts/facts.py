@@ -38,10 +38,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .free_memory import free_memory_bytes
-from .held_port import HeldPort, UnreachableError, seconds_to_reach
-
-__all__ = ["PACKAGES", "CheckRequest", "CheckResult", "HeldPort", "run_checks", "seconds_to_reach", "versions"]
+from .numa import control_groups
+from .reach import UnreachableError, seconds_to_reach
 
 PACKAGES = ("torch", "lowtide")
 SHARED_MEMORY = Path("/dev/shm")
@@ -51,6 +49,10 @@ _DIGITS = 8
 
 Value = str | int | float | None
 Probe = Callable[[], Value]
+
+
+_V1_LEVELS = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2_LEVELS = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,28 @@ def _probes(request: CheckRequest) -> dict[str, Probe]:
         address, port, limit = request.master_address, request.master_port, request.limit_seconds
         probes["master_port"] = lambda: seconds_to_reach(address, port, limit)
     return probes
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """What can be taken without swapping and without a limit of this process's control groups. root: of /sys and /proc.
+
+    Page cache that nobody has used lately counts as free in both.
+    """
+    import psutil  # here: it would take a tenth of a launcher's start, which has no use for it
+
+    left: int = psutil.virtual_memory().available
+    for folder, is_first_version in control_groups(root, "memory"):
+        limit_name, usage_name, cache_name = _V1_LEVELS if is_first_version else _V2_LEVELS
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            usage = int((folder / usage_name).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+        except OSError:  # the root group has no limit, nor the files
+            continue
+        if limit != "max":
+            cache = next((int(line.split()[1]) for line in lines if line.startswith(f"{cache_name} ")), 0)
+            left = min(left, int(limit) - usage + cache)
+    return max(left, 0)
 
 
 def source_digest(root: Path = Path(__file__).parents[2]) -> str:

@@ -1,0 +1,198 @@
+"""Transports that start the agents of other hosts: "ssh" with a client each, "srun" and "mpirun" with one step.
+
+ssh's stdin and stdout are the channel. The agents of a step connect to this process; no MPI library is needed.
+"""
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from ..agent.agent import TOKEN_VARIABLE
+from ..hosts.host import LaunchError
+from ..hosts.reach import own_addresses
+from ..wire.loop import Loop
+from .link import END_SECONDS, Client, Events, agent_command, module_command
+from .listener import Listener
+
+CONNECT_SECONDS = 10
+_VERSION_SECONDS = 20.0
+_POLL_SECONDS = 0.5
+
+
+class StepTransport:
+    """Listens, runs `command(agent's command line, hosts)` once, and takes whom it starts.
+
+    A random token comes to the agents by the environment, which the command passes on, and never by a command line.
+    """
+
+    inherits_terminal = False
+    advice = "The command that starts the agents must reach every host, and every host must reach this one by TCP."
+
+    def __init__(self, command: Callable[[Sequence[str], Sequence[str]], list[str]], silence_seconds: float) -> None:
+        self._token = secrets.token_hex(16)
+        self._command = command
+        self._silence_seconds = silence_seconds
+        self._client: Client | None = None
+        self._listener: Listener | None = None
+
+    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+        """See Transport."""
+        self._listener = Listener(loop, 0, self._token, events, self._silence_seconds)
+        own = own_addresses(os.environ) or ("127.0.0.1",)
+        where = ",".join(f"[{address}]:{self._listener.port}" for address in own)
+        agent = agent_command("--connect", where, "--silence", f"{self._silence_seconds:g}")
+        command = self._command(agent, hosts)
+        environment = {**os.environ, TOKEN_VARIABLE: self._token}
+        self._client = Client(loop, command[0], command, events.talk, is_link=False, environment=environment)
+        loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
+
+    def admit_no_more(self) -> None:
+        """See Transport."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def why_lost(self, index: int) -> str:
+        """See Transport."""
+        return "" if self._client is None or self._client.exit_status is None else self._client.epitaph()
+
+    def give_up(self, index: int) -> None:
+        """See Transport: the step goes on for the other hosts."""
+
+    def orphans_command(self, index: int, identity: str) -> None:
+        """See Transport: a second step might wait for the first one's place."""
+
+    def close(self) -> None:
+        """See Transport."""
+        self.admit_no_more()
+        if self._client is not None:
+            self._client.close()
+
+    def _look(self, loop: Loop, events: Events) -> None:
+        if self._client is None or self._client.exit_status is None:
+            loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
+        else:
+            events.unreachable(None, self._client.epitaph())
+
+
+class SshTransport:
+    """One OpenSSH client a host, all at once; its stdin and stdout are the channel.
+
+    port: None: as ssh's configuration says. options: `Name=Value` for -o, or arguments such as `-F FILE`.
+    """
+
+    inherits_terminal = False
+    advice = (
+        "Try `ssh HOST true` by hand: it must work without a password (keys, known_hosts). The same Python, with "
+        f"lowtide, must be there: {sys.executable}. Leave hosts out with --exclude."
+    )
+
+    def __init__(self, silence_seconds: float, port: int | None = None, options: Sequence[str] = ()) -> None:
+        self._silence_seconds = silence_seconds
+        self._port, self._options = port, options
+        self._hosts: Sequence[str] = ()
+        self._clients: list[Client] = []
+
+    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+        """See Transport."""
+        self._hosts = hosts
+        for index, host in enumerate(hosts):
+            remote = agent_command("--stdio", "--index", str(index), "--silence", f"{self._silence_seconds:g}")
+            client = Client(loop, host, self._with_path(host, remote), events.talk, is_link=True)
+            self._clients.append(client)
+            events.linked(client.link(index, self._silence_seconds))
+
+    def admit_no_more(self) -> None:
+        """See Transport: nobody else can."""
+
+    def why_lost(self, index: int) -> str:
+        """See Transport."""
+        return self._clients[index].epitaph()
+
+    def give_up(self, index: int) -> None:
+        """See Transport."""
+        self._clients[index].kill()
+
+    def orphans_command(self, index: int, identity: str) -> list[str]:
+        """See Transport: a second ssh."""
+        return self._with_path(self._hosts[index], module_command("agent.orphans", identity))
+
+    def close(self) -> None:
+        """See Transport."""
+        deadline = time.monotonic() + END_SECONDS  # of all together: there may be hundreds
+        for client in self._clients:
+            client.close(max(0.0, deadline - time.monotonic()))
+
+    def _with_path(self, host: str, remote: Sequence[str]) -> list[str]:
+        """PYTHONPATH goes along, because the module imports lowtide."""
+        path = os.environ.get("PYTHONPATH")
+        before = ["env", f"PYTHONPATH={path}"] if path else []
+        return self.command(host, [*before, *remote])
+
+    def command(self, host: str, remote: Sequence[str]) -> list[str]:
+        """The client's command line; `remote` reaches the host word by word."""
+        words = ["ssh"]
+        for option in self._options:  # ssh takes the first value of a name: what the user gives wins
+            words += shlex.split(option) if option.startswith("-") else ["-o", option]
+        words += ["-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+        words += [] if self._port is None else ["-p", str(self._port)]
+        return [*words, "--", host, shlex.join(remote)]
+
+
+def mpirun_command(agent: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """One agent a host, not bound to cores. Raises LaunchError where there is no mpirun, or one that is not known."""
+    program = shutil.which("mpirun") or shutil.which("mpiexec")
+    if program is None:
+        raise LaunchError(
+            "--transport mpirun needs mpirun or mpiexec in the path, found neither; load the MPI module of your "
+            "cluster, or use --transport ssh"
+        )
+    return [program, *_flags(_version(program), hosts), *agent]
+
+
+def _version(program: str) -> str:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"`{program} --version` does not work: {error}") from error
+    return done.stdout + done.stderr
+
+
+def _flags(version: str, hosts: Sequence[str]) -> list[str]:
+    """Sources: mpirun(1) of Open MPI 4 and 5; the Hydra manual of MPICH; Intel MPI's mpiexec.hydra is the latter's."""
+    count = str(len(hosts))
+    if "Open MPI" in version or "OpenRTE" in version:
+        places = ",".join(f"{host}:1" for host in hosts)
+        return ["-np", count, "--host", places, "--map-by", "ppr:1:node", "--bind-to", "none", "-x", TOKEN_VARIABLE]
+    if "HYDRA" in version or "Intel(R) MPI" in version:
+        names = ",".join(hosts)
+        return ["-n", count, "-ppn", "1", "-hosts", names, "-bind-to", "none", "-genvlist", TOKEN_VARIABLE]
+    first = version.strip().splitlines()[0] if version.strip() else "nothing"
+    raise LaunchError(
+        f'expected the mpirun of Open MPI, MPICH (Hydra) or Intel MPI, found one that says "{first}" about its '
+        "version; use --transport ssh or srun"
+    )
+
+
+def srun_command(agent: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """One task a node, which may use all that the job has there, also beside other steps of the job.
+
+    Source: SLURM's srun manual; --overlap since 20.11. Without --exact a step has all cores of its nodes.
+    """
+    return [
+        "srun",
+        f"--nodes={len(hosts)}",
+        f"--ntasks={len(hosts)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(hosts)}",
+        "--overlap",
+        "--export=ALL",
+        "--input=none",
+        "--cpu-bind=none",
+        "--kill-on-bad-exit=0",
+        *agent,
+    ]

@@ -1,10 +1,17 @@
-"""The argument parser of every command: argparse, with "did you mean" for what does not exist, and short errors."""
+"""What commands share: a parser with "did you mean" for what does not exist, short errors, widths, sizes, pictures."""
 
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from .main import COMMANDS
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Parser(argparse.ArgumentParser):
@@ -13,6 +20,17 @@ class Parser(argparse.ArgumentParser):
     removed: Mapping[str, str] = {}
     """Options that earlier versions had -> what to use instead."""
     _given: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, command: str, examples: str) -> Self:
+        """That of `lowtide COMMAND`, which `lowtide --help` says in a line."""
+        line = COMMANDS[command]
+        return cls(
+            prog=f"lowtide {command}",
+            description=f"{line[0].upper()}{line[1:]}.",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse has it, but unknown options and arguments are errors here, where the parser knows its own."""
@@ -66,3 +84,44 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _is_option(word: str) -> bool:
     return len(word) > 1 and word.startswith("-") and not word[1:].replace(".", "", 1).isdigit()
+
+
+def console_of(width: int) -> "Console":
+    """A terminal has its own width; a file or a pipe gets whole lines, up to `width`."""
+    from rich.console import Console  # `lowtide launch` starts without it
+
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def three_figures(number: float, units: Sequence[str]) -> str:
+    """713, 85.5M, 1.03 GB. units: of 1, of 1000 and so on."""
+    power = max((power for power in range(len(units)) if number >= 1000**power), default=0)
+    return f"{number / 1000**power:.3g}{units[power]}"
+
+
+def size_of(nbytes: int) -> str:
+    """Three figures and a unit: 12 bytes, 69.8 KB, 1.03 GB."""
+    return three_figures(nbytes, (" bytes", " KB", " MB", " GB", " TB"))
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Any]:
+    """Axes to draw on, of which a file is written at the end. width, height: inches, without what is beside the axes.
+
+    Raises ValueError without matplotlib, which is not always there, and for a kind of file that it does not know;
+    OSError where the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ValueError(f'{path}: a picture needs matplotlib: pip install "lowtide[examples]" ({error})') from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(width, height))
+    try:
+        yield axes
+        figure.savefig(path, dpi=110, bbox_inches="tight")  # as wide as a legend beside the axes needs
+    finally:
+        pyplot.close(figure)

@@ -31,9 +31,8 @@ from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import Manifest
 from ..engine.archive.run_state import read_training
 from ..engine.config.config import Config
-from .arguments import Parser
+from .arguments import Parser, console_of, size_of, three_figures
 
-HELP = "list checkpoints, show what is in one, verify that they are whole, import those of DeepSpeed"
 EPILOG = """examples:
   lowtide checkpoint show runs/gpt
   lowtide checkpoint show runs/gpt --verify
@@ -83,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if tag is None and latest is not None and latest not in [entry.tag for entry in entries if entry.path]:
         fault = f"{folder.path}: `latest` names '{latest}', which is not there; name another as `tag` to load it"
     # A file or a pipe gets whole lines, however wide; a terminal its own width.
-    console = Console() if Console().is_terminal else Console(width=160)
+    console = console_of(160)
     if tag is None:
         console.print(list_table(folder, entries, latest))
     else:
@@ -209,7 +208,7 @@ def _cells(manifest: Manifest | None) -> tuple[str, str, str, str, str]:
         _moment(manifest.saved_at),
         _topology(manifest),
         _count(_num_parameters(manifest)),
-        _size(manifest.nbytes),
+        size_of(manifest.nbytes),
     )
 
 
@@ -245,7 +244,7 @@ def _facts(manifest: Manifest, path: Path | None) -> dict[str, str]:
         + (f"; {len(manifest.left_out)} frozen tensors left out" if manifest.left_out else ""),
         "optimizer": "\n".join([training["optimizer"], *map(_as_text, groups)]),
         "config": "\n".join(_differences(manifest.config, Config.load({}).as_dict())) or "all defaults",
-        "size": _size(manifest.nbytes),
+        "size": size_of(manifest.nbytes),
     }
 
 
@@ -270,7 +269,7 @@ def _tensor_table(manifest: Manifest) -> Table:
     table.add_column("size", justify="right")
     for name, info in largest:
         shape = " x ".join(map(str, info.shape)) or "one number"
-        table.add_row(Text(_printable(name)), shape, str(info.dtype).removeprefix("torch."), _size(info.nbytes))
+        table.add_row(Text(_printable(name)), shape, str(info.dtype).removeprefix("torch."), size_of(info.nbytes))
     return table
 
 
@@ -279,7 +278,7 @@ def _file_table(manifest: Manifest) -> Table:
     table.add_column("file")
     table.add_column("size", justify="right")
     for entry in manifest.files:
-        table.add_row(Text(entry.name), _size(entry.nbytes))
+        table.add_row(Text(entry.name), size_of(entry.nbytes))
     return table
 
 
@@ -325,17 +324,7 @@ def _printable(text: str) -> str:
 
 def _count(number: int) -> str:
     """Three figures and a unit: 713, 85.5M, 7.5B."""
-    return _three_figures(number, ("", "K", "M", "B", "T"))
-
-
-def _size(nbytes: int) -> str:
-    """Three figures and a unit: 12 bytes, 69.8 KB, 1.03 GB."""
-    return _three_figures(nbytes, (" bytes", " KB", " MB", " GB", " TB"))
-
-
-def _three_figures(number: int, units: tuple[str, ...]) -> str:
-    power = max((power for power in range(len(units)) if number >= 1000**power), default=0)
-    return f"{number / 1000**power:.3g}{units[power]}"
+    return three_figures(number, ("", "K", "M", "B", "T"))
 
 
 def parser() -> Parser:
@@ -368,12 +357,7 @@ def _import(arguments: argparse.Namespace, parser: Parser) -> int:
 
 def _parsers() -> tuple[Parser, Parser, Parser]:
     """The command line of `lowtide checkpoint`, and those of `show` and `import` in it."""
-    result = Parser(
-        prog="lowtide checkpoint",
-        description=HELP[0].upper() + HELP[1:] + ".",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = Parser.of("checkpoint", EPILOG)
     actions = result.add_subparsers(dest="action", metavar="ACTION")
     show = actions.add_parser(
         "show",

@@ -13,7 +13,6 @@ from ..engine.config.explain import difference, explain
 from ..engine.config.schema import schema_text
 from .arguments import Parser
 
-HELP = "check a config, explain every key of it, compare two, print the JSON schema"
 _EXAMPLES = """examples:
   lowtide config check my.json --world-size 8
   lowtide config explain ds_config.json --given        what becomes of a file that was written for DeepSpeed
@@ -92,12 +91,7 @@ def _world_size(text: str) -> int:
 
 def parser() -> Parser:
     """The command line of `lowtide config`."""
-    result = Parser(
-        prog="lowtide config",
-        description=HELP[0].upper() + HELP[1:] + ".",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = Parser.of("config", _EXAMPLES)
     actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help="report every fault and every note of a config")
     check.add_argument("config", metavar="FILE|NAME", help='a JSON file, or a preset such as "zero3"')

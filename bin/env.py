@@ -1,6 +1,5 @@
 """`lowtide env`: what this machine has, what works on it, and why the rest does not."""
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -11,27 +10,26 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
+from torch.utils import collect_env
 
 from ..engine.plan.measured import VARIABLE, Measured, default_path
 from ..engine.plan.measuring.measure import MeasuringError, measure
 from ..kernels.cpu_build import BuildError, find_compiler
 from ..kernels.dispatch import has_triton
-from ..kernels.optimizer_step import cpu_kernel
-from ..launch.checks.facts import CheckRequest, CheckResult, run_checks, versions
-from ..launch.checks.faults import size_text
+from ..launch.hosts.facts import CheckRequest, run_checks, versions
 from ..launch.hosts.host import HostReport
+from ..launch.hosts.preflight import size_text
 from ..launch.hosts.report import report_host
 from ..offload import PagePool
 from .arguments import Parser
 
-HELP = "say what this machine has, what works on it, and why the rest does not"
 _EPILOG = """examples:
   lowtide env
   lowtide env --folder /nvme            also whether the offload can be to that folder
@@ -54,6 +52,8 @@ _VARIABLES = (
     *("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
 )
 
+_MACHINE = ("free_memory_bytes", "shared_memory_bytes", "free_shared_memory_bytes", "locked_memory_bytes")
+
 Section = dict[str, str | int | float]
 
 
@@ -69,18 +69,14 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     if options.measure is not None:
         return _measure(options.measure, options.folder)
-    report = report_host()
-    checks = _checks(options.folder)
-    facts = {name: result.value for name, result in checks.items()}
-    abilities = _abilities(report, facts)
+    folders = () if options.folder is None else (str(options.folder),)
+    checks = run_checks(CheckRequest(1, str(Path.cwd()), sys.executable, write_folders=folders))
+    facts = {result.name: result.value for result in checks}
+    abilities = _abilities(report_host(), facts)
     if options.folder is not None:
-        abilities["offload to nvme"] = _writing(checks, options.folder)
-    sections: dict[str, Section] = {
-        "versions": _versions(facts),
-        "devices": _devices(report),
-        "machine": _machine(report, facts),
-        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-    }
+        error = next(result.error for result in checks if result.name == f"write_folder {options.folder}")
+        abilities["offload to nvme"] = _writing(options.folder, facts[f"write_folder {options.folder}"], error)
+    sections = _sections(facts)
     text = _as_json(sections, abilities) if options.json else _as_text(sections, abilities)
     print(_without_home(text, str(Path.home())))
     return 1 if options.folder is not None and not abilities["offload to nvme"].works else 0
@@ -88,12 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     """The command line of `lowtide env`."""
-    result = Parser(
-        prog="lowtide env",
-        description=HELP[0].upper() + HELP[1:] + ".",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = Parser.of("env", _EPILOG)
     result.add_argument("--folder", type=Path, metavar="DIR", help="say whether files can be in this folder too")
     result.removed = {"--quick": "nothing is measured without --measure, so leave it out"}
     result.add_argument(
@@ -123,59 +114,36 @@ def _measure(path: Path, folder: Path | None) -> int:
     return 0
 
 
-def _checks(folder: Path | None) -> dict[str, CheckResult]:
-    request = CheckRequest(1, str(Path.cwd()), sys.executable, write_folders=() if folder is None else (str(folder),))
-    return {result.name: result for result in run_checks(request)}
+def _sections(facts: Mapping[str, Any]) -> dict[str, Section]:
+    """What torch's own bug reports have, and what a training of ours needs beside it."""
+    collected = collect_env.get_env_info()._asdict()  # type: ignore[no-untyped-call]
+    lines = [line.partition(":") for line in (collected.pop("cpu_info") or "").splitlines()]
+    del collected["python_version"], collected["torch_version"], collected["pip_packages"], collected["conda_packages"]
+    return {
+        "versions": {
+            **versions(),
+            "sources": str(facts.get("lowtide_source", "")),
+            **{name: _version_of(name) for name in ("triton", "numpy", "pydantic")},
+        },
+        "torch": {
+            name: str(value).replace("\n", "; ") for name, value in collected.items() if value not in (None, "N/A", {})
+        },
+        "machine": {
+            "processor": next((value.strip() for key, _, value in lines if key == "Model name"), platform.machine()),
+            "cores": os.cpu_count() or 1,
+            "threads of torch": torch.get_num_threads(),
+            "accelerator": str(torch.accelerator.current_accelerator() or "none"),
+            "memory_bytes": psutil.virtual_memory().total,
+            **{name: facts[name] for name in _MACHINE if facts.get(name) is not None},
+            "rdma devices": facts.get("rdma_devices") or 0,
+        },
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
 
 
-def _versions(facts: Mapping[str, object]) -> Section:
-    found: Section = {**versions(), "sources": str(facts.get("lowtide_source", ""))}
-    found["triton"] = _version_of("triton")
-    found["numpy"] = _version_of("numpy")
-    found["pydantic"] = _version_of("pydantic")
-    found["cuda"] = torch.version.cuda or "torch is built without it"
-    found["os"] = _os_name()
-    found["kernel"] = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return found
-
-
-def _devices(report: HostReport) -> Section:
-    found: Section = {}
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    for index in range(torch.accelerator.device_count() if accelerator is not None else 0):
-        assert accelerator is not None
-        found[f"{accelerator.type}:{index}"] = _properties(accelerator, index)
-    if not found:
-        found = {f"device {device.identities[0]}": device.name for device in report.devices}
-    return found or {"accelerators": "none"}
-
-
-def _properties(accelerator: torch.device, index: int) -> str:
-    """What torch's module of the accelerator says of a device; not all of them say as much as CUDA's."""
-    ask = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
-    device: Any = ask(index) if ask is not None else None
-    found = [str(getattr(device, "name", accelerator.type))]
-    if hasattr(device, "total_memory"):
-        found.append(size_text(device.total_memory))
-    if hasattr(device, "major") and hasattr(device, "minor"):
-        found.append(f"compute capability {device.major}.{device.minor}")
-    return ", ".join(found)
-
-
-def _machine(report: HostReport, facts: Mapping[str, object]) -> Section:
-    names = ("free_memory_bytes", "shared_memory_bytes", "free_shared_memory_bytes", "locked_memory_bytes")
-    found: Section = {"processor": _processor(), "cores": os.cpu_count() or 1, "usable cores": report.num_cores}
-    found["threads of torch"] = torch.get_num_threads()
-    found["numa nodes"] = max(1, len(report.nodes))
-    found["memory_bytes"] = psutil.virtual_memory().total
-    found |= {name: value for name in names if isinstance(value := facts.get(name), str | int | float)}
-    found["rdma devices"] = int(str(facts.get("rdma_devices") or 0))
-    return found
-
-
-def _abilities(report: HostReport, facts: Mapping[str, object]) -> dict[str, Ability]:
-    shared = facts.get("free_shared_memory_bytes")
-    room = isinstance(shared, int) and shared > 0 and os.access("/dev/shm", os.W_OK)
+def _abilities(report: HostReport, facts: Mapping[str, Any]) -> dict[str, Ability]:
+    shared: int = facts.get("free_shared_memory_bytes") or 0
+    room = shared > 0 and os.access("/dev/shm", os.W_OK)
     pages = PagePool.is_possible()
     return {
         "cuda": _cuda(report),
@@ -184,7 +152,7 @@ def _abilities(report: HostReport, facts: Mapping[str, object]) -> dict[str, Abi
         "c++ compiler": _compiler(),
         "cpu update kernel": _cpu_kernel(),
         "shared-memory route": Ability(
-            room, f"{size_text(int(str(shared)))} free in /dev/shm" if room else "/dev/shm has no room, or is read-only"
+            room, f"{size_text(shared)} free in /dev/shm" if room else "/dev/shm has no room, or is read-only"
         ),
         "parameters on nvme": Ability(
             pages, "pages can be moved" if pages else f"needs Linux 5.7 or newer, found {platform.release()}"
@@ -226,63 +194,51 @@ def _triton() -> Ability:
 
 def _compiler() -> Ability:
     try:
-        command = find_compiler()
+        return _said([*find_compiler(), "--version"])
     except BuildError as error:
         return Ability(False, str(error))
+
+
+def _ssh() -> Ability:
+    if shutil.which("ssh") is None:
+        return Ability(False, "there is no `ssh` in the path; install OpenSSH's client to start jobs on other hosts")
+    return _said(["ssh", "-V"])
+
+
+def _said(command: Sequence[str]) -> Ability:
+    """That of a program, by the first line that it says of its version."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
-        return Ability(True, f"{command[0]}: {(done.stdout.splitlines() or ['it does not say its version'])[0]}")
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
+        lines = (done.stdout or done.stderr).splitlines()
+        return Ability(True, f"{command[0]}: {lines[0] if lines else 'it does not say its version'}")
     return Ability(False, f"{command[0]} cannot be run")
 
 
 def _cpu_kernel() -> Ability:
     """Builds it, as training would; its log says which form it is, and why."""
-    with _logged() as lines:
-        try:
-            kernel = cpu_kernel()
-        except ValueError as error:
-            return Ability(False, str(error))
-    said = lines[-1].removeprefix("CPU optimizer: ") if lines else "built before"
-    return Ability(kernel is not None, said)
-
-
-def _ssh() -> Ability:
-    path = shutil.which("ssh")
-    if path is None:
-        return Ability(False, "there is no `ssh` in the path; install OpenSSH's client to start jobs on other hosts")
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run([path, "-V"], capture_output=True, text=True, errors="replace", timeout=10)
-        return Ability(True, (done.stderr or done.stdout).strip())
-    return Ability(False, f"{path} cannot be run")
-
-
-def _writing(checks: Mapping[str, CheckResult], folder: Path) -> Ability:
-    """Whether files can be in the folder."""
-    found = checks[f"write_folder {folder}"]
-    if found.value is None:
-        return Ability(False, f"{folder}: {found.error}: name a folder that exists and can be written to")
-    return Ability(True, f"{folder}: can be written to, {size_text(int(found.value))} free")
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[list[str]]:
-    """What the library's log says meanwhile; it is shown nowhere else."""
     lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("lowtide"), Keep()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lowtide")
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # it is shown nowhere else
     try:
-        yield lines
+        kernel = cpu_kernel()
+    except ValueError as error:
+        return Ability(False, str(error))
     finally:
         logger.removeHandler(handler)
         logger.level, logger.propagate = before
+    return Ability(kernel is not None, lines[-1].removeprefix("CPU optimizer: ") if lines else "built before")
+
+
+def _writing(folder: Path, free_bytes: Any, error: str) -> Ability:
+    """Whether files can be in the folder."""
+    if free_bytes is None:
+        return Ability(False, f"{folder}: {error}: name a folder that exists and can be written to")
+    return Ability(True, f"{folder}: can be written to, {size_text(free_bytes)} free")
 
 
 def _version_of(package: str) -> str:
@@ -290,21 +246,6 @@ def _version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _os_name() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return platform.platform()
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _without_home(text: str, home: str) -> str:
@@ -319,7 +260,7 @@ def _as_json(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) 
 
 def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:
     blocks: dict[str, dict[str, str]] = {
-        name: {_label(name, key): _shown(key, value) for key, value in section.items()}
+        name: {key.removesuffix("_bytes"): _shown(key, value) for key, value in section.items()}
         for name, section in sections.items()
         if section
     }
@@ -329,10 +270,6 @@ def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) 
     for name, block in blocks.items():
         lines += [name, *(f"  {key:<{width}}  {value}" for key, value in block.items()), ""]
     return "\n".join(lines[:-1])
-
-
-def _label(section: str, key: str) -> str:
-    return key if section == "environment" else key.removesuffix("_bytes").replace("_", " ")
 
 
 def _shown(key: str, value: str | int | float) -> str:

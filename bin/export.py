@@ -11,9 +11,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.export import export_source, parse_bytes, parse_dtype
 from ..checkpoint.files import MANIFEST, CheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
-from .arguments import Parser
+from .arguments import Parser, size_of
 
-HELP = "write the weights of a checkpoint as safetensors, in the model's own names"
 _EXAMPLES = """examples:
   lowtide export runs/gpt weights
   lowtide export runs/gpt weights --tag global_step100 --dtype bf16 --shard-bytes 500MB
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     files = f"{len(plan.files)} files" if len(plan.files) > 1 else "one file"
     print(
         f"{arguments.folder}: {len(plan.places)} tensors of checkpoint {checkpoint.tag}, "
-        f"{_size(plan.total_bytes)} in {files}"
+        f"{size_of(plan.total_bytes)} in {files}"
     )
     return 0
 
@@ -78,12 +77,6 @@ def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return changed
 
 
-def _size(nbytes: int) -> str:
-    """Three figures and a unit: 69.8 KB, 13.5 GB."""
-    power = max((power for power in range(5) if nbytes >= 1000**power), default=0)
-    return f"{nbytes / 1000**power:.3g} {('bytes', 'KB', 'MB', 'GB', 'TB')[power]}"
-
-
 def _dtype(text: str) -> torch.dtype | None:
     try:
         return parse_dtype(text)
@@ -100,12 +93,7 @@ def _bytes(text: str) -> int:
 
 def parser() -> Parser:
     """The command line of `lowtide export`."""
-    result = Parser(
-        prog="lowtide export",
-        description=HELP[0].upper() + HELP[1:] + ".",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = Parser.of("export", _EXAMPLES)
     result.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one checkpoint in it")
     result.add_argument("folder", metavar="FOLDER", help="where the files go; what was exported there is replaced")
     result.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")

@@ -26,10 +26,9 @@ from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with
 from ..engine.plan.uncollected import uncollected
 from ..engine.report.memory import predict
-from .arguments import Parser
+from .arguments import Parser, console_of
 from .planned import draw, show
 
-HELP = "say beforehand what a training takes, and which config is the fastest that fits"
 _STAGES = {
     0: "stage 0",
     1: "stage 1 (P_os)",
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; 0 if the plan fits, 1 with what is missing if it does not."""
     arguments = parser().parse_args(argv)
     # A file or a pipe gets the whole table, however wide; a terminal its own width.
-    console = Console() if Console().is_terminal else Console(width=132)
+    console = console_of(132)
     if arguments.config is not None and arguments.params is not None:
         parser().error("--params: expected it alone, since CONFIG is planned for a model; leave one out")
     if arguments.config is not None:
@@ -279,12 +278,7 @@ def _count(text: str) -> int:
 
 def parser() -> Parser:
     """The command line of `lowtide plan`."""
-    result = Parser(
-        prog="lowtide plan",
-        description=HELP[0].upper() + HELP[1:] + ".",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = Parser.of("plan", _EXAMPLES)
     result.add_argument(
         "config", metavar="CONFIG", nargs="?", help='a JSON file or a preset; "auto" chooses everything'
     )

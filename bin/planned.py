@@ -11,7 +11,7 @@ from ..engine.config.config import Config
 from ..engine.config.errors import shown
 from ..engine.plan.choice import KEYS, Choice, value_at
 from ..engine.plan.plan import Alternative, Plan
-from .pictures import picture
+from .arguments import picture
 
 _LINKS = {
     "intra": "to devices of the host",

@@ -16,9 +16,8 @@ from ..pipe.schedules.grid import colour_grid, write_png
 from ..pipe.schedules.registry import KINDS, is_path, make_schedule, read_schedule
 from ..pipe.schedules.schedule import Schedule, ScheduleError
 from ..pipe.schedules.simulator import Simulation, simulate
-from .arguments import Parser
+from .arguments import Parser, console_of
 
-HELP = "draw a pipeline schedule, or rank all of them for given costs and memory"
 _EXAMPLES = """examples:
   lowtide schedule show 1f1b --ranks 4 --microbatches 8
   lowtide schedule show train.json --png schedule.png
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; 0 if a schedule was shown or fits, 1 with the reason on stderr if not."""
     arguments = parser().parse_args(argv)
     # A file or a pipe gets the lines as wide as they are; a terminal its own width.
-    console = Console() if Console().is_terminal else Console(width=132)
+    console = console_of(132)
     try:
         return _show(arguments, console) if arguments.command == "show" else _compare(arguments, console)
     except ScheduleError as error:
@@ -242,12 +241,9 @@ def _parse_counts(text: str) -> list[int]:
 
 def parser() -> Parser:
     """The command line of `lowtide schedule`."""
-    result = Parser(
-        prog="lowtide schedule",
-        description=f"{HELP[0].upper()}{HELP[1:]}.\n\nschedules:\n"
-        + "\n".join(f"  {kind.name:<12} {kind.summary}" for kind in KINDS.values()),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    result = Parser.of("schedule", _EXAMPLES)
+    result.description = f"{result.description}\n\nschedules:\n" + "\n".join(
+        f"  {kind.name:<12} {kind.summary}" for kind in KINDS.values()
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="draw one schedule and say what it costs on each rank")

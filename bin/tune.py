@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
@@ -24,11 +25,9 @@ from ..engine.plan.calibration import MeasuredStep, fit
 from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import TrialRequest
 from . import launch
-from .arguments import Parser
+from .arguments import Parser, console_of, picture
 from .trials import TrialOutcome, run
-from .tuned import Tried, draw, ignored_rows, table
 
-HELP = "try the planner's best configs with your own script, and keep the fastest"
 _EXAMPLES = """examples:
   lowtide tune zero3 --nproc 2 examples/train_gpt.py
   lowtide tune auto --trials 8 --steps 20 train.py --data /data
@@ -70,6 +69,34 @@ def main(argv: Sequence[str]) -> int:
         return 128 + (caught[0] if caught else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """planned: {"choice", "seconds", "peak_bytes"} of the plan; {} of a config that could not be planned."""
+
+    name: str
+    planned: Mapping[str, Any]
+    outcome: TrialOutcome
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one that was measured."""
+        return float(self.outcome.result["step_seconds"])
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of one that was measured."""
+        return float(self.outcome.result["samples"]) / self.step_seconds
+
+    @property
+    def planned_seconds(self) -> float | None:
+        return sum(self.planned["seconds"].values()) if self.planned else None
+
+    @property
+    def speed(self) -> float:
+        """For the order of a table: the fastest first, and what was not measured last."""
+        return -self.samples_per_second if self.outcome.state == "measured" else 0.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +209,7 @@ class _Tuning:
         return max(1.0, min(limit, self._deadline - time.monotonic()))
 
     def _conclude(self, tried: Sequence[Tried], plan: Mapping[str, Any] | None) -> int:
-        console = Console() if Console().is_terminal else Console(width=132)
+        console = console_of(132)
         if tried:
             console.print(table(tried))
         measured = [one for one in tried if one.outcome.state == "measured"]
@@ -224,6 +251,74 @@ class _Tuning:
         )
 
 
+def ignored_rows(measured: Sequence[Tried]) -> str:
+    """What to say of a script whose microbatches stay as they are where the config has another number of rows."""
+    for one in measured:
+        for other in measured:
+            rows, others = (each.planned.get("choice", {}).get("rows") for each in (one, other))
+            batch = one.outcome.result.get("batch")
+            if None not in (rows, others, batch) and rows != others and batch == other.outcome.result.get("batch"):
+                return (
+                    f"{one.name} has {rows} rows a microbatch, {other.name} {others}, and the script gave both the "
+                    "same: samples/s are not true. Expected batches by engine.config.train_micro_batch_size_per_gpu; "
+                    'or give the batch sizes in CONFIG values, and only other keys "auto"'
+                )
+    return ""
+
+
+def table(tried: Sequence[Tried]) -> Table:
+    """The fastest first. A column for each key of the choices in which they differ."""
+    choices = [one.planned["choice"] for one in tried if one.planned]
+    names = [name for name in (choices[0] if choices else ()) if len({str(one[name]) for one in choices}) > 1]
+    result = Table(title="predicted beside measured")
+    result.add_column("")
+    for name in (*names, "s a step, planned", "measured", "samples/s", "peak GB, planned", "measured"):
+        result.add_column(name.replace("_", " "), justify="right")
+    result.add_column("")
+    for one in sorted(tried, key=lambda one: one.speed):
+        choice = one.planned.get("choice", {})
+        is_measured = one.outcome.state == "measured"
+        peak = one.outcome.result.get("peak_bytes")
+        cells = [str(choice.get(name, "")) for name in names]
+        cells += [_number(one.planned_seconds), _number(one.step_seconds if is_measured else None)]
+        cells += [_number(one.samples_per_second if is_measured else None)]
+        cells += [_gigabytes(one.planned.get("peak_bytes")), _gigabytes(peak)]
+        result.add_row(one.name, *cells, "" if is_measured else escape(f"{one.outcome.state}: {one.outcome.words}"))
+    return result
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _gigabytes(value: float | None) -> str:
+    return "" if value is None else f"{value / 1e9:.3g}"
+
+
+def draw(measured: Sequence[Tried], path: Path) -> None:
+    """Seconds of a step, planned and measured, beside each other."""
+    rows = sorted(measured, key=lambda one: one.speed)
+    with picture(path, 8, 1.5 + 0.5 * len(rows)) as axes:
+        places = range(len(rows))
+        axes.barh([place - 0.2 for place in places], [one.planned_seconds or 0 for one in rows], 0.38, label="planned")
+        axes.barh([place + 0.2 for place in places], [one.step_seconds for one in rows], 0.38, label="measured")
+        axes.set_yticks(list(places), [_label(one) for one in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds a step")
+        axes.set_title("the fastest by sample first", loc="left")
+        axes.legend()
+
+
+def _label(one: Tried) -> str:
+    choice = one.planned.get("choice")
+    if not choice:
+        return one.name
+    return (
+        f"{one.name}: stage {choice['stage']}, pipeline {choice['pipeline']}, {choice['rows']} x "
+        f"{choice['accumulation']} rows, checkpointing {choice['every']}"
+    )
+
+
 def _launched(options: argparse.Namespace) -> list[str]:
     """The command line of `lowtide launch`. Raises ValueError for quotes that do not end."""
     words = ["--nproc", str(options.nproc)] if options.nproc else []
@@ -260,12 +355,7 @@ def _seconds(text: str) -> float:
 
 def parser() -> Parser:
     """The command line of `lowtide tune`."""
-    result = Parser(
-        prog="lowtide tune",
-        description=HELP[0].upper() + HELP[1:] + ".",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = Parser.of("tune", _EXAMPLES)
     add = result.add_argument
     add("--trials", type=int, default=5, metavar="N", help="of the plan's best, beside CONFIG itself (5)")
     add("--steps", type=int, default=10, metavar="N", help="that are timed in each (10)")

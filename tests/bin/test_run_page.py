@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import lowtide
-from lowtide.bin.report import main
-from lowtide.bin.run_page import page_of
+from lowtide.bin.report import main, page_of
 from tests import models
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.bin import trials, tune, tuned
+from lowtide.bin import trials, tune
 from lowtide.bin.trials import TrialOutcome
 from lowtide.bin.tune import main
 from lowtide.engine.config.config import Config
@@ -62,6 +62,8 @@ else:
     sys.exit(3)
 """
 
+DRAW = tune.draw
+
 
 def planned(name: str, stage: int, seconds: float, **config: Any) -> dict[str, Any]:
     return {
@@ -101,7 +103,7 @@ def started(folder: Path) -> list[str]:
 def test_the_fastest_is_written_as_a_config(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune, "draw", tuned.draw)
+    monkeypatch.setattr(tune, "draw", DRAW)
     plan(folder, 0.4, a=0.2, b=0.1, c=0.3)
     assert main(["c.json", "--trials", "2", "train.py"]) == 0
     said = capsys.readouterr().out
@@ -307,7 +309,7 @@ def test_what_cannot_be_drawn_or_kept_does_not_end_the_command(
     plan(folder, 9.0, a="ValueError: [rank0] [/no] markup")
     monkeypatch.setenv("LOWTIDE_MACHINE", str(folder / "c.json" / "machine.json"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(tune, "draw", tuned.draw)
+    monkeypatch.setattr(tune, "draw", DRAW)
     assert main(["c.json", "--write", "new/best.json", "train.py"]) == 0
     said = capsys.readouterr()
     assert (folder / "new" / "best.json").exists() and "ValueError: [rank0] [/no] markup" in said.out

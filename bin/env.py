@@ -23,6 +23,7 @@ from ..engine.plan.measured import VARIABLE, Measured, default_path
 from ..engine.plan.measuring.measure import MeasuringError, measure
 from ..kernels.cpu_build import BuildError, find_compiler
 from ..kernels.dispatch import has_triton
+from ..kernels.optimizer_step import cpu_kernel
 from ..launch.hosts.facts import CheckRequest, run_checks, versions
 from ..launch.hosts.host import HostReport
 from ..launch.hosts.preflight import size_text

@@ -17,11 +17,9 @@ from ..engine.build import initialize
 from ..engine.engine import Engine
 from ..engine.model.deferred import DeferredModel
 from ..model.blocks import find_blocks
-from .data_ranks import DataCalls, DataRank
+from .data_ranks import DataCalls, DataRank, only_cpu, refuse_alone
 from .engine_config import EngineConfig, Said, Source
-from .engine_optimizer import EngineOptimizer, EngineSchedule
-from .processes import only_cpu, refuse_alone
-from .saved_states import SavedStates
+from .saved_states import EngineOptimizer, EngineSchedule, SavedStates
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _BATCH_AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu")

@@ -1,14 +1,20 @@
-"""TrainingArguments with two more: the config of lowtide, and which mean an evaluation has."""
+"""TrainingArguments with the config of lowtide, what the others say of it, and which of them cannot hold beside it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 
-from .processes import only_cpu
+from ..engine.config.config import Config
+from .data_ranks import DataRank, only_cpu
+from .engine_config import EngineConfig, Said, Source
 
+_TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_STEPS_IN_BACKWARD = ("lomo", "layerwise")
 HELP = (
     "How lowtide divides the training over the ranks: the name of a preset such as zero3, the path of a JSON file, or "
     "a dictionary."
@@ -50,3 +56,111 @@ class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
     def __post_init__(self) -> None:
         self.use_cpu = self.use_cpu or only_cpu()
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers has no types for it
+
+
+def config_of(source: Source, args: Any) -> EngineConfig:
+    """The config with the values of transformers.TrainingArguments; the steps of the schedule are filled later.
+
+    Raises ConfigError where the two contradict each other, and ValueError for arguments that cannot hold.
+    """
+    config = EngineConfig(source)
+    refuse(args, config)
+    config.say(*said_by(args))
+    config.compute_in(args.mixed_precision, "mixed_precision of TrainingArguments")
+    config.on_device(args.device.type)
+    config.refuse_pipeline()
+    data = DataRank.of(config.parallel, args.process_index, args.world_size)
+    config.say(_whole_batch(args, data.size))
+    _refuse_with(args, config.check())
+    return config
+
+
+def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
+    """num_steps: optimizer steps of the training, which are known when its data are."""
+    config.say(Said("scheduler.params.total_num_steps", num_steps, "the number of steps"))
+    warmup = max(1, args.get_warmup_steps(num_steps))
+    config.say(Said("scheduler.params.warmup_num_steps", warmup, "warmup_steps"))
+    config.check()
+
+
+def said_by(args: Any) -> Iterator[Said]:
+    """What the arguments say, key by key."""
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    sizes = not args.auto_find_batch_size
+    yield Said("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size", must_match=sizes)
+    yield Said("gradient_accumulation_steps", steps, "gradient_accumulation_steps")
+    yield Said("pipeline.microbatches", steps, "gradient_accumulation_steps")
+    yield Said("gradient_clipping", args.max_grad_norm, "max_grad_norm")
+    yield Said("seed", args.seed, "seed")
+    params = "optimizer.params"
+    yield Said(f"{params}.lr", args.learning_rate, "learning_rate", fills_missing=True)
+    yield Said(f"{params}.weight_decay", args.weight_decay, "weight_decay", fills_missing=True)
+    yield Said(f"{params}.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1 and adam_beta2")
+    yield Said(f"{params}.eps", args.adam_epsilon, "adam_epsilon")
+    yield Said("scheduler.params.warmup_min_lr", 0, "the Trainer", must_match=False)
+    yield Said("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
+
+
+def _whole_batch(args: Any, num_data_ranks: int) -> Said:
+    whole = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_data_ranks
+    product = "per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks"
+    return Said("train_batch_size", whole, product, must_match=not args.auto_find_batch_size)
+
+
+def refuse(args: Any, config: EngineConfig) -> None:
+    """Raises ValueError for arguments of TrainingArguments that ask for something else than lowtide."""
+    found = [
+        ("deepspeed", args.deepspeed, "there is one engine; leave it out"),
+        ("fsdp", args.fsdp, "there is one engine; leave it out"),
+        ("parallelism_config", args.parallelism_config, "the config of lowtide says how the model is divided"),
+        ("ddp_broadcast_buffers", args.ddp_broadcast_buffers, "each rank keeps its own buffers; leave it out"),
+        ("n_gpu", args.n_gpu if args.n_gpu > 1 else None, "start a process for each GPU, by `lowtide launch SCRIPT`"),
+        ("optim", args.optim if _is_in_backward(args.optim) else None, "it updates in the backward; take adamw_torch"),
+    ]
+    if config.has("scheduler"):
+        other = None if (name := _name(args.lr_scheduler_type)) == "linear" else name
+        found.append(("lr_scheduler_type", other, "the config has a scheduler; leave one of them out"))
+    if config.has("optimizer"):
+        other = None if (name := _name(args.optim)) in _TORCH_ADAMW else name
+        found.append(("optim", other, "the config has an optimizer; leave one of them out"))
+    if args.save_on_each_node and args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
+        found.append(("save_on_each_node", True, "all hosts write one checkpoint, into a folder that they share"))
+    for name, value, why in found:
+        if value:
+            raise ValueError(f"TrainingArguments: expected no {name} under lowtide, found {name}={value}: {why}")
+
+
+def _is_in_backward(optim: Any) -> bool:
+    return any(word in _name(optim) for word in _STEPS_IN_BACKWARD)
+
+
+def _name(choice: Any) -> str:
+    """Of an enumeration's value, or of the text in its place."""
+    return str(getattr(choice, "value", choice))
+
+
+def _refuse_with(args: Any, config: Config) -> None:
+    """What the arguments and the filled config cannot hold together."""
+    for name, is_on in (("bf16", config.bf16.enabled), ("fp16", config.fp16.enabled)):
+        if getattr(args, f"{name}_full_eval") and not is_on:
+            raise ValueError(
+                f"TrainingArguments: expected {name}_full_eval with {name} alone under lowtide, whose model has one "
+                f"compute type, found it without; set {name}=True, or leave {name}_full_eval out"
+            )
+    if config.zero_optimization.update_in_backward and args.max_grad_norm:
+        raise ValueError(
+            f"TrainingArguments: expected max_grad_norm=0 with update_in_backward, found {args.max_grad_norm:g}: the "
+            "norm is known after all gradients; set one of them to 0 or false"
+        )
+    if config.parallel.sequence > 1 and args.neftune_noise_alpha:
+        raise ValueError(
+            "TrainingArguments: expected no neftune_noise_alpha with parallel.sequence, found "
+            f"{args.neftune_noise_alpha:g}: the noise would be scaled by the length of a part of each sequence, and be "
+            "the same in all parts; leave it out"
+        )
+    if config.parallel.sequence > 1 and args.label_smoothing_factor:
+        raise ValueError(
+            "TrainingArguments: expected label_smoothing_factor=0 with parallel.sequence, found "
+            f"{args.label_smoothing_factor:g}: the Trainer smooths the labels of whole sequences, of which a rank has "
+            "the logits of a part"
+        )

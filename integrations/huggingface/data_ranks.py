@@ -22,6 +22,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
+from ..comm.rendezvous import num_started
 from ..engine.config.errors import ConfigError
 from ..engine.config.parallel import ParallelConfig, world_faults
 
@@ -137,3 +138,22 @@ class _DataScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate 
         for _ in range(self._num_steps if acts else 1):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
                 super().step(*args, **kwargs)
+
+
+def only_cpu() -> bool:
+    """Whether this host has no accelerator; accelerate joins processes there only where it is told to use the CPU."""
+    return not torch.accelerator.is_available()
+
+
+def refuse_alone(num_processes: int) -> None:
+    """Raises ValueError where accelerate counts other processes than an engine will.
+
+    The loop of each would take all batches then, and write the files of all.
+    """
+    started = num_started()
+    if started != num_processes:
+        raise ValueError(
+            f"Accelerator: expected the {started} processes that the launcher has started, found {num_processes} in "
+            "accelerate: each would train on all batches; on a CPU say so, by TrainingArguments(use_cpu=True) or "
+            "Accelerator(cpu=True)"
+        )

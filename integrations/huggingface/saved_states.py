@@ -1,21 +1,95 @@
-"""States of an Accelerator with engines: what accelerate saves beside them, and a checkpoint of each engine."""
+"""An engine's optimizer and schedule as the loops of Hugging Face call them, and the states of an Accelerator.
+
+What accelerate saves beside the engines is as it was, and there is a checkpoint of each engine.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import MODEL_NAME
 
 from ..engine.engine import Engine
-from .engine_optimizer import EngineOptimizer
-from .random_state import same_random_state
+from ..engine.step.features import StepResult
 
 _Base: Any = object  # what the mixin stands before
+
+
+class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
+    """`step` is the engine's: norm, clipping, update of the shards. Schedulers act on its `param_groups`.
+
+    Acts, as AcceleratedOptimizer does, at the end of an accumulation alone.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+        """optimizer: the one that the engine was made with; None: the config's."""
+        super().__init__(engine.optimizer if optimizer is None else optimizer, device_placement=False)
+        self.engine = engine
+        self.last: StepResult | None = None
+        """What the last step has given."""
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> None:
+        """Raises ValueError for a closure: the gradients of a step are those of its backwards."""
+        if closure is not None:
+            raise ValueError("optimizer.step(): expected no closure, found one; call backward before it")
+        if self.gradient_state.sync_gradients:
+            self.last = self.engine.step()
+            self._is_overflow = self.last.skipped
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self.engine.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the options alone. Raises StateError once there are states, which no rank has as a whole."""
+        found: dict[str, Any] = self.engine.optimizer.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.engine.optimizer.load_state_dict(state_dict)
+
+
+class EngineSchedule:
+    """The schedule of the config, to be looked at: the engine follows it by itself, and keeps it in its checkpoints."""
+
+    def __init__(self, optimizer: EngineOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+    def get_last_lr(self) -> list[float]:
+        """That of the last step; before the first one, that of the first."""
+        last = self.optimizer.last
+        return [self.optimizer.engine.lr if last is None else float(last.lr)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Does nothing."""
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Python's, numpy's and torch's generators are at its end where they were at its beginning."""
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
 
 
 class SavedStates(_Base):  # type: ignore[misc]  # mypy knows nothing of that class

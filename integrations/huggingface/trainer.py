@@ -21,11 +21,10 @@ from transformers.utils import logging
 from ..engine.engine import Engine
 from ..engine.model.deferred import DeferredModel
 from .accelerator import Accelerator
+from .arguments import config_of, fill_steps
 from .engine_config import EngineConfig, Source
-from .engine_optimizer import EngineOptimizer, EngineSchedule
-from .random_state import same_random_state
+from .saved_states import EngineOptimizer, EngineSchedule, same_random_state
 from .streaming import ReadAtOnceError
-from .trainer_config import config_of, fill_steps
 
 logger = logging.get_logger(__name__)
 

@@ -9,19 +9,39 @@ before: the two packages have classes of their own. `LowtideStrategy` is that of
 `pytorch_lightning` alone was imported.
 """
 
+from __future__ import annotations
+
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .names import NAMES, register
-
 if TYPE_CHECKING:
+    from .checkpoints import consolidate
     from .for_lightning import LowtidePrecision, LowtideStrategy
-    from .single_file import consolidate
 
 __all__ = ["NAMES", "LowtidePrecision", "LowtideStrategy", "consolidate"]
 
 _PACKAGES = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
+
+NAMES: dict[str, dict[str, Any]] = {
+    "lowtide": {"stage": 2},
+    "lowtide_stage_1": {"stage": 1},
+    "lowtide_stage_2": {"stage": 2},
+    "lowtide_stage_2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "lowtide_stage_3": {"stage": 3},
+    "lowtide_stage_3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    "lowtide_stage_3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"},
+}
+"""Name, as of Lightning's DeepSpeed strategy -> what `LowtideStrategy` is called with."""
+
+
+def register(strategy: Any) -> None:
+    """strategy: a class of a Lightning package, in whose registry the names stand from then on."""
+    registry = strategy.registry()
+    for name, options in NAMES.items():
+        if name not in registry:
+            described = ", ".join(f"{key} {value}" for key, value in options.items())
+            registry.register(name, strategy, description=f"lowtide: {described}", **options)
 
 
 def _chosen() -> list[Any]:
@@ -46,7 +66,7 @@ for _module in _modules:
 
 def __getattr__(name: str) -> Any:
     if name == "consolidate":
-        return import_module(".single_file", __name__).consolidate
+        return import_module(".checkpoints", __name__).consolidate
     if name in ("LowtideStrategy", "LowtidePrecision"):
         return getattr(_modules[0], name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -8,8 +8,8 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from .precision import EnginePrecision
-from .single_file import read_folders_in
+from .checkpoints import read_folders_in
+from .settings import EnginePrecision
 from .strategy import EngineStrategy
 
 

@@ -8,8 +8,8 @@ from pytorch_lightning.core import saving
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from .precision import EnginePrecision
-from .single_file import read_folders_in
+from .checkpoints import read_folders_in
+from .settings import EnginePrecision
 from .strategy import EngineStrategy
 
 

@@ -16,11 +16,7 @@ from ..engine.engine import Engine
 from ..engine.model.deferred import DeferredModel
 from ..engine.model.recording import Recording
 from . import checkpoints
-from .holder import engine_of, hold
-from .precision import EnginePrecision
-from .settings import Source, for_evaluation, for_training, of_strategy
-
-_FITTING = "fit"
+from .settings import EnginePrecision, Source, for_evaluation, for_training, of_strategy
 
 if TYPE_CHECKING:
 
@@ -33,6 +29,36 @@ if TYPE_CHECKING:
 
 else:
     _OfPackage = object
+
+
+_FITTING = "fit"
+_NAME = "_lowtide_holder"
+
+
+class _Holder:
+    """An attribute of a module, of which copies of the module have an empty one."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Holder:
+        return _Holder()
+
+    def __reduce__(self) -> tuple[type[_Holder], tuple[()]]:
+        return _Holder, ()
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The open engine of an earlier call of a Trainer, of this one or another."""
+    holder = module.__dict__.get(_NAME)
+    if holder is None or holder.engine is None or not holder.engine.is_open:
+        return None
+    engine: Engine = holder.engine
+    return engine
+
+
+def hold(module: nn.Module, engine: Engine) -> None:
+    module.__dict__[_NAME] = _Holder(engine)
 
 
 class EngineStrategy(_OfPackage):

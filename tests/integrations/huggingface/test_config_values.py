@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 
 from lowtide import Config, ConfigError
 from lowtide.huggingface import Accelerator, TrainingArguments
-from lowtide.huggingface.trainer_config import config_of, fill_steps
+from lowtide.huggingface.arguments import config_of, fill_steps
 from tests.integrations.huggingface.trainings import arguments, closed, trainer
 from tests.ranks import RankPool
 

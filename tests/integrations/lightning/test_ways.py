@@ -35,8 +35,8 @@ def in_other_package(strategy: str) -> list[float]:
         warnings.simplefilter("ignore")  # of what importing it deprecates
         import pytorch_lightning as pl
 
+    from lowtide.lightning import register
     from lowtide.lightning.for_pytorch_lightning import LowtideStrategy
-    from lowtide.lightning.names import register
 
     register(LowtideStrategy)
     return losses_of(trainer(pl, strategy, world_size(), gradient_clip_val=0.5), module(pl))

@@ -19,12 +19,10 @@ from torch import nn
 from ..engine.config.config import Config
 from ..engine.config.read import read
 from ..engine.model.deferred import module_for_shapes
-from ..engine.plan.calibration import calibrated
 from ..engine.plan.llama import Shape, batch, build, runs_of
-from ..engine.plan.machine import Machine
+from ..engine.plan.machine import Machine, calibrated
 from ..engine.plan.measured import Measured, default_path, device_key
-from ..engine.plan.plan import Plan, made_batch, plan, plan_with
-from ..engine.plan.uncollected import uncollected
+from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
 from ..engine.report.memory import predict
 from .arguments import Parser, console_of
 from .planned import draw, show

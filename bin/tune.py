@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
-from ..engine.plan.calibration import MeasuredStep, fit
+from ..engine.plan.machine import MeasuredStep, fit
 from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import TrialRequest
 from . import launch

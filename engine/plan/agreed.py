@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ...comm import World
 from ..config.config import Config
-from .calibration import calibrated
-from .machine import Machine
+from .machine import Machine, calibrated
 from .measured import Measured, default_path, device_key
 from .plan import plan_on
 

@@ -1,22 +1,145 @@
-"""What a choice takes at least: arithmetic without a blueprint, some microseconds each."""
+"""What a choice takes at least: arithmetic without a blueprint, some microseconds each.
+
+Of a pipeline it is that of stages with as few blocks as any has; of the model, its bytes where nothing is divided.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 
 from ...comm import Arrangement
+from ...pipe.schedules.registry import find_kind
+from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..blueprint.axes import REPLICA, SECONDARY, SEQUENCE, SHARD, TENSOR
 from ..blueprint.blueprint import Blueprint
+from ..blueprint.footprint import Footprint, Moment
 from .choice import Choice, num_chunks
 from .estimate import MachineWork, kept_limit
 from .machine import Machine
-from .model_bytes import ModelBytes
-from .pipeline_bounds import LeastBlock, least_held
 from .profile import Profile, Stretch
 from .search import Bound
+
+
+@dataclass(frozen=True)
+class LeastBlock:
+    """Of the block that takes the least; and seconds of what comes before the blocks and behind them."""
+
+    num_blocks: int
+    forward: float
+    backward: float
+    kept_bytes: int
+    backward_bytes: int  # the most of its backward, of what its forward began with
+    holding_bytes: int  # the same while it keeps its gradients
+    gradient_bytes: int
+    output_bytes: int
+    forward_before: float
+    backward_before: float
+    behind: float
+
+    @classmethod
+    def of(cls, profile: Profile, work: MachineWork, blocks: Sequence[str]) -> LeastBlock:
+        """blocks: their names, in order."""
+        parts, names = [profile.part(name) for name in blocks], profile.names
+        first, last = names.index(blocks[0]), names.index(blocks[-1])
+        return cls(
+            num_blocks=len(blocks),
+            forward=min(map(work.forward, blocks)),
+            backward=min(map(work.backward, blocks)),
+            kept_bytes=min(part.kept_bytes for part in parts),
+            backward_bytes=min(part.backward_peak_bytes for part in parts),
+            holding_bytes=min(part.holding_peak_bytes for part in parts),
+            gradient_bytes=min(part.gradient_bytes for part in parts),
+            output_bytes=min(profile.part(name).output_bytes for name in names[first : last + 1]),
+            forward_before=sum(map(work.forward, names[:first])),
+            backward_before=sum(map(work.backward, names[:first])),
+            behind=sum(work.forward(name) + work.backward(name) for name in names[last + 1 :]),
+        )
+
+    def seconds(self, choice: Choice) -> float:
+        """Until a last rank is done.
+
+        A last rank waits for the first microbatch, and others for the last one where a backward is in one piece.
+        """
+        kind, chunks, each = find_kind(choice.schedule), num_chunks(choice), self.forward + self.backward
+        per_stage, others = self.num_blocks // (choice.pipeline * chunks), choice.pipeline - 1
+        before = self.forward_before + others * per_stage * self.forward
+        after = 0.0 if kind.splits_backward else self.backward_before + others * per_stage * self.backward
+        of_last = chunks * per_stage * each
+        fullest = choice.accumulation * -(-self.num_blocks // choice.pipeline) * each
+        if kind.is_v:  # the last stage is on the first rank
+            of_first = of_last + self.forward_before + self.backward_before + self.behind
+            return max(before + choice.accumulation * of_last + after, choice.accumulation * of_first, fullest)
+        return max(before + choice.accumulation * (of_last + self.behind) + after, fullest)
+
+    def nbytes(self, choice: Choice, keeps_gradients: bool) -> float:
+        """Of activations, messages, and, with keeps_gradients, those that a backward makes: while one computes."""
+        chunks = num_chunks(choice)
+        per_stage = self.num_blocks // (choice.pipeline * chunks)
+        others, _ = least_held(choice)
+        held = others * per_stage * self.kept_bytes + (1 + chunks) * self.output_bytes
+        if not keeps_gradients:
+            return held + (per_stage - 1) * self.kept_bytes + self.backward_bytes
+        return held + (per_stage - 1) * max(self.kept_bytes, self.gradient_bytes) + self.holding_bytes
+
+
+def least_held(choice: Choice) -> tuple[int, bool]:
+    """(stages of other microbatches of which some rank holds activations in some backward, at least; whether each of
+    its stages has ended a backward by then). `tests/plan/test_plan_search.py` holds it to the schedules.
+    """
+    ranks, count, chunks = choice.pipeline, choice.accumulation, num_chunks(choice)
+    others = chunks * min(ranks, count) - 1
+    is_long = count >= (2 * ranks if chunks > 1 else ranks + 1)
+    if choice.schedule == "interleaved":
+        return others + (ranks - 1) * is_long, is_long
+    return others + (choice.schedule == "dualpipe-v"), is_long
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Without padding. Of one rank that has all layers."""
+
+    parameters: int
+    gathered_again: int  # in the backward: all but the rest and the last unit
+    reduced: int  # gradients, as messages have them
+    summed: int  # gradients, as they are added up
+    refreshed: int  # parameters that an update changes
+    passing: int  # what an update reads and writes at least: gradients, and those parameters
+    states: float  # of the optimizer
+    least_slot: int  # the largest message of a block, of the block where that is least
+    adds_up_apart: bool
+    """Each block adds some gradients up flat. Then a pipeline's backward keeps its gradients: see `PlaceMemory`."""
+    share_of_blocks: float  # of all parameters, if each block had as few as any
+
+    @classmethod
+    def of(cls, first: Blueprint, blocks: Set[str]) -> ModelBytes:
+        """first: nothing is divided over its data-parallel ranks. blocks: names."""
+        plan = first.places[0]
+        in_blocks = [groups for unit, groups in plan.units if unit.name in blocks]
+        padded, numel = sum(one.layout.shard_numel for one in plan.updated), _bytes(plan.updated, lambda one: 1)
+        states = Footprint(first, 0).at(Moment.BETWEEN_STEPS, gathers=False).optimizer
+        slots = [max(_bytes([one], lambda one: one.reduce_dtype.itemsize) for one in groups) for groups in in_blocks]
+        least = min((_bytes(groups, lambda one: 1) for groups in in_blocks), default=0)
+        refreshed = _bytes(plan.updated, lambda one: one.dtype.itemsize)
+        return cls(
+            parameters=_bytes(plan.groups, lambda one: one.dtype.itemsize),
+            gathered_again=sum(_bytes(groups, lambda one: one.dtype.itemsize) for _, groups in plan.units[1:-1]),
+            reduced=_bytes(plan.trained, lambda one: one.reduce_dtype.itemsize),
+            summed=_bytes(plan.trained, lambda one: one.accumulation_dtype.itemsize),
+            refreshed=refreshed,
+            passing=refreshed + _bytes(plan.updated, lambda one: one.accumulation_dtype.itemsize),
+            states=states * numel / max(1, padded),
+            least_slot=min(slots, default=0),
+            adds_up_apart=all(any(one.is_added_up_flat for one in groups) for groups in in_blocks),
+            share_of_blocks=least * len(blocks) / _bytes(plan.groups, lambda one: 1),
+        )
+
+
+def _bytes(groups: Iterable[GroupPlan], itemsize: Callable[[GroupPlan], int]) -> int:
+    return sum(one.layout.numel * itemsize(one) for one in groups)
+
 
 _Sizes = tuple[int, int, int, int, int]  # of the axes within a place of the pipeline
 _ROUNDED = 1 - 1e-9  # sums of the same numbers in another order

@@ -15,12 +15,10 @@ from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint, Moment
 from ..blueprint.offload import Home
 from ..config.config import Config
-from .exchange import Calls, CollectiveCosts
-from .gradients import gradient_seconds, host_seconds
+from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds
 from .machine import Machine
 from .profile import Profile, ProfilePart, Stretch
-from .step_order import StepOrder
-from .timeline import SimulatedTimeline
+from .step_order import SimulatedTimeline, StepOrder
 
 _CHUNKS_IN_MEMORY = 4  # of states that rest in a file: one comes, one is updated, two leave; buffers are kept then
 
@@ -62,7 +60,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MachineWork:
-    """Seconds of the parts of a microbatch on a machine; see the protocol of `step_order`.
+    """Seconds of the parts of a microbatch on a machine: a unit's name, START or END of `step_order`.
 
     route: of what ranks exchange that share layers or sequences, which is waited for in the middle of a part.
     """
@@ -209,12 +207,12 @@ class StepParts:
         accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
         work = MachineWork(profile, self.machine, self.blueprint.route)
         activations = Activations(profile, config, self.blueprint.policy)
-        line = self.order.timeline(work)
+        line = self.order.timeline(work.forward, work.backward)
         times = {"compute": line.computed, **_exposed(line)}
         collectives = line.hidden_seconds
         sent = dict(self.order.sent)
         if self._inner is not None:
-            line = self._inner.timeline(work)
+            line = self._inner.timeline(work.forward, work.backward)
             more = {"compute": line.computed, **_exposed(line)}
             times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
             collectives += (accumulation - 1) * line.hidden_seconds
@@ -298,7 +296,7 @@ def _exposed(line: SimulatedTimeline) -> dict[str, float]:
     """By kind of collective."""
     found = {"gather exposed": 0.0, "reduce exposed": 0.0}
     for key, seconds in line.exposed.items():
-        found[f"{key.partition(',')[0]} exposed"] += seconds
+        found[f"{key} exposed"] += seconds
     return found
 
 

@@ -12,7 +12,6 @@ and full gradients of that block alone. A block is gathered while the one before
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from ...pipe.schedules.schedule import Action, Op
@@ -21,21 +20,13 @@ from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint
 from ..config.config import Config
 from .estimate import Estimate, MachineWork, Resting, kept_limit, speed_of_activations, update_seconds
-from .exchange import CollectiveCosts, Message
-from .gradients import gradient_seconds, host_seconds
+from .exchange import CollectiveCosts, Message, gradient_seconds, host_seconds
 from .machine import Machine
 from .profile import Profile
 from .stages import Stages
 
-
-@dataclass(frozen=True)
-class _Moment:
-    """A block computes all microbatches. Bytes of gradients: of all groups, with the first microbatch and others."""
-
-    action: Action
-    gathered: int
-    gradients_first: int
-    gradients_later: int
+_Moment = tuple[Action, int, int, int]
+"""A block computes all microbatches. Gathered bytes, and gradients of all groups with the first one and with others."""
 
 
 class LayeredParts:
@@ -70,18 +61,18 @@ class LayeredParts:
         """(the most of each kind, the most at a moment)."""
         count, profile = config.gradient_accumulation_steps or 1, stages.profile
         most = peak = gathered = 0
-        for moment in self._moments:
-            stage = moment.action.stage
-            of_first, of_later = self._held(config, stages, moment.action.op, stage)
+        for action, of_groups, gradients_first, gradients_later in self._moments:
+            stage = action.stage
+            of_first, of_later = self._held(config, stages, action.op, stage)
             working = stages.working_bytes(stage, False), stages.working_bytes(stage, True)
-            is_forward = moment.action.op is Op.F
+            is_forward = action.op is Op.F
             plain = working[0][0 if is_forward else 1]
             first, later = (plain, plain) if is_forward else (working[1][1], working[self._holds_each][1])
             most = max(most, of_first + plain, (of_later + plain) * (count > 1))
-            peak = max(peak, of_first + first + moment.gradients_first + moment.gathered)
+            peak = max(peak, of_first + first + gradients_first + of_groups)
             if count > 1:
-                peak = max(peak, of_later + later + moment.gradients_later + moment.gathered)
-            gathered = max(gathered, moment.gathered)
+                peak = max(peak, of_later + later + gradients_later + of_groups)
+            gathered = max(gathered, of_groups)
         slots = profile.slot_bytes
         cast = count * profile.cast_bytes
         kinds = {
@@ -125,7 +116,7 @@ class LayeredParts:
             elif action.op in (Op.F, Op.B) and action.microbatch == 0:
                 gathered = sum(self._footprint.gathered(by_id[key]) for key in full) if frees else 0
                 first, later = (self._gradients(action, is_later) for is_later in (False, True))
-                found.append(_Moment(action, gathered, first, later))
+                found.append((action, gathered, first, later))
         return found
 
     def _gradients(self, action: Action, is_later: bool) -> int:

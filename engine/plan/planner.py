@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -21,12 +21,32 @@ from .choice import Choice, divisors, num_chunks, without_defaults, without_idle
 from .estimate import Estimate, MachineWork, StepParts
 from .layered import LayeredParts
 from .machine import Machine
-from .memo import Memo
-from .pipeline_run import ScheduleRun, recurrence_of, simulated_microbatches
-from .pipelined import PipelineParts
+from .pipelined import PipelineParts, ScheduleRun, recurrence_of, simulated_microbatches
 from .profile import Profile, Stretch
 from .search import Bound, Found
 from .stages import Stages
+
+Made = TypeVar("Made")
+
+
+class Memo:
+    """By what it is, and of what it was made."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, Hashable], Any] = {}
+
+    def once(self, what: str, of: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` gave when it was called of this; it is called where it was not. An error is not kept."""
+        key = (what, of)
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
+
+    def first(self, what: str, of: Hashable) -> Any:
+        """What is known already; None where nothing is."""
+        return self._made.get((what, of))
+
 
 _FIRST, _SECOND = 1, 2  # rows of which a line of bounds is drawn
 _LEAST_TOKENS = 512  # of a sequence on a rank: a smaller part has small products, and as many exchanges

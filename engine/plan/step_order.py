@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -17,18 +17,56 @@ from ...zero.unit import Unit
 from ..blueprint.blueprint import Blueprint
 from .exchange import CollectiveCosts, Message
 from .profile import Stretch
-from .timeline import Kind, SimulatedSpan, SimulatedTimeline
+
+
+@dataclass
+class SimulatedTimeline:
+    """Two lines in order: computing, and one queue of collectives, as one communicator has it.
+
+    A collective starts when the queue is free and the computing that was launched before it is done; the host takes no
+    time. Exposed is the time in which the computing waits for a collective. overlaps: False where what computes is also
+    what sends, so that all of a collective is waited for where it starts.
+    """
+
+    exposed: dict[str, float] = field(default_factory=dict)  # seconds by kind
+    sent: float = 0.0  # seconds of all collectives
+    now: float = 0.0  # of the computing
+    overlaps: bool = True
+    _free: float = 0.0  # of the queue
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def start(self, kind: str, seconds: float) -> float:
+        """Queues a collective, and gives its end."""
+        self._free = max(self._free, self.now) + seconds
+        self.sent += seconds
+        if not self.overlaps:
+            self.wait(kind, self._free)
+        return self._free
+
+    def wait(self, kind: str, end: float) -> None:
+        """What is computed from now on comes after a collective that ends then."""
+        self.exposed[kind] = self.exposed.get(kind, 0.0) + max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    @property
+    def computed(self) -> float:
+        """Seconds of computing."""
+        return self.now - self.exposed_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(self.exposed.values())
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Of collectives, beside what computes."""
+        return max(0.0, self.sent - self.exposed_seconds)
+
 
 START, END = "(start)", "(end)"
 """What a model computes before its first unit and behind its last one: a small embedding or head, and the loss."""
-
-
-class Work(Protocol):
-    """Seconds that the parts of a microbatch compute: a unit's name, START or END."""
-
-    def forward(self, name: str) -> float: ...
-
-    def backward(self, name: str) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -42,33 +80,14 @@ class StepPhase:
     arrived: frozenset[str]  # names of groups whose gradient this backward has made
 
 
-@dataclass(frozen=True)
-class Computing:
-    """A part computes."""
+class StepEvent(NamedTuple):
+    """A part computes, a collective of a group is queued, or what is computed from now on comes after one."""
 
-    name: str
-    is_backward: bool
-
-
-@dataclass(frozen=True)
-class StartCollective:
-    """A collective is queued."""
-
-    kind: Kind
-    name: str
-    seconds: float
-    phase: str
-
-
-@dataclass(frozen=True)
-class WaitCollective:
-    """What is computed from now on comes after a collective."""
-
-    number: int  # of the starts
-    phase: str
-
-
-Event = Computing | StartCollective | WaitCollective
+    what: Literal["forward", "backward", "start", "wait"]
+    name: str = ""  # of a part
+    kind: Literal["gather", "reduce"] = "gather"
+    seconds: float = 0.0  # of a collective
+    number: int = 0  # of the starts
 
 
 @dataclass
@@ -84,17 +103,16 @@ class StepOrder:
     bytes_of: Callable[[GroupPlan], int] | None
     is_last: bool
     place: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list[StepEvent] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
     moments: list[StepPhase] = field(default_factory=list)
     gathered_bytes: int = 0
     most_gathered_bytes: int = 0  # since something was released or gathered behind the last moment
     staged_bytes: int = 0
-    phase: str = "forward"
 
     def __post_init__(self) -> None:
         self._arrived: set[str] = set()
-        self._num_started = 0
+        self._started: list[StepEvent] = []
         units = []
         for plan_of_unit, groups in self.blueprint.places[self.place].units:
             members = [_Group(self, group) for group in groups]
@@ -121,7 +139,6 @@ class StepOrder:
             sequence.leave(unit)
         self._compute(END, is_backward=False)
         sequence.end_forward(keeps_graph=True)
-        self.phase = "backward"
         sequence.begin_backward(boundary=self.is_last, on_final=None)
         self._compute(END, is_backward=True)
         for unit, use in zip(reversed(sequence.blocks), reversed(uses), strict=True):
@@ -132,23 +149,18 @@ class StepOrder:
                 for param in gradient.group.params:
                     sequence.gradient_arrived(sequence.units.index(unit), unit.name, param)
         self._compute(START, is_backward=True, unit=sequence.rest)
-        self.phase = "end"
         sequence.end_backward()
 
-    def timeline(self, work: Work) -> SimulatedTimeline:
-        """When all that happens."""
-        line = SimulatedTimeline(overlaps=self.exchange.machine.overlaps)
-        spans: list[SimulatedSpan] = []
+    def timeline(self, forward: Callable[[str], float], backward: Callable[[str], float]) -> SimulatedTimeline:
+        """When all that happens. forward, backward: seconds that a part computes, a unit's name, START or END."""
+        line, ends = SimulatedTimeline(overlaps=self.exchange.machine.overlaps), list[float]()
         for event in self.events:
-            if isinstance(event, Computing):
-                seconds = work.backward(event.name) if event.is_backward else work.forward(event.name)
-                line.compute(event.name, seconds)
-            elif isinstance(event, StartCollective):
-                line.phase = event.phase
-                spans.append(line.start(event.kind, event.name, event.seconds))
+            if event.what == "start":
+                ends.append(line.start(event.kind, event.seconds))
+            elif event.what == "wait":
+                line.wait(event.kind, ends[event.number])
             else:
-                line.phase = event.phase
-                line.wait(spans[event.number])
+                line.compute((forward if event.what == "forward" else backward)(event.name))
         return line
 
     def _compute(self, name: str, is_backward: bool, unit: Unit | None = None) -> None:
@@ -157,7 +169,7 @@ class StepOrder:
         else:
             self._add_moment(name, Stretch.FORWARD, self.staged_bytes)
         self.most_gathered_bytes = 0
-        self.events.append(Computing(name, is_backward))
+        self.events.append(StepEvent("backward" if is_backward else "forward", name))
 
     def _add_moments_of_backward(self, name: str, arriving: Sequence[GroupPlan]) -> None:
         """Memory for all of a unit's gradients is taken with the first, or when all are there."""
@@ -188,15 +200,15 @@ class StepOrder:
         """Whether messages are made for each gradient, and not once."""
         return self.blueprint.route == "native"
 
-    def _send(self, kind: Kind, group: GroupPlan, message: Message) -> int:
+    def _send(self, kind: Literal["gather", "reduce"], message: Message) -> int:
         for link in ("intra", "inter"):
             self.sent[link] += getattr(message, link)
-        self.events.append(StartCollective(kind, group.name, message.seconds, self.phase))
-        self._num_started += 1
-        return self._num_started - 1
+        self._started.append(StepEvent("start", kind=kind, seconds=message.seconds))
+        self.events.append(self._started[-1])
+        return len(self._started) - 1
 
     def _wait(self, number: int) -> None:
-        self.events.append(WaitCollective(number, self.phase))
+        self.events.append(StepEvent("wait", kind=self._started[number].kind, number=number))
 
     def _add(self, nbytes: int) -> None:
         self.gathered_bytes += nbytes
@@ -220,7 +232,7 @@ class _Group:
 
     def start_gather(self) -> None:
         if self.residence is Residence.SHARDED:
-            self._started = self._step._send("gather", self.plan, self._step.exchange.gather(self.plan))
+            self._started = self._step._send("gather", self._step.exchange.gather(self.plan))
             self._step._add(self._nbytes)
             self.residence = Residence.COMING
 
@@ -258,7 +270,7 @@ class _Gradient:
         staged = plan.slot_bytes if step.stages_apart else 0
         step.staged_bytes += staged
         for message in messages:
-            number = step._send("reduce", plan, message)
+            number = step._send("reduce", message)
             yield Pending(lambda: None, lambda: False)
             step._wait(number)
         step.staged_bytes -= staged

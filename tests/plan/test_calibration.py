@@ -7,8 +7,7 @@ import pytest
 from lowtide.bin.plan import main as plan_main
 from lowtide.comm import World
 from lowtide.engine.plan.agreed import machine_here
-from lowtide.engine.plan.calibration import MeasuredStep, calibrated, fit
-from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.machine import Machine, MeasuredStep, calibrated, fit
 from lowtide.engine.plan.measured import Factors, Measured, Speeds, curve, device_key
 
 

@@ -14,7 +14,7 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve
 from lowtide.engine.plan.measuring import operations
 from lowtide.engine.plan.profile import Operation
-from lowtide.engine.plan.timeline import SimulatedTimeline
+from lowtide.engine.plan.step_order import SimulatedTimeline
 from lowtide.engine.plan.tracker import Tracker
 from tests import models
 from tests.zero.training import ADAMW
@@ -115,9 +115,9 @@ def test_the_calls_of_older_files_take_the_same_in_forward_and_backward(tmp_path
 
 def test_on_processors_a_collective_is_waited_for_where_it_starts() -> None:
     line = SimulatedTimeline(overlaps=False)
-    span = line.start("gather", "a", 3.0)
-    line.compute("a", 1.0)
-    line.wait(span)
+    end = line.start("gather", 3.0)
+    line.compute(1.0)
+    line.wait("gather", end)
     assert line.now == 4.0 and line.exposed_seconds == 3.0
 
 

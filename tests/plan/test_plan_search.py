@@ -10,17 +10,16 @@ import pytest
 
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
+from lowtide.engine.plan.bounds import least_held
 from lowtide.engine.plan.choice import Choice, Space
 from lowtide.engine.plan.llama import Shape, batch, build, runs_of
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipeline_bounds import least_held
-from lowtide.engine.plan.pipeline_run import ScheduleRun, recurrence_of
-from lowtide.engine.plan.pipelined import memory_by_place
+from lowtide.engine.plan.pipelined import ScheduleRun, memory_by_place, recurrence_of
+from lowtide.engine.plan.plan import uncollected
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.search import Bound, Found, Result, search, search_all
 from lowtide.engine.plan.splits import PlannedSplits
-from lowtide.engine.plan.uncollected import uncollected
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.recurrence import Recurrence
 from lowtide.pipe.schedules.registry import KINDS, make_schedule

@@ -13,8 +13,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.plan.estimate import MachineWork, estimate
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipeline_run import ScheduleRun, recurrence_of
-from lowtide.engine.plan.pipelined import PipelineParts
+from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, recurrence_of
 from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.engine.plan.stages import Stages
 from tests import models

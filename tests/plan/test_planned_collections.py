@@ -16,8 +16,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.plan.estimate import Estimate, MachineWork
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipeline_run import ScheduleRun, recurrence_of
-from lowtide.engine.plan.pipelined import PipelineParts
+from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, recurrence_of
 from lowtide.engine.plan.stages import Stages
 from lowtide.pipe.messages import Messages
 from lowtide.pipe.schedules.registry import make_schedule

@@ -16,21 +16,21 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.stages import Stages
-from lowtide.engine.plan.timeline import SimulatedTimeline
+from lowtide.engine.plan.step_order import SimulatedTimeline
 from tests import models
 from tests.zero.training import ADAMW
 
 
 def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() -> None:
     line = SimulatedTimeline()
-    first, second = line.start("gather", "a", 3.0), line.start("reduce", "b", 2.0)
-    line.compute("a", 4.0)
-    third = line.start("gather", "c", 2.0)
-    line.wait(first)
-    assert (line.now, line.exposed_share) == (4.0, 0.0)
-    line.wait(third)
-    assert [(span.start, span.end) for span in (first, second, third)] == [(0, 3), (3, 5), (5, 7)]
-    assert line.now == 7.0 and line.exposed_share == pytest.approx(3 / 7) and line.hidden_seconds == 4.0
+    first, second = line.start("gather", 3.0), line.start("reduce", 2.0)
+    line.compute(4.0)
+    third = line.start("gather", 2.0)
+    line.wait("gather", first)
+    assert (line.now, line.exposed_seconds) == (4.0, 0.0)
+    line.wait("gather", third)
+    assert (first, second, third) == (3, 5, 7)
+    assert line.now == 7.0 and line.exposed == {"gather": 3.0} and line.hidden_seconds == 4.0
 
 
 @pytest.mark.parametrize(

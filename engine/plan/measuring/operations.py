@@ -1,16 +1,37 @@
-"""Seconds of torch's operations by size, as the planner counts them: each is called once under its tracker."""
+"""Seconds of torch's operations by size, as the planner counts them, of calls, and of an engine beside them.
+
+Each operation is called once under the planner's tracker.
+
+[Note: calls]
+An operation that is timed again and again finds its tensors in the caches, and the memory of its result where it just
+gave it back. In a training neither is so, and the more bytes a call moves the more it is: so blocks of several widths
+are trained, as many as no cache holds, and what they take longer than their operations (Python, autograd, new memory,
+caches that hold something else) is divided among the calls.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ..measured import Curve
-from ..tracker import Tracker
+from ....comm import World
+from ...blueprint.blueprint import Blueprint
+from ...build import initialize
+from ...config.config import Config
+from ..estimate import estimate, writes_gradients
+from ..machine import Machine
+from ..measured import Curve, Measured, Speeds
+from ..meta_run import MetaRun
+from ..profile import median_bytes
+from ..tracker import Done, Tracker
 
 _WIDTHS = (32, 96, 256, 512, 1024)  # of square matrices
 _LENGTHS = (32, 128, 512)  # tokens of attention with 4 heads of 64
@@ -166,3 +187,174 @@ def _elementwise(dtype: torch.dtype, numel: int) -> Iterator[Call]:
     yield lambda: aten.nll_loss_backward(grad, log, targets, None, 1, -100, total)
     yield lambda: aten.embedding(x, ids)
     yield lambda: aten.embedding_dense_backward(x, ids, rows, -1, False)
+
+
+# -- what a call takes beside its operation, see [Note: calls] ---------------------------------------------------------
+
+
+_BLOCK_WIDTHS = (64, 128, 256, 512, 1024)
+_ROWS, _TOKENS, _HEAD = 2, 128, 64
+_LEAST_BLOCKS, _LEAST_BYTES = 4, 48 << 20  # of parameters
+_ROUNDS = 12  # over all widths: a processor is faster in some seconds than in others
+_LEAST_OF_CALL = 1e-7  # seconds
+
+
+class MeasuredBlock(nn.Module):
+    """Attention and two linear layers, as most transformers have them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, tokens, width)."""
+        rows, tokens, width = x.shape
+        q, k, v = (one.view(rows, tokens, -1, _HEAD).transpose(1, 2) for one in self.qkv(self.norms[0](x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, width))
+        done: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return done
+
+
+@dataclass
+class _Half:
+    """A forward, or a backward. seconds: the least of several."""
+
+    operations: Done
+    seconds: float = float("inf")
+
+    def point(self, speeds: Speeds) -> tuple[float, float]:
+        """(median bytes that a call moves, seconds that a call takes longer than its operation)."""
+        calls = self.operations.operations
+        known = sum(one.calls * speeds.operation(one.name, one.dtype, one.size) for one in calls)
+        count = sum(one.calls for one in calls)
+        return median_bytes(calls), max(_LEAST_OF_CALL, (self.seconds - known) / count)
+
+
+def measure_calls(say: Callable[[str], None], meet: Meet, speeds: Speeds) -> dict[str, Curve]:
+    """Curves "forward call" and "backward call". speeds: of the operations."""
+    say("calls")
+    trainings = [_Training(width) for width in _BLOCK_WIDTHS]
+    for _ in range(_ROUNDS):
+        for one in trainings:
+            meet()
+            one.run()
+    return {
+        "forward call": curve_of([one.forward.point(speeds) for one in trainings]),
+        "backward call": curve_of([one.backward.point(speeds) for one in trainings]),
+    }
+
+
+class _Training:
+    """Of a few blocks."""
+
+    def __init__(self, width: int) -> None:
+        block_bytes = 4 * sum(param.numel() for param in MeasuredBlock(width).parameters())
+        count = max(_LEAST_BLOCKS, math.ceil(_LEAST_BYTES / block_bytes))
+        self._model = nn.Sequential(*(MeasuredBlock(width) for _ in range(count)))
+        self._x = torch.randn(_ROWS, _TOKENS, width, requires_grad=True)
+        self._grad = torch.randn(_ROWS, _TOKENS, width)
+        tracker = Tracker([*self._model.parameters(), self._x, self._grad])
+        with tracker:
+            y = self._model(self._x)
+            self.forward = _Half(tracker.done)
+            tracker.begin()
+            y.backward(self._grad)
+            self.backward = _Half(tracker.done)
+
+    def run(self) -> None:
+        self._model.zero_grad()
+        self._x.grad = None
+        start = time.perf_counter()
+        y = self._model(self._x)
+        middle = time.perf_counter()
+        y.backward(self._grad)
+        end = time.perf_counter()
+        self.forward.seconds = min(self.forward.seconds, middle - start)
+        self.backward.seconds = min(self.backward.seconds, end - middle)
+
+
+# -- what an engine takes on the host, by unit and by step -----------------------------------------------------------
+
+
+_SMALL_WIDTH, _SMALL_TOKENS = 64, 16
+_COUNTS = (8, 40)  # blocks
+_ENGINE_ROUNDS, _STEPS = 3, 16  # of few blocks and of many, in turn: a machine is faster in some seconds than in others
+
+
+class Small(nn.Module):
+    """Blocks that compute next to nothing, with as many parameters each as most transformers have."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MeasuredBlock(_SMALL_WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Products(nn.Module):
+    """As many kinds of products as a transformer has, of a few bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(32, 96), (96, 32), (32, 128), (128, 32)]
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(*one) for one in widths)) for _ in range(2))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, tokens, 32)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).float().square().mean()
+        return loss
+
+
+def host_curves(measured: Measured, world: World) -> dict[str, Curve]:
+    """Constants by name: "shared_memory unit 3" of a unit at stage 3, "shared_memory step 3" of a step.
+
+    What a step of many small blocks takes longer than predicted of `measured`.
+    """
+    found = {}
+    routes = ("shared_memory", "sockets") if world.size > 1 else ("solo",)
+    for route in routes:
+        for stage in (0, 1, 3):
+            rounds = [
+                [_lacking(measured, world, route, stage, count) for count in _COUNTS] for _ in range(_ENGINE_ROUNDS)
+            ]
+            few, many = map(min, zip(*rounds, strict=True))
+            unit = max(_LEAST_OF_CALL, (many - few) / (_COUNTS[1] - _COUNTS[0]))
+            step = max(_LEAST_OF_CALL, few - _COUNTS[0] * unit)
+            found[f"{route} unit {stage}"] = Curve((0.0,), (unit,))
+            found[f"{route} step {stage}"] = Curve((0.0,), (step,))
+    return found
+
+
+def _lacking(measured: Measured, world: World, route: str, stage: int, count: int) -> float:
+    """Seconds of a step that the prediction of it lacks."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 0,
+        "device": "cpu",
+        "optimizer": {"type": "adamw", "params": {}},
+        "zero_optimization": {"stage": stage, "units": [f"blocks.{number}" for number in range(count)]},
+    }
+    config |= {"communication": {"route": route}} if world.size > 1 else {}
+    batch = (torch.ones(1, _SMALL_TOKENS, _SMALL_WIDTH),)
+    model = Small(count)
+    blueprint = Blueprint.of(Config.load(config).resolve(world.size), model, world.size)
+    run = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu")
+    profile = run.profile(batch, 1, 0, writes_gradients(blueprint))
+    machine = Machine.measured(measured, world.size, 1e12)
+    predicted = estimate(blueprint, machine, profile).step_seconds
+    with initialize(model, config) as engine:
+        clock = own_clock() if world.size == 1 else time.perf_counter
+        times = []
+        for _ in range(_STEPS):
+            start = clock()
+            engine.train_step(batch)
+            times.append(clock() - start)
+    return min(times[2:]) - predicted

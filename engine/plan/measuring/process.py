@@ -80,7 +80,7 @@ def private_bytes() -> int:
 def main() -> None:
     """Prints the bytes after a few steps."""
     from ...build import initialize
-    from .engines import Products
+    from .operations import Products
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

@@ -23,9 +23,7 @@ from ....optimizers import OPTIMIZERS
 from ....zero.codec import sum_in_rank_order
 from ....zero.layout import BLOCK_NUMEL
 from ..measured import Curve, Measured, Speeds, curve
-from .calls import measure_calls
-from .engines import host_curves
-from .operations import Meet, curve_of, measure_operations, seconds_of
+from .operations import Meet, curve_of, host_curves, measure_calls, measure_operations, seconds_of
 
 _NUMELS = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # float32 elements of a message, of an update
 _COLD_BYTES = 256 << 20

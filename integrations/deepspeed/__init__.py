@@ -13,12 +13,12 @@ from . import names
 if TYPE_CHECKING:
     from . import comm as comm
     from .accelerator import get_accelerator as get_accelerator
-    from .arguments import add_config_arguments as add_config_arguments
     from .comm import init_distributed as init_distributed
     from .config import DeepSpeedConfig as DeepSpeedConfig
     from .engine import DeepSpeedEngine as DeepSpeedEngine
     from .messages import log_dist as log_dist
     from .messages import logger as logger
+    from .start import add_config_arguments as add_config_arguments
     from .start import initialize as initialize
 
 names.install()

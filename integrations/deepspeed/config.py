@@ -20,8 +20,7 @@ from ..engine.config.sections import dtype_name
 from ..engine.config.translate import filled
 from . import comm
 from .dialect import PEAK, with_their_defaults
-from .errors import UsageError
-from .messages import log_dist_once
+from .messages import UsageError, log_dist_once
 
 TAG_VALIDATION = ("IGNORE", "WARN", "FAIL")
 

@@ -6,7 +6,8 @@ none, which the update at that time takes for iteration 0: [Note: DeepSpeed's fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -176,3 +177,44 @@ def _by_group(params: Mapping[str, Any], num_groups: int) -> list[dict[str, Any]
         if len(value) != num_groups:
             raise ValueError(f"{key}: expected a number for each of {num_groups} groups, found {len(value)}")
     return [{**params, **{key: value[index] for key, value in lists.items()}} for index in range(num_groups)]
+
+
+_OWN = ("_scheduler", "_num_samples", "kwargs")
+
+
+class SteppedScheduler:
+    """After each update `step` is called with what `engine.step(lr_kwargs)` was given; where it needs one argument and
+    got none, that is the number of samples of the step: Megatron's count these.
+
+    Everything else is the scheduler's own.
+    """
+
+    def __init__(self, scheduler: Any, num_samples: Callable[[], int]) -> None:
+        self._scheduler = scheduler
+        self._num_samples = num_samples
+        self.kwargs: dict[str, Any] = {}
+
+    def step(self) -> None:
+        needed = _num_needed(self._scheduler.step)
+        if needed and not self.kwargs:
+            self._scheduler.step(self._num_samples())
+        else:
+            self._scheduler.step(**self.kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._scheduler, name, value)
+
+
+def _num_needed(call: Callable[..., Any]) -> int:
+    """How many arguments have no default."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(call).parameters.values()
+    return sum(one.kind in named and one.default is inspect.Parameter.empty for one in parameters)

@@ -1,4 +1,4 @@
-"""What scripts import as `deepspeed.utils.logger`, `log_dist` and the like."""
+"""What scripts import as `deepspeed.utils.logger`, `log_dist` and the like; what is raised where DeepSpeed asserts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.config.errors import ConfigError
 from . import comm
 from .accelerator import get_accelerator
 
@@ -103,3 +104,11 @@ def set_random_seed(seed: int) -> None:
 def instrument_w_nvtx(function: F) -> F:
     """The function as it is: profile it by torch.profiler."""
     return function
+
+
+class UsageError(ValueError, AssertionError):
+    """A call that DeepSpeed answers with an AssertionError, by which scripts may know it; here it says what to do."""
+
+
+DeepSpeedConfigError = ConfigError
+"""The name by which scripts catch errors of a config."""

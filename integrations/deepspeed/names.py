@@ -20,55 +20,54 @@ from typing import Any, NoReturn
 
 _ROOT = __name__.rpartition(".")[0]
 
-_IN_FILES = {
+_IN_FILES = {  # file: the names in it; "" for the package
     "": "version git_hash git_branch",
     "accelerator": "get_accelerator",
-    "arguments": "add_config_arguments",
-    "builders": "__compatible_ops__ __installed_ops__ compatible_ops installed_ops OpBuilder FusedAdamBuilder "
-    "CPUAdamBuilder FusedLionBuilder "
-    "CPULionBuilder CPUAdagradBuilder FusedLambBuilder AsyncIOBuilder GDSBuilder QuantizerBuilder FPQuantizerBuilder "
-    "TransformerBuilder InferenceBuilder RandomLTDBuilder UtilsBuilder",
+    "start": "add_config_arguments initialize",
+    "operations": "__compatible_ops__ __installed_ops__ compatible_ops installed_ops OpBuilder "
+    "FusedAdamBuilder CPUAdamBuilder "
+    "FusedLionBuilder CPULionBuilder CPUAdagradBuilder FusedLambBuilder AsyncIOBuilder GDSBuilder "
+    "QuantizerBuilder FPQuantizerBuilder TransformerBuilder InferenceBuilder RandomLTDBuilder UtilsBuilder "
+    "FusedAdam DeepSpeedCPUAdam DeepSpeedCPUAdagrad FusedLion DeepSpeedCPULion",
     "checkpointing": "checkpoint configure is_configured reset model_parallel_cuda_manual_seed "
-    "model_parallel_reconfigure_tp_seed get_cuda_rng_tracker non_reentrant_checkpoint CudaRNGStatesTracker "
-    "set_num_layers partition_activations_in_checkpoint",
+    "model_parallel_reconfigure_tp_seed "
+    "get_cuda_rng_tracker non_reentrant_checkpoint CudaRNGStatesTracker set_num_layers "
+    "partition_activations_in_checkpoint",
     "comm": "dist init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT",
     "config": "DeepSpeedConfig",
-    "config_objects": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig "
-    "DeepSpeedFP16Config DeepSpeedBF16Config ZeroStageEnum",
+    "config_objects": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig "
+    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedFP16Config "
+    "DeepSpeedBF16Config ZeroStageEnum compute_elastic_config elasticity_enabled ElasticityError "
+    "ElasticityConfigError ElasticityIncompatibleWorldSize HfDeepSpeedConfig",
     "dataloader": "DeepSpeedDataLoader RepeatingLoader",
-    "elastic": "compute_elastic_config elasticity_enabled ElasticityError ElasticityConfigError "
-    "ElasticityIncompatibleWorldSize",
     "engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-    "errors": "DeepSpeedConfigError",
-    "experts": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer",
-    "groups": "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group "
-    "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group "
-    "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size",
-    "layers": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
-    "hf": "HfDeepSpeedConfig",
-    "lent": "OffloadStateTypeEnum",
-    "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest get_lr_from_config VALID_LR_SCHEDULES",
-    "marks": "ZeroParamStatus",
-    "messages": "logger log_dist log_dist_once print_dist print_json_dist print_rank_0 warning_once "
+    "messages": "DeepSpeedConfigError logger log_dist log_dist_once print_dist print_json_dist print_rank_0 "
+    "warning_once "
     "set_log_level_from_string see_memory_usage set_random_seed instrument_w_nvtx",
-    "monitors": "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
-    "optimizer_view": "DeepSpeedOptimizer",
-    "optimizers": "FusedAdam DeepSpeedCPUAdam DeepSpeedCPUAdagrad FusedLion DeepSpeedCPULion",
-    "init": "Init",
-    "parameters": "GatheredParameters register_external_parameter unregister_external_parameter ZeroParamType "
-    "OffloadDeviceEnum is_zero_param unwrap_model_for_generation "
-    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
-    "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
-    "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
-    "safe_update_full_grad_vectorized set_z3_leaf_modules unset_z3_leaf_modules set_z3_leaf_module get_z3_leaf_modules "
-    "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+    "parameters": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer "
+    "GatheredParameters "
+    "register_external_parameter unregister_external_parameter ZeroParamType OffloadDeviceEnum is_zero_param "
+    "unwrap_model_for_generation safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+    "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+    "safe_set_local_optimizer_state safe_update_full_grad_vectorized set_z3_leaf_modules unset_z3_leaf_modules "
+    "set_z3_leaf_module get_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
     "z3_leaf_module z3_leaf_parameter",
+    "topology": "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+    "get_model_parallel_group "
+    "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group "
+    "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size ProcessTopology PipeDataParallelTopology "
+    "PipeModelDataParallelTopology PipelineParallelGrid",
+    "layers": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
+    "optimizer_view": "OffloadStateTypeEnum DeepSpeedOptimizer",
+    "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest get_lr_from_config VALID_LR_SCHEDULES",
+    "owners": "ZeroParamStatus",
+    "monitors": "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
+    "divided": "Init",
     "pipeline": "PipelineEngine",
     "small": "DummyOptim OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
     "SynchronizedWallClockTimer clone_tensors_for_torch_save call_to_str partition_uniform get_only_unique_item",
-    "start": "initialize",
-    "topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
-    "zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+    "saving": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
     "convert_zero_checkpoint_to_fp32_state_dict",
 }
 HOMES = {name: file for file, names in _IN_FILES.items() for name in names.split()}

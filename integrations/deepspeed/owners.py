@@ -1,20 +1,52 @@
-"""Which engine has a parameter: what DeepSpeed hangs on the parameters themselves.
+"""Which engine has a parameter, and the attributes `ds_id`, `ds_shape`, ... that DeepSpeed hangs on it.
 
 Functions such as `safe_get_full_fp32_param(param)` are given a parameter alone. The engines are found by weak
-references to both, as global as the parameters are.
+references to both, as global as the parameters are. Scripts ask for the attributes to know which parameters they must
+gather: `hasattr(param, "ds_id")`, and then whether its values are there. They say nothing that the engine reads.
 """
 
 from __future__ import annotations
 
 import weakref
+from enum import Enum
+from itertools import count
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engine.engine import Engine
-from ..zero.released import mark_present
-from .marks import mark, unmark
+from ..zero.released import ReleasedParameter, mark_present
 from .messages import logger
+
+_NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist")
+_IDS = count()
+
+
+class ZeroParamStatus(Enum):
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def mark(param: nn.Parameter) -> None:
+    """As a parameter that is divided, whether its values are there now or not."""
+    if "ds_id" not in param.__dict__:
+        # The status of one whose values are not there is its class's: see below.
+        values = (next(_IDS), param.shape, param.numel(), ZeroParamStatus.AVAILABLE, False)
+        param.__dict__.update(zip(_NAMES, values, strict=True))
+
+
+def unmark(param: nn.Parameter) -> None:
+    for name in _NAMES:
+        param.__dict__.pop(name, None)
+
+
+def _not_available(param: ReleasedParameter) -> ZeroParamStatus:
+    return ZeroParamStatus.NOT_AVAILABLE
+
+
+ReleasedParameter.ds_status = property(_not_available)  # type: ignore[attr-defined]  # it comes before the parameter's own
+
 
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .dataloader import RepeatingLoader
 from .engine import DeepSpeedEngine
-from .errors import UsageError
 from .layers import PipelineModule
-from .messages import log_dist
+from .messages import UsageError, log_dist
 from .topology import PipelineParallelGrid
 
 

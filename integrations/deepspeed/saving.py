@@ -1,23 +1,85 @@
-"""The weights and checkpoints of a `DeepSpeedEngine`, with DeepSpeed's arguments and return values."""
+"""The weights and checkpoints of a `DeepSpeedEngine`, with DeepSpeed's arguments and return values.
+
+And `deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint, in one process.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.files import NoCheckpointError
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.files import NoCheckpointError, folder_path
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.fragment import Fragment
 from ..comm import CollectiveError
+from ..engine.archive.run_state import read_client_state, read_training
 from ..engine.engine import Engine
 from . import comm
+from .checkpoint_files import COUNTERS
 from .config import DeepSpeedConfig
-from .errors import UsageError
-from .messages import logger
-from .saved import Counters, path_of
-from .stepped import SteppedScheduler
+from .lr_schedules import SteppedScheduler
+from .messages import UsageError, logger
+
+
+@dataclass
+class Counters:
+    """Of an engine, saved with each checkpoint."""
+
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+
+    def add_step(self, num_samples: int, was_skipped: bool) -> None:
+        """A step has ended."""
+        self.global_steps += 1
+        self.global_samples += num_samples
+        self.skipped_steps += was_skipped
+
+    def at_step_start(self, accumulation: int) -> Counters:
+        """As they were before the microbatches that are done of the next step."""
+        return replace(self, micro_steps=self.micro_steps - self.micro_steps % accumulation)
+
+    def as_state(self) -> dict[str, Any]:
+        """A part of the client state."""
+        return {COUNTERS: asdict(self)}
+
+    @classmethod
+    def taken(
+        cls, client_state: Mapping[str, Any], global_step: int, accumulation: int, batch_size: int
+    ) -> tuple[Counters, dict[str, Any]]:
+        """Those of a checkpoint, and the caller's own part; of one that has none, by its number of steps."""
+        own = {key: value for key, value in client_state.items() if key != COUNTERS}
+        found = client_state.get(COUNTERS)
+        if isinstance(found, Mapping):
+            return cls(**found), own
+        return cls(global_step, global_step * batch_size, global_step * accumulation), own
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Beside tensors."""
+
+    client_state: dict[str, Any]
+    scheduler: dict[str, Any] | None
+
+
+def path_of(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Callable[[], Saved]]:
+    """Where a checkpoint is, and what reads it. Raises NoCheckpointError, CheckpointError."""
+    found = CheckpointFolder(folder_path(folder)).open(tag)
+    return found.path, lambda: _read(found)
+
+
+def _read(checkpoint: Checkpoint) -> Saved:
+    training = read_training(checkpoint.manifest.training)
+    return Saved(read_client_state(checkpoint.own_state(0)), training["learning_rates"]["scheduler"])
 
 
 class SavingEngine(nn.Module):
@@ -185,3 +247,55 @@ def _refuse_custom(custom_load_fn: Callable[..., Any] | None) -> None:
             "custom_load_fn: expected none, found one: no rank loads sharded parameters into the module by itself; "
             "change the state dict before, and give it to engine.lowtide.load_state_dict"
         )
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """The master weights and buffers of a checkpoint by the model's own names, on the CPU. tag: None for the latest.
+
+    Of lowtide's checkpoints, and of those that `lowtide checkpoint import` has made of DeepSpeed's. lazy_mode has no
+    effect. Raises NoCheckpointError, CheckpointError.
+    """
+    found = CheckpointFolder(folder_path(checkpoint_dir)).open(tag)
+    values: dict[str, Tensor] = {}
+    for name, info in found.weights.tensors.items():
+        flat = torch.empty(info.shape, dtype=info.dtype).view(-1)
+        found.weights.read([Fragment(name, tuple(info.shape), 0, flat)])
+        values[name] = flat.view(info.shape)
+    for alias, name in found.aliases.items():
+        values[alias] = values[name]
+    return values
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """The model, on the CPU, with these weights. What has them already is left alone."""
+    model = model.cpu()
+    values, own = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), model.state_dict()
+    others = {name: value for name, value in values.items() if name not in own or not _is_same(own[name], value)}
+    model.load_state_dict(others, strict=False)
+    return model
+
+
+def _is_same(own: Tensor, value: Tensor) -> bool:
+    return own.dtype == value.dtype and torch.equal(own, value)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    **others: Any,
+) -> None:
+    """Writes them by torch.save to output_dir/pytorch_model.bin, a single file; as safetensors use `lowtide export`."""
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    os.makedirs(output_dir, exist_ok=True)
+    torch.save(values, os.path.join(output_dir, "pytorch_model.bin"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,16 +17,13 @@ from . import comm
 from .config import DeepSpeedConfig, Source
 from .divided import DividedModel, not_dividing
 from .engine import DeepSpeedEngine, DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
-from .errors import UsageError
-from .experts import refuse_moe_params
-from .layers import PipelineModule
-from .lr_schedules import scheduler_of
-from .optimizers import DeepSpeedCPUAdam, FusedAdam, FusedLion
+from .layers import PipelineModule, StagedModel
+from .lr_schedules import SteppedScheduler, scheduler_of
+from .messages import UsageError
+from .operations import DeepSpeedCPUAdam, FusedAdam, FusedLion
 from .owners import take_from_owner
-from .parameters import set_leaves_of
+from .parameters import refuse_moe_params, set_leaves_of
 from .pipeline import PipelineEngine
-from .staged import StagedModel
-from .stepped import SteppedScheduler
 
 Returned = tuple[DeepSpeedEngine, Any, Any, Any]
 
@@ -273,3 +271,13 @@ def _trained(given: list[Any]) -> list[Any]:
         if kept := [param for param in params if param.requires_grad]:
             found.append({**one, "params": kept})
     return found
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config, which `initialize(args=...)` reads, and returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "the engine, and its config")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script itself; the engine ignores it")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="the JSON config file")
+    group.add_argument("--deepscale", action="store_true", help="the old name of --deepspeed")
+    group.add_argument("--deepscale_config", type=str, default=None, help="the old name of --deepspeed_config")
+    return parser

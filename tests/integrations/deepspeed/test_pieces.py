@@ -10,14 +10,13 @@ from torch import nn
 import lowtide.deepspeed as deepspeed
 from lowtide.deepspeed import messages
 from lowtide.deepspeed.accelerator import get_accelerator
-from lowtide.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
+from lowtide.deepspeed.checkpointing import CudaRNGStatesTracker, checkpoint, configure, is_configured, reset
 from lowtide.deepspeed.config import DeepSpeedConfig
 from lowtide.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from lowtide.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from lowtide.deepspeed.parameters import set_leaves_of
 from lowtide.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from lowtide.deepspeed.random_states import CudaRNGStatesTracker
 from lowtide.deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from lowtide.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from lowtide.deepspeed.utils import (

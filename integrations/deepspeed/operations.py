@@ -1,14 +1,84 @@
-"""What scripts import from `deepspeed.ops`: optimizers by their names there, with their arguments and defaults.
+"""What scripts import from `deepspeed.ops`: whether an operation is there, and optimizers by their names.
 
-Each is torch's class that does the same, so that the engine updates by its own kernels. Which processor updates is said
-by the config (`zero_optimization.offload_optimizer`), not by the name.
+Nothing is built: kernels are those of the engine. Each optimizer is torch's class that does the same, so that the
+engine updates by its own kernels. Which processor updates is said by the config
+(`zero_optimization.offload_optimizer`), not by the name.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
+
+_HERE = ("fused_adam", "cpu_adam", "fused_lion", "cpu_lion", "cpu_adagrad")
+_NOT_HERE = (
+    "async_io",
+    "cutlass_ops",
+    "evoformer_attn",
+    "fp_quantizer",
+    "fused_lamb",
+    "gds",
+    "inference_core_ops",
+    "quantizer",
+    "ragged_device_ops",
+    "ragged_ops",
+    "random_ltd",
+    "spatial_inference",
+    "stochastic_transformer",
+    "transformer",
+    "transformer_inference",
+    "utils",
+)
+__compatible_ops__ = {name: name in _HERE for name in (*_HERE, *_NOT_HERE)}
+__installed_ops__ = installed_ops = compatible_ops = __compatible_ops__
+
+
+class OpBuilder:
+    """Of one operation, by its NAME."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return __compatible_ops__[self.NAME]
+
+    def absolute_name(self) -> str:
+        return f"deepspeed.ops.{self.NAME}"
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Raises NotImplementedError: there is no library of DeepSpeed's."""
+        raise NotImplementedError(
+            f"deepspeed.ops.op_builder: expected no load() of {self.NAME}, found one; its classes in deepspeed.ops are "
+            "used without, and the engine has its own kernels"
+        )
+
+
+_BUILDERS = {
+    "FusedAdamBuilder": "fused_adam",
+    "CPUAdamBuilder": "cpu_adam",
+    "FusedLionBuilder": "fused_lion",
+    "CPULionBuilder": "cpu_lion",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "FusedLambBuilder": "fused_lamb",
+    "AsyncIOBuilder": "async_io",
+    "GDSBuilder": "gds",
+    "QuantizerBuilder": "quantizer",
+    "FPQuantizerBuilder": "fp_quantizer",
+    "TransformerBuilder": "transformer",
+    "InferenceBuilder": "transformer_inference",
+    "RandomLTDBuilder": "random_ltd",
+    "UtilsBuilder": "utils",
+}
+
+
+@cache
+def __getattr__(name: str) -> type[OpBuilder]:
+    """The class of an operation's builder."""
+    if name not in _BUILDERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return type(name, (OpBuilder,), {"NAME": _BUILDERS[name]})
+
 
 Betas = tuple[float, float]
 

@@ -215,7 +215,7 @@ def _kind(schema: Any, one: Any) -> str:
         elif "const" in option or "enum" in option:
             kinds.append(_values(option.get("enum", [option.get("const")])))
         elif isinstance(kind := option.get("type", "any"), list):
-            kinds += [{"null": "null", "boolean": "true, false"}.get(name, name) for name in kind]
+            kinds += [str({"null": "null", "boolean": "true, false"}.get(name, name)) for name in kind]
         else:
             bounds = [
                 f"{sign} {option[word]}"

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -27,11 +26,11 @@ from _gpu_trace import NUM_RANKS as NUM_SIMULATED
 from _gpu_trace import fake_group, timed_steps
 from _harness import JobError, environment_of, loss_difference, run_ranks
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import lowtide
-from lowtide.engine.step.model_call import ModelCall
+from lowtide.engine.plan.llama import Gated, Llama, Shape
 from lowtide.engine.step.same_batch import SameBatch
+from lowtide.engine.step.self_checks import SequenceCheck, SplitCheck
 
 NUM_RANKS, ROWS, STEPS = 2, 2, 3
 DATA, SPLITS = "data", ("tensor", "sequence", "expert")
@@ -58,69 +57,25 @@ def measure_ranks(record: Record) -> None:
     compare(record, [(DATA, stage) for stage in ((3,) if _device.is_rehearsal() else (0, 1, 2, 3))])
 
 
-def size_of(split: str) -> SplitSize:
-    """Experts make the model larger."""
-    size = REHEARSED if _device.is_rehearsal() else SIZE
-    return replace(size, num_experts=NUM_SIMULATED) if split == "expert" else size
-
-
 def parallel_of(split: str, ranks: int) -> dict[str, int]:
     return {} if split == DATA else {split: ranks}
 
 
-# -- the model: names as common families have them, with experts or without ------------------------------------------
+# -- the model: the planner's Llama, with experts or without -----------------------------------------------------------
 
 
-VOCABULARY = 256
 SEED = 1234
-
-
-@dataclass(frozen=True)
-class SplitSize:
-    """`num_layers` blocks of `width`, each with experts where num_experts is not 0; sequences of so many tokens."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    sequence_length: int
-    num_experts: int = 0
-
-
-class Attention(nn.Module):
-    def __init__(self, size: SplitSize) -> None:
-        super().__init__()
-        self.head_dim = size.width // size.num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(size.width, size.width, bias=False) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, _ = x.shape
-        heads = [layer(x).view(rows, tokens, -1, self.head_dim) for layer in (self.q_proj, self.k_proj, self.v_proj)]
-        query, key, value = (one.transpose(1, 2) for one in heads)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, tokens, -1))
-        return out
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+SIZE = Shape(layers=8, hidden=1024, heads=16, vocabulary=256, sequence=1024, mlp=4096)
+REHEARSED = Shape(layers=1, hidden=32, heads=8, vocabulary=256, sequence=16, mlp=128)
 
 
 class Experts(nn.Module):
     """Two experts for each token, of a list."""
 
-    def __init__(self, size: SplitSize) -> None:
+    def __init__(self, shape: Shape, num_experts: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(size.width, size.num_experts, bias=False)
-        self.experts = nn.ModuleList(MLP(size.width) for _ in range(size.num_experts))
+        self.gate = nn.Linear(shape.hidden, num_experts, bias=False)
+        self.experts = nn.ModuleList(Gated(shape) for _ in range(num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -132,62 +87,34 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
-class Block(nn.Module):
-    def __init__(self, size: SplitSize) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.attention = Attention(size)
-        self.mlp = Experts(size) if size.num_experts else MLP(size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+def shape_of_split() -> Shape:
+    return REHEARSED if _device.is_rehearsal() else SIZE
 
 
-class Decoder(nn.Module):
-    """Gives the mean cross-entropy over what is not -100; all (rows, tokens) int64 -> () float32.
-
-    shift_labels: the token after each. position_ids are asked for by `parallel.sequence`; the model knows no positions.
-    """
-
-    def __init__(self, size: SplitSize) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, size.width)
-        self.layers = nn.ModuleList(Block(size) for _ in range(size.num_layers))
-        self.norm = nn.LayerNorm(size.width)
-        self.lm_head = nn.Linear(size.width, VOCABULARY, bias=False)
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.lm_head(self.norm(x)).float().flatten(0, 1), shift_labels.flatten())
-
-
-def build_model(size: SplitSize) -> Decoder:
-    """The same weights in every process."""
+def build_model(split: str) -> Llama:
+    """The same weights in every process; with experts where these are split."""
+    shape = shape_of_split()
     torch.manual_seed(SEED)
-    return Decoder(size)
+    model = Llama(shape)
+    if split == "expert":
+        for layer in model.layers:
+            layer.mlp = Experts(shape, NUM_SIMULATED)
+    return model
 
 
-def build_batch(size: SplitSize, rows: int, device: str) -> dict[str, Tensor]:
+def build_batch(rows: int, device: str) -> dict[str, Tensor]:
     """The same rows in every process."""
-    numbers = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(VOCABULARY, (rows, size.sequence_length + 1), generator=numbers).to(device)
-    positions = torch.arange(size.sequence_length, device=device).expand(rows, -1)
+    shape, numbers = shape_of_split(), torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(shape.vocabulary, (rows, shape.sequence + 1), generator=numbers).to(device)
+    positions = torch.arange(shape.sequence, device=device).expand(rows, -1)
     return {"input_ids": tokens[:, :-1], "position_ids": positions, "shift_labels": tokens[:, 1:].contiguous()}
-
-
-SIZE = SplitSize(num_layers=8, width=1024, num_heads=16, sequence_length=1024)
-REHEARSED = SplitSize(num_layers=1, width=32, num_heads=8, sequence_length=16)
 
 
 # -- a rank ----------------------------------------------------------------------------------------------------------
 
 
 def config_of(parallel: dict[str, int], stage: int) -> dict[str, Any]:
-    whole = {"embed_tokens": "whole", "lm_head": "whole"}
+    whole = {"embedding": "whole", "head": "whole"}
     return {
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "adamw"},
@@ -200,13 +127,13 @@ def config_of(parallel: dict[str, int], stage: int) -> dict[str, Any]:
     }
 
 
-def train(size: SplitSize, rows: int, parallel: dict[str, int], stage: int, steps: int) -> dict[str, Any]:
+def train(split: str, rows: int, parallel: dict[str, int], stage: int, steps: int) -> dict[str, Any]:
     """Losses and seconds of every step, and the most memory of this rank. rows: of the global batch."""
     _device.forget_memory()
-    engine = lowtide.initialize(build_model(size), config_of(parallel, stage))
+    engine = lowtide.initialize(build_model(split), config_of(parallel, stage))
     of_rank = rows // engine.data_size
     share = slice(engine.data_rank * of_rank, (engine.data_rank + 1) * of_rank)
-    batch = {name: values[share] for name, values in build_batch(size, rows, _device.type_of_device()).items()}
+    batch = {name: values[share] for name, values in build_batch(rows, _device.type_of_device()).items()}
     losses, seconds = [], []
     for _ in range(steps):
         started = time.perf_counter()
@@ -219,13 +146,11 @@ def train(size: SplitSize, rows: int, parallel: dict[str, int], stage: int, step
 
 
 def train_cases(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """On a rank. job: "backend", "rows", "steps", and "cases": [size, parallel, stage] of each."""
+    """On a rank. job: "backend", "rows", "steps", and "cases": [split, parallel, stage] of each."""
     _device.prepare()
     _device.choose(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(job["backend"])
-    found = [
-        train(SplitSize(**size), job["rows"], parallel, stage, job["steps"]) for size, parallel, stage in job["cases"]
-    ]
+    found = [train(split, job["rows"], parallel, stage, job["steps"]) for split, parallel, stage in job["cases"]]
     dist.barrier()
     return found
 
@@ -245,7 +170,7 @@ def compare(record: Record, cases: list[Case]) -> None:
         for backend in backends
     }
     expected = {
-        split: train(size_of(split), ROWS, {}, 0, STEPS)["losses"]
+        split: train(split, ROWS, {}, 0, STEPS)["losses"]
         for split in dict.fromkeys(split for chosen in wanted.values() for split, _ in chosen)
     }
     for backend, chosen in wanted.items():
@@ -260,7 +185,7 @@ def compare(record: Record, cases: list[Case]) -> None:
 
 def run(record: Record, backend: str, cases: list[Case], expected: dict[str, list[float]]) -> None:
     """A row for each. That NCCL does not start is no failure; that losses differ is one."""
-    chosen = [(asdict(size_of(split)), parallel_of(split, NUM_RANKS), stage) for split, stage in cases]
+    chosen = [(split, parallel_of(split, NUM_RANKS), stage) for split, stage in cases]
     job = {
         "worker": "_gpu_splits:train_cases",
         "threads": 1,
@@ -308,20 +233,18 @@ def run(record: Record, backend: str, cases: list[Case], expected: dict[str, lis
 def nothing_is_compared() -> Iterator[None]:
     """Between ranks: all would differ from what the simulated ones do not send."""
 
-    def nothing(*_: object) -> None: ...
-
     with (
-        mock.patch.object(ModelCall, "try_once", nothing),
-        mock.patch.object(ModelCall, "compare_once", nothing),
-        mock.patch.object(SameBatch, "check", nothing),
+        mock.patch.object(SplitCheck, "of", lambda parts: None),
+        mock.patch.object(SequenceCheck, "of", lambda parts: None),
+        mock.patch.object(SameBatch, "of", lambda parts: None),
     ):
         yield
 
 
 def simulate(record: Record, split: str, stage: int) -> None:
     _device.forget_memory()
-    engine = lowtide.initialize(build_model(size_of(split)), config_of(parallel_of(split, NUM_SIMULATED), stage))
-    batch = build_batch(size_of(split), ROWS, _device.type_of_device())
+    engine = lowtide.initialize(build_model(split), config_of(parallel_of(split, NUM_SIMULATED), stage))
+    batch = build_batch(ROWS, _device.type_of_device())
     try:
         whole, until_launched = timed_steps(engine, batch)
         with _device.host_waits() as waits:

@@ -46,7 +46,7 @@ class StepUpdate:
         """
         self._optimizer = optimizer
         self._mesh = mesh
-        self._is_waited_for = mesh.world.device.type != "cpu"  # whether the host waits for what it asks of the device
+        self._is_waited_for = _is_waited_for(mesh.world.device)
         self._unclipped_factor = unclipped_factor
         self._delay_after_steps = delay_after_steps
         gradients = [gradient for unit in reduction_order for gradient in unit.gradients]
@@ -277,3 +277,8 @@ class StepUpdate:
             self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.counts.unused = unused
+
+
+def _is_waited_for(device: torch.device) -> bool:
+    """Whether the host waits for what it asks of the device."""
+    return device.type != "cpu"

@@ -814,10 +814,10 @@ class Engine(ModuleFacade):
 
     def _take_up_groups(self, frozen: FrozenValues) -> None:
         """What knows the groups of parameters as they are now. frozen: what is known of the values."""
-        units, whole = self._driver.passes.units, self._driver.whole
+        units, whole, features = self._driver.passes.units, self._driver.whole, self._features
 
-        def note_exact() -> None:
-            for feature in self._features.after_refresh:
+        def note_exact() -> None:  # without self: hooks on the model reach it, and the engine goes with its last name
+            for feature in features.after_refresh:
                 feature()
 
         self._archive = self._parts.archive = Archive(

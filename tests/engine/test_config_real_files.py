@@ -141,7 +141,7 @@ LOADS = {  # file: the keys that a note explains, in order
     "axolotl__deepspeed_configs__zero3.json": (
         "z.overlap_comm z.sub_group_size z.reduce_bucket_size z.stage3_param_persistence_threshold "
         "z.max_reuse_distance z.gather_16bit_weights_on_model_save z.stage3_prefetch_bucket_size bf16.enabled "
-        "fp16.enabled gradient_clipping fp16.auto_cast fp16.initial_scale_power z.stage3_max_live_parameters"
+        "fp16.enabled gradient_clipping z.stage3_max_live_parameters fp16.auto_cast fp16.initial_scale_power"
     ),
     "axolotl__deepspeed_configs__zero3_bf16_cpuoffload_all.json": (
         "zero_force_ds_cpu_optimizer zero_allow_untested_optimizer z.overlap_comm z.sub_group_size "

@@ -124,9 +124,13 @@ def raised_alone(call: str, route: str, stage: int) -> tuple[str, float]:
     [(call, "sockets", 3) for call in CALLS] + [(call, "shared_memory", 1) for call in list(CALLS)[:2]],
 )
 def test_the_others_hear_of_an_error_in_any_call(ranks: RankPool, call: str, route: str, stage: int) -> None:
-    (told, seconds), (own, _) = ranks(2, raised_alone, call, route, stage)
-    assert "CollectiveError" not in own and f"rank 1 raised ValueError: {own}, in " in told and call in told
-    assert seconds < 10  # 1 s where the machine is idle; the timeout is 60 s
+    """Within 2 s, in the fastest of at most three runs: a busy machine delays a single run, and the timeout is 60 s."""
+    for _ in range(3):
+        (told, seconds), (own, _) = ranks(2, raised_alone, call, route, stage)
+        assert "CollectiveError" not in own and f"rank 1 raised ValueError: {own}, in " in told and call in told
+        if seconds < 2:
+            return
+    pytest.fail(f"rank 0 heard of the error of rank 1 after {seconds:.1f} s in the last of three runs, expected 2 s")
 
 
 def two_engines(route: str) -> str:

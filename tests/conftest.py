@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import GARBAGE, RankPool, fork_ranks_from_here, seed_present_devices_alone
+from tests.kit.ranks import GARBAGE, RankPool, fork_ranks_from_here, seed_present_devices_alone
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 _END_SECONDS = 300.0
@@ -50,7 +50,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """`ranks(world_size, fn, *args)` runs a module-level function on several processes; see `tests/ranks.py`."""
+    """`ranks(world_size, fn, *args)` runs a module-level function on several processes; see `tests/kit/ranks.py`."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.grids import pairs
+from tests.kit.grids import pairs
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 2, 2), (4, 3, 3), (6, 4, 3, 2), (1, 5, 1), (3, 4, 3, 4)])

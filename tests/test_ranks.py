@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankPool
+from tests.kit.ranks import RankError, RankPool
 
 
 def process_id() -> int:

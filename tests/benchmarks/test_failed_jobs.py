@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import slowness
+from tests.kit.ranks import slowness
 
 Helper = Callable[[str], ModuleType]
 Run = Callable[..., list[dict[str, Any]]]

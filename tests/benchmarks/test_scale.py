@@ -10,7 +10,7 @@ import pytest
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.recurrence import Recurrence
 from lowtide.pipe.schedules.registry import make_schedule
-from tests.ranks import in_a_new_process
+from tests.kit.ranks import in_a_new_process
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 

@@ -16,7 +16,7 @@ from lowtide.checkpoint.index import RankIndex
 from tests.checkpoint.making import resign, write
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

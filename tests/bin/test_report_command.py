@@ -11,8 +11,8 @@ import pytest
 import lowtide
 from lowtide.bin.report import main
 from lowtide.engine.report.memory_report import MemoryReport, reports_in
-from tests import models
-from tests.zero.training import ADAMW
+from tests.kit import models
+from tests.kit.training import ADAMW
 
 PLAIN = {"optimizer": ADAMW, "steps_per_print": 0}
 ROWS = 8

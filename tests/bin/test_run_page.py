@@ -12,7 +12,7 @@ import pytest
 
 import lowtide
 from lowtide.bin.report import main, page_of
-from tests import models
+from tests.kit import models
 
 
 class Reader(HTMLParser):

@@ -16,9 +16,9 @@ from lowtide.bin.main import main as lowtide_main
 from lowtide.checkpoint.files import MANIFEST
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.checkpoint.making import resign
-from tests.models import tiny_gpt, token_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case
+from tests.kit.models import tiny_gpt, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 
 TAGS = ["global_step1", "global_step2", "best"]
 CONFIG = {

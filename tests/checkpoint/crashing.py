@@ -16,9 +16,9 @@ import lowtide
 import lowtide.engine.build
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.engine.saving import engine_for, run_steps
-from tests.models import mlp, vector_batch
-from tests.ranks import environment, free_port
-from tests.zero.training import Case
+from tests.kit.models import mlp, vector_batch
+from tests.kit.ranks import environment, free_port
+from tests.kit.training import Case
 
 WORLD_SIZE = 2
 KEPT = 2

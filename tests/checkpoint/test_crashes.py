@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.crashing import KEPT, killed
-from tests.ranks import in_a_new_process
+from tests.kit.ranks import in_a_new_process
 
 KILLS = 18  # each pair of stage and way to save three times
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from lowtide.checkpoint.export import READ_BYTES, UNFINISHED, ExportFolder, export_source, parse_bytes, parse_dtype
 from lowtide.checkpoint.fragment import Fragment
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, SafetensorsSource, WeightsPlan
-from tests.ranks import RankPool
-from tests.resident import lasting_growth, peak_growth
+from tests.kit.ranks import RankPool
+from tests.kit.resident import lasting_growth, peak_growth
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 SHARDED = 100  # bytes a file, which gives three

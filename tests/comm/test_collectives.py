@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.comm import Arrangement, Axis, Mesh, Terms, World, regions_of
 from lowtide.zero.codec import NOTHING, sum_with_held
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets", "native"]
 NUMELS = [1, 7, 1024, 5000, 300_001]  # of one rank's part; the last is more than one chunk of a sum

@@ -10,7 +10,7 @@ import torch
 
 from lowtide.comm.rendezvous import loopback_store
 from lowtide.comm.world import World
-from tests.ranks import RankPool, free_port
+from tests.kit.ranks import RankPool, free_port
 
 
 def listening() -> set[tuple[str, int]]:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lowtide.comm import CollectiveError, World
-from tests.ranks import environment, free_port
+from tests.kit.ranks import environment, free_port
 
 
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

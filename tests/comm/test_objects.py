@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lowtide.comm.world import gather_objects
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def everyone_says(lengths: list[int]) -> tuple[list[Any], int]:

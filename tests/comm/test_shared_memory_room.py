@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowtide.comm import Arrangement, CollectiveError, Mesh, World
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def create(route: str, patched: str, replacement: Any) -> tuple[str, str, list[str]]:

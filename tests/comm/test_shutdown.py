@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def gloo_threads() -> list[str]:

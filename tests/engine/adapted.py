@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.blueprint.footprint import Moment, bytes_of
-from tests import models
 from tests.engine.plain_weights import Adapted
-from tests.zero.training import ADAMW
+from tests.kit import models
+from tests.kit.training import ADAMW
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 NUM_TOKENS = 61

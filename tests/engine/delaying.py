@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 import lowtide
-from tests.models import mlp, tiny_gpt, token_batch, vector_batch
-from tests.zero.training import Case, share_of
+from tests.kit.models import mlp, tiny_gpt, token_batch, vector_batch
+from tests.kit.training import Case, share_of
 
 GPT = Case(tiny_gpt, token_batch, steps=5)
 MLP = Case(mlp, vector_batch, steps=5)

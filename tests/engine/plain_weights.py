@@ -9,8 +9,8 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.engine.archive.named_state import NamedState
-from tests import models
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.training import Case, share_of
 
 
 class Adapted(nn.Linear):

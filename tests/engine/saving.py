@@ -11,7 +11,7 @@ from torch import Tensor
 import lowtide
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.checkpoint.fragment import Fragment
-from tests.zero.training import Case
+from tests.kit.training import Case
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 GLOBAL_ROWS = 8  # of a microbatch: the same global batches at every number of ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.ranks import FORKS, WORKER_VARIABLES, environment, free_port, preloaded
+from tests.kit.ranks import FORKS, WORKER_VARIABLES, environment, free_port, preloaded
 
 TIMEOUT_SECONDS = 90
 IMPORTS = "import json, os, sys, time\nimport torch, lowtide\n"

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.zero import plan
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of, train_all
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of, train_all
 
 
 class NoisyBlock(models.Block):

@@ -9,9 +9,9 @@ import torch
 
 import lowtide
 from lowtide.offload import ActivationOffload
-from tests.models import TinyGPT, tiny_gpt, token_batch
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, share_of, train_all
+from tests.kit.models import TinyGPT, tiny_gpt, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, share_of, train_all
 
 
 def offloaded(case: Case, folder: Path, every: int, **section: Any) -> Case:

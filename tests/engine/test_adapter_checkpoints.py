@@ -11,7 +11,7 @@ from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.archive.frozen import digest_of
 from tests.engine.adapted import engine_of, lora, run
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 pytest.importorskip("peft")
 

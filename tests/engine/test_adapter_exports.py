@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests import models
 from tests.engine.adapted import ByHand, base, engine_of, half_base, lora, run, tokens, total_bytes, with_peft
-from tests.ranks import RankPool
-from tests.zero.training import Case
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -8,11 +8,11 @@ import torch
 
 from lowtide.comm import World
 from lowtide.zero.group import ShardedGroup
-from tests import models
 from tests.engine.adapted import ByHand, bytes_at_rest, engine_of, half_base, lora, train_all, train_plainly
-from tests.ranks import RankPool
-from tests.zero.training import Case
-from tests.zero.training import train_all as train_cases
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
+from tests.kit.training import train_all as train_cases
 
 pytest.importorskip("peft")
 

@@ -24,7 +24,7 @@ from tests.engine.loops import (
     run_plainly,
     weighted_by_own_gradients,
 )
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 CHOSEN = {  # for loops that take turns; of two ranks, every second loop is on each route
     "solo": ("all in files", "speculating"),

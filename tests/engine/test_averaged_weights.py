@@ -17,9 +17,9 @@ from lowtide import Engine
 from lowtide.checkpoint.export import export_source
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.zero.sequence import StateError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, adamw, one_thread
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, adamw, one_thread
 
 DECAY = 0.8
 CASE = Case(models.short_gpt_float64, models.token_batch, clip=0.5, steps=3)

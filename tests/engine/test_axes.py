@@ -11,7 +11,7 @@ from lowtide.engine.config.parallel import ParallelConfig, world_faults
 from lowtide.engine.config.zero import ZeroConfig
 from lowtide.zero.domain import Domain
 from lowtide.zero.policy import ZeroPolicy
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def axes_of(num_ranks: int, stage: int, degrees: dict[str, int], **zero: Any) -> tuple[Arrangement, Domain]:

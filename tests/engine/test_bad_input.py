@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.engine.step.batch import prepared
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets"]
 CONFIG: dict[str, Any] = {

@@ -24,11 +24,11 @@ from lowtide.engine.blueprint.optimizer_plan import OptimizerChoice
 from lowtide.engine.config.config import Config
 from lowtide.zero.group import ShardedGroup
 from lowtide.zero.scheduled_units import ScheduledUnits
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, rank_and_world
 from tests.parallel.test_expert_routing import Experts
-from tests.ranks import RankPool
 from tests.zero.apart import apart
-from tests.zero.training import ADAMW, rank_and_world
 
 FP32: dict[str, Any] = {}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import lowtide
 from tests.engine.test_hugging_face import llama
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 
 STAGES = (0, 1, 2, 3)
 LAST_POSITION = 8191

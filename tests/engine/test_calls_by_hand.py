@@ -15,9 +15,9 @@ import lowtide
 from lowtide import Engine
 from lowtide.zero.released import ReleasedParameterError
 from lowtide.zero.sequence import StateError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, adamw
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, adamw
 
 CASE = Case(models.mlp, models.vector_batch)
 WORDS = (

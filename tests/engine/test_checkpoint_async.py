@@ -22,9 +22,9 @@ from lowtide.engine.archive.save_job import SaveJob
 from lowtide.offload import SequentialFile
 from tests.engine.saving import engine_for, run_steps, saved_tensors
 from tests.engine.scripts import run_on_two_ranks
-from tests.models import mlp, short_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case
+from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 
 ASYNC = {"checkpoint": {"async": True}}
 GPT = Case(short_gpt, token_batch, 3, config=ASYNC)
@@ -177,7 +177,7 @@ def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tm
 
 SCRIPT = """
 from lowtide.offload import SequentialFile
-from tests.models import mlp, vector_batch
+from tests.kit.models import mlp, vector_batch
 
 real = SequentialFile.write
 def slow(file, data):
@@ -208,7 +208,7 @@ def test_a_script_that_ends_right_after_a_save_completes_it(tmp_path: Path) -> N
 LEFT_ALONE = """
 import signal
 from lowtide.engine.archive import checkpoint
-from tests.models import mlp, vector_batch
+from tests.kit.models import mlp, vector_batch
 
 def never_written(*arguments, **named):
     os.kill(os.getpid(), signal.SIGKILL)

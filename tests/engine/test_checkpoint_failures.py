@@ -16,9 +16,9 @@ from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.checkpoint.making import resign
 from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on, saved_tensors
-from tests.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case, rank_and_world
+from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, rank_and_world
 
 GPT = Case(short_gpt, token_batch, 3)
 DEEP = Case(tiny_gpt, token_batch, 3)  # in the middle of each of its files are values

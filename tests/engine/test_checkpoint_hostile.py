@@ -15,9 +15,9 @@ import lowtide
 from lowtide.checkpoint.files import MANIFEST, CheckpointError
 from tests.checkpoint.making import resign
 from tests.engine.saving import engine_for, run_steps
-from tests.models import Mlp, mlp, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case
+from tests.kit.models import Mlp, mlp, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 
 CASE = Case(mlp, vector_batch, 3)
 

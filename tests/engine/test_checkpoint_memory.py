@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 WIDTH, LAYERS = 1024, 8  # 8 matrices of 4 MiB, their two moments: 96 MiB, 48 on each of 2 ranks
 MIB = 1 << 20

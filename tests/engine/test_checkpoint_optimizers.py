@@ -21,9 +21,9 @@ from tests.engine.saving import (
     save_and_go_on,
     save_trips,
 )
-from tests.models import mlp, short_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case
+from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 
 RULES: list[dict[str, Any]] = [
     {"type": "adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}},

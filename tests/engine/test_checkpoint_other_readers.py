@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.engine.saving import STEPS_AFTER, STEPS_BEFORE, Trip, engine_for, run_steps, save_and_go_on, save_trips
 from tests.engine.test_checkpoint_optimizers import two_groups
-from tests.models import mlp, short_gpt, tied_gpt, token_batch, vector_batch, vector_batch_float64
-from tests.ranks import RankPool
+from tests.kit.models import mlp, short_gpt, tied_gpt, token_batch, vector_batch, vector_batch_float64
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, adamw, share_of
 from tests.zero.test_special_parameters import Empty, Frozen, Normalized, OneElement
-from tests.zero.training import Case, adamw, share_of
 
 GPT = Case(short_gpt, token_batch, 3)
 SGD = {"optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}}

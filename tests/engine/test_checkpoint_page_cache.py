@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import lowtide
 from tests.checkpoint.page_cache import forget, resident_pages, supports_direct
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 WIDTH = 512
 

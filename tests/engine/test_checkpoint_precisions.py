@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.engine.saving import Continuation, Trip, engine_for, load_trips, run_steps, save_trips
-from tests.models import mlp, short_gpt, short_gpt_float64, token_batch, vector_batch
-from tests.ranks import RankPool
+from tests.kit.models import mlp, short_gpt, short_gpt_float64, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 from tests.zero.test_special_parameters import TwoDtypes
-from tests.zero.training import Case
 
 BF16 = {"bf16": {"enabled": True}}
 # The first steps overflow, and a scale lasts for two steps: nothing about it is as it was at the start.

@@ -8,9 +8,9 @@ import pytest
 from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.engine.saving import GLOBAL_ROWS, engine_for, load_and_go_on, run_steps
-from tests.models import mlp, short_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 CASE = Case(mlp, vector_batch)
 

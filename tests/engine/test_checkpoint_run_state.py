@@ -25,9 +25,9 @@ from tests.engine.saving import (
     save_and_go_on,
     save_trips,
 )
-from tests.models import Mlp, mlp, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, rank_and_world, share_of
+from tests.kit.models import Mlp, mlp, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, rank_and_world, share_of
 
 CASE = Case(mlp, vector_batch)
 WARMUP = {"type": "linear", "params": {"warmup_num_steps": 3, "total_num_steps": 8}}

@@ -17,8 +17,9 @@ from tests.engine.saving import (
     save_trips,
     spoil,
 )
-from tests.models import Mlp, mlp, tied_gpt, token_batch, vector_batch, vector_batch_float64
-from tests.ranks import RankPool
+from tests.kit.models import Mlp, mlp, tied_gpt, token_batch, vector_batch, vector_batch_float64
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 from tests.zero.test_special_parameters import (
     Detached,
     Empty,
@@ -32,7 +33,6 @@ from tests.zero.test_special_parameters import (
     TwoDtypes,
     Unused,
 )
-from tests.zero.training import Case
 
 STAGES = [(3, 0), (0, 3), (2, 3), (3, 1)]
 KINDS = [  # those that differ in what is saved

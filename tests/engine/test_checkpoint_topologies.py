@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.engine.saving import Continuation, load_all, save_all
-from tests.grids import pairs
-from tests.models import short_gpt, token_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case
+from tests.kit.grids import pairs
+from tests.kit.models import short_gpt, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 
 WORLD_SIZES = (1, 2, 4)
 STAGES = (0, 1, 3)  # shards of stage 2 lie as those of stage 1

@@ -9,9 +9,9 @@ import torch
 import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, share_of, train
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, share_of, train
 
 CASE = Case(models.short_gpt, models.token_batch, config={"zero_optimization": {}})
 ON_CPU = {"device": "cpu"}

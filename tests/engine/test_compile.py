@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import lowtide
-from tests import models
 from tests.engine.compiling import with_a_new_compiler
-from tests.grids import pairs
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 LAYERS = 3
 KINDS = ["block", "embedding", "norm", "head"]

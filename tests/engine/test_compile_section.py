@@ -13,8 +13,8 @@ from lowtide.engine.config.config import Config, ConfigError
 from tests.engine.adapted import base, engine_of, lora, run
 from tests.engine.compiling import with_a_new_compiler
 from tests.engine.test_compile import CASE, SMALL
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 SOCKETS = {"communication": {"route": "sockets"}}
 COMPILED: dict[str, Any] = {"compile": {"blocks": True, "backend": "eager"}}

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lowtide.engine.config.config import Config, ConfigError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, train_all, train_plainly
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, train_all, train_plainly
 
 CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 2, "cycle_min_mom": 0.7}
 BETAS = [(0.7, 0.99), (0.8, 0.99), (0.7, 0.99), (0.8, 0.99), (0.9, 0.99)]  # as DeepSpeed 0.19.8 sets them

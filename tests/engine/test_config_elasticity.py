@@ -7,9 +7,9 @@ import pytest
 import lowtide
 from lowtide.engine.config.batch import legal_sizes
 from lowtide.engine.config.config import Config, ConfigError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import share_of
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TWO_STAGES: dict[str, Any] = {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": "auto"}

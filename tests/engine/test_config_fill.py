@@ -9,7 +9,7 @@ import pytest
 import lowtide
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.explain import explain
-from tests import models
+from tests.kit import models
 
 DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
 STEPS = "scheduler.params.total_num_steps"

@@ -10,8 +10,8 @@ import torch
 
 import lowtide
 from lowtide.engine.config.config import Config, ConfigError
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
 
 FILES = Path(__file__).parent / "data" / "real_configs"
 

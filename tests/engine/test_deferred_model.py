@@ -18,10 +18,10 @@ import lowtide
 from lowtide.comm import World
 from lowtide.engine.model.deferred import DeferredModel, plain_tensors
 from lowtide.engine.model.given_model import module_and_values
-from tests import models
 from tests.engine.drawn_twice import DRAWS, DrawnTwice, FilledInPart, RowZeroed, UsedBeforeFilled
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, share_of
 
 
 class CustomInit(nn.Module):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lowtide.engine.model.deferred import DeferredModel, build_in_files
-from tests import models
 from tests.engine.drawn_twice import DRAWS, DrawnTwice
-from tests.resident import own_bytes
+from tests.kit import models
+from tests.kit.resident import own_bytes
 
 
 def test_little_more_than_one_parameter_is_alive_at_a_time() -> None:

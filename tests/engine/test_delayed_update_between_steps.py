@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.engine.delaying import GPT, start, take_steps
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 from tests.zero.delayed_update import train_delayed
 from tests.zero.test_delayed_update import delayed, in_precision
-from tests.zero.training import Case, share_of
 
 PLACES = ("cpu", "nvme")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from torch import Tensor
 
 from tests.engine.saving import engine_for, run_steps
-from tests.models import short_gpt, token_batch
+from tests.kit.models import short_gpt, token_batch
+from tests.kit.training import Case
 from tests.zero.test_delayed_update import delayed
-from tests.zero.training import Case
 
 
 def repeated_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:

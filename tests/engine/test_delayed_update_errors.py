@@ -15,10 +15,10 @@ import lowtide
 from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.offload import FileStore, OffloadError
 from tests.engine.delaying import MLP, OWN, Sgd, start, take_steps
-from tests.models import Explodes
-from tests.ranks import RankPool
+from tests.kit.models import Explodes
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, share_of
 from tests.zero.test_delayed_update import delayed
-from tests.zero.training import ADAMW, Case, share_of
 
 PLACES = ("cpu", "nvme")
 

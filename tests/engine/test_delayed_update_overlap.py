@@ -9,10 +9,10 @@ import pytest
 import lowtide
 from tests.engine.delaying import MLP, OWN, Sgd, start, take_steps
 from tests.engine.test_optimizer_offload import Wide
-from tests.models import mlp, vector_batch
-from tests.ranks import RankPool
+from tests.kit.models import mlp, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 from tests.zero.test_delayed_update import delayed, in_precision
-from tests.zero.training import Case, share_of
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 FAULTS = ["forward", "backward", "loss", "end of the data", "NaN"]
 

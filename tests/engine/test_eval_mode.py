@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.model.recomputing import in_eval_mode
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, share_of, train
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, share_of, train
 
 CASE = Case(partial(models.TinyGPT, layers=2), models.token_batch, clip=0.3, steps=2)
 

@@ -13,12 +13,12 @@ import lowtide
 from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
 from lowtide.engine.archive.weights import model_files
-from tests import models
 from tests.engine.plain_weights import LARGE_CONFIG, Everything, Large, differences, engine_of, export, saved_once
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
-from tests.ranks import RankPool
-from tests.resident import peak_growth
-from tests.zero.training import Case
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.resident import peak_growth
+from tests.kit.training import Case
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

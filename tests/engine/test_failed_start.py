@@ -14,7 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide.offload.block_file import BlockFile
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "steps_per_print": 0}
 

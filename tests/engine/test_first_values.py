@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.model import given_model
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 class Kinds(nn.Module):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.kernels import fuse_model
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
-from tests.models import tiny_gpt, token_batch
-from tests.ranks import RankPool
+from tests.kit.models import tiny_gpt, token_batch
+from tests.kit.ranks import RankPool
 
 Trained = tuple[list[float], list[bool]]  # losses, and of each forward of the root whether logits were left out
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import models
-from tests.grids import pairs
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, adamw, share_of
+from tests.kit import models
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, adamw, share_of
 
 STAGES = (0, 1, 2, 3)
 ROUTES = ("shared_memory", "sockets")

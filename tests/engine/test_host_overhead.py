@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 WIDTH, NUM_BLOCKS = 1024, 30  # 2^20 parameters a block: 8 and 1024 ranks divide it without padding
 MAX_CALLS_IN_A_STEP = 7_080  # of Python: 30 blocks with a parameter each, on the CPU; Python 3.11 makes most

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.model.deferred import DeferredModel
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests.grids import pairs
-from tests.ranks import RankPool
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
 
 STAGES = (0, 1, 2, 3)
 SGD = {"type": "sgd", "params": {"lr": 0.5}}

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import lowtide
 from lowtide.zero import plan
-from tests import models
-from tests.grids import pairs
+from tests.kit import models
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
+from tests.kit.training import ROWS, Case, adamw, one_thread
 from tests.parallel.test_sequence import Plain
-from tests.ranks import RankPool
-from tests.zero.training import ROWS, Case, adamw, one_thread
 
 
 def small_gpt() -> torch.nn.Module:

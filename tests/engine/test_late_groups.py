@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.zero.sequence import StateError
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
 
 STEPS = 4
 LATE = 1  # the first step with another group

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.zero.sequence import StateError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 CASE = Case(models.tied_gpt, models.token_batch, steps=1)
 BF16 = {"bf16": {"enabled": True}}

@@ -17,7 +17,6 @@ from lowtide.checkpoint.fragment import TensorInfo, TensorSource
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
 from lowtide.engine.archive import weights
 from lowtide.engine.archive.weights import Match
-from tests import models
 from tests.engine.plain_weights import (
     LARGE_CONFIG,
     Everything,
@@ -29,9 +28,10 @@ from tests.engine.plain_weights import (
     named_state,
     saved_once,
 )
-from tests.ranks import RankPool
-from tests.resident import peak_growth
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.resident import peak_growth
+from tests.kit.training import Case, share_of
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

@@ -15,7 +15,7 @@ from lowtide.engine.build import alone_note
 from lowtide.engine.report.step_log import StepLog
 from lowtide.engine.step.features import StepResult
 from lowtide.watch.log import configure, logger
-from tests.ranks import RankPool, environment
+from tests.kit.ranks import RankPool, environment
 
 
 def train_without_a_launcher() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.zero import plan
 from lowtide.zero.sequence import StateError
-from tests.grids import pairs
-from tests.ranks import RankPool
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
 
 SGD = {"type": "sgd", "params": {"lr": 0.1}}
 KINDS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import lowtide
 from tests.engine.scripts import run_on_two_ranks
-from tests.models import Chain, linear_chain
-from tests.ranks import RankError, RankPool
+from tests.kit.models import Chain, linear_chain
+from tests.kit.ranks import RankError, RankPool
 
 ROUTES = ["shared_memory", "sockets"]
 TIMEOUT_SECONDS = 2.5

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.report.memory import predict, table
 from lowtide.zero.reduced_gradient import ReducedGradient
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 # Padded: 3 blocks of Linear(40, 56) and Linear(56, 40), and Linear(7, 5) outside of them. Parameters start at multiples
 # of 16 elements, shards are whole blocks of 1024 elements:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lowtide
-from tests import models
-from tests.zero.training import ADAMW
+from tests.kit import models
+from tests.kit.training import ADAMW
 
 PLAIN = {"optimizer": ADAMW, "steps_per_print": 0}
 

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import share_of
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (1, {"zero_optimization": {"stage": 0}}),

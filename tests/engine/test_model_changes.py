@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 
 def add(model: Any) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lowtide
 from tests.engine.models_of_others import FAMILIES, batch_of
-from tests.grids import pairs
-from tests.ranks import RankPool
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a larger eps: gradients near 0 are rounding
 STEPS = 2

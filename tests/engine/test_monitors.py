@@ -16,11 +16,11 @@ import lowtide
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.model.model_flops import ModelFlops
 from lowtide.engine.report.monitors import COLUMNS
-from tests import models
 from tests.engine.adapted import base
 from tests.engine.test_hugging_face import bert, gpt2, llama
-from tests.ranks import RankPool
-from tests.zero.training import share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import share_of
 
 SGD = {"type": "sgd", "params": {"lr": 0.1}}
 

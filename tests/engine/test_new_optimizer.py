@@ -16,10 +16,10 @@ from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.schema import json_schema
 from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer, OptimizerParams, Options, State, StateDtype
-from tests import models
 from tests.engine.saving import Continuation, Trip, load_trips, save_trips
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, train, train_all, train_plainly
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, train, train_all, train_plainly
 
 
 class RMSpropParams(OptimizerParams):

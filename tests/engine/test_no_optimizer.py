@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0}
 NVME = {"device": "nvme"}

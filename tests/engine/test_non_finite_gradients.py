@@ -12,8 +12,8 @@ from torch import Tensor
 import lowtide
 from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.zero.move import Inspection
-from tests.models import linear_chain
-from tests.ranks import RankPool
+from tests.kit.models import linear_chain
+from tests.kit.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets"]
 STAGES = [0, 1, 2, 3]

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.step.step_sums import NonFiniteGradientError
-from tests.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, share_of
+from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, share_of
 
 
 def config_for(folder: Path, timing: str, stage: int = 1, **changes: Any) -> dict[str, Any]:

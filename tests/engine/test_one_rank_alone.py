@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 CASE = Case(partial(models.TinyGPT, layers=2), models.token_batch, accumulation=2)
 

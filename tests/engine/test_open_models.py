@@ -13,9 +13,9 @@ import lowtide
 from lowtide.engine.model.given_model import take
 from lowtide.model.ledger import Ledger
 from lowtide.zero.sequence import StateError
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
 from tests.pipe.pipelines import deep_gpt
-from tests.ranks import RankPool
 
 CLOSE = (
     r"of an engine that is still open; close that first \(engine.close\(\), destroy\(\) in lowtide.deepspeed, or `with"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.blueprint.optimizer_plan import OptimizerPlan
 from lowtide.engine.config.config import Config
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
 
 STEPS = 5
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -10,9 +10,9 @@ from torch import nn
 
 import lowtide
 from tests.engine.saving import load_and_go_on, save_and_go_on
-from tests.models import TinyGPT, short_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, Outcome, share_of, train_all
+from tests.kit.models import TinyGPT, short_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, Outcome, share_of, train_all
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,

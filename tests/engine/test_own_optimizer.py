@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, share_of, train, train_plainly
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, share_of, train, train_plainly
 
 CASES = [
     Case(models.mlp_float64, models.vector_batch_float64, stage=stage, steps=3, clip=clip, config={"optimizer": None})

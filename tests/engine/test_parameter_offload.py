@@ -12,9 +12,9 @@ from torch import Tensor
 import lowtide
 from lowtide.zero.group import ShardedGroup
 from tests.engine.saving import load_and_go_on, save_and_go_on
-from tests.models import TinyGPT, mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, share_of, train_all
+from tests.kit.models import TinyGPT, mlp, tied_gpt, tiny_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, share_of, train_all
 
 TWO_BLOCKS = partial(TinyGPT, layers=2)
 CASES = {

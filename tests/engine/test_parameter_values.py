@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, adamw, one_thread, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, adamw, one_thread, share_of
 
 CASE = Case(models.short_gpt_float64, models.token_batch, accumulation=2)
 STAGES = {"auto": (3,), "shared_memory": (0, 3), "sockets": (1, 2)}  # by route

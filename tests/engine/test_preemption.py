@@ -13,9 +13,9 @@ import pytest
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.step.preemption import Preemption
 from tests.engine.saving import STEPS_AFTER, engine_for, load_and_go_on, run_steps
-from tests.models import mlp, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case
+from tests.kit.models import mlp, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 
 CASE = Case(mlp, vector_batch)
 

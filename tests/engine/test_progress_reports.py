@@ -15,8 +15,8 @@ import lowtide
 from lowtide.watch.progress import RankProgress, read_progress
 from lowtide.watch.stacks import collect_stacks
 from lowtide.watch.waiting import who_waits_for_whom
-from tests.models import Chain
-from tests.ranks import RankPool
+from tests.kit.models import Chain
+from tests.kit.ranks import RankPool
 
 BATCH = (torch.ones(2, 8),)
 BLOCKED_SECONDS = 0.15

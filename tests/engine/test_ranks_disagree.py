@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "gradient_clipping": 1.0}
 

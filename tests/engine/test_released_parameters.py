@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 ROUTES = ["shared_memory", "sockets"]
 NAME = "blocks.0.weight"

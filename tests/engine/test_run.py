@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import lowtide
 from tests.engine.adapted import base
-from tests.models import FEATURES, Mlp
-from tests.ranks import RankPool
+from tests.kit.models import FEATURES, Mlp
+from tests.kit.ranks import RankPool
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

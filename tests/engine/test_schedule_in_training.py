@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import lowtide
-from tests import models
-from tests.zero.training import Case, train, train_plainly
+from tests.kit import models
+from tests.kit.training import Case, train, train_plainly
 
 BASE = 0.1
 STEPS = 8

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, adamw, one_thread, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, adamw, one_thread, share_of
 
 CASE = Case(models.mlp_float64, models.vector_batch_float64, accumulation=2, clip=0.3, steps=3)
 SKIPPED = "layers.1.bias"  # at step 1

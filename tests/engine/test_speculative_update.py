@@ -11,9 +11,9 @@ from torch import Tensor
 import lowtide
 from lowtide.engine.step.step_sums import NonFiniteGradientError
 from tests.engine.test_optimizer_offload import assert_pairs_agree
-from tests.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, Outcome, share_of, train_all
+from tests.kit.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, Outcome, share_of, train_all
 
 PLACES = ("cpu", "nvme")
 

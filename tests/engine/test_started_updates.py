@@ -14,10 +14,10 @@ from lowtide.engine.step import step_update
 from lowtide.engine.step.step_so_far import Clipping
 from lowtide.engine.step.step_sums import SummedStep
 from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs, to_limbs, value_of
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, rank_and_world, train_all
 from tests.zero.test_float16 import overflowing_batch
-from tests.zero.training import Case, Outcome, rank_and_world, train_all
 
 
 class LacksGradients(models.Mlp):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 
 STAGES = (0, 1, 2, 3)
 

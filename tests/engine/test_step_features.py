@@ -14,7 +14,7 @@ from lowtide.engine import assemble
 from lowtide.engine.features import FEATURES
 from lowtide.engine.step.features import Access, StepFeature, StepFeatures, StepResult
 from lowtide.engine.step.parts import Parts
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 SEEN: list[str] = []
 FORWARD = ["forward", "around", "end of around"]

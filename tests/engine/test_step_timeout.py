@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Config
 from lowtide.engine.config.errors import ConfigError
-from tests.ranks import RankPool, in_a_new_process
+from tests.kit.ranks import RankPool, in_a_new_process
 
 NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ", "lowtide: training alone on ")
 

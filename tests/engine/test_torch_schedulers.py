@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import lowtide
-from tests import models
-from tests.zero.training import ADAMW, ROWS
+from tests.kit import models
+from tests.kit.training import ADAMW, ROWS
 
 STEPS = 6
 DELAYED = {"device": "cpu", "overlap": "delayed"}

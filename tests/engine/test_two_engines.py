@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, share_of, train
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, share_of, train
 
 FIRST = Case(models.tiny_gpt, models.token_batch, stage=3, clip=0.3)
 SECOND = Case(models.mlp, models.vector_batch, stage=1, accumulation=3, config={"bf16": {"enabled": True}})

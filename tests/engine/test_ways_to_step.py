@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, share_of, train
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, share_of, train
 
 CASE = Case(models.mlp, models.vector_batch, accumulation=3, clip=0.05)
 Pair = namedtuple("Pair", ["x", "y"])

@@ -5,7 +5,7 @@ from pathlib import Path
 from unittest import mock
 
 from lowtide.checkpoint.folder import CheckpointFolder
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZE = ["--layers", "2", "--width", "16", "--context", "16", "--rows", "2"]

@@ -16,7 +16,7 @@ from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import cpu_kernel, update_shard
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import ADAM, needs_compiler
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 @pytest.fixture

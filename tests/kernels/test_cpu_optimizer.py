@@ -11,9 +11,9 @@ from torch import Tensor
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import CpuKernel, ShardUpdate
 from lowtide.optimizers import OPTIMIZERS
-from tests.grids import pairs
 from tests.kernels.cpu_kernel import ADAM, CASES, SGD, STATE_DTYPES, Shard, needs_compiler, start_values
 from tests.kernels.test_optimizer_step import Lion, run_torch
+from tests.kit.grids import pairs
 
 pytestmark = needs_compiler
 

@@ -12,7 +12,6 @@ from lowtide.kernels.cross_entropy import cross_entropy
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.loss_terms import LossTerms, Reduction
 from lowtide.kernels.triton import cross_entropy as triton_form
-from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64
 from tests.kernels.exact_losses import (
     ALL,
@@ -24,6 +23,7 @@ from tests.kernels.exact_losses import (
     reduced,
     sizes,
 )
+from tests.kit.grids import pairs
 
 BACKENDS = ("triton", "reference")
 eager_form = import_module("lowtide.kernels.cross_entropy")  # by name: the package has the function of that name

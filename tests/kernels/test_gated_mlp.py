@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowtide.kernels.gated_mlp import Activation, gated_reference, geglu, geglu_packed, swiglu, swiglu_packed
-from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64
+from tests.kit.grids import pairs
 
 # exp(-x) is infinite for x < -88, and the sigmoid 0, as it should be; numpy, which interprets the kernels, warns.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")

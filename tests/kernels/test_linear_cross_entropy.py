@@ -12,7 +12,6 @@ from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
 from lowtide.kernels.loss_terms import LossTerms, Reduction
 from lowtide.kernels.triton import cross_entropy as triton_form
-from tests.grids import pairs
 from tests.kernels.exact import DTYPES
 from tests.kernels.exact_losses import (
     ALL,
@@ -23,6 +22,7 @@ from tests.kernels.exact_losses import (
     options_of,
     reduced,
 )
+from tests.kit.grids import pairs
 
 BACKENDS = ("triton", "reference")
 NUM_CLASSES, WIDTH = 37, 12

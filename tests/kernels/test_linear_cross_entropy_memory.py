@@ -13,7 +13,7 @@ from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.linear_cross_entropy import linear_cross_entropy
 from lowtide.kernels.loss_terms import Reduction
 from lowtide.kernels.triton import cross_entropy as triton_form
-from tests.grids import pairs
+from tests.kit.grids import pairs
 
 BACKENDS = ("triton", "reference")
 linear_form = import_module("lowtide.kernels.linear_cross_entropy")

@@ -7,8 +7,8 @@ from torch import Tensor
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_runs
-from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES
+from tests.kit.grids import pairs
 
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
 

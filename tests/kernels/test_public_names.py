@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide.kernels
-from tests.ranks import in_a_new_process
+from tests.kit.ranks import in_a_new_process
 
 
 def in_fresh_python(code: str) -> str:

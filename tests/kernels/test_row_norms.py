@@ -19,8 +19,8 @@ from lowtide.kernels.row_norm import (
     rms_norm_reference,
 )
 from lowtide.kernels.triton import row_norm as triton_form
-from tests.grids import pairs
 from tests.kernels.exact import DTYPES, assert_near_float64
+from tests.kit.grids import pairs
 
 SHAPES = [(1, 1), (3, 7), (2, 3, 64), (70, 30), (5, 123), (4, 1, 257), (3, 1, 1100)]
 EPS = 1e-5

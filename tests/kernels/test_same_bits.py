@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lowtide.kernels.optimizer_step import CpuKernel
-from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, Shard, assert_same_bits, needs_compiler, start_values
+from tests.kit.grids import pairs
 
 pytestmark = needs_compiler
 

@@ -11,7 +11,7 @@ from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import update_shard
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
-from tests.models import TinyGPT, token_batch
+from tests.kit.models import TinyGPT, token_batch
 
 STEPS, BATCHES, ROWS = 160, 16, 8
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.sum_of_squares import squares_by_block, squares_by_block_reference, squares_of_each
-from tests.grids import pairs
 from tests.kernels.exact import DTYPES
+from tests.kit.grids import pairs
 
 BACKENDS = ["triton", "reference"]
 FLOAT32_ROUNDING = 2.0**-23

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import update_runs, update_shard
-from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, bits
+from tests.kit.grids import pairs
 
 NUMEL = 1216  # whole vectors of torch's kernels; a tile, and a rest that is no block
 EXACT: dict[str, Any] = {

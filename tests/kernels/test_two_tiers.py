@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowtide.kernels.optimizer_states import stored_states
 from lowtide.kernels.optimizer_step import CHUNK_NUMEL, cpu_kernel, update_runs, update_shard
-from tests.grids import pairs
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, Shard, needs_compiler, start_values
+from tests.kit.grids import pairs
 
 Tier = Callable[[str], None]
 

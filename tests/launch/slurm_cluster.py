@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port
+from tests.kit.ranks import free_port
 
 _COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
 _SYSTEM_PATH = "/usr/sbin:/sbin"

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.launch import fakes
 from tests.launch.jobs import Job
-from tests.ranks import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, SAVE_EVERY, LOST_AFTER = 8, 3, 5  # what was done after step 3 is lost with the host

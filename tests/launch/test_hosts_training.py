@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
+from tests.kit.ranks import RankPool
 from tests.launch.hosts_job import HostsJob
 from tests.launch.network import Network
-from tests.ranks import RankPool
 
 NOTICED_SECONDS = 8.0  # after 4 to 5 s of silence, and what two busy cores need to end processes with torch in them
 SAVED_STEP = 3

@@ -11,8 +11,8 @@ from tests.launch.jobs import Job
 SCRIPT = """
 import gc, pathlib, time
 from tests.engine.saving import engine_for, run_steps
-from tests.models import mlp, vector_batch
-from tests.zero.training import Case
+from tests.kit.models import mlp, vector_batch
+from tests.kit.training import Case
 
 gc.freeze()  # an end that need not go through all of torch is a second shorter
 checkpoint = {"folder": "run", "on_sigterm": True, "async": True}

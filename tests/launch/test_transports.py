@@ -24,10 +24,10 @@ from lowtide.launch.wire.handshake import ANSWER_BYTES, LauncherHandshake
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Job as MessageOfJob
 from lowtide.launch.wire.messages import Start, Welcome, encode
+from tests.kit.ranks import free_port
 from tests.launch import fakes
 from tests.launch.jobs import Job
 from tests.launch.test_local import HEARS_SIGTERM, SAVES_ON_SIGNAL, SLEEPS, WRITES_ENVIRONMENT
-from tests.ranks import free_port
 
 PROGRAMS = {"ssh": fakes.SSH, "srun": fakes.SRUN, "mpirun": fakes.MPIRUN}
 NOTE = "two words, \"quotes\" and 'more',\na second line; $HOME `ls` \\ é"

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.offload.file_store import FileStore
+from tests.kit.ranks import in_a_new_process
+from tests.kit.resident import peak_growth
 from tests.offload.activation_stores import LiveBytes, MemoryStore, offload_for
-from tests.ranks import in_a_new_process
-from tests.resident import peak_growth
 
 ROWS, WIDTH = 64, 64
 BYTES = ROWS * WIDTH * 4  # of one activation

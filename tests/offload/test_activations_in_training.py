@@ -14,12 +14,12 @@ import lowtide
 from lowtide.offload import OffloadError
 from lowtide.offload.activations import ActivationOffload, in_storages_of
 from lowtide.offload.file_store import FileStore
-from tests import models
 from tests.engine.test_activation_checkpointing import AroundBlocks, Noisy, NonReentrant, Reentrant
-from tests.grids import pairs
+from tests.kit import models
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of
 from tests.offload.activation_stores import MemoryStore
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of
 
 BUDGET = 17_000  # the logits have 16856 bytes, any other saved activation 1232 to 3696
 

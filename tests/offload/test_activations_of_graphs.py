@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.offload import HostStore
 from lowtide.offload.activations import ActivationOffload, in_storages_of
 from lowtide.offload.file_store import FileStore
-from tests import models
+from tests.kit import models
 from tests.offload.activation_stores import MemoryStore, assert_same_bits, gradients, offload_for
 
 ROWS, WIDTH = 16, 32

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.offload import AioOptions, FileStore
 from tests.engine.scripts import run_on_ranks
-from tests.ranks import RankError, in_a_new_process
+from tests.kit.ranks import RankError, in_a_new_process
 
 SIZE = 1_000_003
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowtide.offload import keep_heap
-from tests.ranks import in_a_new_process
+from tests.kit.ranks import in_a_new_process
 
 
 def faults() -> int:

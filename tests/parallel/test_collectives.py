@@ -9,7 +9,7 @@ from torch import Tensor
 from lowtide.comm import Arrangement, Exchange, Mesh, World
 from lowtide.parallel.collectives import copied, gathered, joined, parted, scattered, summed
 from lowtide.parallel.sequence_attention import swapped
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 SHAPES = [(6, 4), (2, 12, 7), (2, 6, 900)]
 NAME = "a layer"

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel import expert_models as moe
 from tests.parallel.test_sequence import batch_of
 from tests.parallel.test_tiles import SIZES, VOCAB, config_of, transformers
-from tests.ranks import RankPool
 
 
 def trained(axis: str) -> list[list[tuple[float, float]]]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import lowtide
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 from tests.parallel import expert_models as moe
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 State = dict[str, Tensor]

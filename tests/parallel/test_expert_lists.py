@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.parallel.experts import ExpertPlan
-from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all, train_plainly
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 
 WIDTH, EXPERTS = 6, 4
 SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}

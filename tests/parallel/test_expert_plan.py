@@ -13,7 +13,7 @@ from lowtide.offload import Portion
 from lowtide.parallel.experts import ExpertPlan
 from lowtide.parallel.sequence_data import SequenceError, check_model
 from lowtide.parallel.tiles import Tiled
-from tests import models
+from tests.kit import models
 from tests.parallel import expert_models as moe
 from tests.parallel.test_expert_routing import Experts, Routed
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.comm import CollectiveError
-from tests.ranks import RankError, RankPool
+from tests.kit.ranks import RankError, RankPool
 
 EXPERTS, WIDTH = 4, 3
 NOBODY = EXPERTS  # the index of no expert

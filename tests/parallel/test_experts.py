@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, train_all, train_plainly
 from tests.parallel import expert_models as moe
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, train_all, train_plainly
 
 TOLERANCE = 1e-6  # routers and losses of transformers are computed in float32
 SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}

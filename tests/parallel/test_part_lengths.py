@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel.test_tensor_sequence import Mixer, Stacked, config_of
-from tests.ranks import RankPool
 
 LENGTHS = (6, 7, 2)
 

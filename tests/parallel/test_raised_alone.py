@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 PLAN = {"tensor_parallel": {"plan": {"layers.*.up": "column", "layers.*.down": "row"}}}
 

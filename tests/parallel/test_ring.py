@@ -19,11 +19,11 @@ from lowtide.parallel.block_attention import Kind, Scores, Seen
 from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention
 from lowtide.parallel.sequence_attention import heads_fault, way_line
 from lowtide.parallel.sequence_data import AttentionContext
+from tests.kit.ranks import RankPool
 from tests.parallel.test_collectives import exchange_on
 from tests.parallel.test_sequence import MODELS as SHARED
 from tests.parallel.test_sequence import batch_of, train
 from tests.parallel.test_tiles import SIZES, VOCAB, config_of, gpt2, transformers
-from tests.ranks import RankPool
 
 ROWS, SIZE, SCALE = 2, 8, 0.4
 PACKED = torch.stack([torch.arange(24) // 5, torch.arange(24) // 7])

@@ -14,10 +14,10 @@ from lowtide.comm import Axis, Exchange
 from lowtide.comm.axis import SoloRoute
 from lowtide.model.ledger import Ledger
 from lowtide.parallel.sequence_attention import SequenceAttention, check_attention, sent_heads
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
 from tests.parallel.test_tiles import MODELS as TILED
 from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, WIDTH, config_of, transformers
-from tests.ranks import RankPool
 
 LENGTH = 30  # neither 4 divides it, nor 2 what is left
 Batch = dict[str, Tensor]

@@ -9,9 +9,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel.test_sequence import MODELS, Attends, Plain, batch_of
 from tests.parallel.test_tiles import WIDTH, config_of
-from tests.ranks import RankPool
 
 PARALLEL = {"parallel": {"sequence": 2}}
 

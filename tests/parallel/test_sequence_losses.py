@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel.test_sequence import MODELS, Attends, batch_of
 from tests.parallel.test_sequence import Plain as WithLoss
 from tests.parallel.test_tiles import config_of
-from tests.ranks import RankPool
 
 Batch = dict[str, Tensor]
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel.test_ring import RING, capped
 from tests.parallel.test_sequence import Attends, Plain, batch_of
 from tests.parallel.test_sequence_forwards import Shifting
 from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, transformers
-from tests.ranks import RankPool
 
 DEEP = {**SIZES, "num_hidden_layers": 4}
 

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import LlamaConfig
 
 import lowtide
+from tests.kit.ranks import RankError, RankPool
+from tests.kit.training import assert_close, train_all
 from tests.parallel import models_of_others as others
 from tests.parallel.test_tensor_training import TOLERANCE, case_of, plainly, split
-from tests.ranks import RankError, RankPool
-from tests.zero.training import assert_close, train_all
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

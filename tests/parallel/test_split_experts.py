@@ -14,6 +14,8 @@ from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from lowtide.engine.config.config import Config
 from lowtide.parallel.experts import ExpertLayout
 from lowtide.parallel.plan import TensorPlan
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, train_all
 from tests.parallel import expert_models as moe
 from tests.parallel.test_expert_routing import Experts
 from tests.parallel.test_experts import (
@@ -26,8 +28,6 @@ from tests.parallel.test_experts import (
     of_sequences,
     split,
 )
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, train_all
 
 BOTH = {"tensor": 2, "expert": 2}
 PARTS: dict[str, Any] = {"tensor": 2, "tensor_sequence": True}

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel.test_expert_routing import Experts
 from tests.parallel.test_sequence import Plain, batch_of
 from tests.parallel.test_tensor_ranks import config_of
-from tests.ranks import RankPool
 
 WIDTH = 32
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 from tests.parallel import models_of_others as others
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 State = dict[str, Tensor]

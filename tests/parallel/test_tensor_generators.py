@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel.test_tensor_ranks import Dropping, config_of
-from tests.ranks import RankPool
 
 BATCH = (torch.ones(4, 8),)
 

@@ -11,7 +11,7 @@ from lowtide.engine.archive.named_state import taken
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.model.prepared_model import _beside_splits
 from lowtide.parallel.plan import TensorPlan
-from tests import models
+from tests.kit import models
 from tests.parallel import models_of_others as others
 
 

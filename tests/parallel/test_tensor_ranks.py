@@ -12,9 +12,9 @@ import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from lowtide.engine.config.config import Config
+from tests.kit.ranks import RankError, RankPool
+from tests.kit.training import ADAMW, Case, train_all
 from tests.parallel import models_of_others as others
-from tests.ranks import RankError, RankPool
-from tests.zero.training import ADAMW, Case, train_all
 
 
 def config_of(tensor: int = 2, **more: Any) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor, nn
 
 import lowtide
+from tests.kit.ranks import RankPool
+from tests.kit.training import assert_close, train_all
 from tests.parallel import models_of_others as others
 from tests.parallel.test_tensor_training import CASES, TOLERANCE, Row, check, plainly
-from tests.ranks import RankPool
-from tests.zero.training import assert_close, train_all
 
 PARTS = {"tensor": 2, "tensor_sequence": True}  # of nine tokens, which the ranks do not divide
 ROWS: dict[int, list[Row]] = {  # by number of ranks

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 from tests.parallel import models_of_others as others
 from tests.parallel.test_tensor_training import (
     CASES,
@@ -20,8 +22,6 @@ from tests.parallel.test_tensor_training import (
     plainly,
     tiny_gpt_64,
 )
-from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all, train_plainly
 
 TILES = {"mlp": 4, "loss": 5}  # of 18 tokens
 

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.kernels.linear_layers import weight_gradient
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, train_all, train_plainly
 from tests.parallel import models_of_others as others
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, train_all, train_plainly
 
 TOLERANCE = (
     1e-6  # a loss of transformers is computed in float32; for the same reason the optimizer is one that is linear

@@ -12,8 +12,8 @@ import lowtide
 from lowtide.model.ledger import Ledger
 from lowtide.parallel.tiled_logits import TiledLogits
 from lowtide.parallel.tiles import Tiles
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

@@ -8,12 +8,12 @@ import transformers
 from torch import Tensor, nn
 
 import lowtide
+from tests.kit.ranks import RankPool
+from tests.kit.training import assert_close, train_all
 from tests.parallel import expert_models as moe
 from tests.parallel import models_of_others as others
 from tests.parallel.test_tensor_training import CASES as FAMILIES
 from tests.parallel.test_tensor_training import TOLERANCE, case_of, plainly
-from tests.ranks import RankPool
-from tests.zero.training import assert_close, train_all
 
 KEYS: dict[str, Any] = {"num_key_value_heads": 2, "pad_token_id": 0}
 

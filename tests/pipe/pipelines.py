@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from tests import models
-from tests.zero.training import Case
+from tests.kit import models
+from tests.kit.training import Case
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}  # name: chunks
 MICROBATCHES = 4

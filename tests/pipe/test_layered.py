@@ -14,10 +14,10 @@ from lowtide.comm.sockets import SocketRoute
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.offload.file_store import FileStore
 from lowtide.pipe.split.random_streams import seeds_behind
-from tests import models
 from tests.engine.test_hugging_face import MODELS, batch_of
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, Outcome, train, train_all
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, Outcome, train, train_all
 
 LAYERED = {"layered_gradient_accumulation": True}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
 
 TEXT = (
     "pipeline: expected stage 0 to return for microbatch 0 what it had returned for a batch of the same shapes, "

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 from tests.pipe.pipelines import TOLERANCE_64, pipelined
-from tests.ranks import RankPool
 from tests.zero import containers
-from tests.zero.training import Case, assert_close, train_all, train_plainly
 
 WIDTH = 8
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 from tests.pipe.pipelines import TOLERANCE_64, deep_gpt, deep_tied_gpt_64, pipelined
-from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all, train_plainly
 
 CASE = Case(deep_tied_gpt_64, models.token_batch, clip=0.3, accumulation=2, steps=2)
 

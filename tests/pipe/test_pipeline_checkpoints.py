@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import models
 from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 from tests.pipe.pipelines import deep_tied_gpt, pipelined
-from tests.ranks import RankPool
-from tests.zero.training import Case
 
 CASE = Case(deep_tied_gpt, models.token_batch, clip=0.5, accumulation=2)
 PLACES: dict[str, tuple[int, Case]] = {  # name: ranks, case

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import lowtide
-from tests import models
 from tests.engine.test_hugging_face import MODELS
+from tests.kit import models
+from tests.kit.ranks import RankPool
 from tests.pipe.test_pipeline_hugging_face import MICROBATCHES, batches_of, config_of
-from tests.ranks import RankPool
 
 Numbers = tuple[float, float]  # loss and norm of a step
 

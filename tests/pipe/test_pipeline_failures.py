@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 from tests.pipe.pipelines import deep_gpt, deep_gpt_64, pipelined
-from tests.ranks import RankPool
-from tests.zero.training import Case
 
 WIDTH = 8
 CONFIG: dict[str, Any] = {

@@ -6,10 +6,10 @@ import pytest
 
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import make_schedule
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, train_all
 from tests.pipe.pipelines import MICROBATCHES, deep_gpt, pipelined
-from tests.ranks import RankPool
-from tests.zero.training import Case, train_all
 
 SOCKETS = {"communication": {"route": "sockets"}}
 CASE = Case(deep_gpt, models.token_batch, accumulation=MICROBATCHES, steps=1, config=SOCKETS)

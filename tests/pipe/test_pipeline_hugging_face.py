@@ -9,7 +9,7 @@ from torch import Tensor
 
 import lowtide
 from tests.engine.test_hugging_face import MODELS, NUM_TOKENS, Outcome, batch_of
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 NAMES = ["gpt2", "mixtral", "bert", "t5", "vit", "llama_with_checkpointing"]
 MICROBATCHES = 2

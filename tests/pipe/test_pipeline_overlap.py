@@ -14,10 +14,10 @@ from lowtide.pipe.schedules.schedule import COMPUTE_OPS, Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.stage import Call, Stage
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool, slowness
 from tests.pipe.pipelines import SCHEDULES, deep_gpt
 from tests.pipe.sleeping import ROWS, SleepingModel, SleepingProducts, sleeping_batch
-from tests.ranks import RankPool, slowness
 
 RANKS, MICROBATCHES, BLOCKS = 2, 4, 4
 SECONDS = 0.08  # of each of F, I and W of a rank's share, on an idle machine

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train, train_plainly
 from tests.pipe.pipelines import TOLERANCE_64, pipelined
-from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train, train_plainly
 
 
 class Chain(nn.Module):

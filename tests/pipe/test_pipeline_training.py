@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, adamw, assert_close, train_all, train_plainly
 from tests.pipe.pipelines import (
     MICROBATCHES,
     SCHEDULES,
@@ -19,8 +21,6 @@ from tests.pipe.pipelines import (
     deep_tied_gpt_64,
     pipelined,
 )
-from tests.ranks import RankPool
-from tests.zero.training import Case, adamw, assert_close, train_all, train_plainly
 
 PLAIN = Case(deep_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2)
 TIED = Case(deep_tied_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2)

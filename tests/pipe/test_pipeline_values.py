@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case
 from tests.pipe.pipelines import deep_tied_gpt_64, pipelined
-from tests.ranks import RankPool
-from tests.zero.training import Case
 
 CASE = Case(deep_tied_gpt_64, models.token_batch, accumulation=2)
 NAMES = ("embedding.weight", "head.weight", "blocks.4.up.bias")

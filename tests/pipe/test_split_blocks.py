@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lowtide.pipe.split.blocks import find_blocks
-from tests import models
+from tests.kit import models
 from tests.pipe.test_stage_hugging_face import builder
 from tests.zero.containers import Dicts
 

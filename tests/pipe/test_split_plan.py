@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.pipe.split import blocks as split_blocks
 from lowtide.pipe.split.split import SplitPlan, plan_split
-from tests import models
+from tests.kit import models
 from tests.pipe.staged import numels
 from tests.pipe.test_stage_hugging_face import batch_for, builder
 

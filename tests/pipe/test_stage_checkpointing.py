@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import models
 from tests.engine.test_activation_checkpointing import AroundBlocksNonReentrant, AroundTwo, NonReentrant, Reentrant
+from tests.kit import models
 from tests.pipe.staged import staged, stages_of, whole
 
 TOKENS = models.token_batch(0, 2)

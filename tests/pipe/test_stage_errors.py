@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.stage import Stage
-from tests import models
+from tests.kit import models
 from tests.pipe.staged import staged, stages_of
 
 X, Y = models.vector_batch(0, 6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import models
+from tests.kit import models
 from tests.pipe.staged import stages_of
 
 TOKENS = models.token_batch(0, 2)

@@ -11,7 +11,7 @@ from lowtide.engine.model.deferred import DeferredModel
 from lowtide.model.ledger import Ledger
 from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages
-from tests import models
+from tests.kit import models
 from tests.pipe.staged import numels, staged, stages_of, whole
 from tests.pipe.test_stage_hugging_face import batch_for, builder
 

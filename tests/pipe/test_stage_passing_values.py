@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowtide.pipe.split.split import plan_split
-from tests import models
+from tests.kit import models
 from tests.pipe.staged import staged, stages_of, whole
 
 WIDTH = 7

@@ -13,7 +13,7 @@ from lowtide.model.ledger import Ledger
 from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages
-from tests import models
+from tests.kit import models
 from tests.pipe.staged import staged, stages_of, whole
 
 WIDTH = 8

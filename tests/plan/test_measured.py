@@ -16,8 +16,8 @@ from lowtide.engine.plan.measuring import operations
 from lowtide.engine.plan.profile import Operation
 from lowtide.engine.plan.step_order import SimulatedTimeline
 from lowtide.engine.plan.tracker import Tracker
-from tests import models
-from tests.zero.training import ADAMW
+from tests.kit import models
+from tests.kit.training import ADAMW
 
 MM = curve([[1e3, 1e-5], [1e5, 1e-4], [1e7, 1e-2]])
 CURVES = {"float32 mm": MM, "float32 add": curve([[0, 1e-6], [1e6, 1e-3]])}
@@ -137,7 +137,15 @@ def test_auto_takes_this_machines_file(
 
 def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     MEASURED.write(tmp_path / "machine.json")
-    arguments = ["zero1", "--model", "tests.models:short_gpt", "--sequence", str(models.LENGTH), "--global-batch", "4"]
+    arguments = [
+        "zero1",
+        "--model",
+        "tests.kit.models:short_gpt",
+        "--sequence",
+        str(models.LENGTH),
+        "--global-batch",
+        "4",
+    ]
     arguments += ["--gpus", "2", "--machine", str(tmp_path / "machine.json")]
     assert main(arguments) == 0
     assert "a device to spare" in capsys.readouterr().out

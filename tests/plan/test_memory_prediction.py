@@ -7,10 +7,10 @@ import pytest
 
 import lowtide
 from lowtide.engine.report.memory_report import MemoryReport
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 from tests.plan.test_planned_peak import ROWS, TOLERANCE, batch_of, config_of, gpt
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
 
 PLAIN = {"optimizer": ADAMW, "steps_per_print": 0}
 

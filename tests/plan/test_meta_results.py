@@ -13,7 +13,7 @@ from lowtide.engine.plan import tracker
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.profile import Profile
 from lowtide.zero.plan import Dtypes, plan_units
-from tests import models
+from tests.kit import models
 
 
 def profiles() -> list[Profile]:

@@ -23,9 +23,9 @@ from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.report.memory import predict
 from lowtide.zero.plan import Dtypes, plan_units
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 
 SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "128", "--sequence", "32", "--gpus", "4"]
 
@@ -244,7 +244,15 @@ def test_drives_have_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_a_model_of_the_callers_own(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["zero2", "--model", "tests.models:short_gpt", "--sequence", str(models.LENGTH), "--global-batch", "8"]
+    arguments = [
+        "zero2",
+        "--model",
+        "tests.kit.models:short_gpt",
+        "--sequence",
+        str(models.LENGTH),
+        "--global-batch",
+        "8",
+    ]
     assert main([*arguments, "--gpus", "2"]) == 0
     assert "a device to spare" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.profile import ProfilePart
 from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.zero.plan import Dtypes, plan_units
-from tests.models import Chain
+from tests.kit.models import Chain
 
 BASE = {"optimizer": {"type": "adamw", "params": {}}, "bf16": {"enabled": True}}
 GIGA, TIB, GIB = 1e9, 2.0**40, 2.0**30

@@ -16,12 +16,12 @@ from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, recurrence_of
 from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.engine.plan.stages import Stages
-from tests import models
 from tests.engine.test_blueprint import config_of, frozen_gpt, quantized_cases
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import rank_and_world
 from tests.plan.test_planned_splits import ExpertGPT
 from tests.plan.test_planned_splits import batch as batch_of_experts
-from tests.ranks import RankPool
-from tests.zero.training import rank_and_world
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 

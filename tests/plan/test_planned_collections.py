@@ -22,9 +22,9 @@ from lowtide.pipe.messages import Messages
 from lowtide.pipe.schedules.registry import make_schedule
 from lowtide.pipe.schedules.schedule import Action, Op
 from lowtide.zero.scheduled_units import ScheduledUnits
-from tests import models
 from tests.engine.test_blueprint import BF16, config_of
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
 
 MICROBATCHES = 4
 

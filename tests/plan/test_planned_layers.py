@@ -19,6 +19,8 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.stages import Stages
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 from tests.plan.test_planned_peak import (
     BF16,
     ROWS,
@@ -30,8 +32,6 @@ from tests.plan.test_planned_peak import (
     config_of,
 )
 from tests.plan.test_planned_peak_of_stages import MODELS
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
 
 
 def planned(model: str, config: dict[str, Any], num_ranks: int) -> tuple[int, int]:

@@ -22,12 +22,12 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.profile import Profile, ProfilePart, Stretch
 from lowtide.zero.policy import ZeroPolicy
-from tests import models
 from tests.engine.test_blueprint import staging_bytes
 from tests.engine.test_memory import _has_memory
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, rank_and_world
 from tests.zero.test_direct_gradients import direct
-from tests.zero.training import ADAMW, rank_and_world
 
 ROWS = 8
 TOLERANCE = 0.03

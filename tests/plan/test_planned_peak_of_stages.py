@@ -16,7 +16,8 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import memory_by_place
 from lowtide.engine.plan.profile import Profile, ProfilePart
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
 from tests.plan.test_planned_peak import (
     BF16,
     ROWS,
@@ -28,7 +29,6 @@ from tests.plan.test_planned_peak import (
     config_of,
     is_watched,
 )
-from tests.ranks import RankPool
 
 
 def gpt() -> nn.Module:

@@ -21,9 +21,9 @@ from lowtide.engine.plan.pipelined import memory_by_place
 from lowtide.engine.plan.profile import Profile
 from lowtide.engine.plan.splits import PlannedSplits
 from tests.engine.test_blueprint import shared_memory_counted
+from tests.kit.ranks import RankPool
+from tests.kit.training import rank_and_world
 from tests.plan.test_planned_peak import BF16, ROWS, TOLERANCE, LiveBytes, config_of, is_watched
-from tests.ranks import RankPool
-from tests.zero.training import rank_and_world
 
 SHAPE = Shape(layers=2, hidden=64, heads=4, vocabulary=301, sequence=48, kv_heads=2, mlp=160)
 

@@ -17,8 +17,8 @@ from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.stages import Stages
 from lowtide.engine.plan.step_order import SimulatedTimeline
-from tests import models
-from tests.zero.training import ADAMW
+from tests.kit import models
+from tests.kit.training import ADAMW
 
 
 def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() -> None:

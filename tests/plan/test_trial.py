@@ -11,9 +11,9 @@ import torch
 import lowtide
 from lowtide.engine.step.batch import described, made
 from lowtide.engine.trial import VARIABLE, Trial, TrialRequest, laid_over
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 
 OWN = {"train_batch_size": 4, "optimizer": ADAMW, "steps_per_print": 0, "checkpoint": {"keep_last": 2}}
 

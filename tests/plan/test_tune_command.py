@@ -320,7 +320,7 @@ def test_what_cannot_be_drawn_or_kept_does_not_end_the_command(
 SCRIPT = """
 import gc
 import lowtide
-from tests import models
+from tests.kit import models
 
 if __name__ == "__main__":
     gc.freeze()  # an end that need not go through all of torch is a second shorter

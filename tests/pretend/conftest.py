@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from lowtide.kernels.cpu_build import BuildError, find_compiler
+from tests.kit.ranks import RankPool
 from tests.pretend.device import load
-from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.comm.native import NativeRoute
 from lowtide.comm.peers import P2P
-from tests import models
 from tests.engine.test_blueprint import BF16, FP32, config_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
 from tests.pretend import device
 from tests.pretend.group import register
-from tests.ranks import RankPool
 
 WARM_UP, STEPS = 2, 3
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}

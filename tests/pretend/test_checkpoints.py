@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.archive import checkpoint
-from tests.models import FEATURES
+from tests.kit.models import FEATURES
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 from tests.pretend.group import register
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
 
 
 class Dropping(nn.Module):

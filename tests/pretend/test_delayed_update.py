@@ -3,7 +3,7 @@
 import torch
 
 from lowtide.zero.versions import DelayedUpdate
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def delayed_update() -> list[float]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.kit.ranks import RankError, RankPool
 from tests.pretend.device import host_waits, issue, open_for_host
-from tests.ranks import RankError, RankPool
 
 
 def ordinary_work() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import lowtide
+from tests.kit.ranks import RankPool
 from tests.parallel.test_expert_routing import Experts, batch_of, config_of, model
 from tests.pretend import group
 from tests.pretend.test_host_waits import waits_of
-from tests.ranks import RankPool
 
 LAYERS, STEPS = 2, 4
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.kit.ranks import RankError, RankPool
 from tests.pretend import group
 from tests.pretend.queues import Post
-from tests.ranks import RankError, RankPool
 
 RECEIVES_FIRST = ["receive", "send"]
 

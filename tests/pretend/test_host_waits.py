@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
 from lowtide.zero.host_update import MAX_LEAVING
+from tests.kit.ranks import RankPool
 from tests.pretend import device, group, queues, values
-from tests.ranks import RankPool
 
 WIDTH = 32
 PRECISIONS: dict[str, dict[str, Any]] = {

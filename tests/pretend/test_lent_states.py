@@ -11,10 +11,10 @@ import torch
 
 import lowtide
 from lowtide.zero.sequence import StateError
-from tests import models
 from tests.engine.test_blueprint import BF16, FP32, config_of
+from tests.kit import models
+from tests.kit.ranks import RankPool
 from tests.pretend.group import register
-from tests.ranks import RankPool
 
 HOST = {"device": "cpu"}
 ALL, TRAINING = ("optimizer", "gradients", "parameters"), ("optimizer", "gradients")

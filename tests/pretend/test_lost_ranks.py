@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.comm.overdue import Overdue
-from tests.models import linear_chain
+from tests.kit.models import linear_chain
+from tests.kit.ranks import RankPool
 from tests.pretend import group
-from tests.ranks import RankPool
 
 TIMEOUT_SECONDS = 2.5
 

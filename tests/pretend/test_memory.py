@@ -25,12 +25,12 @@ from lowtide.offload import FileStore, HostPool, OldVersion
 from lowtide.zero.layout import BLOCK_NUMEL, round_up
 from lowtide.zero.plan import GroupPlan
 from lowtide.zero.versions import DelayedUpdate
-from tests import models
 from tests.engine.test_blueprint import BF16, FP32, config_of, reductions_watched
 from tests.engine.test_blueprint import frozen_gpt as gpt
-from tests.grids import pairs
+from tests.kit import models
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
 from tests.pretend.group import register
-from tests.ranks import RankPool
 
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 PAGE = FileStore.alignment_bytes

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 from tests.pretend.group import register
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
 
 ROWS = 8
 

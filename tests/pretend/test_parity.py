@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lowtide.kernels.exact_sum import NUM_LIMBS, value_of
-from tests.models import TinyGPT, short_gpt, tied_gpt, tiny_gpt_float64, token_batch
+from tests.kit.models import TinyGPT, short_gpt, tied_gpt, tiny_gpt_float64, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, train
 from tests.pretend.group import register
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, train
 
 GPT = Case(TinyGPT, token_batch, steps=2, accumulation=2, clip=0.5)
 SHORT = replace(GPT, build=short_gpt)

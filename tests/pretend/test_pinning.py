@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import lowtide
-from tests.models import mlp, vector_batch
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW
+from tests.kit.models import mlp, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW
 
 
 def offloading(device: str, section: dict[str, Any]) -> list[int]:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import lowtide
-from tests import models
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, train, train_plainly
 from tests.pipe import test_other_shapes
 from tests.pipe.pipelines import MICROBATCHES, SCHEDULES, TOLERANCE_64, deep_tied_gpt_64, pipelined
 from tests.pipe.test_pipeline_ties import Chain
 from tests.pipe.test_pipeline_ties import batch as chain_batch
 from tests.pretend import group, queues
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, train, train_plainly
 
 NATIVE = {"communication": {"route": "native", "timeout_seconds": 20}}
 TIED = Case(deep_tied_gpt_64, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2, config=NATIVE)

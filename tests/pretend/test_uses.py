@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine
-from tests import models
-from tests.models import TinyGPT, tied_gpt
+from tests.kit import models, training
+from tests.kit.models import TinyGPT, tied_gpt
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, Outcome, assert_close
 from tests.pretend.group import register
-from tests.ranks import RankPool
-from tests.zero import training
 from tests.zero.test_special_parameters import read_in_hooks, sums_beside_the_model
-from tests.zero.training import ADAMW, Case, Outcome, assert_close
 
 Make = Callable[..., Engine]
 Use = Callable[[Make, str], list[Tensor]]

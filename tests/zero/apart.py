@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.engine.blueprint import offload as engine_offload
 from lowtide.offload import HostPool, HostStore, PagePool, Transfer
-from tests.zero.training import Case, Outcome, train
+from tests.kit.training import Case, Outcome, train
 
 GARBAGE = 0x7F  # bytes that are no number in any dtype, or a large one
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests import models
+from tests.kit import models
 
 WIDTH = 47
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from tests.kit.training import Case, Outcome, one_thread
 from tests.zero.mixed_precision import fused_adamw
-from tests.zero.training import Case, Outcome, one_thread
 
 
 @one_thread()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.zero.training import Case, Outcome, one_thread
+from tests.kit.training import Case, Outcome, one_thread
 
 
 @dataclass(frozen=True)

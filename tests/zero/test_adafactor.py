@@ -11,10 +11,10 @@ from torch import Tensor
 import lowtide
 from lowtide.checkpoint.files import CheckpointError
 from tests.engine.test_optimizer_offload import offloaded
-from tests.models import short_gpt, short_gpt_float64, token_batch
-from tests.ranks import RankPool
+from tests.kit.models import short_gpt, short_gpt_float64, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, share_of, train_all, train_plainly
 from tests.zero.test_without_masters import same_rows
-from tests.zero.training import Case, assert_close, share_of, train_all, train_plainly
 
 PARAMS: dict[str, Any] = {"lr": 0.05, "eps": [1e-20, 1e-3], "weight_decay": 0.1}
 CONFIG: dict[str, Any] = {"optimizer": {"type": "Adafactor", "params": PARAMS}}

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.zero.plan import REST, plan_units
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 from tests.zero.containers import (
     WIDTH,
     Backwards,
@@ -25,7 +26,6 @@ from tests.zero.containers import (
     OwnClass,
     TwoLists,
 )
-from tests.zero.training import Case, assert_close, train_all, train_plainly
 
 UNITS: dict[Callable[[], nn.Module], list[str]] = {
     Dicts: ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down"],

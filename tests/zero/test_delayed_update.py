@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import lowtide
 from lowtide.kernels.optimizer_step import update_shards
 from tests.engine.test_optimizer_offload import wide_384
-from tests.models import mlp, short_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
+from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, share_of, train, train_all
 from tests.zero.delayed_update import train_delayed
 from tests.zero.test_float16 import overflowing_batch
-from tests.zero.training import Case, Outcome, share_of, train, train_all
 
 STAGES = (0, 1, 2, 3)
 PLACES = ("cpu", "nvme")

@@ -18,8 +18,8 @@ from lowtide.kernels.linear_layers import LinearLayers, gradient_of, weight_grad
 from lowtide.model.ledger import Ledger
 from lowtide.pipe.backward import WeightGradients
 from lowtide.zero import hooks
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, Outcome, train, train_all
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, Outcome, train, train_all
 
 WIDTH, BLOCKS = 24, 2
 SETTINGS: list[dict[str, Any]] = [

@@ -16,10 +16,10 @@ from lowtide.comm import Axis
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.move import Move
 from lowtide.zero.sequence import UnitSequence
-from tests.grids import pairs
-from tests.models import Chain
-from tests.ranks import RankPool
-from tests.zero.training import ADAMW, Case, Outcome, train_all
+from tests.kit.grids import pairs
+from tests.kit.models import Chain
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, Outcome, train_all
 
 WIDTH, LAYERS, BLOCKS = 32, 4, 3
 

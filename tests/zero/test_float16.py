@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import lowtide
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, train_all
 from tests.zero.mixed_precision import Dtypes, train_mixed
-from tests.zero.training import Case, Outcome, train_all
 
 STAGES = (0, 1, 2, 3)
 BAD_STEP = 1

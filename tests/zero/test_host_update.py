@@ -16,11 +16,11 @@ import lowtide
 from lowtide.offload import HostPool
 from lowtide.zero.host_update import HostUpdate
 from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
-from tests.grids import pairs
-from tests.models import mlp, short_gpt, tied_gpt, tiny_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
+from tests.kit.grids import pairs
+from tests.kit.models import mlp, short_gpt, tied_gpt, tiny_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, share_of
 from tests.zero.apart import LateCopies, apart, model_apart, train_both_ways
-from tests.zero.training import ADAMW, Case, share_of
 
 GPT = Case(short_gpt, token_batch, accumulation=2, clip=0.5, steps=2)
 BLOCKS = [  # for parameters, which come and go block by block

@@ -8,9 +8,9 @@ import torch
 
 import lowtide
 from lowtide.comm.shared_segment import REDUCED, SharedCounters
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, train, train_all, train_plainly
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, train, train_all, train_plainly
 
 
 @pytest.mark.parametrize(("route", "accumulation"), [("shared_memory", 2), ("sockets", 1)])

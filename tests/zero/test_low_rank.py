@@ -14,10 +14,10 @@ from lowtide.engine.blueprint.footprint import Moment, bytes_of
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.zero.low_rank import LowRank, ThinLayout
 from tests.engine.saving import Trip, load_trips, save_trips
-from tests.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
-from tests.ranks import RankPool
+from tests.kit.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, one_thread, share_of, train_all
 from tests.zero.test_signs import assert_skips_change_nothing, one_batch
-from tests.zero.training import Case, Outcome, assert_close, one_thread, share_of, train_all
 
 RANK, START = 2, 2
 POWER_SGD: dict[str, Any] = {"rank": RANK, "start_step": START, "min_compression_rate": 2}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, train_all
 from tests.zero.mixed_precision import Dtypes, train_mixed
-from tests.zero.training import Case, Outcome, train_all
 
 BF16 = {"bf16": {"enabled": True}}
 GPT = Case(models.short_gpt, models.token_batch, steps=2, config=BF16)

@@ -14,9 +14,9 @@ from lowtide.engine.config.config import Config, ConfigError
 from lowtide.optimizers import whole_tensor
 from lowtide.zero.layout import FlatLayout
 from lowtide.zero.whole_update import owners_of
-from tests.models import short_gpt, short_gpt_float64, token_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, share_of, train_all, train_plainly
+from tests.kit.models import short_gpt, short_gpt_float64, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, share_of, train_all, train_plainly
 
 PARAMS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "adam_lr": 1e-2, "eps": 1e-8}
 CONFIG: dict[str, Any] = {"optimizer": {"type": "Muon", "params": PARAMS}}

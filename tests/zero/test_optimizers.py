@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests import models
-from tests.ranks import RankPool
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 from tests.zero.mixed_precision import Dtypes, train_mixed
-from tests.zero.training import Case, assert_close, train_all, train_plainly
 
 
 class Lion(torch.optim.Optimizer):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests import models
-from tests.grids import pairs
-from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all, train_plainly
+from tests.kit import models
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = (1, 3)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.zero.group import ShardedGroup
-from tests import models
 from tests.engine.saving import Continuation, load_all, save_all
-from tests.ranks import RankError, RankPool
-from tests.zero.training import Case, Outcome, assert_close, share_of, train_all
+from tests.kit import models
+from tests.kit.ranks import RankError, RankPool
+from tests.kit.training import Case, Outcome, assert_close, share_of, train_all
 
 BASE = Case(models.short_gpt, models.token_batch, clip=0.3, steps=2)
 BF16 = {"bf16": {"enabled": True}}

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.comm import Pending
 from lowtide.zero.group import ShardedGroup
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 WIDTH = 4
 LR = 0.1

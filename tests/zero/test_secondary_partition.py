@@ -11,11 +11,11 @@ import torch
 
 import lowtide
 from lowtide.offload import PagePool
-from tests import models
 from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
 from tests.engine.test_memory import EVEN_NUMEL, Even, config_of, measured
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, assert_close, train_all
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, train_all
 
 PAIRS = {"zero_hpz_partition_size": 2}
 CASES = {

@@ -21,9 +21,9 @@ from lowtide.watch.log import logger
 from lowtide.zero.layout import FlatLayout, round_up
 from lowtide.zero.sign_update import SignLayout
 from tests.engine.saving import Trip, load_trips, save_trips
-from tests.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
-from tests.ranks import RankPool
-from tests.zero.training import Case, Outcome, one_thread, rank_and_world, share_of, train_all
+from tests.kit.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, one_thread, rank_and_world, share_of, train_all
 
 PARAMS = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "freeze_step": 2}
 STEPS = 8

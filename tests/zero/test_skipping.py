@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 NUM_BLOCKS = 5
 WIDTH = 12

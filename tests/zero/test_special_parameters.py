@@ -10,9 +10,9 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.zero import plan
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, assert_close, train_all, train_plainly
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all, train_plainly
 
 
 class Base(models.Mlp):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests import models
-from tests.ranks import RankPool
-from tests.zero.training import Case, train_all
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, train_all
 
 ROUTES = ("shared_memory", "sockets")
 ENDS = {"zero_optimization": {"units": ["embedding", "blocks.?", "head"]}}

@@ -19,7 +19,7 @@ import lowtide
 from lowtide.engine.step.step_sums import Uses
 from lowtide.watch.log import logger
 from lowtide.zero.plan import Role
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 from tests.zero.apart import apart
 
 WIDTH = 20

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import lowtide
-from tests import models
-from tests.grids import pairs
-from tests.ranks import RankPool
-from tests.zero.training import Case, share_of, train_all
+from tests.kit import models
+from tests.kit.grids import pairs
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, share_of, train_all
 
 IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
 BF16 = {"bf16": {"enabled": True}}

@@ -9,13 +9,13 @@ import pytest
 from lowtide.engine.config.config import Config, ConfigError
 from tests.engine.saving import Trip, load_trips, save_trips
 from tests.engine.test_optimizer_offload import offloaded
-from tests.models import short_gpt, tiny_gpt_float64, token_batch
-from tests.ranks import RankPool
+from tests.kit.models import short_gpt, tiny_gpt_float64, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_close, train_all
 from tests.zero import test_adafactor as adafactor
 from tests.zero import test_muon as muon
 from tests.zero.apart import apart
 from tests.zero.test_without_masters import assert_alike, assert_alike_on_any_ranks, same_rows
-from tests.zero.training import Case, assert_close, train_all
 
 LAMB: dict[str, Any] = {"optimizer": {"type": "lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 OPTIMIZERS: dict[str, dict[str, Any]] = {"lamb": LAMB, "adafactor": adafactor.CONFIG, "muon": muon.CONFIG}

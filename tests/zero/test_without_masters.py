@@ -19,10 +19,10 @@ from lowtide.optimizers import OPTIMIZERS
 from lowtide.zero.gradient import GroupGradient
 from tests.engine.test_optimizer_offload import Wide, offloaded
 from tests.engine.test_speculative_update import speculative
-from tests.models import mlp, short_gpt, tied_gpt, token_batch, vector_batch
-from tests.ranks import RankPool
+from tests.kit.models import mlp, short_gpt, tied_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import ADAMW, Case, Outcome, share_of, train, train_all
 from tests.zero.apart import apart
-from tests.zero.training import ADAMW, Case, Outcome, share_of, train, train_all
 
 FORMS: list[Any] = [False, "kahan", "int8"]
 REMAINDERS = {"kahan": "remainder", "int8": "correction"}

@@ -16,7 +16,7 @@ from lowtide.deepspeed.monitor.monitor import MonitorMaster
 from lowtide.deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
 from lowtide.deepspeed.runtime import lr_schedules
 from lowtide.deepspeed.start import _check_settled
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def test_operations_say_whether_they_are_here() -> None:

@@ -14,7 +14,7 @@ from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
 from lowtide.deepspeed.checkpoint_files import load_pickle, read_deepspeed
 from lowtide.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.integrations.deepspeed.scripts import DATA, batches, engine_of, layers
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from lowtide.deepspeed.utils import (
 )
 from tests.engine.test_hugging_face import llama
 from tests.integrations.deepspeed.scripts import ROWS, batches, config, engine_of, net, train
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def boundaries(stage: int) -> None:

@@ -13,8 +13,8 @@ from lowtide.deepspeed.pipe import PipelineModule
 from lowtide.deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from lowtide.zero.released import ReleasedParameter
 from tests.integrations.deepspeed import scripts
-from tests.ranks import RankPool
-from tests.resident import peak_growth
+from tests.kit.ranks import RankPool
+from tests.kit.resident import peak_growth
 
 
 class Busy(nn.Module):

@@ -18,8 +18,8 @@ from lowtide.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from lowtide.deepspeed.utils import RepeatingLoader
 from tests.integrations.deepspeed import scripts
 from tests.integrations.deepspeed.scripts import DATA, ROWS, batches, engine_of, layers, train
-from tests.ranks import RankPool
-from tests.resident import peak_growth
+from tests.kit.ranks import RankPool
+from tests.kit.resident import peak_growth
 
 RECORDED = json.loads((DATA / "losses.json").read_text())
 

@@ -31,7 +31,7 @@ from lowtide.deepspeed.utils import (
     z3_leaf_module,
 )
 from lowtide.engine.config import scheduler as schedules
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 SGD = torch.optim.SGD
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowtide.huggingface import Accelerator
-from tests.models import Mlp, vector_batch
-from tests.ranks import RankPool
+from tests.kit.models import Mlp, vector_batch
+from tests.kit.ranks import RankPool
 
 ROWS = 20  # 2 ranks x batches of 3: the last step of an epoch is of two rows a rank
 

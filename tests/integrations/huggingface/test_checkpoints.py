@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.integrations.huggingface.test_parity import adapted
 from tests.integrations.huggingface.trainings import Outcome, closed, outcome_of, stage, trainer
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 BEST = {

@@ -12,7 +12,7 @@ from lowtide import Config, ConfigError
 from lowtide.huggingface import Accelerator, TrainingArguments
 from lowtide.huggingface.arguments import config_of, fill_steps
 from tests.integrations.huggingface.trainings import arguments, closed, trainer
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 AUTO = {
     "train_batch_size": "auto",

@@ -20,7 +20,7 @@ from tests.integrations.huggingface.trainings import (
     stage,
     trainer,
 )
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 TENSOR = {"parallel": {"tensor": 2}}
 SOCKETS = {"communication": {"route": "sockets"}}

@@ -22,7 +22,7 @@ from tests.integrations.huggingface.trainings import (
     padded,
     trainer,
 )
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def llama() -> nn.Module:

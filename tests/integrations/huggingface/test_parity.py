@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import lowtide
 import lowtide.huggingface
 from tests.integrations.huggingface.trainings import Outcome, closed, llama, outcome_of, stage, trainer
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 OF_COMPILER = "The .grad attribute of a Tensor that is not a leaf"  # says torch's compiler when it looks at an input
 

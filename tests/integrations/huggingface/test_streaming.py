@@ -19,8 +19,8 @@ from tests.engine.test_hugging_face import bert, gpt2, llama, mixtral
 from tests.integrations.huggingface.test_parity import differences
 from tests.integrations.huggingface.trainings import Outcome, closed, outcome_of, stage, trainer
 from tests.integrations.huggingface.trainings import llama as tiny_llama
-from tests.ranks import RankPool
-from tests.resident import own_bytes
+from tests.kit.ranks import RankPool
+from tests.kit.resident import own_bytes
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import torch
 
 from lowtide.huggingface import LowtideMixin
 from tests.integrations.huggingface.trainings import NUM_TOKENS, Outcome, Sentences, closed, llama, outcome_of, stage
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 trl: Any = pytest.importorskip("trl", reason="trl is not installed: pip install trl datasets")
 

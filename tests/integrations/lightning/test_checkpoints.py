@@ -8,7 +8,7 @@ import torch
 
 from tests.integrations.lightning.modules import lightning, loader, module, trainer
 from tests.integrations.lightning.test_training import world_size
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 NUM_EPOCHS = 2
 
@@ -152,7 +152,7 @@ def not_ours(folder: str) -> str:
 
 
 def test_a_checkpoint_io_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    from tests.ranks import RankError
+    from tests.kit.ranks import RankError
 
     with pytest.raises(RankError, match="plugins: expected no CheckpointIO, found a AsyncCheckpointIO"):
         ranks(1, not_ours, str(tmp_path))

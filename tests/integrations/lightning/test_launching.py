@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SIZE = ["--devices", "2", "--accelerator", "cpu", "--batch-size", "4", "--pieces", "40"]

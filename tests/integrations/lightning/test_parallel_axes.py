@@ -12,7 +12,7 @@ from tests.integrations.huggingface.test_parallel_axes import llama, mixtral
 from tests.integrations.huggingface.trainings import Sentences, padded
 from tests.integrations.lightning.modules import lightning, trainer
 from tests.integrations.lightning.test_training import world_size
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def token_module(pl: Any, build: Any, manual: bool = False) -> Any:

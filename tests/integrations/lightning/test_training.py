@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.lightning.modules import lightning, loader, module, trainer
-from tests.ranks import RankError, RankPool
+from tests.kit.ranks import RankError, RankPool
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),

@@ -7,7 +7,7 @@ import torch
 
 from tests.integrations.lightning.modules import lightning, loader, module, trainer
 from tests.integrations.lightning.test_training import world_size
-from tests.ranks import RankPool
+from tests.kit.ranks import RankPool
 
 
 def names() -> list[str]:

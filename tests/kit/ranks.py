@@ -54,7 +54,7 @@ WORKER_VARIABLES = {
     "RES_OPTIONS": "timeout:1 attempts:3",
 }
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.ranks"]
+PRELOADED = ["torch.distributed", "torch._dynamo", "lowtide.engine.build", "tests.kit.ranks"]
 PRELOADED_WITH = {  # a package that one of the tests uses -> modules that take seconds
     "transformers": "transformers.models.llama.modeling_llama",
     "lowtide.huggingface": "lowtide.huggingface",

@@ -1,4 +1,4 @@
-"""The optimizers that there are. An optimizer is its record, which everything else reads: `optimizer.py`."""
+"""All optimizers, as records: see `optimizer.py`."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Adam and its kin: a step is a mean of gradients over the root of a mean of their squares."""
+"""Adam and its variants: a step is a mean of gradients over the root of a mean of their squares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Adam, with its decay apart from the gradient (AdamW) or in it. Sources: arXiv 1412.6980 and 1711.05101.
+# Adam, with decoupled decay (AdamW) or decay in the gradient. Sources: arXiv 1412.6980 and 1711.05101.
 
 
 class AdamWParams(OptimizerParams):
@@ -32,7 +32,7 @@ class AdamWParams(OptimizerParams):
     weight_decay: Float = Field(default=1e-2, ge=0)
     """Decay of the parameters per step, times the learning rate."""
     bias_correction: Bool = True
-    """Whether both moments are divided by what they lack in the first steps, as in the paper."""
+    """Whether both moments are corrected for their start at zero, as in the paper."""
     state_dtype: StateDtype = "fp32"
     """The type in which both moments are kept."""
 
@@ -51,7 +51,7 @@ def _apply(decoupled: bool) -> Apply:
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         beta1, beta2 = options["betas"]
         if not options.get("bias_correction", True):
-            step = torch.full_like(step, math.inf)  # after which there is nothing left to correct
+            step = torch.full_like(step, math.inf)  # at infinity the correction is 1
         fused(
             [weight],
             [gradient],
@@ -116,7 +116,7 @@ ADAM = Optimizer(
 )
 
 
-# Adamax: Adam with the largest of the gradients in place of the root. Source: arXiv 1412.6980, section 7.
+# Adamax: Adam with the largest gradient in place of the root. Source: arXiv 1412.6980, section 7.
 
 
 class AdamaxParams(OptimizerParams):
@@ -125,7 +125,7 @@ class AdamaxParams(OptimizerParams):
     lr: Float = Field(default=2e-3, ge=0)
     """Learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running mean of the gradient and of its largest."""
+    """Decay of the running mean of the gradient and of its maximum."""
     eps: Float = Field(default=1e-8, ge=0)
     """Added to the size of a gradient."""
     weight_decay: Float = Field(default=0.0, ge=0)
@@ -154,7 +154,7 @@ ADAMAX = Optimizer(
 
 
 def _decayed(weight: Tensor, gradient: Tensor, options: Options) -> Tensor:
-    """The gradient after the decay, which is in it or of the weight."""
+    """Apply the decay to the weight, or return the gradient with the decay added."""
     if options["decoupled_weight_decay"]:
         weight.mul_(1 - options["lr"] * options["weight_decay"])
         return gradient
@@ -220,7 +220,7 @@ NADAM = Optimizer(
 )
 
 
-# RAdam: Adam that waits until the variance of its step is known. Source: arXiv 1908.03265.
+# RAdam: Adam that adapts only once the variance of its step is known. Source: arXiv 1908.03265.
 
 
 class RAdamParams(OptimizerParams):
@@ -241,7 +241,7 @@ class RAdamParams(OptimizerParams):
 
 
 def _rectification(beta2: float, step: int) -> float | None:
-    """The factor of an adaptive step; None where its variance is not known yet."""
+    """Return the factor of an adaptive step; None while its variance is unknown."""
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
     if rho <= 5:
@@ -272,7 +272,7 @@ RADAM = Optimizer(
 )
 
 
-# 1-bit Adam, whose ranks send one bit for each element. Source: arXiv 2102.02888. Defaults are DeepSpeed's, and like
+# 1-bit Adam: ranks send a bit for each element. Source: arXiv 2102.02888. Defaults are DeepSpeed's, and like
 # DeepSpeed's its moments are not corrected in the first steps.
 
 
@@ -290,11 +290,11 @@ class OneBitAdamParams(OptimizerParams):
     state_dtype: Literal["fp32"] = "fp32"
     """The type in which both moments are kept."""
     freeze_step: Natural = 100_000
-    """Steps of the warm-up, which is Adam: after it the second moment stays, and ranks send signs of momenta."""
+    """Steps of the warm-up with Adam. After it the second moment is frozen, and ranks send signs of momenta."""
 
 
 def onebit_direction(weight: Tensor, mean: Tensor, squares: Tensor, options: Options) -> Tensor:
-    """m / (sqrt(v) + eps) + decay w. What has no second moment has not been seen in the warm-up, and has no step."""
+    """m / (sqrt(v) + eps) + decay w. Elements without a second moment from the warm-up do not move."""
     found = (mean / squares.sqrt().add_(options["eps"])).masked_fill_(squares == 0, 0.0)
     return found.add_(weight, alpha=options["weight_decay"]) if options["weight_decay"] else found
 

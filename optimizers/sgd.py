@@ -58,9 +58,9 @@ def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tenso
 
 
 def _sgd_coefficients(options: Options, step: int) -> tuple[float, ...]:
-    """decay, -lr, and where there is a buffer momentum, 1 - dampening, share of the gradient, share of the buffer.
+    """decay, -lr, and with momentum: momentum, 1 - dampening, share of the gradient, share of the buffer.
 
-    As torch: the first gradient starts the buffer as it is.
+    As in torch, the first gradient starts the buffer unscaled.
     """
     momentum = options["momentum"]
     if not momentum:
@@ -83,7 +83,7 @@ SGD = Optimizer(
 )
 
 
-# Lion: steps of one size, in the sign of a mean of gradients. Source: arXiv 2302.06675, program 1.
+# Lion: steps of equal size, in the sign of a mean of gradients. Source: arXiv 2302.06675, program 1.
 
 
 class LionParams(OptimizerParams):

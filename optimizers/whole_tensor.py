@@ -1,4 +1,4 @@
-"""Optimizers whose steps need more than elements: LAMB, Muon and Adafactor."""
+"""Optimizers whose steps need whole parameters: LAMB, Muon and Adafactor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# LAMB: Adam whose step is as large as the parameter. Source: arXiv 1904.00962, algorithm 2.
+# LAMB: Adam with steps in proportion to the parameter's norm. Source: arXiv 1904.00962, algorithm 2.
 
 
 class LambParams(OptimizerParams):
@@ -29,13 +29,13 @@ class LambParams(OptimizerParams):
     eps: Float = Field(default=1e-8, ge=0)
     """Added to the denominator."""
     weight_decay: Float = Field(default=0.0, ge=0)
-    """Decay of the parameters, a part of the step before it is scaled."""
+    """Decay of the parameters, added to the step before it is scaled."""
     bias_correction: Bool = True
-    """Whether both moments are divided by what they lack in the first steps, as in the paper."""
+    """Whether both moments are corrected for their start at zero, as in the paper."""
     max_coeff: Float = Field(default=10.0, ge=0)
-    """The most that a step is scaled by: the norm of the parameter over that of the step."""
+    """Upper bound of a step's scale, the norm of the parameter over the norm of the step."""
     min_coeff: Float = Field(default=0.01, ge=0)
-    """The least that a step is scaled by."""
+    """Lower bound of a step's scale."""
     state_dtype: StateDtype = "fp32"
     """The type in which both moments are kept."""
 
@@ -77,7 +77,7 @@ LAMB = Optimizer(
 )
 
 
-# Muon: momentum whose matrices are orthogonalised; AdamW for everything else. Source: Keller Jordan, 2024,
+# Muon: orthogonalised momentum for matrices, AdamW for all other parameters. Source: Keller Jordan, 2024,
 # kellerjordan.github.io/posts/muon, and the code of github.com/KellerJordan/Muon, whose coefficients these are.
 
 
@@ -95,7 +95,7 @@ class MuonParams(OptimizerParams):
     weight_decay: Float = Field(default=0.0, ge=0)
     """Decay of the parameters per step, times the learning rate."""
     adam_lr: Float | None = Field(default=None, ge=0)
-    """Learning rate of what AdamW updates: embeddings, heads, vectors. null: `lr`."""
+    """Learning rate of embeddings, heads and vectors, which AdamW updates. null: `lr`."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Of AdamW: decay of the running mean of the gradient and of its square."""
     eps: Float = Field(default=1e-10, ge=0)
@@ -150,8 +150,8 @@ MUON = Optimizer(
 
 
 # Adafactor: second moments of matrices as row and column means. Source: arXiv 1804.04235, in torch.optim's words.
-# The formulas are those of torch.optim.Adafactor, which differ from the paper in two places: the largest relative step
-# is `lr` in the place of 0.01, and the first eps is a bound of what is divided by, and not added to squares.
+# The formulas of torch.optim.Adafactor differ from the paper in two places: the largest relative step
+# is `lr` instead of 0.01, and the first eps bounds the divisor instead of being added to squares.
 
 
 _EPS = 2.0**-23  # of float32
@@ -163,15 +163,15 @@ class AdafactorParams(OptimizerParams):
     lr: Float = Field(default=1e-2, ge=0)
     """The largest relative step."""
     beta2_decay: Float = Field(default=-0.8, le=0)
-    """Second moments weigh a step t with t to this power; with -0.8 the last of 1,000 with 0.004."""
+    """Second moments weigh step t with t to this power: step 1,000 with 0.004 by default."""
     eps: tuple[NonNegative | None, NonNegative] = (None, 1e-3)
-    """The least root of a second moment, null for float32's epsilon; and the least size of a parameter."""
+    """Lower bounds of the root of a second moment (null: float32's epsilon) and of a parameter's root mean square."""
     d: Float = Field(default=1.0, ge=1)
-    """The most that the root of the mean square of a step may be, before it is scaled. Hugging Face: clip_threshold."""
+    """Largest root mean square of a step before it is scaled. Hugging Face: clip_threshold."""
     weight_decay: Float = Field(default=0.0, ge=0)
     """Decay of the parameters per step, times the learning rate."""
     scale_parameter: Bool = True
-    """Whether steps are as large as the parameter: times the root of its mean square."""
+    """Whether steps are multiplied by the parameter's root mean square."""
     relative_step: Bool = True
     """Whether the step is at most 1 / sqrt(t)."""
     state_dtype: StateDtype = "fp32"
@@ -190,7 +190,7 @@ def _root(mean_of_squares: Tensor, options: Options) -> Tensor:
 def _adafactor_direction(
     weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options
 ) -> None:
-    """w = g / sqrt(v), v = (1 - t^decay) v + t^decay g^2; of a matrix w = g, whose factors come later."""
+    """w = g / sqrt(v), v = (1 - t^decay) v + t^decay g^2; of a matrix w = g, as its factors are applied later."""
     if options["is_matrix"]:
         weight.copy_(gradient)
         return
@@ -218,7 +218,7 @@ def _adafactor_matrix(gradient: Tensor, step: int, options: Options, factors: Ma
 
 
 def _adafactor_ratio(options: Options, step: int, numel: int, weight_norm: float, direction_norm: float) -> float:
-    """What the direction is scaled by. That of a matrix is clipped already."""
+    """Return the scale of the direction. That of a matrix is clipped already."""
     size = 1.0 if options["is_matrix"] else max(1.0, direction_norm / math.sqrt(max(numel, 1)) / options["d"])
     lr = float(options["lr"])
     step_size = min(lr, step**-0.5) if options["relative_step"] else lr

@@ -1,6 +1,5 @@
-"""ZeRO stages 0 to 3 as one mechanism: units of flat groups, sharded and replicated over axes of the mesh.
+"""ZeRO stages 0 to 3 as one mechanism: units of flat groups, sharded and replicated over mesh axes.
 
-`policy` says what a stage does, `domain` over which axes a group is divided, `layout` where every parameter lies,
-`group` moves the bytes, `sequence` keeps the order of collectives, `hooks` ties it to a module's forward and backward,
-and `optimizer` updates the shards.
+`policy` defines the stages, `domain` the axes of a group, `layout` the offsets of its parameters. `group` gathers and
+releases, `sequence` keeps the order of collectives, `hooks` connects it to a module, `optimizer` updates the shards.
 """

@@ -1,4 +1,4 @@
-"""The way of a group's gradients into flat memory, and the memory in which those of a step add up."""
+"""Staging of a group's gradients in flat memory, and the memory in which a step's gradients add up."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from .group import ShardedGroup
 from .host_update import HostUpdate
 
 Region = tuple[int, int, Tensor]
-"""[start, end) of the flat buffer, and the memory for it, (end - start,)."""
+"""[start, end) of the flat buffer, and its memory, (end - start,)."""
 
 
 def stages_early(device: torch.device) -> bool:
-    """Whether gradients are staged as they come, while they are in the processor's cache, and not a unit's together.
+    """Whether gradients are staged as they arrive, while they are in the processor's cache, not a unit's together.
 
-    Elsewhere the host starts a kernel for each, and the device has to wait for it.
+    On a device that would start a kernel for each, and the device would wait for the host.
     """
     return device.type == "cpu"
 
 
 class Staging:
-    """Takes gradients one by one, in any order, and frees them; `finish` takes the others, all at once.
+    """Copies gradients into regions of flat memory, in any order, and frees them. `finish` copies the rest together.
 
         param.grad    |  weight       |  bias |  weight          |
         regions       |       slot        |    shard    |   slot   |
 
-    A gradient that is taken as soon as it is there is still in the processor's cache, and two large ones are never
-    there at once. All of them together are one kernel on a device.
+    A gradient that is copied as it arrives is still in the processor's cache, and two large gradients never exist at
+    once. Together they are a single kernel on a device.
     """
 
     def __init__(self, group: ShardedGroup, regions: Sequence[Region], adds: bool) -> None:
-        """regions: disjoint, all of the flat buffer together. adds: to what is there, else in place of it."""
+        """regions: disjoint, covering the flat buffer. adds: adds to the content of the regions, else replaces it."""
         self._group = group
         self._regions = regions
         self._adds = adds
@@ -42,10 +42,10 @@ class Staging:
         self._given: set[int] = set()
 
     def place(self, index: int) -> Tensor | None:
-        """Memory that the gradient of parameter `index`, of its shape, can be written to, and then be taken from.
+        """Return memory, in the parameter's shape, to compute the gradient of parameter `index` in.
 
-        None where it is in several pieces or of another dtype, where the gradient must be added to what is there, and
-        when it is asked for again.
+        None if the parameter spans several regions, if the dtype differs, if the gradient is added, or at a second
+        call.
         """
         slot, param = self._group.layout.slots[index], self._group.params[index]
         if self._adds or param.grad is not None or index in self._given or index in self._taken:
@@ -57,9 +57,10 @@ class Staging:
         return None
 
     def take(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters of the group, which are freed; not where one was added up, or made, there.
+        """Copy the gradients of these parameters and free them. Gradients that already lie in their region are not
+        copied.
 
-        A gradient that comes again is added, as autograd would have.
+        A gradient that arrives again is added, as autograd would have done.
         """
         places, parts = [], []
         for index in indices:
@@ -90,9 +91,9 @@ class Staging:
             torch._foreach_add_(places, parts) if self._adds else torch._foreach_copy_(places, parts)
 
     def finish(self) -> set[int]:
-        """Takes what is left, and writes zeros where there is none, and between the parameters.
+        """Copy the remaining gradients. Writes zeros for missing gradients and between parameters.
 
-        Returns which parameters had a gradient.
+        Returns the indices of the parameters that had a gradient.
         """
         if self._taken or not self._take_whole():
             self.take([index for index, param in enumerate(self._group.params) if param.grad is not None])
@@ -104,7 +105,7 @@ class Staging:
         return self._taken
 
     def _take_whole(self) -> bool:
-        """All gradients by one operator, with a view for none; whether that can be. As FSDP2 does it."""
+        """Copy all gradients with a single operator, as FSDP2 does. Returns False if that is impossible."""
         layout, params = self._group.layout, self._group.params
         if self._adds or len(self._regions) > 1 or not layout.is_dense:
             return False
@@ -116,7 +117,7 @@ class Staging:
             if (gradient := param.grad) is not None
             and gradient.dtype == param.dtype
             and not gradient.is_sparse
-            and not start <= gradient.data_ptr() < end  # it lies in its place already
+            and not start <= gradient.data_ptr() < end  # it already lies in its region
         ]
         if len(gradients) < len(params):
             return False
@@ -128,34 +129,34 @@ class Staging:
 
 
 class LocalSum:
-    """Gradients of a step's earlier microbatches, where reductions wait for the accumulation boundary.
+    """Gradients of earlier microbatches, if reductions wait for the accumulation boundary.
 
     They stay full on each rank: in `param.grad`, where autograd adds them up, if the dtypes agree; else flat,
     (padded_numel,) of the accumulation dtype.
     """
 
     def __init__(self, group: ShardedGroup, dtype: torch.dtype, is_kept: bool = True) -> None:
-        """is_kept: the flat memory stays for the next step, and is not given back with each sum."""
+        """is_kept: the flat memory stays for the next step."""
         self._group = group
         self._is_kept = is_kept
         self.is_flat = dtype != group.plan.dtype
         self._dtype = dtype
         self._flat: Tensor | None = None
         self.has_values = False
-        """In the flat memory."""
+        """Whether the flat memory has a sum."""
 
     @property
     def nbytes(self) -> int:
-        """Of the flat memory, while it is not lent."""
+        """Bytes of the flat memory, without pages that are offloaded."""
         return 0 if self._flat is None else bytes_in_memory(self._flat)
 
     @property
     def flat(self) -> Tensor | None:
-        """The flat memory, where there is some."""
+        """The flat memory; None: not allocated."""
         return self._flat
 
     def add(self) -> set[int]:
-        """Takes the gradients of a backward; of which parameters. None where they stay with their parameters."""
+        """Add the gradients of a backward. Returns the parameters' indices; empty if they stay in `param.grad`."""
         if not self.is_flat:
             return set()
         flat = self._open_flat()
@@ -164,7 +165,7 @@ class LocalSum:
         return taken
 
     def take_back(self, total: Tensor) -> None:
-        """Adds a sum that seemed final, (padded_numel,)."""
+        """Add a sum, (padded_numel,), that another backward continues."""
         flat = self._open_flat()
         flat.add_(total) if self.has_values else flat.copy_(total)
         self.has_values = True
@@ -176,7 +177,7 @@ class LocalSum:
         return self._flat
 
     def pour(self, regions: Sequence[Region], adds: bool) -> None:
-        """Goes on in other memory, where the last gradients are added to it. adds: there is something already."""
+        """Move the sum to other memory, to which the last gradients are added. adds: that memory has values already."""
         assert self._flat is not None
         for start, end, memory in regions:
             memory.add_(self._flat[start:end]) if adds else memory.copy_(self._flat[start:end])
@@ -188,19 +189,21 @@ class LocalSum:
 class ShardMemory:
     """Memory of a group's reduced gradient, (shard_numel,) of `dtype`.
 
-    | mode        | memory                                 | when it is dropped                         |
-    |-------------|----------------------------------------|--------------------------------------------|
-    | common      | one for all replicas, from their route | stays                                      |
-    | handed over | new for each step                      | goes with the last reference to it         |
-    | else        | of its own                             | is given back, and taken anew by the next  |
+    | mode        | memory                                    | drop                                      |
+    |-------------|-------------------------------------------|-------------------------------------------|
+    | common      | shared by replicas, from the transport    | keeps it                                  |
+    | handed over | new for each step                         | freed with the last reference             |
+    | else        | private                                   | freed, and taken again by the next `take` |
     """
 
     def __init__(
         self, group: ShardedGroup, dtype: torch.dtype, common: Tensor | None = None, is_handed_over: bool = False
     ) -> None:
-        """common: each replica writes its region of the final sum there, so nobody may change it. Only where nothing is
-        accumulated in the shard, and all replicas come to a fence between the last use of a gradient and the next
-        backward. is_handed_over: the gradient of a step may still be used when the next one comes.
+        """common: each replica writes its region of the final sum, so no rank may change it. Only if nothing
+        accumulates in the shard, and all replicas pass a fence between the last use of a gradient and the next
+        backward.
+
+        is_handed_over: a step's gradient may still be in use when the next gradient arrives.
         """
         self._numel, self._dtype, self._device = group.layout.shard_numel, dtype, group.full.device
         self._common = common
@@ -209,7 +212,7 @@ class ShardMemory:
         self._pages: TransientBuffer | None = None
 
     def take(self) -> Tensor:
-        """The memory, with any values."""
+        """Return the memory, with arbitrary values."""
         if self._common is not None:
             return self._common
         if self._device.type != "cpu" or not PagePool.is_possible():
@@ -220,50 +223,50 @@ class ShardMemory:
         return self._pages.tensor
 
     def drop(self) -> None:
-        """Nobody uses it any more, until it is taken again."""
+        """Free the memory until the next `take`."""
         if self._pages is not None:
             self._pages.drop()
 
     def nbytes(self, taken: Tensor | None) -> int:
-        """This rank's part of what is held. taken: the memory, while it is in use."""
+        """Return this rank's part of the bytes. taken: the memory, while it is in use."""
         if self._common is not None:
             return self._common.nbytes // self._num_owners
         return 0 if taken is None else taken.nbytes
 
 
 class HostSum:
-    """The sum of a group's reduced gradients, in host memory: they leave the device one by one, and are added there."""
+    """The sum of a group's reduced gradients in host memory: they leave the device in order and are added there."""
 
     def __init__(self, host: HostUpdate) -> None:
         self._host = host
         self.total: Tensor | None = None
         """Complete after `arrive`."""
-        self._last = 0  # of the gradients that have left, which one
+        self._last = 0  # number of the last gradient that has left the device
 
     def add(self, shard: Tensor, on_arrived: Callable[[], None] | None) -> Tensor:
-        """Takes a shard whose memory on the device goes with it; on_arrived: called then. Returns the sum so far."""
+        """Send a shard to the host and drop its device memory. on_arrived: called on arrival. Returns the sum."""
         self.total = self._host.take(shard, self.total, on_arrived)
         self._last = self._host.num_taken
         return self.total
 
     def has(self, shard: Tensor) -> bool:
-        """Whether that is the memory of the sum, and not one that a shard can be made in."""
+        """Whether `shard` is the memory of the sum, in which no new shard may be made."""
         return shard is self.total
 
     def arrive(self) -> None:
-        """Returns when all that was taken is in the sum, whatever has left after it."""
+        """Wait until this group's gradients are in the sum."""
         self._host.arrive(self._last)
 
     def hand_over(self) -> None:
-        """The sum is the caller's, until `give_back`."""
+        """Give the sum to the caller until `give_back`."""
         self.total = None
 
     def give_back(self, total: Tensor) -> None:
-        """A sum that was handed over was used up."""
+        """Free a sum that was handed over."""
         self._host.give(total)
 
     def drop(self) -> None:
-        """The sum was used up."""
+        """Free the sum after its use."""
         if self.total is not None:
             self.arrive()
             self.give_back(self.total)

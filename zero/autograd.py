@@ -1,4 +1,4 @@
-"""What torch is doing right now: the only place that asks autograd's engine, and the transforms of `torch.func`."""
+"""The state of autograd's engine and of `torch.func` transforms. No other file asks them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the run of autograd's engine in which the caller is, the innermost one; -1 outside of any."""
+"""The number of the innermost run of autograd's engine around the caller; -1: none."""
 
 
 class GraphTask:
-    """A run of autograd's engine (a backward, or a `torch.autograd.grad`) that was heard of while it runs.
+    """A run of autograd's engine (a backward or a `torch.autograd.grad`) that was noticed while it runs.
 
-    Autograd holds it until that run has ended, whether or not with an error: a weak reference to it says so. Runs
-    inside of it (reentrant checkpointing, a hook that differentiates something) are others.
+    Autograd holds it until the run ends, with or without an error, so a weak reference to it tells when. Nested runs
+    (reentrant checkpointing, a hook that differentiates) are separate runs.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        """on_end: called when it has ended without an error, in its own thread."""
+        """on_end: called in autograd's thread when the run has ended without an error."""
         self.number = current_graph_task()
         self._on_end = on_end
         Variable._execution_engine.queue_callback(self._end)
@@ -33,7 +33,7 @@ class GraphTask:
 
 
 def accumulators_of(params: Iterable[nn.Parameter]) -> dict[int, Node]:
-    """What adds up the gradient of each parameter in every graph, by the parameter's identity."""
+    """Return the autograd node that accumulates each parameter's gradient, by id of the parameter."""
     found = {}
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         for param in params:
@@ -47,25 +47,25 @@ def accumulators_of(params: Iterable[nn.Parameter]) -> dict[int, Node]:
 
 
 def will_run(nodes: Iterable[Node]) -> bool:
-    """Whether the current run comes to any of these accumulators, to add to what is in `grad`.
+    """Whether the current run reaches any of these accumulators and adds to `grad`.
 
-    It adds nothing for a parameter whose `requires_grad` was switched off since its forward.
+    It adds nothing if the parameter's `requires_grad` was switched off since its forward.
     """
     executes = torch._C._will_engine_execute_node
     try:
         return any(node.variable.requires_grad and executes(node) for node in nodes)  # type: ignore[attr-defined]
-    except RuntimeError:  # a torch.autograd.grad which returns the gradient of one of them, and adds it to nothing
+    except RuntimeError:  # torch.autograd.grad with such a node as input: it returns the gradient and adds to nothing
         return False
 
 
 _functorch = torch._C._functorch
 current_transform: Callable[[], object | None] = _functorch.peek_interpreter_stack
-"""The innermost transform of `torch.func` in which the caller is; None outside of any."""
+"""The innermost `torch.func` transform around the caller; None: none."""
 T = TypeVar("T")
 
 
 def untransformed(action: Callable[[], T]) -> T:
-    """Calls it with plain torch's operations: a view that `grad` has made cannot become a parameter's memory."""
+    """Call `action` outside of transforms: a view made by `grad` cannot be a parameter's memory."""
     if current_transform() is None:
         return action()
     with temporarily_clear_interpreter_stack():
@@ -73,7 +73,7 @@ def untransformed(action: Callable[[], T]) -> T:
 
 
 def at_all_levels(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Each tensor, and what transforms have wrapped in it: a backward may come to any of these."""
+    """Yield each tensor and the tensors that transforms have wrapped in it: a backward may reach any of them."""
     return tensors if current_transform() is None else _with_wrapped(tensors)
 
 

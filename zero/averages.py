@@ -1,4 +1,4 @@
-"""Moving averages of master weights, divided over the ranks as these are."""
+"""Moving averages of master weights, sharded like them."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from .sequence import StateError
 from .shard_state import ShardState
 
 _SWAPPED_NUMEL = 1 << 18
-"""Elements that are exchanged at a time: what that takes beside the two."""
+"""Elements that are exchanged at a time: the memory that a swap takes."""
 
 
 class Averages:
-    """An exponential moving average of each master weight, in its dtype; in float32 where that is bfloat16.
+    """An exponential moving average of each master weight, in its dtype; in float32 if that is bfloat16.
 
         average = average + (1 - decay) * (master weight - average)         after each step that counts
 
-    The first step copies, and before it the averages are the master weights as they were. They are in memory beside
-    the master weights; in host memory where these rest elsewhere.
-    Source: torch.optim.swa_utils, AveragedModel with get_ema_multi_avg_fn; Polyak and Juditsky, 1992.
+    The first step copies the master weights; before it the averages are the first master weights. They lie beside the
+    master weights, in host memory if those are offloaded. Source: torch.optim.swa_utils, AveragedModel with
+    get_ema_multi_avg_fn; Polyak and Juditsky, 1992.
     """
 
     def __init__(self, shards: Sequence[ShardState], decay: float) -> None:
-        """Raises ValueError for a decay that is not between 0 and 1."""
+        """Raises ValueError unless decay is between 0 and 1."""
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"engine.ema(): expected a decay from 0 to 1, found {decay!r}")
         self.decay = decay
         self.num_updates = 0
         self.are_shown = False
-        """Averages and master weights have changed places."""
+        """Whether averages and master weights are swapped."""
         self._shards = list(shards)
         self._values = {id(shard): self._memory_for(shard) for shard in shards}
         self.reset()
 
     def add(self, shard: ShardState) -> None:
-        """Keeps those of another shard, which begin with its master weights of now."""
+        """Add the averages of another shard, which begin as its current master weights."""
         self._shards.append(shard)
         self._values[id(shard)] = self._memory_for(shard)
         for start, master in shard.masters():
             self._values[id(shard)][start : start + master.numel()].copy_(master)
 
     def held(self) -> Iterator[Tensor]:
-        """In memory, wherever."""
+        """Yield the averages, in device or host memory."""
         return iter(self._values.values())
 
     @property
@@ -54,12 +54,12 @@ class Averages:
         return sum(map(bytes_in_memory, self.held()))
 
     def reset(self) -> None:
-        """They are the master weights of now, and the next update copies."""
+        """Set the averages to the current master weights. The next update copies again."""
         self.num_updates = 0
         self._take_over()
 
     def update(self, ahead: bool = False) -> None:
-        """After a step. ahead: of its parameters, `ShardState.ahead` has the new values."""
+        """Update the averages after a step. ahead: the new values are in `ShardState.ahead`."""
         if self.num_updates:
             for average, master in self._pairs(ahead=ahead):
                 average.lerp_(master.to(average), 1 - self.decay)
@@ -68,9 +68,9 @@ class Averages:
         self.num_updates += 1
 
     def swap(self, shown: bool) -> None:
-        """Averages and master weights change places, bit by bit; what is computed of the weights has to follow.
+        """Swap averages and master weights, bit by bit. The caller refreshes the parameters.
 
-        shown: whether the averages go where the weights are. Where these are bfloat16, they are rounded to it there.
+        shown: the averages go to the master weights. bfloat16 master weights get them rounded.
         """
         for average, master in self._pairs(changes=True):
             for low in range(0, average.numel(), _SWAPPED_NUMEL):
@@ -85,15 +85,15 @@ class Averages:
                     _hide(ours, theirs)
 
     def of(self, shard: ShardState, piece: Piece) -> Tensor:
-        """Of a piece of the shard, (piece.numel,)."""
+        """Return the averages of a piece of the shard, (piece.numel,)."""
         return self._values[id(shard)][piece.offset_in_shard : piece.offset_in_shard + piece.numel]
 
     def check_hidden(self, what: str) -> None:
-        """Raises StateError while they are shown. what: how users read the call that would change the weights then."""
+        """Raise StateError while the averages are swapped in. what: the user's call that would change the weights."""
         if self.are_shown:
             raise StateError(
-                f"{what}: expected the weights of the training, found averages in their place: it is inside of `with "
-                "engine.ema_weights():`, which is for evaluation and export; call it after that"
+                f"{what}: expected the weights of the training, found averages in their place, because the call is "
+                "inside of `with engine.ema_weights():`, which is for evaluation and export; call it afterwards"
             )
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
@@ -108,14 +108,14 @@ class Averages:
             average.copy_(master)
 
     def _pairs(self, changes: bool = False, ahead: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """(average, master weights) of each stretch, until the next one is asked for."""
+        """Yield (average, master weights) of each chunk. They are valid until the next pair."""
         for shard in self._shards:
             for start, master in shard.masters(changes, ahead):
                 yield self._values[id(shard)][start : start + master.numel()], master
 
 
 def _show(average: Tensor, master: Tensor) -> None:
-    """master, (n,) bfloat16, becomes the average, (n,) float32, rounded; and that the master and what rounding lost."""
+    """Round the average, (n,) float32, into the bfloat16 master; the average keeps the old master and the lost bits."""
     bits = average.view(torch.int32)
     rounded = (bits >> 16) + (bits >> 15 & 1)
     kept = (master.view(torch.int16).to(torch.int32) << 16) | (bits & 0xFFFF)
@@ -124,7 +124,7 @@ def _show(average: Tensor, master: Tensor) -> None:
 
 
 def _hide(average: Tensor, master: Tensor) -> None:
-    """The way back of `_show`, bit by bit."""
+    """Undo `_show`, bit by bit."""
     bits = average.view(torch.int32)
     lost = bits & 0xFFFF
     before = (master.view(torch.int16).to(torch.int32) - (lost >> 15) << 16) | lost

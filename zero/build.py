@@ -1,4 +1,4 @@
-"""From a plan to units: takes the memory of every group."""
+"""Builds units from a plan: takes the memory of every group and gradient."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .plan import GroupPlan, ModelPlan, rings_for
 from .unit import Unit
 
 Hosts = Mapping[str, HostUpdate]
-"""By name of the group, what updates parameters that are on a device."""
+"""Name of a group -> the host update of its device parameters."""
 
 
 class GroupMemories:
-    """Takes the memory of groups and of their gradients: of all at the start, and of those that change later.
+    """Takes the memory of groups and gradients, at the start and when groups are added later.
 
-    Every method is a collective, in which ranks take together what they share.
+    Every method is a collective: ranks allocate shared memory together.
     """
 
     def __init__(
@@ -42,11 +42,12 @@ class GroupMemories:
         num_steps: Callable[[], int] = lambda: 0,
         low_rank: LowRank | None = None,
     ) -> None:
-        """rest: where shards are while nobody needs them, with room for all; None: in memory. shares_gradients:
-        replicas that share memory have one sum of their gradients, and nobody changes it; but of tied ones, to which
-        other stages add. delays_updates: the gradients of a step are used while the next ones come.
-        keeps_sums: see `LocalSum`. seed: of random bits. num_steps: as of `QuantizedCodec`. low_rank: gradients go
-        between ranks as thin matrices.
+        """rest: the store of shards between uses, with room for all; None: shards stay in memory.
+
+        shares_gradients: replicas on a host share the sum of their gradients read-only, except for tied groups.
+        delays_updates: gradients of a step are still in use while the next gradients arrive. keeps_sums: see
+        `LocalSum`. seed: of random rounding. num_steps: see `QuantizedCodec`. low_rank: gradients are sent as thin
+        matrices (PowerSGD).
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward
@@ -60,7 +61,7 @@ class GroupMemories:
         self._slot_bytes: dict[tuple[str, ...], int] = {}  # by axes
 
     def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
-        """Of a whole plan. Parameters still are what they were; `fill` comes next."""
+        """Build the units of a plan. The parameters keep their old memory until `fill`."""
         groups = dict(zip((one.name for one in plan.groups), self.groups(plan.groups), strict=True))
         gradients = self.gradients([(one, groups[one.name]) for one in plan.trained], hosts)
         of_group = {id(gradient.group): gradient for gradient in gradients}
@@ -72,7 +73,7 @@ class GroupMemories:
         return units
 
     def groups(self, plans: Sequence[GroupPlan]) -> list[ShardedGroup]:
-        """Groups with memory for their parameters, all zero."""
+        """Build groups with zeroed memory for their parameters."""
         take_memory = self._memory_for(plans)
         groups = []
         for plan in plans:
@@ -82,7 +83,7 @@ class GroupMemories:
         return groups
 
     def gradients(self, trained: Sequence[tuple[GroupPlan, ShardedGroup]], hosts: Hosts) -> list[GroupGradient]:
-        """Of groups that are trained, with what they are reduced through."""
+        """Build the gradients of trained groups, with their codecs."""
         self._reserve_slots([plan for plan, _ in trained])
         common = self._common_sums([plan for plan, _ in trained])
         return [
@@ -102,9 +103,9 @@ class GroupMemories:
         ]
 
     def _adds_up_in_shard(self, plan: GroupPlan, is_elsewhere: bool) -> bool:
-        """Whether a shard is as large as flat memory for earlier microbatches, and stands for it.
+        """Whether the shard can replace the flat memory of earlier microbatches: it has the same size.
 
-        is_elsewhere: the shard is the replicas' common one, or goes to the host.
+        is_elsewhere: the shard is shared by replicas, or is sent to the host.
         """
         is_whole = self._mesh.over(plan.domain.states).size == 1
         adds_up = self._keeps_sums and self._low_rank is None and not is_elsewhere
@@ -113,7 +114,7 @@ class GroupMemories:
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _codec(self, plan: GroupPlan, axes: tuple[str, ...], bits: int | None) -> Codec:
-        """Of the gradient of a group over these axes."""
+        """Return the codec of a group's gradient over these axes."""
         axis, arrangement = self._mesh.over(axes), self._mesh.arrangement
         parts: Parts | None = None
         if axes == plan.domain.first and len(plan.levels) > 1:
@@ -125,14 +126,14 @@ class GroupMemories:
         return QuantizedCodec(axis, plan.reduce_dtype, bits, Rounding.of(self._seed, name, 0), self._num_steps, parts)
 
     def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:
-        """Makes the rings anew where these groups need larger slots than those before."""
+        """Reserve larger message slots if these groups need them."""
         for axes, nbytes, count in rings_for(trained, self._mesh.arrangement):
             if nbytes > self._slot_bytes.get(axes, 0):
                 self._slot_bytes[axes] = nbytes
                 self._mesh.over(axes).route.reserve_slots(nbytes, count)
 
     def _common_sums(self, trained: Sequence[GroupPlan]) -> dict[str, Tensor]:
-        """By name of the group."""
+        """Allocate the gradient sums that replicas on a host share, by name of the group."""
         found: dict[str, Tensor] = {}
         for axes, plans in _by_axes([one for one in trained if not one.domain.tied], lambda one: one.replicas):
             route = self._mesh.over(axes).route
@@ -146,14 +147,14 @@ class GroupMemories:
         return PagePool()
 
     def _memory_for(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
-        """What gives each group, in order, the memory that its full buffer lives in."""
+        """Return the function that gives each group, in order, the memory of its full buffer."""
         takers: dict[str, Callable[[ShardedGroup], None]] = {}
         for _, own in _by_axes(plans, lambda domain: domain.states):
             takers |= dict.fromkeys((plan.name for plan in own), self._memory_on(own))
         return lambda group: takers[group.plan.name](group)
 
     def _memory_on(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
-        """As `_memory_for`, of groups whose states are divided over the same axes."""
+        """As `_memory_for`, for groups whose states are divided over the same axes."""
         mesh, rest, domain = self._mesh, self._rest, plans[0].domain
         route, device = mesh.over(domain.states).route, mesh.world.device
         axis = mesh.over(domain.parameters)
@@ -183,7 +184,7 @@ class GroupMemories:
 def _by_axes(
     plans: Sequence[GroupPlan], axes_of: Callable[[Domain], tuple[str, ...]]
 ) -> list[tuple[tuple[str, ...], list[GroupPlan]]]:
-    """Groups with the same axes, in the order in which they come."""
+    """Collect the groups with the same axes, in order."""
     found: dict[tuple[str, ...], list[GroupPlan]] = {}
     for plan in plans:
         found.setdefault(axes_of(plan.domain), []).append(plan)

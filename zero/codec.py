@@ -1,4 +1,4 @@
-"""How gradients and weights are written for their way to other ranks, read there, and added up."""
+"""Encodes gradients and weights for messages to other ranks, decodes them, and adds them up."""
 
 from __future__ import annotations
 
@@ -15,59 +15,63 @@ from ..kernels.weight_rounding import Rounding
 
 
 class Coming(NamedTuple):
-    """A started sum over the ranks of an axis, whose messages a codec can read.
+    """A started sum over the ranks of an axis.
 
     arrived.wait()  ->  add_up(out[region], ...)  ->  pending = summed()  ->  pending.wait()
     """
 
     arrived: Pending
-    region: slice  # of the result: what this rank sums
+    region: slice  # the range of the result that this rank sums
     add_up: Callable[[Tensor, slice, bool], Sequence[Tensor]]
-    """(out, held, accumulate): out = (out +) what the ranks say; see `sum_with_held`. Returns what each has said, where
-    a value that is not finite can be looked for."""
-    summed: Callable[[], Pending | None]  # as of `Terms`
+    """(out, held, accumulate): out = (out +) the sum of the terms; see `sum_with_held`.
+
+    Returns the ranks' terms, if a non-finite value can be traced in them.
+    """
+    summed: Callable[[], Pending | None]  # see `Terms`
 
 
 Parts = Sequence[Sequence[int]]
-"""Of each rank of an axis, the pieces of what is staged, all of one size, that it sums, in the order in which it has
-them. Where it is not said, there is one for each rank, by its place."""
+"""For each rank of an axis: indices of the equal pieces of the staged gradient that it sums, in order.
+
+Default: a piece for each rank, by its coordinate.
+"""
 
 
 class Codec:
-    """Gradients go over an axis as they are, in `dtype`, and are added up in the dtype of the sum, in rank order.
+    """Sends gradients unencoded in `dtype`, and adds them in the dtype of the sum, in rank order.
 
-    Each group has a codec of its own for each axis. What one that loses something has to remember is its state.
+    Each group has a separate codec for each axis. A lossy codec may keep state.
     """
 
     counts_messages = False
-    """Whether it must be told when a step ends."""
+    """Whether `reset` must be called at the end of a step."""
 
     def __init__(self, axis: Axis, dtype: torch.dtype, parts: Parts | None = None) -> None:
-        """dtype: in which gradients are staged."""
+        """dtype: of staged gradients."""
         self.axis = axis
         self.dtype = dtype
         self._parts = parts
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Whether what is staged has the very values of a gradient of that dtype, and of sums rounded to it."""
+        """Whether staging keeps the exact values of a gradient of that dtype, and of sums rounded to it."""
         return torch.promote_types(self.dtype, dtype) == self.dtype
 
     def may_lack_own(self, dtype: torch.dtype) -> bool:
-        """Whether this rank's own term may lie in the sum, of that dtype, and not in what is staged: it has those."""
+        """Whether this rank's term may lie in the sum, of that dtype, instead of in the message."""
         return self.axis.route.sums_here and self.dtype == dtype
 
     def next_message(self, numel: int) -> Tensor | None:
-        """What `open_message` will give, to be written already; None where it is not free yet."""
+        """Return the memory that `open_message` will return, to write early; None if it is not free yet."""
         return self.axis.route.next_slot(numel, self.dtype)
 
     def open_message(self, numel: int, what: str) -> Tensor:
-        """Memory to stage the gradient in that is sent next, (numel,); may wait for other ranks."""
+        """Return memory to stage the next gradient in, (numel,). May wait for other ranks."""
         return self.axis.route.open_slot(numel, self.dtype, what)
 
     def staged(self, shard: Tensor, what: str) -> Tensor:
-        """What is sent of a shard that `all_reduce` sums, and that it writes to: a copy in a message.
+        """Copy a shard into a message for `all_reduce`, which writes its result to the shard.
 
-        Without this rank's part where the route takes that from the shard.
+        This rank's part is left out if the transport reads it from the shard.
         """
         own = self._left_out(shard)
         message = self.open_message(self.staged_numel(shard), what)
@@ -87,7 +91,7 @@ class Codec:
         return regions_of(shard.numel(), self.axis.size)[self.axis.rank]
 
     def reduce_scatter(self, staged: Tensor, spare: Tensor | None, what: str) -> Coming:
-        """Of the sum over ranks of what is staged, this rank's part; see `Route.reduce_scatter`."""
+        """Start to sum a staged gradient over ranks; this rank sums its part. See `Route.reduce_scatter`."""
         if self._parts is not None:
             by_place = sorted(range(self.axis.size), key=self.axis.places.__getitem__)
             order = [index for rank in by_place for index in self._parts[rank]]
@@ -96,12 +100,12 @@ class Codec:
         return Coming(terms.arrived, terms.region, partial(self._sum_up, terms), terms.summed)
 
     def all_reduce(self, staged: Tensor, out: Tensor, what: str) -> Coming:
-        """Of out = the sum over ranks of what is staged, what this rank sums."""
+        """Start out = the sum over ranks of a staged gradient."""
         terms = self.axis.route.all_reduce(staged, out, what)
         return Coming(terms.arrived, terms.region, partial(self._sum_up, terms), terms.summed)
 
     def reset(self) -> None:
-        """The next gradient is of another step."""
+        """Begin another step."""
 
     def _sum_up(self, terms: Terms, out: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
         of_ranks = terms.read()
@@ -110,14 +114,14 @@ class Codec:
 
 
 class QuantizedCodec(Codec):
-    """Gradients go over an axis in blocks of few bits, rounded at random so that the mean is exact.
+    """Sends gradients in blocks of few bits, rounded at random so that the expected value is exact.
 
-        staged  --quantize-->  messages, to each of the others its part  --dequantize-->  the sum, in its dtype
+        staged  --quantize-->  messages, to each rank its part  --dequantize-->  the sum, in its dtype
 
-    A rank's own term is never rounded: it is added from where it was staged, before the others', which follow in rank
-    order. In an all-reduce the sum is quantized once more, and whoever has made it takes what the others get, so that
-    all have the same. Nothing is remembered of what was rounded away: it averages out, over elements and over steps.
-    Source: ZeRO++, arXiv 2306.10209, section 3.3.
+    A rank's term for its part is not quantized: it is added first, then the terms of the other ranks in rank order. In
+    an all-reduce the sum is quantized again, and its rank uses the dequantized values too, so that all ranks have the
+    same. Rounding errors are not kept: they average out over elements and steps. Source: ZeRO++, arXiv 2306.10209,
+    section 3.3.
     """
 
     counts_messages = True
@@ -131,9 +135,9 @@ class QuantizedCodec(Codec):
         num_steps: Callable[[], int],
         parts: Parts | None = None,
     ) -> None:
-        """rounding: the random bits of what this rank sends: of no other group and axis, and of no other rank's.
+        """rounding: random bits, unique for this group, axis and rank.
 
-        num_steps: of the training, without the one whose gradients come.
+        num_steps: completed steps of the training.
         """
         super().__init__(axis, dtype, parts)
         self._bits = bits
@@ -186,7 +190,7 @@ class QuantizedCodec(Codec):
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _next_draw(self) -> tuple[Rounding, int]:
-        """For the next message: `rounding` and `step` of `quantize`."""
+        """Return `rounding` and `step` of `quantize` for the next message."""
         self._num_messages += 1
         return self._rounding, (self._num_steps() << 20) + self._num_messages
 
@@ -194,7 +198,7 @@ class QuantizedCodec(Codec):
         return sum(quantized_bytes(piece.numel(), self._bits) for piece in pieces)
 
     def _exchanged(self, of_ranks: Sequence[Sequence[Tensor]], what: str) -> tuple[Pending, list[Tensor]]:
-        """Sends each of the others its pieces. Returns each rank's message for this one, which `arrived` fills."""
+        """Send each rank its pieces. Returns the messages for this rank, valid when `arrived` is done."""
         own = self.axis.rank
         rounding, step = self._next_draw()
         offset, given = 0, list[Tensor | None]()
@@ -211,11 +215,13 @@ class QuantizedCodec(Codec):
         return self._swap(given, got, what), got
 
     def _swap(self, given: Sequence[Tensor | None], got: Sequence[Tensor], what: str) -> Pending:
-        """given: to each rank, None to itself. got: of each rank; that of this one stays as it is."""
+        """Exchange messages. given: to each rank, None to itself. got: from each rank; this rank's entry stays as it
+        is.
+        """
         own, size = self.axis.rank, self.axis.size
         sent = [0 if one is None else one.numel() for one in given]
         taken = [0 if rank == own else one.numel() for rank, one in enumerate(got)]
-        # Of the others' rows a route reads what they have for this rank alone.
+        # A transport reads only this rank's column of the other rows.
         numels = [[0] * size for _ in range(size)]
         numels[own] = sent
         for rank in range(size):
@@ -235,7 +241,7 @@ class QuantizedCodec(Codec):
     def _add_up(
         self, own: Sequence[Tensor], messages: Sequence[Tensor], out: Sequence[Tensor], accumulate: bool
     ) -> None:
-        """out: the pieces of the sum."""
+        """Add all terms to `out`, the pieces of the sum."""
         for piece, total in zip(own, out, strict=True):
             if accumulate:
                 total.add_(piece)
@@ -256,27 +262,27 @@ class QuantizedCodec(Codec):
 
 
 class WeightCodec:
-    """Weights go as they are: what comes is put where it is used, without a copy, and has the very bits of a shard.
+    """Sends weights unquantized, directly to the memory of their use; or quantized, rounded to the nearest.
 
-    Or they go in blocks of few bits, rounded to the nearest; whoever sends takes what the others get.
+    The sending rank uses the dequantized values too:
 
-    gather:    full = Q(part)                       each time anew: nothing adds up
-    update:    full = full + Q(part - full)         what one message lacks is in the next one's difference
+        gather:    full = Q(part)                       new each time: errors do not add up
+        update:    full = full + Q(part - full)         the next difference includes the last error
 
-    So `full` is the same on all ranks, and the error of an update is that of its last difference alone. That is error
-    feedback, whose memory is the rank's own part beside `full`. Sources: qwZ of ZeRO++, arXiv 2306.10209, section 3.1;
-    weight differences of SDP4Bit, arXiv 2410.15526, section 3.1.
+    So `full` is equal on all ranks, and its error is that of the last difference alone. This is error feedback, whose
+    memory is the rank's part beside `full`. Sources: qwZ of ZeRO++, arXiv 2306.10209, section 3.1; weight differences
+    of SDP4Bit, arXiv 2410.15526, section 3.1.
     """
 
     def __init__(self, bits: int | None) -> None:
-        """bits: of an element; None: they go as they are."""
+        """bits: per element; None: unquantized."""
         self._bits = bits
         self.is_exact = bits is None
 
     def gather(self, axis: Axis, full: Tensor, part: Tensor, what: str, is_update: bool = False) -> Pending:
-        """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),).
+        """full[part of rank q] = the `part` of rank q, for every q. full: (size * part.numel(),).
 
-        is_update: `full` has what was gathered before.
+        is_update: `full` has the values of the gather before, so differences are sent.
         """
         bits = self._bits
         if bits is None:
@@ -295,15 +301,16 @@ class WeightCodec:
         return Pending(collect)
 
 
-CHUNK_NUMEL = 1 << 17  # 512 KiB of float32: what is summed stays in the cache between the passes
+CHUNK_NUMEL = 1 << 17  # 512 KiB of float32: the sum stays in the cache between the passes
 NOTHING = slice(0, 0)
-"""Of what is summed: none of it."""
+"""The empty range."""
 
 
 def sum_with_held(terms: list[Tensor], own: int, out: Tensor, held: slice, accumulate: bool) -> None:
-    """As `sum_in_rank_order`, where `out` has the values of terms[own] in `held`, and terms[own] what is outside of it.
+    """As `sum_in_rank_order`, where `out` has the values of terms[own] in `held`, and terms[own] only the values
+    outside.
 
-    If anything is held, terms[own] is `out` afterwards: what it was is gone.
+    If `held` is not empty, terms[own] is `out` afterwards: its values are overwritten.
     """
     if held == NOTHING:
         sum_in_rank_order(terms, out, accumulate)
@@ -321,7 +328,7 @@ def sum_with_held(terms: list[Tensor], own: int, out: Tensor, held: slice, accum
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
     """out = (out +) terms[0] + terms[1] + ..., added in that order in the dtype of `out`.
 
-    terms: each (numel,) of the reduce dtype; out: (numel,). One of the terms may be `out` itself.
+    terms: each (numel,) of the reduce dtype. out: (numel,), and may be a term itself.
     """
     if len(terms) == 1:
         if accumulate:

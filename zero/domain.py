@@ -1,4 +1,4 @@
-"""Over which axes of the mesh a group of parameters lies, and where equal copies of it are."""
+"""The mesh axes over which a group of parameters is sharded, reduced or replicated."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ..comm import Mesh
 
 @dataclass(frozen=True)
 class Copies:
-    """Some places of an axis have an equal copy, which the first of them counts in the norm, and saves.
+    """Coordinates of an axis that hold equal copies of a group. The first counts it in the norm and saves it.
 
-    A weight that stages of a pipeline share: each place reduces the gradient of its own uses, and they are added up. A
-    weight beside split layers: each place has the whole gradient, as it computes the same. So copies stay equal.
+    A weight shared by pipeline stages: each stage reduces the gradient of its uses, and the stages add them up. A
+    weight beside split layers: each rank computes the whole gradient, so copies stay equal without a sum.
     """
 
     axis: str
     places: tuple[int, ...]
-    are_added: bool = True  # the gradients of the places
+    are_added: bool = True  # whether the gradients of the copies are added up
 
 
 @dataclass(frozen=True)
 class Domain:
-    """What is divided over the ranks of which axes.
+    """The axes over which a group's states, parameters and gradients are divided.
 
     |                      | states           | parameters      | summed           | copies |
     |----------------------|------------------|-----------------|------------------|--------|
@@ -36,25 +36,27 @@ class Domain:
     | not an expert's, 3   | shard, expert    | shard, expert   | shard, expert    |        |
     | an expert's, stage 3 | shard            | shard           | shard            |        |
 
-    Axes with one rank are left out of the table. hpZ is of ZeRO++, arXiv 2306.10209, section 3.2: the ranks of a host
-    have all parameters at rest, and gathers do not leave it.
+    The table omits axes with one rank. hpZ (ZeRO++, arXiv 2306.10209, section 3.2): the ranks of a host hold all
+    parameters between uses, and gathers stay within the host.
 
-    Ranks of `portioned` axes have other portions of the same tensors, as other experts, and other data; what is made of
-    the data of all of them comes to each by an exchange within the model.
+    Ranks along `portioned` axes hold different parts of the same tensors, for example different experts, and see
+    different data. The model itself exchanges activations between them.
 
-    Ranks that differ on `replicas` alone have summed the same gradient and hold the same states: each of them counts a
-    part of it in the norm, and saves a part.
+    Ranks along `replicas` have summed the same gradient and hold the same states. Each counts a part of it in the norm,
+    and saves a part.
     """
 
     states: tuple[str, ...]  # optimizer states and master weights
-    parameters: tuple[str, ...]  # full parameters at rest; the first axes of `states`, none where they are never freed
-    summed: tuple[str, ...]  # the gradient: data differ there
+    parameters: tuple[str, ...]  # parameters between uses: the first axes of `states`, or none if never freed
+    summed: tuple[str, ...]  # the gradient: data differ along these axes
     copies: tuple[Copies, ...] = ()
-    portioned: tuple[str, ...] = ()  # data differ there, and so does what the ranks have of each tensor: experts
-    last: tuple[str, ...] = ()  # those of `states` over which a gradient is summed after the others: between hosts
+    portioned: tuple[str, ...] = ()  # data and parts of tensors differ along these axes: experts
+    last: tuple[str, ...] = ()  # the axes of `states` that are summed last: between hosts
 
     def within(self, axes: tuple[str, ...]) -> Domain:
-        """Of what the ranks of these axes have different portions of: nothing is divided or summed over them."""
+        """Return the domain of parameters of which the ranks of `axes` hold different parts: no sharding or sum over
+        them.
+        """
 
         def without(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name not in axes)
@@ -75,27 +77,27 @@ class Domain:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Axes over which the gradient is summed, and nothing is divided."""
+        """Axes over which the gradient is summed and nothing is divided."""
         return tuple(name for name in self.summed if name not in self.states)
 
     @property
     def folds(self) -> tuple[tuple[str, ...], ...]:
-        """Axes that are taken together: each is one line of ranks."""
+        """Axes that are used together as a single process group."""
         return self.states, self.parameters, self.replicas, self.refreshed, self.first
 
     @property
     def first(self) -> tuple[str, ...]:
-        """Axes of `states` over which a gradient is summed before it is over `last`; none where that is one sum."""
+        """Axes of `states` that a gradient is summed over before `last`. Empty if it is a single sum."""
         return tuple(name for name in self.states if name not in self.last) if self.last else ()
 
     @property
     def refreshed(self) -> tuple[str, ...]:
-        """Axes over which updated states have to be brought together, to be parameters at rest."""
+        """Axes over which updated shards are gathered, to be the parameters between uses."""
         return self.states[len(self.parameters) :]
 
 
 class DomainAxes:
-    """Those over which `Domain` says that something of a group is divided, each taken together as one line of ranks."""
+    """The process groups of a `Domain`."""
 
     def __init__(self, mesh: Mesh, domain: Domain) -> None:
         self.parameters = mesh.over(domain.parameters)
@@ -103,17 +105,17 @@ class DomainAxes:
         self.replicas = mesh.over(domain.replicas)
         self.refreshed = mesh.over(domain.refreshed)
         self.exchange_along = mesh.exchange
-        """An exchange between the ranks along some axes, for who needs more of a parameter than its shard."""
+        """Collectives between the ranks along some axes, for updates that need more of a parameter than its shard."""
         self.is_counted = _is_first(mesh, domain.copies)
-        """Whether this rank is the one that counts and saves the group, of those with equal copies."""
+        """Whether this rank counts and saves the group, among the ranks with equal copies."""
         self.is_first_of_layers = _is_first(mesh, tuple(one for one in domain.copies if not one.are_added))
-        """The same of those that have the same stage of a pipeline."""
+        """The same among the ranks of a pipeline stage."""
         self.is_tied = bool(domain.tied)
-        """Whether what other places have of a gradient is added to it, after the sum over ranks."""
+        """Whether gradients of copies are added after the sum over ranks."""
         self.copies_are_shared = self.states.route.copies_are_shared
-        """By the ranks of states: they have one copy of the parameters."""
+        """Whether the ranks of `states` share a single copy of the parameters in host memory."""
         self.are_refreshed = self.refreshed.size > 1
-        """Whether other ranks have parts of what is at rest here."""
+        """Whether parts of the parameters that rest here are updated by different ranks."""
 
 
 def _is_first(mesh: Mesh, copies: tuple[Copies, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The update of a shard by an optimizer of ours, over whole runs."""
+"""The update of a shard by an optimizer of `optimizers/`, over whole runs."""
 
 from __future__ import annotations
 
@@ -22,70 +22,71 @@ from .master_weights import Masters
 from .shard_state import ShardState, StatePart
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
-"""By name of a parameter, or by index in param_groups of all that are not named: states that are not elementwise, by
-name. None: it has no states yet."""
+"""States that are not elementwise, by name, for a parameter's name or for an index in param_groups.
+
+An index means all parameters of the group that are not named. None: no states yet.
+"""
 
 
 class StepCounts:
-    """Steps of all parameters, and those that some of them have missed.
+    """Counts the steps, and the steps that parameters have missed.
 
     begin  ...  count       counted from `begin` on
-    begin  ...  uncount     there was none
+    begin  ...  uncount     not a step
     """
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.is_in_step = False
-        """Counted, of which not all shards are updated yet."""
+        """Whether a step is counted whose shards are not all updated."""
         self.unused: frozenset[int] = frozenset()
-        """Identities of the parameters that the step under way, or the last one, leaves as they are: without a gradient
-        on any rank."""
+        """Ids of the parameters without a gradient on any rank in the current or last step. They do not change."""
         self.missed: Counter[int] = Counter()
-        """Identity of a parameter -> the number of steps that left it so."""
+        """Id of a parameter -> number of steps in which it was unused."""
 
     def begin(self) -> None:
-        """One more, until `uncount` says that it was none."""
+        """Begin a step: counts it until `uncount`."""
         self.num_steps += 1
         self.is_in_step = True
 
     def count(self) -> None:
-        """What was updated in the step that was begun counts."""
+        """Count the step in progress."""
         self.is_in_step = False
         if self.unused:
             self.missed.update(self.unused)
 
     def uncount(self) -> None:
-        """In the step that was begun nothing has changed."""
+        """Do not count the step in progress: it has changed nothing."""
         self.num_steps -= 1
         self.is_in_step = False
 
     def take_up(self, params: Iterable[nn.Parameter]) -> None:
-        """These have made no step yet."""
+        """Add parameters that have made no step."""
         if self.num_steps:
             self.missed.update({id(param): self.num_steps for param in params})
 
     def load(self, num_steps: int, missed: Mapping[int, int]) -> None:
-        """Those of another run."""
+        """Set the counts of another run."""
         self.num_steps = num_steps
         self.missed = Counter({key: count for key, count in missed.items() if count})
 
 
 class UpdateTerms(NamedTuple):
-    """What the updates of all shards in a step have in common."""
+    """The arguments that the updates of all shards in a step share."""
 
     step: int  # from 1
-    options: Sequence[Options]  # of each parameter group
-    gradient_scale: float | Tensor  # () on the device of the update, where the host does not know it yet
-    unused: Collection[int]  # identities of parameters that nobody used: they and their states stay as they are
-    missed: Mapping[int, int]  # identity of a parameter -> in how many steps before this one that was so, if in any
-    skip: Tensor | None = None  # (1,) on the device of the update: not 0 where nothing is to change
+    options: Sequence[Options]  # by parameter group
+    gradient_scale: float | Tensor  # () on the device of the update, if the host does not know it yet
+    unused: Collection[int]  # ids of parameters that no rank used: they and their states do not change
+    missed: Mapping[int, int]  # id of a parameter -> number of earlier steps that it has missed
+    skip: Tensor | None = None  # (1,) on the device of the update: not 0 if nothing may change
 
     def step_of(self, param_id: int) -> int:
-        """How often a parameter was updated, with this time; 0 where it is not."""
+        """Return the number of a parameter's updates, this step included; 0 if it is not updated."""
         return 0 if param_id in self.unused else self.step - self.missed.get(param_id, 0)
 
     def runs_in(self, shard: ShardState, start: int, end: int) -> tuple[list[tuple[int, Options]], list[int]]:
-        """What of the runs lies in elements [start, end) of a shard: (end there, options) of each, and its step."""
+        """Return the runs in elements [start, end) of a shard: (end, options) of each, and their steps."""
         own = shard.runs
         are_alike = own.param_ids.isdisjoint(self.unused) and own.param_ids.isdisjoint(self.missed)
         runs, steps = [], []
@@ -98,39 +99,39 @@ class UpdateTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """States are the shard's own, in memory or in chunks, and known beforehand."""
+    """An update by a fused kernel. Its states are known beforehand, and lie in the shard's memory or chunks."""
 
     has_rule: ClassVar = True
     waits_for_norm: ClassVar = False
-    """Whether the host has to know a step before it is updated, and all ranks update the same shard at a time."""
+    """Whether the host must know the norm before the update, and all ranks must update the same shard at a time."""
 
     optimizer: Optimizer
-    options: Options  # of the first parameter group as it began: what states are kept, and what they begin with
-    state_dtype: torch.dtype  # see `new_states`
+    options: Options  # of the first parameter group at the start: they decide the states and their first values
+    state_dtype: torch.dtype  # of moments, see `new_states`
     backend: Backend  # of the kernel
     masters: Masters = Masters.WIDER
-    seed: int = 0  # of what is rounded at random without masters
-    by_group: tuple[Options, ...] = ()  # of each parameter group as it began, where their states differ
+    seed: int = 0  # of random rounding without masters
+    by_group: tuple[Options, ...] = ()  # of each parameter group at the start, if their states differ
 
     @property
     def name(self) -> str:
         return self.optimizer.name
 
     def lacks_state(self, options: Options) -> bool:
-        """Whether these options, of now, need a state that is not kept."""
+        """Whether these options need a state that is not kept."""
         return not set(self.optimizer.states_for(options)) <= set(self.optimizer.states_for(self.options))
 
     def takes(self, options: Options) -> bool:
-        """Whether a parameter group may have these options: they need the same states, and the same update."""
+        """Whether a parameter group may have these options: the same states and the same update."""
         needed, kept = (self.optimizer.states_for(one) for one in (options, self.options))
         return needed == kept and takes_options(self.optimizer, options)
 
     def can_take(self, kind: str, states: Collection[str]) -> bool:
-        """True where states of these names, made by an optimizer of that kind, are states of this one."""
+        """Whether states of these names from an optimizer of that kind fit this optimizer."""
         return set(states) == {state.name for state in self.optimizer.states_for(self.options)}
 
     def new_states(self, master: Tensor, options_index: int = 0) -> dict[str, Tensor]:
-        """The states of master weights, (n,), before the first step, by name. options_index: in param_groups."""
+        """Return the states of master weights, (n,), before the first step, by name."""
         options = self.by_group[options_index] if self.by_group else self.options
         states = new_states(self.optimizer, master, options, self.state_dtype)
         if self.masters.remainder is not None and master.dtype == torch.bfloat16:
@@ -141,7 +142,7 @@ class FusedUpdate:
     def update(
         self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
-        """Makes one step of all parts of the shard with its gradient, (shard_numel,). parts: those, each time anew."""
+        """Update all parts of a shard with its gradient, (shard_numel,). parts: each call yields them again."""
         shard.memory.make()
         for one in self._updates(shard, parts(), gradient, terms):
             update_shards(
@@ -151,9 +152,9 @@ class FusedUpdate:
     def update_together(
         self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
     ) -> None:
-        """As `update`, of shards that are all in memory, each with its gradient; on a device by few launches.
+        """Update shards that are all in memory; on a device with few launches.
 
-        on_updated: called after each shard, in an order that is the same on all ranks.
+        due: (shard, gradient). on_updated: called after each shard, in the same order on all ranks.
         """
         shards: list[ShardState] = []
         updates: list[ShardUpdate] = []
@@ -165,12 +166,12 @@ class FusedUpdate:
             skip=terms.skip, backend=self.backend, on_updated=lambda number: on_updated(shards[number]),
         )  # fmt: skip
         for update in updates:
-            update.gradient = _NOTHING  # its memory is not to wait for the next step
+            update.gradient = _NOTHING  # else its memory would be held until the next step
 
     def _updates(
         self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: UpdateTerms
     ) -> Iterator[ShardUpdate]:
-        """One of each part, before the next part is asked for."""
+        """Yield the kernel arguments of each part. A part is valid until the next."""
         for part in parts:
             runs, steps = terms.runs_in(shard, part.start, part.end)
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
@@ -191,31 +192,31 @@ class FusedUpdate:
         shard.memory.forget()
 
     def reset_states(self, shard: ShardState, index: int) -> None:
-        """Parameter `index` of the group has its first states again."""
+        """Set the states of parameter `index` of the group to their first values."""
         options = self.by_group[shard.runs.options_index(index)] if self.by_group else self.options
         first = new_states(self.optimizer, torch.zeros(1), options, torch.float32)
         for piece in shard.pieces.of(index):
             for name, memory in shard.states_of(piece, changes=True).items():
-                if name in first:  # and not what the weights lack
+                if name in first:  # but not remainders of weights
                     values_of(memory).fill_(first[name].item())
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}
 
     def sums_gradients(self, step: int) -> bool:
-        """Whether a step, counted from 1, is made with the gradients of all ranks; else with each rank's own."""
+        """Whether a step, counted from 1, sums gradients over replicas; else each replica uses its gradient."""
         return True
 
     def rank_states(self, shard: ShardState) -> Iterable[tuple[Piece, str, Tensor]]:
-        """(piece, name, values) of elementwise states that this rank alone has."""
+        """Return (piece, name, values) of elementwise states that only this rank has."""
         return ()
 
     def rank_state_names(self, shard: ShardState) -> Sequence[str]:
-        """Of all ranks."""
+        """Return the names of these states on all ranks."""
         return ()
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:
-        """States, and what else it keeps, in memory."""
+        """Yield the states in memory."""
         yield from shard.memory.states.values()
 
 
@@ -223,7 +224,7 @@ _NOTHING = torch.empty(0)
 
 
 def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
-    """Whether the optimizer of ours does what torch's does with the options of a parameter group."""
+    """Whether our optimizer does the same as torch's with these options of a parameter group."""
     if any(options.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")):
         return False
     if any(options.get(name, value) != value for name, value in record.torch_options.items()):
@@ -232,7 +233,7 @@ def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
 
 
 def _of_whole(shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> ShardUpdate:
-    """Of a shard that is all in memory: its own of the last step, with what is new in this one."""
+    """Return the kernel arguments of a shard that is all in memory: cached, with this step's gradient and runs."""
     runs, steps = terms.runs_in(shard, 0, shard.memory.numel)
     update = shard.memory.update
     if update is None:

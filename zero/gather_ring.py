@@ -10,39 +10,39 @@ from enum import IntEnum
 from ..comm import Pending
 from .unit import Unit
 
-MAX_PREFETCHED = 2  # more would cost memory and hide nothing further
-NO_GATE = 1 << 62  # a position that no round has
+MAX_PREFETCHED = 2  # more would cost memory and hide no more time
+NO_GATE = 1 << 62  # behind the end of any round
 
 
 class Round(IntEnum):
-    """What a rank needs next of all ranks. If ranks need different rounds, the highest comes first."""
+    """The kind of round that a rank needs next. If ranks need different kinds, the highest comes first."""
 
     END = 0  # nothing more in this backward
-    FLUSH = 1  # another reduction of gradients, at the end of a backward
+    FLUSH = 1  # a second reduction of gradients, at the end of a backward
     BACKWARD = 2  # the gathers and reductions of a backward
-    GATHER = 3  # units that a rank needs beyond those of its backward's round, or in a run that reduces nothing
+    GATHER = 3  # more units than the backward's round has, or units for a run that reduces nothing
     FORWARD = 4
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank needs next. Units have their numbers in `UnitSequence.units`."""
+    """The round that a rank needs next. Units are numbered as in `UnitSequence.units`."""
 
     round: Round
     wanted: tuple[int, ...] = ()  # units that this rank does not have
-    uses: tuple[int, ...] = ()  # of units in the forwards that a backward may be of, in their order
-    lag: int = 0  # gathers that come earlier than the uses say, as the last backwards have shown
+    uses: tuple[int, ...] = ()  # of units in the forwards of the next backward, in order
+    lag: int = 0  # extra gathers before each reduction, learned from earlier backwards
 
 
 Meet = Callable[[Proposal], Sequence[Proposal]]
-"""The different proposals of all ranks, of which each rank makes one. A collective."""
+"""Returns the distinct proposals of all ranks. A collective."""
 
 
 class GatherRing:
     """Gathers units in an order on which the ranks agree, round after round.
 
-    A rank that needs a unit that the round does not have any more ends that round and proposes another one. A rank that
-    needs something else next takes part: it gathers what it lacks, sends its shard of what it has, and keeps nothing.
+    If a rank needs a unit that the round has already passed, it ends that round and proposes another. A rank with a
+    different need takes part: it gathers the units that it lacks, sends its shards, and keeps nothing.
     """
 
     def __init__(self, units: Sequence[Unit], prefetch_numel: int, meet: Meet) -> None:
@@ -51,21 +51,21 @@ class GatherRing:
         self._meet = meet
         self.order: Sequence[Unit] = ()
         """The units of the round."""
-        self._left: set[Unit] = set()  # of the round
-        self._lacked: set[Unit] = set()  # that this rank has proposed, and that a round alone gathers
-        self._next = 0  # to be issued
-        self._issued: deque[tuple[Unit, bool, list[Pending]]] = deque()  # (unit, was it full before, what others get)
+        self._left: set[Unit] = set()  # units that the round has not passed yet
+        self._lacked: set[Unit] = set()  # units that this rank has proposed
+        self._next = 0  # index of the next unit to issue
+        self._issued: deque[tuple[Unit, bool, list[Pending]]] = deque()  # (unit, was it full before, pending sends)
         self._issued_numel = 0
         self.position = 0
         """How many gathers of the round this rank has passed."""
         self.gate = NO_GATE
-        """`at_gate` is called before the round passes the gather at this position, or a later one."""
+        """`at_gate` is called before the round passes the gather at this position or a later position."""
         self.at_gate: Callable[[int], None] = lambda position: None
         self.keeps: Callable[[Unit], bool] = lambda unit: False
         """Whether a unit that this rank passes is needed later in the round."""
 
     def begin(self, proposal: Proposal) -> Sequence[Proposal]:
-        """Begins the round that this rank needs, behind all that other ranks need before it.
+        """Begin the round that this rank needs, after all rounds that other ranks need before it.
 
         Returns the proposals of the ranks. A collective.
         """
@@ -77,14 +77,14 @@ class GatherRing:
             self._start(top, [one for one in proposals if one.round is top])
             if top is proposal.round:
                 return proposals
-            if top is Round.FLUSH:  # this rank has nothing left
+            if top is Round.FLUSH:  # this rank has nothing left to reduce
                 return proposals
             self.end_round()
 
     def reach(self, unit: Unit, kind: Round) -> None:
-        """Gathers `unit`, and before it all that the round puts there and that was not used.
+        """Gather `unit`, after all units before it in the round.
 
-        What is issued when does not depend on which units are used, only on how far the round has come.
+        The order and time of collectives depend on the position in the round alone, not on the units that are used.
         """
         if unit not in self._left:
             if unit.is_full:
@@ -96,32 +96,32 @@ class GatherRing:
             self._pass_next(unit)
 
     def lacking(self, kind: Round) -> tuple[int, ...]:
-        """The units that this rank does not have; of a round that is no forward's, those behind the first."""
+        """Return the numbers of the units that this rank lacks. The root unit is in rounds of a forward only."""
         first = 0 if kind is Round.FORWARD else 1
         return tuple([number for number, unit in enumerate(self._units) if number >= first and not unit.is_full])
 
     def advance(self, position: int) -> None:
-        """Passes the gathers before a position."""
+        """Pass the gathers before a position."""
         while self.position < position and self._left:
             self._pass_next(None)
 
     def go_ahead(self) -> None:
-        """Issues now what may be gathered ahead of the first unit."""
+        """Issue the gathers that may run ahead of the first unit."""
         if self._next < len(self.order) and self.order[self._next].numel <= self._prefetch_numel:
             self._issue()
             self._prefetch()
 
     def end_round(self) -> None:
-        """Passes what is left of the round, so that every rank ends it at the same place."""
+        """Pass the remaining units, so that every rank ends the round at the same position."""
         while self._left:
             self._pass_next(None)
 
     def has_left(self, unit: Unit) -> bool:
-        """Whether its gather in the round has not been passed."""
+        """Whether the round still has this unit's gather ahead."""
         return unit in self._left
 
     def forget(self) -> None:
-        """An error has ended the round."""
+        """Drop a round that an error has ended."""
         self.order, self._next, self._issued_numel, self.position = (), 0, 0, 0
         self._left.clear()
         self._issued.clear()
@@ -155,7 +155,7 @@ class GatherRing:
                 found.gather()
             else:
                 found.release()
-        if self._issued:  # was loaded while the last unit was used, and is gathered while this one is
+        if self._issued:  # its shard was loaded during the last use, its gather overlaps this use
             unit, is_full, pending_of_others = self._issued[0]
             unit.continue_gather()
             if is_full:
@@ -171,7 +171,7 @@ class GatherRing:
         unit.start_gather()
 
     def _prefetch(self) -> None:
-        """Issues the next of the round, as long as there is room for one more."""
+        """Issue the next units of the round while the prefetch limits allow it."""
         while self._next < len(self.order) and len(self._issued) < MAX_PREFETCHED:
             if self._issued_numel + self.order[self._next].numel > self._prefetch_numel:
                 return

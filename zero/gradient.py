@@ -1,4 +1,4 @@
-"""The gradient of a group: from the parameters' own gradients to this rank's share of their sum."""
+"""The gradient of a group: from the parameters' `grad` to this rank's shard of the sum."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .move import Inspection, Move, NonFinite
 
 
 class GroupGradient:
-    """Reduces a group's gradients over the axes of its domain into `shard`, (shard_numel,) of the accumulation dtype.
+    """Reduces a group's gradients into `shard`, (shard_numel,) of the accumulation dtype.
 
         param.grad --Staging--> message --Move--> shard
              |                                     |  |
          LocalSum, of earlier microbatches   ShardMemory, HostSum
 
-    Three parts: microbatches are added up (`accumulation.py`), a sum is moved between ranks (`move.py`), and what is
-    summed is inspected on the way, while it is in the cache (same file). Where reductions wait for the
-    accumulation boundary, gradients of earlier microbatches stay full on each rank; else the shards are added up.
-    Where the update is made on the host, a reduced shard leaves the device, and `shard` is on the host in the end.
+    Three parts: `accumulation.py` adds up microbatches, `move.py` sums over ranks, and the sums are inspected on the
+    way, while they are in cache (also `move.py`). If reductions wait for the accumulation boundary, gradients of
+    earlier microbatches stay full on each rank; else their shards are added up. If the host updates, a reduced shard
+    leaves the device, and the final `shard` is in host memory.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class GroupGradient:
         keeps_sum: bool = True,
         low_rank: LowRank | None = None,
     ) -> None:
-        """levels, replicas: as of `Move`. common, is_handed_over: as of `ShardMemory`. keeps_sum: as of `LocalSum`.
+        """levels, replicas: see `Move`. common, is_handed_over: see `ShardMemory`. keeps_sum: see `LocalSum`.
 
-        host: where the update is made, if not where parameters are. low_rank: how what is moved is made smaller.
+        host: set if the host updates a device's parameters. low_rank: set if gradients are sent as thin matrices.
         """
         self.group = group
         self.accumulation_dtype = accumulation_dtype
         self.reduces_every_backward = reduces_every_backward
         self.shard: Tensor | None = None
         self.used: set[int] = set()
-        """Parameters of the group that got a gradient on this rank, in any backward of the step so far."""
+        """Indices of the parameters that got a gradient on this rank, in any backward of this step."""
         self.inspection = Inspection(group)
         self._move = Move(group, levels, replicas, accumulation_dtype, self.inspection)
         if low_rank is not None:
@@ -59,46 +59,46 @@ class GroupGradient:
         self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
-        self._has_shard = False  # of earlier microbatches
-        self._is_final = False  # of all of a step; another backward may still add to it
-        self._staging: Staging | None = None  # of the backward that runs
-        self._early: set[int] = set()  # parameters whose gradients wait for it
-        self._is_in_place = False  # `param.grad` are views of the shard
+        self._has_shard = False  # `shard` has the sum of earlier microbatches
+        self._is_final = False  # `shard` has the step's sum; another backward may still add to it
+        self._staging: Staging | None = None  # of the current backward
+        self._early: set[int] = set()  # indices of gradients that wait for `_staging`
+        self._is_in_place = False  # each `param.grad` is a view of the shard
 
     @property
     def takes_each(self) -> bool:
-        """Whether each backward takes gradients out of `param.grad`, and not the last of a step alone."""
+        """Whether every backward empties `param.grad`, not only the last of a step."""
         return self.reduces_every_backward or self._local.is_flat
 
     @property
     def sums_each(self) -> bool:
-        """Whether a rank has a part of the sum over ranks after each backward, and not the last of a step alone."""
+        """Whether every backward sums over ranks, not only the last of a step."""
         axes = self.group.axes
         return axes.replicas.size == 1 and (self.reduces_every_backward or axes.states.size == 1)
 
     @property
     def leaves_device(self) -> bool:
-        """Whether it is updated with on the host, and made elsewhere."""
+        """Whether the gradient is computed on a device and the update runs on the host."""
         return self._host is not None
 
     def sum_if(self, sums: Callable[[], bool]) -> None:
-        """Sums over ranks that share nothing but data are made only in steps of which `sums` says so."""
+        """Sum over replicas only in steps for which `sums` returns True."""
         self._move.sums = sums
 
     @property
     def low_rank(self) -> LowRankMove | None:
-        """What sends it as thin matrices, if it is sent so."""
+        """The PowerSGD reducer, if the group has it."""
         return self._move if isinstance(self._move, LowRankMove) else None
 
     def held(self) -> Iterator[Tensor]:
-        """Tensors that `held_bytes` counts and that operations of a step make."""
+        """Yield the tensors that `held_bytes` counts."""
         kept = () if self.low_rank is None else self.low_rank.held()
         tensors = (self.shard, self._local.flat, *(param.grad for param in self.group.params), *kept)
         return (one for one in tensors if one is not None)
 
     @property
     def held_bytes(self) -> int:
-        """This rank's part of the memory that gradients take now, those of the parameters themselves included."""
+        """Bytes that gradients take now on this rank, `param.grad` included."""
         params = () if self._is_in_place else self.group.params
         of_params = sum(param.grad.nbytes for param in params if param.grad is not None)
         kept = 0 if self.low_rank is None else self.low_rank.nbytes
@@ -106,23 +106,25 @@ class GroupGradient:
 
     @property
     def non_finite(self) -> NonFinite | None:
-        """The first non-finite value that was found. Where the device was not waited for, this does."""
+        """The first non-finite value found. Waits for the device."""
         return self.inspection.first(self.shard, is_own=not self.group.axes.is_tied)
 
     def check(self) -> bool:
-        """Whether all of it is finite. Remembers what is not, whatever becomes of the shard. Waits for the device."""
+        """Return whether the gradient is finite. Keeps the first value that is not, even if the shard is freed. Waits
+        for the device.
+        """
         if self.inspection.is_finite:
             return True
         self.inspection.first(self.shard, is_own=not self.group.axes.is_tied)
         return False
 
     def remember(self) -> None:
-        """As `check`, before the shard goes, but without waiting for a device: `inspection.is_bad` has what it says."""
+        """As `check`, before the shard is freed, without waiting for a device: see `inspection.is_bad`."""
         if self.shard is not None:
             self.inspection.remember(self.shard, is_own=not self.group.axes.is_tied)
 
     def clear(self, cleared: Mapping[int, bool]) -> None:
-        """Final gradients become zero, or none. cleared: identity of a parameter -> whether it has none."""
+        """Zero final gradients. cleared: id of a parameter -> whether its gradient becomes None."""
         self.settle()
         for index, param in enumerate(self.group.params):
             if id(param) in cleared:
@@ -132,13 +134,17 @@ class GroupGradient:
                 self.mark_changed(index, is_used=index in self.used and not cleared[id(param)])
 
     def so_far(self, index: int, dtype: torch.dtype, is_complete: bool) -> tuple[Tensor, bool]:
-        """This rank's term of the gradient of parameter `index`, flat, and whether anything has used it here.
+        """Return this rank's term of the gradient of parameter `index`, flat, and whether this rank has used the
+        parameter.
 
-        The sum over the ranks of the group's domain is that of the step's backwards. is_complete: the last one was.
+        The sum of the terms over the ranks of the domain is the gradient of the step's backwards until now.
+        is_complete: the last backward of the step has run.
         """
         slot, param = self.group.layout.slots[index], self.group.params[index]
         found = torch.zeros(slot.numel, dtype=dtype, device=self.group.full.device)
-        has_final = self.group.axes.replicas.rank == 0 or not self._move.sums()  # of a sum that others have too
+        has_final = (
+            self.group.axes.replicas.rank == 0 or not self._move.sums()
+        )  # the replicas hold equal sums: a single replica reports it
         sums = [self.shard] if self._has_shard and (has_final or not self._is_final) else []
         if self._host is not None and has_final:
             self._host.arrive()
@@ -150,13 +156,13 @@ class GroupGradient:
                     found[piece.offset_in_param : piece.offset_in_param + piece.numel] += part.to(found.device)
         if self._local.has_values and self._local.flat is not None:
             found += self._local.flat[slot.offset_in_flat : slot.end_in_flat]
-        arrived = None if is_complete or self.takes_each else param.grad  # else it is a stand-in
+        arrived = None if is_complete or self.takes_each else param.grad  # else `grad` is a placeholder
         if arrived is not None:
             found += arrived.reshape(-1)
         return found, arrived is not None or index in self.used
 
     def settle(self) -> None:
-        """Returns when what has left the device is there, and all is counted."""
+        """Wait until a gradient that leaves the device has arrived, and count it again if it was changed."""
         if self._host is not None:
             self._host.arrive()
         if self.inspection.is_outdated:
@@ -164,7 +170,7 @@ class GroupGradient:
             self._count()
 
     def mark_changed(self, index: int, is_used: bool) -> None:
-        """The caller has set the final gradient of parameter `index`. is_used: it is one, and not none."""
+        """The caller has changed the final gradient of parameter `index`. is_used: it is not None."""
         self.inspection.is_outdated = True
         if is_used:
             self.used.add(index)
@@ -172,13 +178,13 @@ class GroupGradient:
             self.used.discard(index)
 
     def clamp(self, bound: float) -> None:
-        """Makes the elements of the final sum at most `bound`, and at least -bound."""
+        """Clamp the elements of the final sum to [-bound, bound]."""
         if self.shard is not None:
             self.shard.clamp_(-bound, bound)
             self.inspection.is_outdated = True
 
     def reset(self) -> None:
-        """Forgets the gradient after an optimizer step."""
+        """Forget the gradient after an optimizer step."""
         self.inspection.forget()
         if self._move.has_steps:
             self._move.reset()
@@ -193,10 +199,10 @@ class GroupGradient:
             self.drop_shard()
 
     def drop_shard(self) -> None:
-        """Gives the shard's memory back: it was used up. In the next forward it is room for activations.
+        """Free the shard after its use, so that the next forward has its memory for activations.
 
-        Not after a step where each rank is sent its part of the sum: taking it anew (1 to 2 % of a step) comes on top
-        of what sending costs there, and it is a rank's share of all.
+        `reset` keeps the shard if messages carry each rank's part of the sum: taking it again would cost 1 to 2 % of a
+        step on top of the messages, and it is only a rank's share.
         """
         self._has_shard = False
         self.shard = None
@@ -205,55 +211,55 @@ class GroupGradient:
             self._host.drop()
 
     def hand_over(self) -> Tensor | None:
-        """The final shard, in memory that the next gradient is not written to; `give_back` is for it."""
+        """Return the final shard, in memory that the next gradient does not reuse before `give_back`."""
         taken, self.shard = self.shard, None
         if self._host is not None:
             self._host.hand_over()
         return taken
 
     def give_back(self, taken: Tensor) -> None:
-        """A shard that was handed over was used up."""
+        """Free a shard that was handed over."""
         if self._host is not None:
             self._host.give_back(taken)
 
     def accumulate_in_place(self) -> None:
-        """Lets autograd add up a step's gradients in the shard itself, where no other rank has a part in them.
+        """Let autograd add up a step's gradients in the shard, if no other rank has a part in them.
 
-        Does nothing elsewhere. Copying them there in the end would cost their bytes in page faults, 4 % of a step.
+        Else it does nothing. Copying them there at the end costs page faults for all bytes, 4 % of a step.
         """
         is_alone = self.group.axes.states.size == self.group.axes.replicas.size == 1
         if is_alone and self._host is None and self.accumulation_dtype == self.group.plan.dtype:
             shard = self._open_shard().zero_()
             for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
-                # With a count of its own changes, `_version`, that says whether anything was added.
+                # `.data` has a separate `_version`, which shows if anything was added.
                 param.grad = shard[slot.offset_in_flat : slot.end_in_flat].view(slot.shape).data
             self._is_in_place = True
 
     def take_early(self, index: int, boundary: bool) -> None:
-        """The gradient of parameter `index` is there, in the backward of a group whose turn to be reduced is next.
+        """Stage the gradient of parameter `index` as it arrives, in a group that is the next to be reduced.
 
-        Stages it right away, unless that would wait for other ranks or change a rounding; else `collect` does later.
+        If staging would wait for other ranks or change a rounding, `collect` stages it later.
         """
-        if self.group.params[index].grad is None:  # frozen since its forward: autograd tells of it, and adds nothing
+        if self.group.params[index].grad is None:  # frozen since its forward: autograd calls the hook and adds nothing
             return
-        self._early.add(index)  # once, however often it comes: autograd adds it up
+        self._early.add(index)  # a set: a gradient that arrives twice was added up by autograd
         staging = self._staging or self._early_staging(boundary)
         if staging is not None:
             staging.take(self._early)
             self._early.clear()
 
     def place_for(self, index: int, boundary: bool) -> Tensor | None:
-        """Memory for the gradient of parameter `index`, which is about to be made, in such a backward; see `Staging`.
-
-        None where `take_early` would not stage it.
+        """Return memory to compute the gradient of parameter `index` in; see `Staging`. None if `take_early` would not
+        stage it.
         """
         staging = self._staging or self._early_staging(boundary)
         return None if staging is None else staging.place(index)
 
     def collect(self, boundary: bool) -> Iterator[Pending]:
-        """Takes the gradients of one backward pass and reduces them, step by step: a step for each `next`.
+        """Take the gradients of a backward and reduce them, a phase for each `next`.
 
-        The first step stages them and frees `param.grad`; each later one waits for what the one before it has given.
+        The first phase stages them and frees `param.grad`. Each later phase waits for the pending result of the phase
+        before.
         """
         self._early.clear()
         if not boundary and self._is_in_place:
@@ -280,9 +286,9 @@ class GroupGradient:
             self._leave(boundary)
 
     def replace(self, total: Tensor) -> None:
-        """The final shard of a tied weight: the sum over its copies, (shard_numel,)."""
+        """Set the final shard of a tied weight to the sum over its copies, (shard_numel,)."""
         assert self.shard is not None
-        self.inspection.remember(self.shard, is_own=True)  # while it can be seen whose it is
+        self.inspection.remember(self.shard, is_own=True)  # before the sum hides which rank has a bad value
         self.shard.copy_(total)
         self._count()
         self._leave(is_final=True)
@@ -290,7 +296,7 @@ class GroupGradient:
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _reopen(self) -> None:
-        """Another backward adds to a final sum: where it is over replicas, that is the first one's from now on."""
+        """Prepare a final sum for another backward. Over replicas, the first replica keeps the sum alone."""
         self.settle()
         self.inspection.count_anew()
         self._is_final = False
@@ -302,12 +308,12 @@ class GroupGradient:
             if replica:
                 self.shard.zero_()
             return
-        if replica == 0 or not self._move.sums():  # else the shard may be one that all replicas write to
+        if replica == 0 or not self._move.sums():  # else replicas may share the shard's memory
             self._local.take_back(self.shard)
         self._has_shard = False
 
     def _drop_untouched(self) -> None:
-        """What nothing was added to is no gradient."""
+        """Set `grad` to None if nothing was added to it."""
         for param in self.group.params:
             if param.grad is not None and param.grad._version == 0:
                 param.grad = None
@@ -318,7 +324,7 @@ class GroupGradient:
         return self.shard
 
     def _leave(self, is_final: bool) -> None:
-        """The reduced shard goes from the device to the host, if that updates."""
+        """Send the reduced shard to the host, if the host updates."""
         if self._host is not None and self.shard is not None:
             counts = is_final and not self.group.axes.is_tied
             total = self._host.add(self.shard, self._count if counts else None)
@@ -326,7 +332,7 @@ class GroupGradient:
             self.shard = total if is_final else None
 
     def _count(self) -> None:
-        """Adds the final shard to the norm, where it has changed since it was reduced: each element on one rank."""
+        """Count a final shard that was changed after its reduction: each element on a single rank."""
         if not self.group.axes.is_counted:
             return
         axis, shard = self.group.axes.replicas, self.shard
@@ -335,9 +341,9 @@ class GroupGradient:
         self.inspection.look(axis, region.start, shard[region], (), counts=True)
 
     def _early_staging(self, boundary: bool) -> Staging | None:
-        """The staging of the backward that runs, begun now if it can be; else the next gradient may find that it can.
+        """Return the staging of the current backward. Begins it if possible; the next gradient may ask again.
 
-        It can where the gradient is reduced after this backward, and a part that comes twice is added exactly.
+        It is possible if the gradient is reduced after this backward, and if adding a second part is exact.
         """
         if self._local.has_values or not (boundary or self.reduces_every_backward):
             return None

@@ -1,4 +1,4 @@
-"""A flat buffer of parameters, sharded over ranks as its domain says; and its memory, which comes and goes."""
+"""A flat buffer of parameters, sharded over ranks, and the memory that comes and goes with gather and release."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from .released import mark_present, mark_released
 class Residence(Enum):
     """Which memory a group holds."""
 
-    FULL = "full"  # `full` holds all parameters, which are views of it
-    COMING = "coming"  # as FULL, but their values are still on their way, and parameters raise when they are read
-    LOADING = "loading"  # as COMING, but the shard comes from its store first: see `continue_gather`
-    SHARDED = "sharded"  # only `shard` has values; parameters raise when they are read
+    FULL = "full"  # `full` holds the values of all parameters, which are views of it
+    COMING = "coming"  # memory as FULL; the gather is in flight, and reading a parameter raises
+    LOADING = "loading"  # as COMING, while the store still loads the shard: see `continue_gather`
+    SHARDED = "sharded"  # only `shard` has values; reading a parameter raises
 
 
 class ShardedGroup:
-    """Parameters of one unit with the same dtype and role, flat and sharded.
+    """Parameters of a unit with the same dtype and role, flat and sharded.
 
-    Parameters are views into `full`, (padded_numel,), for good: what autograd saved of them (a transposed view, say)
-    refers to the storage of `full`. Releasing takes the memory away from that storage, gathering gives it back and
-    fills it in place, so that those views are right again in backward.
+    Parameters are views into `full`, (padded_numel,), for their whole life: tensors that autograd saves (a transposed
+    view, say) refer to the storage of `full`. `release` frees the memory of that storage, `gather` takes memory again
+    and fills it in place, so saved views are valid again in backward.
 
-    | memory of `full`          | `shard`          | gather               | release                     |
-    |---------------------------|------------------|----------------------|-----------------------------|
-    | kept (stage 0, 1, 2)      | a view of `full` | from the other ranks | never                       |
-    | one copy per host         | a view of `full` | nothing moves        | only the names are taken    |
-    | freed by pages (3, CPU)   | a view of `full` | from the other ranks | the others' parts' pages go |
-    | freed as a whole (3)      | of its own       | from the other ranks | storage resized to 0        |
-    | offloaded (3)             | in a store       | load, then as above  | as above, and the shard's   |
+    | memory of `full`           | `shard`          | gather               | release                      |
+    |----------------------------|------------------|----------------------|------------------------------|
+    | kept (stage 0, 1, 2)       | a view of `full` | from all ranks       | never                        |
+    | a copy per host            | a view of `full` | moves nothing        | marks parameters as released |
+    | freed in pages (3, CPU)    | a view of `full` | from all ranks       | frees pages of remote shards |
+    | freed as a whole (3)       | separate         | from all ranks       | resizes the storage to 0     |
+    | offloaded (3)              | in a store       | load, then as above  | as above, and the shard      |
 
-    Where states are divided over more axes than parameters are (hpZ), the shard is a part of what stays, and `refresh`
-    brings the other parts of that after an update.
+    If states are divided over more axes than parameters (hpZ), the shard is a part of the memory that stays, and
+    `refresh` gathers the remaining part after an update.
 
-    Where weights lose something on their way (`WeightCodec.is_exact`), `full` has on all ranks what has come, the
-    rank's own part too, and the shard has memory of its own: it alone is exact.
+    If the transport quantizes weights (`WeightCodec.is_exact` is False), `full` has the dequantized values on all
+    ranks, this rank's part included, and the shard has separate memory: only the shard is exact.
     """
 
     def __init__(self, plan: GroupPlan, mesh: Mesh, codec: WeightCodec) -> None:
-        """codec: of what goes to other ranks."""
+        """codec: encodes weights for the transport."""
         self.plan = plan
-        """Of the same parameters another one, from when on something else becomes of them."""
+        """Replaced when the role of the parameters changes."""
         self.params = [param for _, param in plan.params]
         self.layout = plan.layout
         self.axes = DomainAxes(mesh, plan.domain)
@@ -63,18 +63,18 @@ class ShardedGroup:
         self.full = torch.empty(0)
         self.shard = torch.empty(0)
         self.resident = Resident(plan.name, lambda: self.shard)
-        """The shard, for a window that brings it to where it is updated."""
-        self._pending = _NOTHING_PENDING  # of the last gather
+        """The shard, for a window that brings it to the memory of the update."""
+        self._pending = _NOTHING_PENDING  # pending result of the last gather
         self.keeper: Callable[[], bool] | None = None
-        """Says whether it is kept full, whatever is released."""
+        """While it returns True, `release` does nothing."""
         self._memory = GroupMemory(self.full, self.shard)
         self._rest: ShardRest | None = None
         are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
         self.frees_memory = bool(plan.domain.parameters) and are_apart
-        """True where a release gives memory back, and a gather needs the other ranks."""
-        # Of each parameter the same two tensors each time, which take no memory of their own.
-        self._views: list[Tensor] = []  # of the flat buffer
-        self._without_values: list[Tensor] = []  # a NaN in the shape of each parameter
+        """True if a release frees memory, so that a gather needs the other ranks."""
+        # Made once for each parameter; neither list takes memory.
+        self._views: list[Tensor] = []  # of `full`
+        self._without_values: list[Tensor] = []  # an expanded NaN in the shape of each parameter
 
     @property
     def full_bytes(self) -> int:
@@ -88,13 +88,13 @@ class ShardedGroup:
         return bytes_in_memory(self._memory.own) if has_own else 0
 
     def held_at_rest(self) -> Iterator[Tensor]:
-        """What is in memory of parameters that nobody uses, where that is another memory than of those in use."""
+        """Yield the tensors in memory of a released group, if they are separate from `full`."""
         if self.frees_memory and self.residence is Residence.SHARDED and self._rest is None:
             yield from (self._memory.own, self.shard)
 
     @property
     def bytes_beside(self) -> int:
-        """Bytes that what rests here takes, where it is no part of `full`."""
+        """Bytes of the memory at rest that is not a part of `full`."""
         memory = {
             one.data_ptr(): one.nbytes() for one in (self._memory.own.untyped_storage(), self.shard.untyped_storage())
         }
@@ -103,20 +103,20 @@ class ShardedGroup:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """What this rank's shard holds."""
+        """The parts of parameters in this rank's shard."""
         return self.layout.pieces(self.axes.states.place)
 
     def adopt(self, full: Tensor) -> None:
-        """Takes the buffer that the route allocated, (padded_numel,) of `dtype`, zero-filled, and keeps its memory."""
+        """Take the buffer of the transport, (padded_numel,) of `dtype`, zero-filled, and keep its memory for good."""
         assert full.numel() == self.layout.padded_numel and full.dtype == self.plan.dtype
         self.full = full
         self._memory = GroupMemory(full, full[self.at_rest])
         self.shard = full[self.own] if self._codec.is_exact else torch.zeros_like(full[self.own])
 
     def adopt_memory(self, memory: GroupMemory, rest: ShardRest | None = None) -> None:
-        """Takes addresses for all parameters, with memory for what is at rest alone, all zero.
+        """Take addresses for all parameters, with memory for the resting part alone, all zero.
 
-        rest: the shard is there whenever the group is not full.
+        rest: the store that holds the shard whenever the group is not full.
         """
         self._memory, self._rest = memory, rest
         self.frees_memory |= rest is not None
@@ -124,7 +124,9 @@ class ShardedGroup:
         self.residence = Residence.SHARDED
         memory.take_own()
         first = self.own.start - self.at_rest.start
-        self.shard = self._memory.own[first : first + self.layout.shard_numel]  # torch makes no view without memory
+        self.shard = self._memory.own[
+            first : first + self.layout.shard_numel
+        ]  # after take_own: torch makes no view without memory
         if self.sends_differences:
             self.shard = torch.zeros_like(self.shard)
         self._memory.own.zero_()
@@ -138,24 +140,24 @@ class ShardedGroup:
 
     @property
     def own(self) -> slice:
-        """This rank's part of `full`: what its states are of."""
+        """This rank's range of `full`: the shard that it updates."""
         numel = self.layout.shard_numel
         return slice(self.axes.states.place * numel, (self.axes.states.place + 1) * numel)
 
     @property
     def at_rest(self) -> slice:
-        """The part of `full` that stays where the others are freed; `own` lies in it."""
+        """The range of `full` that a release keeps. It includes `own`."""
         numel = self.layout.padded_numel // self.axes.parameters.size
         return slice(self.axes.parameters.place * numel, (self.axes.parameters.place + 1) * numel)
 
     def place(self, piece: Piece, values: Tensor) -> None:
-        """Writes this rank's piece of one parameter. values: the whole parameter, any shape and dtype."""
+        """Copy a parameter's values to this rank's part of it. values: the whole parameter, any shape and dtype."""
         part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
         own = self.own_values(changes=True)
         values_of(own)[piece.offset_in_shard : piece.offset_in_shard + piece.numel].copy_(part)
 
     def own_values(self, changes: bool = False) -> Memory:
-        """This rank's shard, wherever it is. changes: it is for writing."""
+        """Return this rank's shard, in memory or in a store. changes: the caller writes to it."""
         rest = self._rest
         if rest is None:
             return self.shard
@@ -166,17 +168,17 @@ class ShardedGroup:
         return self.shard
 
     def install(self) -> None:
-        """Makes the parameters views of `full`, where that is kept; what they were before is given back."""
+        """Make the parameters views of `full`. This frees their former memory."""
         untransformed(self._hide if self.frees_memory else self._show)
 
     # -- full and sharded -----------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
-        """Starts to make the parameters full. Does nothing where that was started, or is so."""
+        """Start to gather the parameters. Does nothing unless the group is SHARDED."""
         if self.residence is not Residence.SHARDED:
             return
         if self._rest is not None:
-            self._rest.window.let_go(self.resident)  # a change is saved now, and not after an update elsewhere
+            self._rest.window.let_go(self.resident)  # so that a change is saved before another rank reads it
             self._rest.window.prefetch(self.resident)
             self._memory.take_others()
             self.residence = Residence.LOADING
@@ -187,17 +189,17 @@ class ShardedGroup:
         self.residence = Residence.COMING
 
     def continue_gather(self) -> None:
-        """Starts what has to wait for the shard to be loaded; a collective then, which `start_gather` was not."""
+        """Start the collective of an offloaded group, once its shard is loaded. `start_gather` starts only the load."""
         if self._rest is not None and self.residence is Residence.LOADING:
             self.residence = Residence.COMING
             self._rest.window.acquire(self.resident)
             self._pending = untransformed(self._exchange)
 
     def gather(self) -> None:
-        """Makes the parameters full."""
+        """Gather the parameters, and wait for them."""
         if self.residence is Residence.FULL:
             return
-        if self.frees_memory:  # else all is there, and the names alone come back
+        if self.frees_memory:  # else the memory was kept, and only the marks change
             self.start_gather()
             self.continue_gather()
             untransformed(self._take_gathered)
@@ -206,29 +208,29 @@ class ShardedGroup:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a gather brings the shard from its store first."""
+        """Whether a gather loads the shard from a store first."""
         return self._rest is not None
 
     def join_gather(self) -> Pending:
-        """Sends this rank's shard to ranks that gather a group which is full here. What comes is there already."""
+        """Send this rank's shard to ranks that gather a group which is full on this rank."""
         return untransformed(self._exchange)
 
     def park(self) -> None:
-        """Hides full parameters, which stay in memory: as COMING, with nothing on its way."""
+        """Mark full parameters as released but keep their memory: as COMING, without a pending collective."""
         untransformed(self._hide)
         self.residence = Residence.COMING
 
     def release(self, holds_shard: bool = False) -> None:
-        """Frees the full parameters; only where the policy frees them at all, and nobody keeps them.
+        """Free the full parameters, if the policy frees parameters and `keeper` does not hold them.
 
-        holds_shard: which else goes back to its store, is updated next.
+        holds_shard: an offloaded shard stays in memory, because its update comes next.
         """
         if not self.plan.domain.parameters or self.residence is Residence.SHARDED:
             return
         if self.keeper is not None and self.keeper():
             return
         if self.frees_memory:
-            if self.residence is not Residence.FULL:  # prefetched, and then not needed
+            if self.residence is not Residence.FULL:  # prefetched, and not used
                 self.continue_gather()
                 untransformed(self._take_gathered)
             untransformed(self._hide)
@@ -242,18 +244,20 @@ class ShardedGroup:
                 self._rest.window.let_go(self.resident)
 
     def keep(self, as_long_as: Callable[[], bool] = lambda: True) -> None:
-        """From now on `release` has no effect while it says so: a rank may use the parameters without the others."""
+        """Make `release` do nothing while `as_long_as()` is True: a rank may use the parameters without the other
+        ranks.
+        """
         self.keeper = as_long_as
 
     def release_kept(self) -> None:
-        """Takes back `keep`, and releases."""
+        """End `keep`, and release."""
         self.keeper = None
         self.release()
 
     def refresh(self, is_update: bool = False) -> Pending:
-        """Brings updated shards of other ranks to where parameters are at rest, views of which stay as they are.
+        """Gather updated shards into the memory at rest. Views of it stay valid.
 
-        is_update: of values there that were brought before; else they come exactly.
+        is_update: the memory has the values of the step before, so differences can be sent; else exact values are sent.
         """
         if not self.axes.are_refreshed:
             return _NOTHING_PENDING
@@ -264,16 +268,16 @@ class ShardedGroup:
 
     @property
     def rests_beside(self) -> bool:
-        """Whether a gather puts something else into `full` than what this rank has at rest."""
+        """Whether a gather writes different values to `full` than this rank has at rest."""
         return not self.axes.are_refreshed and not self._codec.is_exact
 
     @property
     def sends_differences(self) -> bool:
-        """Whether what an update has changed of this copy loses something on its way."""
+        """Whether an update is sent as quantized differences."""
         return self.axes.are_refreshed and not self._codec.is_exact
 
     def make_exact(self) -> None:
-        """Full parameters get the very values of all ranks' shards, where they have something else. A collective."""
+        """Fill `full` with the exact values of all ranks' shards, if the gather was quantized. A collective."""
         assert self.residence is Residence.FULL
         if self._codec.is_exact:
             return
@@ -294,14 +298,14 @@ class ShardedGroup:
         self._show()
 
     def _show(self) -> None:
-        """Parameters are views of `full`. Released or not."""
-        if not self._views:  # made while there is memory; torch keeps them, whatever becomes of it
+        """Point the parameters to their views of `full`."""
+        if not self._views:  # torch makes views only while there is memory, and keeps them
             with torch.inference_mode(False):
                 self._views = [self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.slots]
         self._point(self._views)
 
     def _hide(self) -> None:
-        """Parameters have shapes without values (a NaN, expanded), and raise when they are read."""
+        """Point the parameters to expanded NaNs, and make reading them raise."""
         if not self._without_values:
             with torch.inference_mode(False):
                 value = torch.nan if self.full.dtype.is_floating_point else 0
@@ -320,45 +324,47 @@ _NOTHING_PENDING = Pending()
 
 
 def values_of(memory: Memory) -> Tensor:
-    """The values, until those of another stored range are asked for."""
+    """Return the values of a memory. They are valid until another stored range is opened."""
     return memory if isinstance(memory, Tensor) else memory.open()
 
 
 def part_of(memory: Memory, low: int, high: int) -> Memory:
-    """The elements [low, high)."""
+    """Return the elements [low, high) of a memory."""
     return memory[low:high] if isinstance(memory, Tensor) else memory.part(low, high)
 
 
 class GroupMemory:
-    """Addresses for `full`, (padded_numel,), and for `own`, the part of it that is at rest here; memory for a while.
+    """Addresses for `full`, (padded_numel,), and for `own`, its resting part. This class keeps all memory for good.
 
-    Content is arbitrary whenever memory comes. Here it is there for good, and nothing comes or goes.
+    Subclasses take and free memory. Its content is arbitrary after each take.
     """
 
     own_is_in_full = True
-    """Whether `own` is a part of `full`, with the same memory."""
+    """Whether `own` shares the memory of `full`."""
 
     def __init__(self, full: Tensor, own: Tensor) -> None:
         self.full = full
         self.own = own
 
+        """Take memory for `own`."""
+
     def take_own(self) -> None: ...
 
     def take_others(self) -> None:
-        """Memory for the rest of `full`, beside that of `own`."""
+        """Take memory for the elements of `full` that `own` does not cover."""
 
     def give_own(self) -> None:
-        """The end of `take_own`."""
+        """Free the memory of `take_own`."""
 
     def give_others(self) -> None:
-        """The end of `take_others`."""
+        """Free the memory of `take_others`."""
 
 
 class PagedMemory(GroupMemory):
-    """Pages that move between buffers: [Note: moving pages]. `own` is a view of `full`, or has memory for itself."""
+    """Pages that move between buffers: [Note: moving pages]. `own` is a view of `full`, or has separate memory."""
 
     def __init__(self, pages: PagedBuffer, own: slice, is_beside: bool) -> None:
-        """own: which elements. is_beside: all pages come and go, as `full` gets other values than `own`."""
+        """own: elements at rest. is_beside: `own` has separate memory, because `full` gets different values."""
         numel = pages.tensor.numel()
         self.own_is_in_full = not is_beside
         self._pages, self._own = pages, own
@@ -390,10 +396,10 @@ class PagedMemory(GroupMemory):
 
 
 class ResizedMemory(GroupMemory):
-    """Storages that are resized, on any device. `own` has one for itself, but where it is all of `full`."""
+    """Storages that are resized, on any device. `own` has a separate storage, unless it is all of `full`."""
 
     def __init__(self, full: Tensor, own_numel: int) -> None:
-        """full: (padded_numel,), whose memory is given back at once."""
+        """full: (padded_numel,). Its memory is freed at once."""
         self.own_is_in_full = own_numel == full.numel()
         own = full if self.own_is_in_full else torch.empty(own_numel, dtype=full.dtype, device=full.device)
         super().__init__(full, own)

@@ -1,10 +1,9 @@
-"""The only place that registers hooks on modules and parameters.
+"""The hooks on modules and parameters. No other file of this folder registers any.
 
-[Note: forgotten]
-An engine that nobody closes goes with the last name for it, and so do its model, its memory and its threads. Python
-finds cycles of Python's objects, but not those through autograd: units keep the node that adds up a parameter's
-gradient, the node keeps the parameter, and that its hooks. So what hangs on a parameter knows the engine by weak
-references alone.
+[Note: forgotten] If nobody closes an engine, it is freed with the last reference to it, and so are its model, memory
+and threads. Python collects cycles of Python objects, but not cycles through autograd: a unit holds the node that
+accumulates a parameter's gradient, the node holds the parameter, and the parameter holds its hooks. So hooks on a
+parameter hold the engine by weak references only.
 """
 
 from __future__ import annotations
@@ -46,12 +45,14 @@ class UnitHooks:
         ledger: Ledger,
         on_block: Callable[[], None] | None = None,
     ) -> None:
-        """ledger: of the hooks. on_block: called when the forward of a block begins, recomputed ones included."""
+        """ledger: removes the hooks later. on_block: called when a block's forward begins, recomputed forwards
+        included.
+        """
         self._sequence = sequence
         self._on_block = on_block
         self._add = ledger.hook
-        self._of_leaves = WeakIdKeyDictionary()  # leaves that were returned -> a list of the newest hook alone
-        self._is_around = False  # what runs is `around`: the root's own forward, too, is a part of it
+        self._of_leaves = WeakIdKeyDictionary()  # returned leaves -> [the newest hook]
+        self._is_around = False  # `around` runs, and the root's forward is a part of it
         root = sequence.rest.module
         self._add(root.register_forward_pre_hook(self._before_root, prepend=True))
         self._add(root.register_forward_hook(self._after_root))
@@ -80,7 +81,7 @@ class UnitHooks:
                 ledger.callback(set_reader(param, read))
 
     def around(self, run: Callable[[], R]) -> R:
-        """What `run` gives, as a forward of the root: it calls the root, once or several times, or parts of it."""
+        """Call `run` as a forward of the root. `run` calls the root once or several times, or parts of it."""
         self._sequence.begin_forward()
         self._is_around = True
         try:
@@ -115,7 +116,7 @@ class UnitHooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             use = uses.pop()
-            uses.clear()  # a forward that ended with an exception has left its own behind
+            uses.clear()  # a forward that raised has left its use behind
             if use is not None and (tensors := _tensors_with_graph(output)):
                 self._on_first_gradient(tensors, partial(sequence.enter_backward, use))
             sequence.leave(unit)
@@ -124,9 +125,9 @@ class UnitHooks:
         self._add(unit.module.register_forward_hook(after))
 
     def _on_first_gradient(self, tensors: Sequence[Tensor], action: Callable[[], None]) -> None:
-        """Runs `action` before the first gradient of any of the tensors goes on into the module, once in each backward.
+        """Call `action` once in each backward, before the first gradient of any of the tensors enters the module.
 
-        A leaf, such as a parameter that a module returns, outlives the graph: it has one hook, the newest.
+        A leaf, such as a returned parameter, outlives the graph, so it keeps only the newest hook.
         """
         told: list[int] = []
 
@@ -146,7 +147,7 @@ class UnitHooks:
                 self._add(tensor.register_hook(partial(_run_newest, newest)))  # type: ignore[no-untyped-call]
 
     def hook_params(self, unit: Unit) -> None:
-        """Those that have gradients, and no hook yet."""
+        """Hook the parameters that have gradients and no hook yet."""
         unit.find_accumulators()
         sequence, number = weakref.proxy(self._sequence), self._sequence.units.index(unit)  # see [Note: forgotten]
         for gradient in unit.gradients:
@@ -154,16 +155,18 @@ class UnitHooks:
                 if id(param) in self._hooked:
                     continue
                 self._hooked.add(id(param))
-                hook = partial(UnitSequence.gradient_arrived, sequence, number, name)  # no call of ours around it
+                hook = partial(
+                    UnitSequence.gradient_arrived, sequence, number, name
+                )  # not a lambda: saves a call per gradient
                 is_frozen = not param.requires_grad
                 if is_frozen:
-                    param.requires_grad_(True)  # a frozen one takes no hook; unfrozen later, it has this one
+                    param.requires_grad_(True)  # torch refuses hooks on frozen parameters; it may be unfrozen later
                 self._add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
                 if is_frozen:
                     param.requires_grad_(False)
 
     def _hook_users_of_rest(self, rest: Unit) -> None:
-        """A module outside the blocks may be called by itself, not through the root: its parameters must be there."""
+        """Gather the root unit for modules outside of the blocks that are called directly, not through the root."""
         sequence = self._sequence
         members = {id(param) for group in rest.groups for param in group.params}
 
@@ -182,7 +185,7 @@ class UnitHooks:
 
 
 def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger) -> None:
-    """Casts float32 inputs of blocks, which a buffer has made of narrower ones, to the dtype that blocks compute in."""
+    """Cast float32 inputs of blocks (a float32 buffer has promoted them) to the dtype in which blocks compute."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
@@ -194,21 +197,21 @@ def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger)
         ledger.hook(block.register_forward_pre_hook(before, with_kwargs=True))
 
 
-_MIN_NUMEL = 1 << 17  # of a weight; the copy of a smaller one costs less than a backward that is written in Python
+_MIN_NUMEL = 1 << 17  # of a weight; copying a smaller gradient costs less than a backward in Python
 
 
 def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module], ledger: Ledger) -> None:
-    """Saves the linear layers of a model a tensor for each gradient of a large weight, and the copy of it.
+    """Let linear layers write the gradients of large weights into their message or shard, without a copy.
 
         dw = dy^T x  ---written to--->  slot (or shard)  <---view--- param.grad
 
-    Autograd takes a gradient as it is given, so `param.grad` is a view of that memory, and `Staging` sees that nothing
-    is left to be copied. Where there is no memory yet, or the gradient has to be cast or added, it is a tensor as ever;
-    and where hooks of a user see it, who may keep it for longer than the memory is its own.
+    Autograd stores a gradient without a copy, so `param.grad` is a view of that memory, and `Staging` finds nothing to
+    copy. If no memory is ready, if the gradient has to be cast or added, or if hooks of a user see it (who may keep it
+    longer than the memory lives), the gradient is a normal tensor.
     """
 
     def make(param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor:
-        # Hooks of a user, besides the one of `UnitHooks`, see the gradient.
+        # A hook of the user, beside the hook of `UnitHooks`, sees the gradient.
         is_seen = bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
         if x is None or not dy.dtype == x.dtype == param.dtype or is_seen:
             return gradient_of(dy, x, is_transposed)
@@ -222,9 +225,9 @@ def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module]
 
 
 def _is_in_method(modules: Collection[int]) -> bool:
-    """Whether the caller is in a method that a class of the modules has beyond those of every module.
+    """Whether the caller is in a method that a class of these modules defines, except methods that every module has.
 
-    Those are called on all ranks alike, while one rank alone may print a value, or ask for a `state_dict`.
+    Such methods are called on all ranks, but a single rank may print a value or ask for a `state_dict`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -243,7 +246,7 @@ def _run_newest(newest: Sequence[Callable[[Tensor], None]], gradient: Tensor) ->
 
 
 def _tensors_with_graph(output: Any) -> list[Tensor]:
-    """Those through which a backward is possible, of what a module returned."""
+    """Return the tensors in a module's output through which a backward is possible."""
     if not torch.is_grad_enabled():
         return []
     if isinstance(output, Tensor) and current_transform() is None:
@@ -252,11 +255,11 @@ def _tensors_with_graph(output: Any) -> list[Tensor]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples, sets, mappings, and attributes of objects; not those of modules."""
+    """Return all tensors in nested lists, tuples, sets, mappings and attributes of objects, except modules."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
-    seen: dict[int, Any] = {}  # holds what it has seen, so that identities are not given to others
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids are not reused
     waiting = [value]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""The update of a device's parameters on the host: what their shards and gradients pass through."""
+"""Updates of a device's parameters on the host: the copies of shards and gradients."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MAX_LEAVING = 2  # each holds a gradient shard's memory on the device
 
 
 class HostUpdate:
-    """What the shards that are updated on the host share: the copies between device and host, and their buffers.
+    """The copies between device and host, and their buffers, shared by the shards that the host updates.
 
         device    gradients leave ----.                      .---- parameters return
         host                          update n | update n-1 | ...
 
-    Gradients leave in the order of the backward, and those of several microbatches are added up on the host:
+    Gradients leave in the order of the backward. Those of several microbatches are added up on the host:
 
         device   reduce n | reduce n-1 | reduce n-2 | ...
         link              |   copy n   |  copy n-1  | ...
         host                           | add n, its squares | add n-1 ...
 
-    At most two are on their way. Then the host waits, so it is never further ahead of the device than that.
+    At most two copies are in flight. Then the host waits, so it is never further ahead of the device.
 
     Source: ZeRO-Offload, arXiv 2101.06840, section 4.
     """
@@ -38,9 +38,9 @@ class HostUpdate:
         self.num_taken = 0
 
     def resident(self, group: ShardedGroup, rest: ShardRest | None, needs_values: bool) -> Resident:
-        """The group's shard, (shard_numel,), which comes to a buffer of the host.
+        """The group's shard, (shard_numel,), loaded into a host buffer for the update.
 
-        rest: where it rests, if it does; the device does not see it then. needs_values: else all are written anew.
+        rest: its store, if it is offloaded and not on the device. needs_values: else the update overwrites all values.
         """
         shard = group.shard
 
@@ -60,10 +60,10 @@ class HostUpdate:
         return resident if needs_values else resident.made_anew()
 
     def take(self, values: Tensor, total: Tensor | None, on_arrived: Callable[[], None] | None) -> Tensor:
-        """Begins to bring a gradient shard, (n,), whose memory on the device goes with the last reference to it.
+        """Start to copy a gradient shard, (n,), to the host. Its device memory is freed with the last reference.
 
-        total: to which it is added; None: it is the first. on_arrived: called then. Returns the total, (n,), which is
-        complete after `arrive`, and is the caller's until `give`.
+        total: the sum to add it to; None for the first. on_arrived: called on arrival. Returns the sum, (n,), complete
+        after `arrive`. The caller has it until `give`.
         """
         arriving = self._pool.take(values.nbytes).view(values.dtype)
 
@@ -81,18 +81,18 @@ class HostUpdate:
         return arriving if total is None else total
 
     def lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) zeros of the host, for copies to and from the device."""
+        """Return (numel,) zeros in host memory, for copies to and from the device."""
         return self._pool.take(numel * dtype.itemsize).view(dtype).zero_()
 
     def arrive(self, number: int | None = None) -> None:
-        """Returns when the gradients are complete that were taken until `num_taken` was that; None: all."""
+        """Wait for the gradients taken until `num_taken` was `number`; None: all."""
         self._gradients.wait(0 if number is None else self.num_taken - number)
 
     def give(self, total: Tensor) -> None:
-        """The memory of a gradient that was used up."""
+        """Free the memory of a gradient after its use."""
         self._pool.give(total)
 
     def close(self) -> None:
-        """Gives the buffers back that are kept for the next step."""
+        """Free the buffers."""
         self.arrive()
         self._pool.close()

@@ -1,12 +1,11 @@
-"""Where parameters lie in a flat buffer and in its shards: integers only.
+"""Offsets of parameters in a flat buffer and in its shards: integers only.
 
     flat:    |  weight          |bias|.|  weight         .....|     .: padding
     rank:    |    0       |    1       |    2       |    3    |     shards are whole blocks of 1024 elements
 
-[Note: blocks]
-A shard is a whole number of blocks, and offsets in the flat buffer do not depend on the number of shards. Sums over
-a block and elementwise kernels on whole blocks therefore give the same bits however the buffer is sharded; that is
-what makes the stages agree bitwise, norm and clipping included.
+[Note: blocks] A shard is a whole number of blocks, and offsets in the flat buffer do not depend on the number of
+shards. So sums over a block and elementwise kernels on whole blocks give the same bits for any number of shards. This
+is why the stages agree bitwise, norm and clipping included.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ PARAM_ALIGNMENT_NUMEL = 16
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in the flat buffer, and in the tensor of the model that it is, or is a part of."""
+    """A parameter's position in the flat buffer, and its position in the tensor of the model."""
 
     name: str
-    portion: Portion  # of the whole: this parameter
+    portion: Portion  # the part of the model's tensor that this parameter is
     offset_in_flat: int
 
-    # Cached: a step asks for them some ten times for each parameter.
+    # Cached: a step reads them about ten times for each parameter.
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -48,7 +47,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in one shard."""
+    """The part of a parameter that lies in a shard."""
 
     index: int  # of the slot
     offset_in_param: int
@@ -57,10 +56,10 @@ class Piece:
 
 
 class Pieces(tuple[Piece, ...]):
-    """What a shard holds of its parameters, in order."""
+    """The parts of parameters in a shard, in order."""
 
     def of(self, index: int) -> tuple[Piece, ...]:
-        """What it holds of one parameter."""
+        """Return the parts of the parameter with this index."""
         return self._by_index.get(index, ())
 
     @cached_property
@@ -70,7 +69,7 @@ class Pieces(tuple[Piece, ...]):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters one behind the other, each aligned, padded to shard_count shards of whole blocks."""
+    """Parameters in sequence, each aligned, padded to shard_count shards of whole blocks."""
 
     slots: tuple[Slot, ...]
     shard_count: int
@@ -78,12 +77,12 @@ class FlatLayout:
 
     @classmethod
     def of(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], shard_count: int) -> FlatLayout:
-        """shapes: (name, shape) of each parameter, in order, which is the whole of its tensor."""
+        """Lay out whole tensors. shapes: (name, shape) of each parameter, in order."""
         return cls.of_portions([(name, Portion.all_of(shape)) for name, shape in shapes], shard_count)
 
     @classmethod
     def of_portions(cls, portions: Sequence[tuple[str, Portion]], shard_count: int) -> FlatLayout:
-        """portions: (name of the tensor, parameter) in order. Empty parameters take no room."""
+        """Lay out parts of tensors. portions: (name of the tensor, part) in order. Empty parameters take no space."""
         slots, offset = [], 0
         for name, portion in portions:
             slots.append(Slot(name, portion, offset))
@@ -96,7 +95,7 @@ class FlatLayout:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters, in order."""
+        """Names of the parameters, in order."""
         return tuple(slot.name for slot in self.slots)
 
     @cached_property
@@ -106,18 +105,18 @@ class FlatLayout:
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether parameters lie one right behind the other, each with elements, and only the end is padding."""
+        """Whether no padding lies between parameters, and each has at least one element and one dimension."""
         ends = [0, *(slot.end_in_flat for slot in self.slots)]
         starts = [slot.offset_in_flat for slot in self.slots if slot.shape and slot.numel]
         return bool(starts) and starts == ends[:-1]
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters alone."""
+        """Elements of the parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     def pieces(self, rank: int) -> Pieces:
-        """What of each parameter lies in the shard of `rank`; parameters that do not reach into it are left out."""
+        """Return the part of each parameter in the shard of `rank`. Parameters outside of the shard are left out."""
         start, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
         pieces = []
         for index, slot in enumerate(self.slots):
@@ -127,7 +126,7 @@ class FlatLayout:
         return Pieces(pieces)
 
     def outside(self, indices: Set[int]) -> Sequence[tuple[int, int]]:
-        """[start, end) of what none of these parameters has: the others, and the padding."""
+        """Return the ranges [start, end) that belong to none of these parameters, padding included."""
         if len(indices) == len(self.slots):
             return self._padding
         return self._between(slot for index, slot in enumerate(self.slots) if index in indices)
@@ -144,7 +143,7 @@ class FlatLayout:
         return [(low, high) for low, high in [*gaps, (end, self.padded_numel)] if low < high]
 
     def whole_parameters(self, start: int, end: int) -> tuple[int, int]:
-        """[start, end) without the parameters that reach across its ends; start >= end where nothing is left."""
+        """Shrink [start, end) to whole parameters. start >= end if no parameter is left."""
         for slot in self.slots:
             if slot.offset_in_flat < start < slot.end_in_flat:
                 start = slot.end_in_flat
@@ -153,12 +152,12 @@ class FlatLayout:
         return start, end
 
     def slot_at(self, offset_in_flat: int) -> Slot:
-        """The parameter that holds the element, or the one before the padding that does."""
+        """Return the parameter that holds the element. For padding: the parameter before it."""
         used = [slot for slot in self.slots if slot.numel]
         index = bisect_right([slot.offset_in_flat for slot in used], offset_in_flat) - 1
         return used[index]
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below value."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -10,11 +10,11 @@ class LossScaleError(RuntimeError):
 
 
 class LossScaler:
-    """The factor by which the loss is multiplied before backward.
+    """The factor that the loss is multiplied by before backward.
 
-    Dynamic: after `window` steps in a row without overflow the scale doubles; on an overflow it halves, once
-    `hysteresis` overflows have been used up, down to `minimum`. Static: never changes.
-    Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2.
+    Dynamic: the scale doubles after `window` steps in a row without overflow. On an overflow it halves, after
+    `hysteresis` overflows, down to `minimum`. Static: never changes. Source: Micikevicius et al., Mixed Precision
+    Training, arXiv 1710.03740, section 3.2.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class LossScaler:
         self._steps_without_overflow = 0
 
     def state_dict(self) -> dict[str, float]:
-        """Where the scaling stands, for `load_state_dict`."""
+        """Return the state for `load_state_dict`."""
         return {
             "is_dynamic": self._dynamic,
             "scale": self.scale,
@@ -45,7 +45,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on where another dynamic scaler stood. A static scale stays what the config says."""
+        """Load the state of another dynamic scaler. A static scale keeps the config's value."""
         if not self._dynamic or not state["is_dynamic"]:
             return
         self.scale = state["scale"]
@@ -53,7 +53,7 @@ class LossScaler:
         self._steps_without_overflow = int(state["steps_without_overflow"])
 
     def update(self, overflowed: bool) -> None:
-        """Takes the outcome of a step. Raises LossScaleError where the scale cannot go down any more."""
+        """Update the scale after a step. Raises LossScaleError if the scale cannot decrease any more."""
         if not self._dynamic:
             return
         if overflowed:
@@ -64,9 +64,8 @@ class LossScaler:
             if self.scale <= self._minimum:
                 raise LossScaleError(
                     f"gradients overflow in float16 at the smallest loss scale ({self._minimum:g}, "
-                    "fp16.min_loss_scale). "
-                    "The training has diverged, or the model needs bf16: lower the learning rate, or set "
-                    '"bf16": {"enabled": true} instead of fp16.'
+                    "fp16.min_loss_scale). The training has diverged, or the model needs bf16: lower the learning "
+                    'rate, or set "bf16": {"enabled": true} instead of fp16.'
                 )
             self.scale = max(self.scale / 2, self._minimum)
             return

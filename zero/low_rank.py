@@ -1,9 +1,9 @@
-"""Gradients that go as products of two thin matrices. Source: PowerSGD, arXiv 1905.13727, algorithms 1 and 2.
+"""Gradients sent as products of two thin matrices. Source: PowerSGD, arXiv 1905.13727, algorithms 1 and 2.
 
     M = gradient + error      P = M Q  --sum-->  orthogonalised      Q = M^T P  --sum-->      sum of gradients ~ P Q^T
 
-What the product lacks of M is the error, which goes with the next gradient. Vectors, and what would hardly be smaller,
-go as they are, in the same message as P.
+The error, M minus the product, is added to the next gradient. Vectors, and matrices that would hardly shrink, are sent
+unchanged in the message of P.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .layout import FlatLayout, Piece
 from .move import Inspection, Move
 
 LOW_RANK_ERROR = "low_rank_error"
-"""Among the states of a checkpoint, with the number of the rank that has it."""
+"""State in a checkpoint; the number of its rank follows."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What the config says of it."""
+    """The settings of PowerSGD in the config."""
 
     rank: int
     start_step: int
@@ -42,7 +42,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Thin:
-    """A parameter as a matrix, and its two factors."""
+    """A parameter as a matrix, and its factors' rank."""
 
     index: int
     start: int  # in the flat buffer
@@ -57,7 +57,7 @@ class Thin:
 
 @dataclass(frozen=True)
 class ThinLayout:
-    """Which parameters of a group go as thin matrices, and what goes as it is."""
+    """The parameters of a group that are sent as thin matrices, and the ranges that are sent unchanged."""
 
     thin: tuple[Thin, ...]
     plain: tuple[slice, ...]  # of the flat buffer, padding too
@@ -78,12 +78,12 @@ class ThinLayout:
 
     @property
     def num_first(self) -> int:
-        """Elements of the first message: P of each, and what goes as it is."""
+        """Elements of the first message: all P, and the ranges that are sent unchanged."""
         return sum(one.rows * one.rank for one in self.thin) + sum(int(one.stop - one.start) for one in self.plain)
 
     @property
     def num_second(self) -> int:
-        """Of the second message: Q of each."""
+        """Elements of the second message: all Q."""
         return sum(one.columns * one.rank for one in self.thin)
 
     @property
@@ -92,15 +92,15 @@ class ThinLayout:
         return sum(one.rows * one.columns for one in self.thin)
 
     def kept_numel(self, low_rank: LowRank) -> int:
-        """Elements that are kept from step to step: the errors, and Q."""
+        """Elements that are kept between steps: errors and Q."""
         errors = self.num_thin if low_rank.error_feedback else 0
         return errors + (self.num_second if low_rank.warm_start else 0)
 
 
 class LowRankMove(Move):
-    """As `Move`, over the one axis on which the data differ; but what is staged is this rank's own memory.
+    """As `Move`, over the only axis along which data differ. The staged gradient lies in private memory.
 
-    Errors and Q are those of the last step that counted: one that was skipped, or thrown away, has changed neither.
+    Errors and Q are from the last step that counted: a skipped step does not change them.
     """
 
     def __init__(
@@ -116,30 +116,34 @@ class LowRankMove(Move):
         self._low_rank = low_rank
         self.has_steps = True
         self.step: Callable[[], int] = lambda: 0
-        """The number of steps before the one that is made."""
+        """The number of completed steps."""
         self._layout = ThinLayout.of(group.layout, low_rank)
-        self._wide = dtype if dtype == torch.float64 else torch.float32  # of what is computed and kept
+        self._wide = (
+            dtype if dtype == torch.float64 else torch.float32
+        )  # dtype of the computation and of the kept states
         self.errors: dict[int, Tensor] = {}
-        """By index of a parameter, (rows, columns); none before the first step."""
+        """Index of a parameter -> (rows, columns). Empty before the first step."""
         self.factors: dict[int, Tensor] = {}
-        """Q of the last step, (columns, rank)."""
+        """Index of a parameter -> Q of the last step, (columns, rank)."""
         self.unit: Callable[[], float] = lambda: 1.0
-        """By which the gradients of the step that is made will be multiplied."""
-        self._tried: dict[int, tuple[Tensor, Tensor]] = {}  # error and Q after the step, if it counts
+        """The factor that this step's gradients will be multiplied by."""
+        self._tried: dict[int, tuple[Tensor, Tensor]] = {}  # error and Q after this step, if it counts
 
     def held(self) -> Iterator[Tensor]:
-        """What is kept from step to step, and what will be if the step that is made counts."""
+        """Yield the tensors that are kept between steps, and those that this step will keep if it counts."""
         yield from (*self.errors.values(), *self.factors.values())
         for pair in self._tried.values():
             yield from pair
 
     @property
     def nbytes(self) -> int:
-        """Of these, while they are not lent."""
+        """Bytes of `held` in memory."""
         return sum(map(bytes_in_memory, self.held()))
 
     def _goes_thin(self, has_shard: bool) -> bool:
-        """What comes to a sum that is there goes as it is: errors are said once in a step."""
+        """Whether the gradient is sent as thin matrices. A later backward of the same step is not: errors are sent once
+        a step.
+        """
         axis = self._axis
         return not has_shard and axis.size > 1 and bool(self._layout.thin) and self.step() >= self._low_rank.start_step
 
@@ -187,13 +191,15 @@ class LowRankMove(Move):
             q = summed[low : low + one.columns * one.rank].view(one.columns, one.rank)
             low += one.columns * one.rank
             product = p @ q.T
-            # What a rank's own matrix has beside the mean is an error too: as in the paper's algorithm 2.
+            # A rank's distance to the mean is an error too: the paper's algorithm 2.
             self._tried[one.index] = matrix.sub_(product, alpha=1 / axis.size), q.clone()
             message[one.start : one.end] = product.reshape(-1)
         self._finish(axis, message, shard, counts)
 
     def accept(self, unit: float) -> None:
-        """The step of what was sent counts. unit: by which its gradients were multiplied: errors are kept in that."""
+        """Keep errors and Q: the step counts. unit: the factor of its gradients; errors are kept in units of the scaled
+        gradient.
+        """
         for index, (error, factor) in self._tried.items():
             if self._low_rank.error_feedback:
                 self.errors[index] = error.mul_(unit)
@@ -202,12 +208,12 @@ class LowRankMove(Move):
         self._tried = {}
 
     def reset(self) -> None:
-        """See `Move`; what was tried in it is thrown away, if it did not count."""
+        """Begin another step. Errors of a step that did not count are dropped."""
         super().reset()
         self._tried = {}
 
     def make_errors(self, num_steps: int) -> None:
-        """Memory for the errors of a run that has made so many steps, all zero."""
+        """Take zeroed memory for the errors of a run of `num_steps` steps."""
         self._tried = {}
         self.errors, self.factors = {}, {}
         if self._axis.size > 1 and num_steps > self._low_rank.start_step and self._low_rank.error_feedback:
@@ -235,10 +241,12 @@ class LowRankMove(Move):
         return found
 
     def _factor(self, one: Thin) -> Tensor:
-        """Q to begin with, (columns, rank), the same on all ranks."""
+        """Return the first Q, (columns, rank), the same on all ranks."""
         if one.index in self.factors:
             return orthogonal(self.factors[one.index])
-        name = zlib.crc32(self._group.layout.names[one.index].encode())  # whatever lies beside it in its group
+        name = zlib.crc32(
+            self._group.layout.names[one.index].encode()
+        )  # seeded by name, so that it does not depend on the group
         drawn = torch.Generator().manual_seed(self._low_rank.seed + self.step() * 1_000_003 + name)
         q = torch.randn(one.columns, one.rank, generator=drawn, dtype=torch.float64)
         return orthogonal(q).to(self._group.full.device, self._wide)
@@ -254,16 +262,16 @@ class LowRankMove(Move):
         self._inspection.look(axis, mine.start, shard[mine], (), counts)
 
     def _summed(self, values: Tensor) -> Tensor:
-        """The sum over ranks, on all of them, in the dtype in which gradients are sent."""
+        """Return the sum over ranks, on all ranks, computed in the dtype of messages."""
         return self._exchange.sum(values.to(self._stager.dtype), self._name).to(self._wide)
 
     @cached_property
     def _exchange(self) -> Exchange:
-        """Apart from what other groups have under way: the second message is begun when the first is there."""
+        """A process group apart from the groups' messages: the second message starts when the first has arrived."""
         return self._group.axes.exchange_along(("shard",) if self._group.axes.states.size > 1 else ("replica",))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """(rows, rank) -> an orthonormal basis of its columns, and of more where it lacks some."""
+    """(rows, rank) -> an orthonormal basis of its columns, completed if they are dependent."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis

@@ -1,4 +1,4 @@
-"""What is kept beside the parameters of a shard: master weights, remainders, and states of the optimizer."""
+"""The values kept beside the parameters of a shard: master weights, remainders and optimizer states."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .group import ShardedGroup
 
 
 class Masters(Enum):
-    """What of a parameter in bfloat16 an update adds to. Those in float16 have masters; wider ones need none.
+    """The precise value behind a bfloat16 parameter. float16 always has masters; wider dtypes need none.
 
-    | value  | bytes of each element, beside 2 | an update is computed in float32 and                                 |
-    |--------|---------------------------------|----------------------------------------------------------------------|
-    | WIDER  | 4                               | kept in float32; the parameter is the nearest bfloat16               |
-    | NONE   | 0                               | rounded at random: [Note: Numbered draws] in kernels/weight_rounding |
-    | KAHAN  | 2                               | kept in two numbers of bfloat16, whose sum it is: [Note: Remainders] |
-    | SPLIT  | 1                               | rounded at random to 24 bits: [Note: Split weights], same file       |
+    | value  | bytes beside 2 | the update computes in float32 and                                     |
+    |--------|----------------|------------------------------------------------------------------------|
+    | WIDER  | 4              | keeps float32; the parameter is the nearest bfloat16                   |
+    | NONE   | 0              | rounds at random: [Note: Numbered draws] in kernels/weight_rounding    |
+    | KAHAN  | 2              | keeps the sum of two bfloat16 values: [Note: Remainders], same file    |
+    | SPLIT  | 1              | rounds at random to 24 bits: [Note: Split weights], same file          |
     """
 
     WIDER = "wider"
@@ -37,31 +37,31 @@ class Masters(Enum):
 
     @property
     def remainder(self) -> tuple[str, torch.dtype] | None:
-        """Name and dtype of the state that has what a parameter in bfloat16 lacks; none where nothing has it."""
+        """Name and dtype of the state with the missing bits of a bfloat16 parameter, if any."""
         return _REMAINDERS.get(self)
 
     def are_beside(self, dtype: torch.dtype) -> bool:
-        """Whether parameters of the dtype are updated in float32 masters, and rounded from these."""
+        """Whether parameters of this dtype have separate float32 masters."""
         return dtype == torch.float16 or (dtype == torch.bfloat16 and self is Masters.WIDER)
 
 
 _REMAINDERS = {Masters.KAHAN: ("remainder", torch.bfloat16), Masters.SPLIT: ("correction", torch.int8)}
 REMAINDERS = frozenset(name for name, _ in _REMAINDERS.values())
-"""Of the states that belong to the form of the parameters, and not to the optimizer."""
+"""States that belong to the parameters' precision, not to the optimizer."""
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """What `Masters` come to for parameters of one dtype."""
+    """The effect of `Masters` on parameters of a dtype."""
 
-    is_mixed: bool  # master weights are beside the parameters, which are their rounded copy
+    is_mixed: bool  # parameters are the rounded copy of separate master weights
     master_dtype: torch.dtype
-    rounding: Rounding | None  # what the parameters are rounded with, where that is at random
-    has_remainder: bool  # the last of the states is what the parameters lack
+    rounding: Rounding | None  # random bits that round the parameters, if any
+    has_remainder: bool  # the last state has the parameters' missing bits
 
     @classmethod
     def of(cls, group: ShardedGroup, masters: Masters, seed: int) -> WeightForm:
-        """seed: of what is rounded at random."""
+        """Return the form of a group's parameters. seed: of random rounding."""
         dtype = group.plan.dtype
         is_mixed, is_half = masters.are_beside(dtype), dtype == torch.bfloat16
         is_drawn = masters.is_drawn and is_half
@@ -77,13 +77,13 @@ MASTER = "master"
 NewStates = Callable[[Tensor], dict[str, Tensor]]
 """Master weights, (n,) -> the states before the first step, by name."""
 Kinds = Mapping[str, tuple[torch.dtype, int]]
-"""Name of a tensor of states, or "master" -> its dtype and number of elements."""
+"""Name of a state, or "master" -> dtype and number of elements."""
 
 
 def kinds_of_block(dtype: torch.dtype, masters: Masters, new_states: NewStates) -> Kinds:
-    """What is kept of a block of 256 elements beside their parameters, which are of the dtype.
+    """Return the kinds of states and masters of 256 elements.
 
-    Seen on a block: an operation on a tensor of the meta device would import 33 MiB of modules.
+    Made from a real block: an operation on the meta device would import 33 MiB of modules.
     """
     is_mixed = masters.are_beside(dtype)
     block = torch.zeros(STATE_BLOCK_NUMEL, dtype=torch.float32 if is_mixed else dtype)
@@ -92,10 +92,10 @@ def kinds_of_block(dtype: torch.dtype, masters: Masters, new_states: NewStates) 
 
 
 def scaled(kinds: Kinds, numel: int) -> Kinds:
-    """What is kept of so many elements."""
+    """Return the kinds for `numel` elements."""
     return {name: (dtype, scaled_numel(of_block, numel)) for name, (dtype, of_block) in kinds.items()}
 
 
 def scaled_numel(numel_of_block: int, numel: int) -> int:
-    """How many elements a tensor has of which a block of 256 has numel_of_block: 256, or 1 for scales."""
+    """Scale the elements of a tensor from a block of 256 (which has 256, or 1 scale) to `numel`."""
     return -(-numel * numel_of_block // STATE_BLOCK_NUMEL)

@@ -1,4 +1,4 @@
-"""The way of a full gradient from each rank to the shards of its sum."""
+"""Reduces a full gradient on each rank to shards of the sum."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .layout import BLOCK_NUMEL
 
 
 class Move:
-    """Sums a group's gradient over the ranks of its domain: a codec for each axis.
+    """Sums a group's gradient over the ranks of its domain, with a codec for each axis.
 
         staged --copy--> message --reduce-scatter over `states`--> shard --all-reduce over `replicas`--> shard
 
-    The sum over `states` may be made in levels: over ranks of a host first, and of hosts then. What is not yet the sum
-    of all lies in memory of its own between them.
+    The sum over `states` may have levels: first over the ranks of a host, then over hosts. Partial sums between levels
+    have separate memory.
 
-    What a rank has for its own part of the sum need not be in its message: it is summed where it was staged. Where the
-    route looks for it there too, the message has no room for it.
+    A rank's term for its part of the sum need not be in its message: it can be summed where it was staged. If the
+    transport supports that (`slots_may_lack_own`), the message has no room for it.
     """
 
     def __init__(
@@ -37,22 +37,25 @@ class Move:
         dtype: torch.dtype,
         inspection: Inspection,
     ) -> None:
-        """levels: of the sum over the ranks among which states are divided. replicas: over these. dtype: of the sum."""
+        """levels: codecs of the sum over `states`. replicas: codec of the sum over `replicas`. dtype: of the sum."""
         self._group = group
         self._dtype = dtype
         self._levels = levels
         self._replicas = replicas
-        self._stager = levels[0] if group.axes.states.size > 1 else replicas  # in whose message a gradient is staged
+        self._stager = (
+            levels[0] if group.axes.states.size > 1 else replicas
+        )  # the codec in whose message a gradient is staged
         self._counting = [codec for codec in (*levels, replicas) if codec.counts_messages]
         self.has_steps = bool(self._counting)
-        """Whether `reset` has something to do."""
+        """Whether `reset` has an effect."""
         self._inspection = inspection
         self._name = f"reduction of {group.plan.name}"
         self.sums: Callable[[], bool] = lambda: True
-        """Whether gradients are summed over replicas in this step; else each updates with its own, and counts it."""
+        """Whether this step sums gradients over replicas; else each replica updates with its gradient, and counts it.
+        """
 
     def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
-        """The axis in whose message a backward's gradients are staged; None: they go into the shard."""
+        """Return the axis in whose message a backward's gradients are staged; None: they are staged in the shard."""
         if self._group.axes.states.size > 1:
             return self._group.axes.states
         replica_axis = self._group.axes.replicas
@@ -60,31 +63,35 @@ class Move:
 
     @property
     def adds_exactly(self) -> bool:
-        """Whether a gradient that comes to a message in two parts has the bits of one that autograd has added up."""
+        """Whether adding a gradient to the message in two parts gives the bits of autograd's sum."""
         return self._levels[0].is_exact(self._group.plan.dtype)
 
     def reset(self) -> None:
-        """The next gradient is of another step."""
+        """Begin another step."""
         for codec in self._counting:
             codec.reset()
 
     def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
-        """What `open_message` will give, to be written already; None where it is not free yet."""
+        """Return the memory that `open_message` will return, to write early; None if it is not free yet."""
         return self._stager.next_message(self._message_numel(axis, has_shard))
 
     def open_message(self, axis: Axis, has_shard: bool) -> Tensor:
-        """Memory to stage the next gradient in, (padded_numel,), or without the part of it that is summed in place;
-        may wait for other ranks."""
+        """Return memory to stage the next gradient in, (padded_numel,), without the part that is summed in place.
+
+        May wait for other ranks.
+        """
         return self._stager.open_message(self._message_numel(axis, has_shard), self._name)
 
     def _message_numel(self, axis: Axis, has_shard: bool) -> int:
-        """Elements for which a message of `axis` has room: all but what is summed in place, where the route says so."""
+        """Elements of a message of `axis`."""
         held = self._held(axis, has_shard) if axis.route.slots_may_lack_own else NOTHING
         num_held: int = held.stop - held.start
         return self._group.layout.padded_numel - num_held
 
     def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
-        """Where gradients are staged: the shard, or the message of `axis` but for what is summed in place."""
+        """Return the regions to stage gradients in: the shard, or the message of `axis` and the part that is summed in
+        place.
+        """
         numel = self._group.layout.padded_numel
         if axis is None or message is None:
             return [(0, numel, shard)]
@@ -100,21 +107,21 @@ class Move:
     def sum(
         self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool, boundary: bool, counts: bool
     ) -> Iterator[Pending]:
-        """Sums what was staged, step by step: each `next` after what it has given would not wait, or shall.
+        """Sum the staged gradient, a phase for each `next`, which waits for the pending result of the phase before.
 
-        shard: (shard_numel,), which has the sum of earlier microbatches, if any. boundary: it becomes that of all
-        ranks. counts: its squares are counted then.
+        shard: (shard_numel,), with the sum of earlier microbatches, if any. boundary: sum over all ranks. counts: count
+        its squares.
         """
         states, replicas = self._group.axes.states, self._group.axes.replicas
         is_last = replicas.size == 1 or not self.sums()
-        if message is None and is_last and boundary:  # what was not finite before still is not
+        if message is None and is_last and boundary:  # a value that was not finite before still is not
             self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
             for codec in self._levels[:-1]:
                 message = yield from self._sum_first(codec, message)
             held = self._held(axis, has_shard)
             coming = self._levels[-1].reduce_scatter(message, None if has_shard else shard, self._name)
-            if boundary and not is_last:  # what follows at once opens a message there
+            if boundary and not is_last:  # as the next phase opens a message to replicas
                 coming = coming._replace(arrived=self._when_free(coming.arrived, self._replicas.staged_numel(shard)))
             yield from self._add_up(states, coming, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
         if is_last or not boundary:
@@ -130,7 +137,7 @@ class Move:
         yield from self._add_up(replicas, coming, mine, shard, held, False, counts)
 
     def _sum_first(self, codec: Codec, message: Tensor) -> Generator[Pending, None, Tensor]:
-        """A level that is not the last. Returns its sum, which is staged for the next one."""
+        """Sum over a level that is not the last. Returns the sum, staged for the next level."""
         coming = codec.reduce_scatter(message, None, self._name)
         yield coming.arrived
         coming.arrived.wait()
@@ -141,14 +148,14 @@ class Move:
         return total
 
     def _when_free(self, pending: Pending, numel: int) -> Pending:
-        """As `pending`, but not done before the next message to replicas is free."""
+        """As `pending`, but done only when the next message to replicas is free."""
         return Pending(pending.wait, lambda: pending.is_done and self._replicas.next_message(numel) is not None)
 
     def _held(self, axis: Axis, has_shard: bool) -> slice:
-        """What of its own region this rank need not put into the message that it stages in.
+        """Return the range of this rank's region that need not be in the message.
 
-        All of it where the message is smaller by that, and on the shard axis, where memory counts more. Else whole
-        parameters, which then lie in one piece and can be made there (see `Staging.place`).
+        It is the whole region if that makes the message smaller, and on the shard axis, where memory counts more. Else
+        it is whole parameters, whose gradients can then be computed in place (see `Staging.place`).
         """
         if has_shard or not axis.route.sums_here:
             return NOTHING
@@ -164,7 +171,9 @@ class Move:
     def _add_up(
         self, axis: Axis, coming: Coming, mine: slice, shard: Tensor, held: slice, accumulate: bool, counts: bool
     ) -> Iterator[Pending]:
-        """mine: what this rank looks at, of what is then the same on all ranks of the axis."""
+        """Wait for messages, add them up, inspect the sum. mine: the range that this rank inspects, of a sum equal on
+        all ranks.
+        """
         yield coming.arrived
         coming.arrived.wait()
         of_ranks = coming.add_up(_part(shard, coming.region), held, accumulate)
@@ -180,47 +189,48 @@ class NonFinite:
     """The first non-finite value that this rank found in a gradient."""
 
     parameter: str
-    rank: int | None  # that produced it; None where only the sum over ranks is known
+    rank: int | None  # the rank that produced it; None if only the sum over ranks is known
     what: str = "a NaN or infinite value"
 
 
 class Inspection:
-    """Looks at what was summed, while it is in the cache, and what each rank has sent for it can still be read.
+    """Inspects sums while they are in cache, and while each rank's term can still be read.
 
-    What it finds stays on the device, and is made a sum once a step (`StepFinding`): nothing waits here for a device. A
-    value that is not finite stays so in all sums that it goes into.
+    Results stay on the device and are reduced once a step (`StepFinding`), so nothing waits for a device here. A value
+    that is not finite stays non-finite in all later sums.
     """
 
     def __init__(self, group: ShardedGroup) -> None:
         self._group = group
         self.counted: list[Tensor] = []
-        """Squares by block, (blocks,) float64 each, of what this rank counts in its step."""
+        """Sums of squares by block, (blocks,) float64 each, of the elements that this rank counts in its step."""
         self.was_finite: Tensor | None = None
-        """() bool: nothing else that was looked at had a value that is not; None where there was nothing else."""
+        """() bool: whether all sums that were inspected but not counted were finite; None: no such sums."""
         self.is_outdated = False
-        """The final shard was changed since; what was found is of what it was before."""
+        """Whether the final shard has changed since it was inspected."""
         self._first: NonFinite | None = None
-        self._kept: tuple[Tensor, Tensor, bool] | None = None  # of `remember`: where, values, is_own
+        self._kept: tuple[Tensor, Tensor, bool] | None = None  # of `remember`: (offset, values, is_own)
 
     def forget(self) -> None:
-        """The next gradient is of another step."""
+        """Begin another step."""
         self.counted = []
         self.is_outdated = False
         self.was_finite = self._first = self._kept = None
 
     def count_anew(self) -> None:
-        """The total that was counted is not the last one of its step."""
+        """Stop counting the sum: another backward of the step adds to it."""
         counted, self.counted = self.counted, []
         for squares in counted:
             self._note(squares)
 
     def look(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor], counts: bool) -> None:
-        """total: from `offset` of the shard on. terms: of the ranks of the axis, on the CPU; none: they are not known.
+        """Inspect a sum. total: from `offset` of the shard on. terms: of the axis's ranks, on the CPU; empty if
+        unknown.
 
-        counts: the total is final, and this rank is the one that counts it.
+        counts: the sum is final, and this rank counts it.
         """
         squares = squares_by_block(total, BLOCK_NUMEL)
-        if terms and not bool(torch.isfinite(squares).all()):  # without them the value can be found later as well
+        if terms and not bool(torch.isfinite(squares).all()):  # without terms a later search finds as much
             self._trace(axis, offset, total, terms)
         if counts:
             self.counted.append(squares)
@@ -229,15 +239,17 @@ class Inspection:
 
     @property
     def is_finite(self) -> bool:
-        """Whether nothing was found that is not. Waits for the device."""
+        """Whether everything inspected was finite. Waits for the device."""
         return all(map(bool, self._known()))
 
     def is_bad(self) -> Tensor:
-        """(1,) int64, on the device of the gradient, which the host does not get: 1 where that is not so."""
+        """Return (1,) int64 on the gradient's device: 1 if anything was not finite. Does not wait."""
         return torch.stack(self._known()).all().logical_not().long().view(1)
 
     def remember(self, shard: Tensor, is_own: bool) -> None:
-        """As `first`, of a shard that goes. A device is not waited for: the block with the value is kept there."""
+        """As `first`, for a shard that is freed next. Does not wait for a device: it keeps the block with the value
+        there.
+        """
         if shard.device.type == "cpu":
             self.first(shard, is_own)
             return
@@ -250,9 +262,9 @@ class Inspection:
             self._kept = start + mine.start, region[places.clamp_(max=region.numel() - 1)], is_own
 
     def first(self, shard: Tensor | None, is_own: bool) -> NonFinite | None:
-        """The first value that is not finite. Waits for the device.
+        """Return the first value that is not finite. Waits for the device.
 
-        shard: where it is looked for, if it was not traced. is_own: nobody but the ranks of the axes had a part in it.
+        shard: searched if the value was not traced. is_own: only ranks of the axes have contributed to it.
         """
         if self._first is not None or (shard is None and self._kept is None) or self.is_finite:
             return self._first
@@ -265,7 +277,7 @@ class Inspection:
         return self._first
 
     def _mine(self, shard: Tensor) -> slice:
-        """What this rank looks at, of what is the same on all ranks of the axis."""
+        """The range that this rank inspects, of a shard that is equal on all replicas."""
         replicas = self._group.axes.replicas
         return regions_of(shard.numel(), replicas.size)[replicas.rank]
 
@@ -275,7 +287,7 @@ class Inspection:
         self._trace(replicas, offset, values, (values,) if is_alone else ())
 
     def _known(self) -> list[Tensor]:
-        """() bool of each look; what the host has got is counted there."""
+        """Return () bool for each inspected sum: whether it was finite."""
         earlier = [] if self.was_finite is None else [self.was_finite]
         return [*earlier, *(torch.isfinite(squares).all() for squares in self.counted)]
 
@@ -288,7 +300,7 @@ class Inspection:
         if self._first is not None or bool(torch.isfinite(squares.sum())):
             return
         bad = torch.nonzero(~torch.isfinite(squares))
-        index = int(bad[0]) if len(bad) else int(squares.argmax())  # of many that are large
+        index = int(bad[0]) if len(bad) else int(squares.argmax())  # the largest of many large values
         name = self._group.layout.slot_at(self._group.own.start + offset + index).name
         own = axis.rank if axis.rank < len(terms) else None
         in_place = own is not None and terms[own].data_ptr() == total.data_ptr()
@@ -298,12 +310,12 @@ class Inspection:
             if not (in_place and index_on_axis == own) and not torch.isfinite(term[index])
         ]
         if in_place and not producers:
-            producers = [axis.ranks[axis.rank]]  # its own term has become the sum; nobody else's was bad
+            producers = [axis.ranks[axis.rank]]  # its term was overwritten by the sum, and no other term was bad
         value = float(total[index])
         what = f"{value:.1e}, whose square is not," if math.isfinite(value) else NonFinite.what
         self._first = NonFinite(name, producers[0] if producers else None, what)
 
 
 def _part(tensor: Tensor, region: slice) -> Tensor:
-    """Itself, where that is all of it."""
+    """Return tensor[region], without a new view if that is all of it."""
     return tensor if region == slice(0, tensor.numel()) else tensor[region]

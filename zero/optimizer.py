@@ -1,4 +1,4 @@
-"""The optimizer over sharded groups: master weights, states, and who updates what."""
+"""The optimizer over sharded groups: master weights, states and updates."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .torch_update import TorchUpdate
 from .versions import DelayedUpdate, Speculation, Version
 
 BY_HAND = (
-    "{what}: expected engine.step(), which updates the shards of all ranks with the gradients of the whole step, found "
-    "a call of the optimizer itself, which has none of them; call engine.step() in its place. zero_grad() is not needed"
+    "{what}: expected engine.step(), which updates the shards of all ranks with the reduced gradients, found a call of "
+    "the optimizer, which has no gradients; call engine.step() instead. zero_grad() is not needed"
 )
 
 _NO_STATE_DICT = (
     "{what}: expected engine.save_checkpoint and engine.load_checkpoint, which save and load the states of all ranks, "
-    "found a call of the optimizer itself, whose states are divided over the ranks; engine.full(parameter, state) "
-    "shows those of one parameter"
+    "found a call of the optimizer, whose states are divided over the ranks; engine.full(parameter, state) shows the "
+    "state of a parameter"
 )
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Updates every rank's shards. `param_groups` are the user's: learning rates and decays may be changed there.
+    """Updates this rank's shards. `param_groups` are the user's: learning rates and decays may be changed there.
 
-    Two kinds of update: a fused rule of `kernels/` over whole runs, or the user's own elementwise torch optimizer
-    class, which gets each run as one flat parameter.
+    An update is a fused rule of `kernels/`, or the user's elementwise torch optimizer class, which gets each run of
+    parameters with equal options as a flat parameter.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rest: ShardRest | None = None,
         host: HostUpdate | None = None,
     ) -> None:
-        """param_groups: [{"params": [...], options...}]. defaults: options that a group has which does not say them.
+        """param_groups: [{"params": [...], options...}]. defaults: options for groups that lack them.
 
-        offloaded: where states rest between steps. rest: where the groups' shards rest, if they do. host: updates what
-        is offloaded, where the parameters are not in host memory. Raises OffloadError.
+        offloaded: where states rest between steps. rest: where the shards of parameters rest, if offloaded. host:
+        updates the offloaded shards of a device. Raises OffloadError.
         """
-        # Optimizer.__init__ imports torch's compiler, 70 MiB a process; what unpickling sets is all that is needed. The
-        # groups are the user's very dictionaries: a scheduler bound to them acts here too. From the defaults schedulers
+        # Optimizer.__init__ imports torch's compiler, 70 MiB a process. Unpickling sets all that is needed. The
+        # groups are the user's dictionaries, so schedulers bound to them act here too. From the defaults schedulers
         # read which options there are.
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
@@ -67,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.speculation = Speculation()
         self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
         self.averages: Averages | None = None
-        """Of the master weights, where somebody wants them."""
+        """Moving averages of the master weights, if the user wants them."""
         self._homes = ShardHomes(offloaded, rest, host)
         self._on_group: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
@@ -78,36 +78,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """How often it has updated, with the step that is under way."""
+        """Number of updates, including a step in progress."""
         return self.counts.num_steps
 
     @property
     def num_steps_before(self) -> int:
-        """Without one whose gradients may still come: an update in the backward is counted when that begins."""
+        """Number of completed steps: an update in the backward is counted when the backward begins."""
         return self.counts.num_steps - self.counts.is_in_step
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first parameter group; 0 where there is none."""
+        """The learning rate of the first parameter group; 0 without groups."""
         return float(self.param_groups[0]["lr"]) if self.param_groups else 0.0
 
     @property
     def lacks_state(self) -> bool:
-        """Whether an option was set that needs a state which is not kept: SGD's momentum, where it began without."""
+        """Whether an option needs a state that is not kept: momentum of an SGD that began without."""
         return any(map(self._update.lacks_state, self.param_groups))
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Raises StateError: an update needs all ranks and the norm of all gradients, which the engine knows."""
+        """Raise StateError: an update needs all ranks and the norm of all gradients, which the engine has."""
         raise StateError(BY_HAND.format(what="engine.optimizer.step()"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the options alone. Raises StateError once there are states, which no rank has as a whole."""
+        """Return the options. Raises StateError once states exist, as no rank has all of them."""
         if self.counts.num_steps:
             raise StateError(_NO_STATE_DICT.format(what="engine.optimizer.state_dict()"))
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of the options alone. Raises StateError for one with states, which would be lost."""
+        """Load the options. Raises StateError if there are states, which would be lost."""
         if state_dict.get("state"):
             raise StateError(_NO_STATE_DICT.format(what="engine.optimizer.load_state_dict()"))
         groups = state_dict["param_groups"]
@@ -122,29 +122,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- groups that come later -----------------------------------------------------------------------------------
 
     def listen(self, on_group: Callable[[dict[str, Any]], None]) -> None:
-        """on_group: takes up a parameter group that the caller adds, with all its options; a method of the engine.
+        """Set the engine's method that registers parameter groups added by the user.
 
-        That is not held: the hooks on the model hold this optimizer.
+        A weak reference: the hooks on the model hold this optimizer.
         """
         self._on_group = weakref.WeakMethod(on_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """From the next step on these parameters of the model are updated too, where they require a gradient.
+        """Update these parameters of the model too, from the next step on, if they require a gradient.
 
-        As torch's: options that the group does not say are the defaults. All ranks must call it alike, between steps,
-        with parameters that are in no other group. Their master weights begin with what is computed with, and their
-        states anew. Raises ValueError, or StateError in the middle of a step, before anything is changed.
+        As in torch, missing options take the defaults. All ranks must call it alike, between steps, with parameters
+        that are in no other group. Their master weights begin as the current parameters, their states as new. Raises
+        ValueError, or StateError during a step, before anything is changed.
         """
         take_up = self._on_group() if self._on_group is not None else None
         if take_up is None:
             raise StateError(
-                "engine.optimizer.add_param_group(): expected its engine, found that nobody has it any more"
+                "engine.optimizer.add_param_group(): the engine of this optimizer was freed; keep a reference to it"
             )
         params = param_group["params"]
         if isinstance(params, Set):
             raise TypeError(
-                "engine.optimizer.add_param_group(): expected parameters in an order that all ranks have alike, found "
-                "a set; pass a list"
+                "engine.optimizer.add_param_group(): expected parameters in the same order on all ranks, found a set; "
+                "pass a list"
             )
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         for name, default in self.defaults.items():
@@ -152,18 +152,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         take_up(param_group)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises ValueError for those of a parameter group with which the others' update would be another one."""
+        """Raise ValueError for options of a parameter group that would need a different kind of update."""
         if not self._update.takes(options):
             raise ValueError(
-                f"engine.optimizer.add_param_group(): expected options of {self.kind} with the states that it keeps, "
-                f"found { ({key: value for key, value in options.items() if key != 'params'}) }; an option that is "
-                "another kind of update must be the same in all groups"
+                f"engine.optimizer.add_param_group(): expected options of {self.kind} with the states of the first "
+                f"group, found { ({key: value for key, value in options.items() if key != 'params'}) }; an option that "
+                "changes the kind of update must be the same in all groups"
             )
 
     def make_shards(
         self, gradients: Sequence[GroupGradient], param_groups: Mapping[int, Mapping[str, Any]]
     ) -> list[ShardState]:
-        """Takes memory for masters and states of groups. param_groups: that have the parameters, by index."""
+        """Take memory for masters and states of groups. param_groups: index -> group with the parameters."""
         index_of = {id(p): index for index, group in param_groups.items() for p in group["params"]}
         shards = self._homes.make_shards(gradients, index_of, self._update)
         if isinstance(self._update, FusedUpdate):
@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return shards
 
     def take_up(self, param_group: dict[str, Any], shards: Sequence[ShardState]) -> None:
-        """The group's parameters are updated from now on. shards: of `make_shards`; what this rank has of them."""
+        """Add a parameter group. shards: this rank's, from `make_shards`."""
         self.param_groups.append(param_group)
         self._group_sizes.append(len(param_group["params"]))
         self.shards.extend(shards)
@@ -191,12 +191,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether the step that comes is made with a sum of gradients."""
+        """Whether the next step sums gradients over replicas."""
         return not isinstance(self._update, FusedUpdate) or self._update.sums_gradients(self.counts.num_steps + 1)
 
     @property
     def can_be_skipped(self) -> bool:
-        """Whether an update can be started before the host knows if it counts: its kernels ask the device then."""
+        """Whether an update can start before the host knows if the step counts: its kernels read a device flag."""
         return self._are_here and not self._update.waits_for_norm
 
     def update_all(
@@ -205,10 +205,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on_updated: Callable[[ShardState], None] = lambda shard: None,
         skip: Tensor | None = None,
     ) -> None:
-        """Updates all shards with gradient_scale * gradient. The engine calls it; it has reduced the gradients.
+        """Update all shards with gradient_scale * gradient. The engine calls it after the reductions.
 
-        on_updated: called after each shard, so that sending it overlaps with the update of the next. skip: (1,) on the
-        device: where it is not 0, nothing changes. It is read there, and `count` or `uncount` has to follow.
+        on_updated: called after each shard, so that sending it overlaps with the next update. skip: (1,) on the device:
+        if not 0, nothing changes; call `count` or `uncount` later.
         """
         self.begin_step()
         due = deque([(one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None])
@@ -222,19 +222,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.count()
 
     def count(self) -> None:
-        """What was updated in the step that was begun counts."""
+        """Count the step in progress."""
         self.counts.count()
         if self.averages is not None:
             self._average(self.averages)
 
     def uncount(self) -> None:
-        """In the step that was begun nothing has changed."""
+        """Do not count the step in progress: it has changed nothing."""
         self.counts.uncount()
 
     def start_delayed(self, gradient_scale: float) -> None:
-        """As `update_all`, in the background, with options as they are now; the next gradients may come meanwhile.
+        """As `update_all`, in the background, with the current options, while the next gradients are computed.
 
-        Parameters stay as they are, until `delayed.wait` has found no error and every shard was told to take `ahead`.
+        Parameters keep their values until `delayed.wait` returns no error and each shard is told to take `ahead`.
         """
         what = "a shard that is not in memory cannot be computed with while it is updated"
         assert self._homes.rest is None, what
@@ -250,24 +250,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_all(due, terms, self._update_ahead)
             if self.averages is not None:
                 self._average(self.averages, ahead=True)
-            self._homes.offloaded.window.wait()  # an error of the drive is one of this step
+            self._homes.offloaded.window.wait()  # so that an error of the drive belongs to this step
 
         self.delayed.start(update, [gradient for _, gradient in due])
 
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
-        """Counts a step whose shards are then updated one by one.
+        """Begin a step whose shards are updated in separate calls.
 
-        order: of the updates, where it is known: what rests in a store is read ahead then. speculates: the step may be
-        taken back, until `accept`.
+        order: of the updates, if known, to read stores ahead. speculates: the step may be rolled back until `accept`.
         """
         if [len(group["params"]) for group in self.param_groups] != self._group_sizes:
             raise ValueError(
-                "optimizer: expected the parameter groups of the engine, found others, which were added to the "
-                "optimizer that was passed to lowtide.initialize, or taken out; add groups by "
+                "optimizer: the parameter groups of the optimizer that was passed to lowtide.initialize have changed: "
+                f"expected {self._group_sizes} parameters in its groups, found "
+                f"{[len(group['params']) for group in self.param_groups]}; add groups with "
                 "engine.optimizer.add_param_group"
             )
         self.counts.begin()
-        self._opt_called = True  # what a scheduler of torch, over this, takes for a call of `step`
+        self._opt_called = True  # torch's schedulers check it to see that `step` was called
         if self._are_here:
             self._homes.widened.settle()
         else:
@@ -279,24 +279,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(
         self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
-        """Updates one shard; its gradient, or the one given, (shard_numel,), is used up. skip: as of `update_all`."""
+        """Update a shard with its gradient, or with the given gradient, (shard_numel,), and free it. skip: see
+        `update_all`.
+        """
         gradient = shard.gradient.shard if gradient is None else gradient
         if gradient is not None:
             self._update_shard(shard, gradient, self._terms(gradient_scale, skip))
             if shard.is_apart:
-                self._homes.window.let_go(shard.group.resident)  # what was read of it for `speculation` is of before
+                self._homes.window.let_go(shard.group.resident)  # else `speculation` would read old values
 
     def skip(self, shard: ShardState) -> None:
-        """Leaves a shard as it is, in its turn among those of `begin_step`."""
+        """Leave a shard as it is, in its turn of the `begin_step` order."""
         self._homes.window.let_go(shard.group.resident)
 
     def accept(self) -> None:
-        """A step whose shards were updated one by one is whole, and counts."""
+        """Count a step whose shards were updated in separate calls."""
         self.speculation.forget()
         self.count()
 
     def roll_back(self) -> bool:
-        """A step that speculated, whole or in part, has not been. Says whether there was one."""
+        """Undo a speculative step, complete or partial. Returns whether there was any."""
         was_open = self.speculation.is_open
         if was_open:
             self.counts.uncount()
@@ -307,28 +309,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """The name of the rule, or of the caller's class."""
+        """The name of the rule, or of the user's class."""
         return self._update.name
 
     def can_take(self, kind: str, states: Collection[str]) -> bool:
-        """True where states of these names, made by an optimizer of that kind, are states of this one."""
+        """Whether states of these names from an optimizer of that kind fit this optimizer."""
         return self._update.can_take(kind, states)
 
     def state_bytes(self) -> int:
-        """Bytes of optimizer states, master weights, averages and what updates keep, in memory.
+        """Bytes of optimizer states, master weights, averages and old versions in memory.
 
-        Waits for an update in the background, whose gradients are given back then.
+        Waits for an update in the background, which then frees its gradients.
         """
         self.delayed.wait()
         averages = 0 if self.averages is None else self.averages.nbytes
         return self.speculation.nbytes + averages + sum(map(self.bytes_of, self.shards))
 
     def bytes_of(self, shard: ShardState) -> int:
-        """Of one shard's states, master weights and second version of the parameters, in memory."""
+        """Bytes of a shard's states, master weights and second version of the parameters in memory."""
         return sum(map(bytes_in_memory, self._held_of(shard)))
 
     def held(self) -> Iterator[Tensor]:
-        """Tensors of states, master weights and averages, in memory of a device or of the host."""
+        """Yield the tensors of states, master weights and averages in memory of a device or the host."""
         for shard in self.shards:
             yield from self._held_of(shard)
         if self.averages is not None:
@@ -340,11 +342,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._homes.offloaded.nbytes
 
     def settle(self) -> None:
-        """What was changed through `states_of` is in the states."""
+        """Write changes made through `states_of` into the states."""
         self._homes.widened.settle()
 
     def close(self) -> None:
-        """Gives back what is in a store, when nothing is updated any more."""
+        """Free stores and threads. No update may follow."""
         self.delayed.close()
         self._homes.close()
 
@@ -357,7 +359,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         yield from self._update.held(shard)
 
     def _average(self, averages: Averages, ahead: bool = False) -> None:
-        """After a step that counts. Master weights that rest in a store are read once more for it."""
+        """Update the averages after a step that counts. Reads offloaded master weights again."""
         averages.update(ahead)
         self._homes.put_back()
 
@@ -367,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_all(
         self,
-        due: deque[tuple[ShardState, Tensor]],  # with gradients, whose memory may be given back on the way
+        due: deque[tuple[ShardState, Tensor]],  # (shard, gradient); an update may free the gradient
         terms: UpdateTerms,
         update: Callable[[ShardState, Tensor, UpdateTerms], None],
         on_updated: Callable[[ShardState], None] = lambda shard: None,
@@ -385,7 +387,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update.update(shard, parts, gradient, terms)
 
     def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
-        """Beside the parameters, which are computed with."""
+        """Update a second version, while the parameters are in use."""
         if not shard.form.is_mixed:
             shard.versions.ahead.values.copy_(shard.group.shard)
         self._update.update(shard, partial(shard.parts, shard.versions.ahead, self.speculation), gradient, terms)

@@ -1,4 +1,4 @@
-"""The states of an optimizer by parameter, for checkpoints and for whoever reads or writes those of one parameter."""
+"""Optimizer states by parameter, for checkpoints and for reading or writing the states of a parameter."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .shard_state import ShardState
 from .torch_update import TorchUpdate
 
 StateKey = tuple[int, torch.dtype]
-"""Index in param_groups, dtype of the master weights: parameters that agree in both have the same states."""
+"""(index in param_groups, dtype of the master weights). Parameters with equal keys have the same kinds of states."""
 MISSED_STEPS = "missed_steps"
-"""Among the scalar states of a parameter: in how many steps nobody used it."""
+"""Scalar state of a parameter: the number of steps in which no rank used it."""
 FACTOR = "low_rank_factor"
-"""Among them, of PowerSGD."""
+"""Scalar state of a parameter with PowerSGD: its factor Q."""
 
 
 class ParameterStates:
-    """What this rank has of each parameter's states.
+    """This rank's part of each parameter's states.
 
-    Elementwise ones are ranges of shards, described alike by all ranks; those that a rank alone has, and what is no
-    tensor of elements, come beside them.
+    Elementwise states are ranges of shards, which all ranks describe alike. States of a single rank and states that are
+    not elementwise are separate.
     """
 
     def __init__(self, update: FusedUpdate | TorchUpdate, shards: Sequence[ShardState], counts: StepCounts) -> None:
-        """shards, counts: of the optimizer, which adds to them."""
+        """shards, counts: the optimizer's own, to which it adds."""
         self._update = update
         self._shards = shards
         self._counts = counts
 
     @property
     def state_keys(self) -> dict[str, StateKey]:
-        """The key under which each parameter's states are described, by the parameter's name, on all ranks alike."""
+        """The state key of each parameter, by name, equal on all ranks."""
         return {
             name: (shard.runs.options_index(index), shard.form.master_dtype)
             for shard in self._shards
@@ -45,14 +45,14 @@ class ParameterStates:
         }
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool = False) -> dict[str, Memory]:
-        """The elementwise states of one of the shard's `pieces`, (piece.numel,) each; empty before the first step.
+        """Return the elementwise states of a piece of the shard, (piece.numel,) each. Empty before the first step.
 
-        changes: what is changed in those that rest in a store is kept.
+        changes: changes of states in a store are saved.
         """
         return self._update.states_of(shard, piece, changes) if self._counts.num_steps else {}
 
     def state_dtypes(self) -> dict[StateKey, dict[str, torch.dtype]]:
-        """The elementwise states by name, of what this rank holds; empty before the first step."""
+        """Return the dtypes of elementwise states by name, for the keys on this rank. Empty before the first step."""
         keys = self.state_keys
         return {
             keys[shard.group.layout.names[piece.index]]: {name: values.dtype for name, values in states.items()}
@@ -62,7 +62,7 @@ class ParameterStates:
         }
 
     def rank_states(self) -> Iterator[tuple[ShardState, Piece, str, Tensor]]:
-        """Elementwise states that this rank alone has, with their names."""
+        """Yield the elementwise states that only this rank has, with their names."""
         for shard in self._shards if self._counts.num_steps else ():
             found = [] if not isinstance(self._update, FusedUpdate) else list(self._update.rank_states(shard))
             low_rank = shard.gradient.low_rank
@@ -70,7 +70,7 @@ class ParameterStates:
                 yield shard, piece, name, values
 
     def rank_state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
-        """Such states of all ranks by name, of each parameter of which this one has any."""
+        """Return names and dtypes of the rank states of all ranks, for each parameter with rank states here."""
         found: dict[str, dict[str, torch.dtype]] = {}
         for shard, piece, _, values in self.rank_states():
             names = self._update.rank_state_names(shard) if isinstance(self._update, FusedUpdate) else ()
@@ -80,11 +80,11 @@ class ParameterStates:
         return found
 
     def missed_steps(self, param: nn.Parameter) -> int:
-        """In how many steps nobody used a parameter, so that it stayed as it was."""
+        """Return the number of steps in which no rank used the parameter, so that it did not change."""
         return self._counts.missed[id(param)]
 
     def scalar_states(self) -> ScalarStates:
-        """What is kept beside elementwise states: the steps that a parameter was not used in, or what torch keeps."""
+        """Return the states that are not elementwise: missed steps, and the step counts of torch optimizers."""
         params = [pair for shard in self._shards for pair in shard.group.plan.params]
         missed = {name: count for name, param in params if (count := self._counts.missed[id(param)])}
         kept = {key: states for shard in self._shards for key, states in self._update.scalar_states(shard).items()}
@@ -92,13 +92,13 @@ class ParameterStates:
             said = {name: {MISSED_STEPS: count} for name, count in missed.items()}
             both = {key: {**(kept.get(key) or {}), **said.get(str(key), {})} for key in kept.keys() | said.keys()}
             return self._with_factors(both)
-        for key in kept.keys() & missed.keys():  # a rank has those of which it has a part
+        for key in kept.keys() & missed.keys():  # a rank reports the parameters that its shard has a part of
             if missed[str(key)] < self._counts.num_steps:
                 kept[key] = {**(kept[key] or {}), MISSED_STEPS: missed[str(key)]}
         return self._with_factors(kept)
 
     def _with_factors(self, scalars: dict[int | str, Any]) -> ScalarStates:
-        """With the thin matrices that the next ones begin with."""
+        """Add the PowerSGD factors."""
         for shard in self._shards:
             low_rank = shard.gradient.low_rank
             for index, factor in () if low_rank is None else low_rank.factors.items():
@@ -115,11 +115,14 @@ class ParameterStates:
                 low_rank.factors = {i: one.to(shard.group.full.device) for i, one in kept if isinstance(one, Tensor)}
 
     def reset(self, params: Mapping[str, nn.Parameter], what: str) -> None:
-        """These are as before their first step. params: by name, on all ranks alike. Raises ValueError."""
+        """Reset the states of these parameters to those before the first step. Raises ValueError.
+
+        params: by name, the same on all ranks.
+        """
         if isinstance(self._update, FusedUpdate) and self._update.optimizer.sends_signs:
             raise ValueError(
-                f"{what}: expected an optimizer whose states are of each parameter, found {self._update.name}, whose "
-                "ranks keep errors of messages that are of many; save the weights, and begin with a new engine"
+                f"{what}: expected an optimizer with separate states for each parameter, found {self._update.name}, "
+                "which keeps errors of messages over many parameters; save the weights, and begin with a new engine"
             )
         for shard in self._shards:
             for index, name in enumerate(shard.group.layout.names):
@@ -135,11 +138,11 @@ class ParameterStates:
         scalars: ScalarStates,
         params: Mapping[str, nn.Parameter],
     ) -> None:
-        """Takes memory for the states of a run that has made `num_steps`; `states_of` says where to fill them in.
+        """Take memory for the states of a run of `num_steps` steps; fill them through `states_of`.
 
-        dtypes: of the elementwise states by name, for each parameter by name; floating-point ones take the dtype of
-        the master weights, as in torch. scalars: as `scalar_states` gives them, of all ranks. params: of the whole
-        model, by name: of other stages of a pipeline too.
+        dtypes: elementwise states by name, for each parameter by name; floating-point states take the dtype of the
+        master weights, as in torch. scalars: `scalar_states` of all ranks. params: of the whole model, other pipeline
+        stages included, by name.
         """
         missed = {
             id(param): num_steps if (kept := scalars[name]) is None else int(kept.get(MISSED_STEPS, 0))

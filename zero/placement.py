@@ -1,15 +1,15 @@
-"""Where parameters and states of a rank's shards rest while nobody needs them.
+"""Where parameters and optimizer states of a rank's shards rest between uses.
 
-forward     load | gather | use | release          the pages go to the next block, nothing is written
-step        load 1 | update 0 | save               each shard in memory only while it is updated
-backward    load | gather | use | release others | reduce | update | save      where the update does not wait for a step
+    forward     load | gather | use | release          pages pass to the next block, nothing is written
+    step        load 1 | update 0 | save               a shard is in memory only during its update
+    backward    load | gather | use | release others | reduce | update | save      if the update is in the backward
 
-Master weights and optimizer states rest chunk by chunk:
+Master weights and optimizer states rest in chunks:
 
-shard    |  in memory  | chunk 0 | chunk 1 | chunk 2 |
-a chunk  [ master | exp_avg | exp_avg_sq ]                 one key of the store, one buffer while it is open
+    shard    |  in memory  | chunk 0 | chunk 1 | chunk 2 |
+    a chunk  [ master | exp_avg | exp_avg_sq ]                 a key of the store, a buffer while it is open
 
-step     load 1 | update 0 | save      all chunks of all shards in one window, see `offload.window`
+    step     load 1 | update 0 | save      all chunks of all shards in a window, see `offload.window`
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .layout import BLOCK_NUMEL
 
 
 class ShardRest:
-    """The store of a rank's shards, and the window through which they come and go.
+    """The store of a rank's parameter shards, and the window that loads and saves them.
 
-    At most three are in memory outside of a unit's use: one that is worked on, one that comes and one that leaves; and
-    those that are held for an update in the backward.
+    Outside of a unit's use at most three shards are in memory: in work, loading and saving; plus the shards that an
+    update in the backward holds.
     """
 
     def __init__(self, store: Store) -> None:
@@ -37,44 +37,44 @@ class ShardRest:
         self.window = Window()
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Takes room for shards of these bytes. Raises OffloadError, with the numbers."""
+        """Reserve room for shards of these sizes in bytes. Raises OffloadError, with the numbers."""
         self._store.reserve(sizes)
 
     def resident(self, name: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Resident:
-        """The shard of the group `name`, which comes to the memory that `take` gives."""
+        """Return the shard of the group `name`, which loads into the memory that `take` returns."""
         return Resident.of(self._store, name, take, give)
 
     def drop(self, name: str) -> None:
-        """The shard of the group `name` is kept no longer. Raises OffloadError where an earlier one cannot be saved."""
+        """Remove the shard of the group `name`. Raises OffloadError if an earlier shard cannot be saved."""
         self.window.put_back()
         self.window.wait()
         self._store.drop(name)
 
     def close(self) -> None:
-        """Gives the room back."""
+        """Free the store's room."""
         self.window.close()
         self._store.close()
 
 
 CHUNK_NUMEL = 4 << 20
-"""Elements of a chunk: large enough for the disk, small enough that three of them are little memory."""
+"""Elements of a chunk: large enough for the disk, small enough that three of them take little memory."""
 
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class StatesPlan:
-    """Which elements of a rank's shards have their states elsewhere, and in which chunks: integers only."""
+    """Which elements of a rank's shards have their states in a store, and in which chunks: integers only."""
 
     ratio: float = 0.0
-    """The share of the states that is elsewhere; the first part of each shard stays in memory with its parameters."""
+    """The part of the states in the store. The first elements of each shard keep their states beside the parameters."""
     in_whole_shards: bool = False
-    """A shard's are elsewhere in one piece or not at all, so that the share is right for all shards together."""
-    num_versions: int = 1  # of a chunk in a store: two, where an update can be taken back
+    """Whether a shard's states are all in the store or all in memory, so that `ratio` holds for all shards together."""
+    num_versions: int = 1  # of a chunk in a store: two if an update can be rolled back
     chunk_numel: int = CHUNK_NUMEL  # whole blocks
 
     def resident_numels(self, shard_numels: Sequence[int]) -> list[int]:
-        """How many elements at the beginning of each shard stay in memory; whole blocks."""
+        """Return how many elements at the start of each shard keep their states in memory: whole blocks."""
         if not self.in_whole_shards:
             return [round(numel * (1 - self.ratio)) // BLOCK_NUMEL * BLOCK_NUMEL for numel in shard_numels]
         seen, kept, found = 0, 0, []
@@ -86,34 +86,34 @@ class StatesPlan:
         return found
 
     def chunks(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The elements [start, end) of a shard, cut."""
+        """Cut the elements [start, end) of a shard into chunks."""
         return [(low, min(low + self.chunk_numel, end)) for low in range(start, end, self.chunk_numel)]
 
 
 class OffloadedStates:
-    """Makes the chunks of all shards, and has the window through which they come and go."""
+    """Makes the chunks of all shards, and owns the window that loads and saves them."""
 
     def __init__(self, plan: StatesPlan, store: Store | None, pool: HostPool) -> None:
-        """store: None: chunks rest in buffers of the pool, and are worked on there."""
+        """store: None: chunks rest in buffers of the pool and are updated in them."""
         assert plan.chunk_numel % BLOCK_NUMEL == 0
         self.plan = plan
         self._store = store
         self._pool = pool
         self._sizes: list[int] = []
-        self._buffers: dict[str, Tensor] = {}  # of the pool, that chunks rest in
+        self._buffers: dict[str, Tensor] = {}  # of the pool, in which chunks rest
         self.window = Window(max_leaving=2)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states that are not with the parameters."""
+        """Bytes of states that are not beside the parameters."""
         return sum(self._sizes)
 
     def divide(
         self, name: str, start: int, end: int, kinds_for: Callable[[int], Mapping[str, tuple[torch.dtype, int]]]
     ) -> list[Chunk]:
-        """The chunks of elements [start, end) of the shard called `name`.
+        """Make the chunks of elements [start, end) of the shard called `name`.
 
-        kinds_for: dtype and number of elements of the tensors that so many elements of a shard have.
+        kinds_for: number of elements of a shard -> dtype and number of elements of each tensor of their states.
         """
         chunks = []
         for low, high in self.plan.chunks(start, end):
@@ -123,12 +123,12 @@ class OffloadedStates:
         return chunks
 
     def reserve(self) -> None:
-        """Takes room for all chunks, where the store has a limit. Raises OffloadError, with the numbers."""
+        """Reserve room for all chunks, if the store has a limit. Raises OffloadError, with the numbers."""
         if self._store is not None:
             self._store.reserve(self._sizes)
 
     def close(self) -> None:
-        """Gives buffers and room back."""
+        """Free the buffers and the store's room."""
         self.window.close()
         while self._buffers:
             self._pool.give(self._buffers.popitem()[1])
@@ -147,7 +147,7 @@ class OffloadedStates:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Elements [start, end) of a shard, whose tensors are one resident."""
+    """Elements [start, end) of a shard. Their master weights and states load and save together."""
 
     start: int
     end: int
@@ -156,27 +156,27 @@ class Chunk:
     window: Window
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Keeps first values of all tensors."""
+        """Store the first values of all tensors."""
         buffer = self.window.create(self.resident).zero_()
         for name, target in self.layout.views(buffer).items():
             target.copy_(values[name])
         self.window.release(self.resident)
 
     def open(self, changes: bool = False) -> dict[str, Tensor]:
-        """The tensors, until those of another chunk are opened; kept again then, if anyone opened them for changes."""
+        """Return the tensors. They are valid until another chunk is opened, and saved then if opened with `changes`."""
         return self.layout.views(self.window.open(self.resident, changes))
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Where the tensors of a chunk lie in its buffer."""
+    """Offsets of a chunk's tensors in its buffer."""
 
     places: tuple[tuple[str, torch.dtype, int, int], ...]  # (name, dtype, offset in bytes, number of elements)
     nbytes: int
 
     @classmethod
     def of(cls, kinds: Mapping[str, tuple[torch.dtype, int]]) -> ChunkLayout:
-        """kinds: dtype and number of elements of each tensor, in order."""
+        """Lay the tensors out in order. kinds: name -> dtype and number of elements."""
         places, offset = [], 0
         for name, (dtype, numel) in kinds.items():
             places.append((name, dtype, offset, numel))
@@ -188,7 +188,7 @@ class ChunkLayout:
         return {name: dtype for name, dtype, _, _ in self.places}
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors in a buffer, (nbytes,) uint8."""
+        """Return the tensors as views of a buffer, (nbytes,) uint8."""
         return {
             name: buffer[offset : offset + numel * dtype.itemsize].view(dtype)
             for name, dtype, offset, numel in self.places

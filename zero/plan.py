@@ -1,13 +1,12 @@
-"""The units of a model with the layouts of their groups: what is built, before it takes memory.
+"""Plans the units of a model and the layouts of their groups, before memory is taken.
 
-A unit is gathered, reduced and released together.
+A unit is gathered, reduced and released together. The root unit holds the parameters outside of all blocks.
 
-[Note: large ends]
-The rest is gathered as long as the model runs, before its first block, and its gradient is reduced when the backward
-has ended, with nothing beside it. A vocabulary of 128,000 makes it larger than a block. So an embedding and a head are
-units of their own where they are large, and where the order of registration, in which units are gathered, is that of
-their use: an embedding is used before the blocks, a linear layer outside of them behind. What is tied is used twice,
-and stays with the rest.
+[Note: large ends] The root unit is gathered before the first block and stays while the model runs. Its gradient is
+reduced after the backward, with nothing to overlap. A vocabulary of 128,000 makes it larger than a block. So a large
+embedding or head is a unit of its own, if the order of registration, in which units are gathered, is the order of use:
+an embedding is used before the blocks, a linear layer outside of them after. A tied weight is used twice, and stays in
+the root unit.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from .layout import FlatLayout
 
 REST = "(rest)"
 
-_MIN_END_NUMEL = 1 << 20  # a message of less than some MiB costs its latency
+_MIN_END_NUMEL = 1 << 20  # a message below a few MiB is bound by latency
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit: a module, and the parameters that it alone uses. The rest of the model is the unit of the root."""
+    """A unit: a module, and the parameters that only it uses. The root unit has all remaining parameters."""
 
     name: str
     module: nn.Module
@@ -48,14 +47,15 @@ class UnitPlan:
 
 
 def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[UnitPlan]:
-    """The units in the order of registration, the rest first.
+    """Return the units in the order of registration, the root unit first.
 
-    Without patterns a unit is an element of an outermost `ModuleList` or `Sequential` whose elements repeat one class
-    and hold a good part of the model, and each large embedding before these and linear layer behind them.
-    patterns: shell-style patterns of module names; each match is a unit.
-    For a container it is what runs in it: see [Note: what runs] in `blocks.py`.
-    A parameter that several units use belongs to the rest, under its first name.
-    Raises ValueError for a pattern that matches no module, or none that runs, or where units contain each other.
+    Without patterns a unit is an element of an outermost `ModuleList` or `Sequential` whose elements repeat a class and
+    hold a good part of the model, or a large embedding before these elements, or a large linear layer after them.
+    patterns: shell-style patterns of module names; each match is a unit. For a container its running modules are units:
+    see [Note: what runs] in `blocks.py`. A parameter that several units use belongs to the root unit, under its first
+    name.
+
+    Raises ValueError if a pattern matches no module or no module that runs, or if units contain each other.
     """
     blocks = _named_blocks(model, patterns) if patterns is not None else find_blocks(model)
     ends = set[int]()
@@ -65,7 +65,7 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     users = Counter(key for keys in read for key in keys)
     outside = {id(param) for param in _parameters_outside(model, {id(block) for _, block in blocks})}
     own = {key for key, count in users.items() if count == 1 and key not in outside}
-    named = list(model.named_parameters())  # each parameter once
+    named = list(model.named_parameters())  # lists each parameter once
     rest = UnitPlan(REST, model, tuple((name, param) for name, param in named if id(param) not in own))
     units = [rest]
     for (name, block), keys in zip(blocks, read, strict=True):
@@ -79,7 +79,7 @@ _Named = list[tuple[str, nn.Module]]
 
 
 def _with_large_ends(model: nn.Module, blocks: _Named) -> tuple[_Named, set[int]]:
-    """The blocks and what is large at both ends of a model, and the identities of that: [Note: large ends]."""
+    """Add large embeddings and heads to the blocks. Returns their ids too. See [Note: large ends]."""
     if not blocks:
         return blocks, set()
     least = max(_MIN_END_NUMEL, MIN_SHARE_OF_PARAMETERS * max(numel(block) for _, block in blocks))
@@ -107,17 +107,16 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, 
         if not any(fnmatchcase(name, pattern) for name, _ in modules):
             known = ", ".join(sorted({name.split(".")[0] for name, _ in modules}))
             raise ValueError(
-                f'zero_optimization.units: expected a pattern of module names, found "{pattern}", which matches no '
-                f"module; the model's top modules are: {known or 'none'}"
+                f'zero_optimization.units: expected a pattern of module names, found "{pattern}", without a match; '
+                f"the model's top modules are: {known or 'none'}"
             )
     blocks: dict[int, tuple[str, nn.Module]] = {}
     for name, module in matches:
         running = running_modules(name, module)
         if not running and numel(module):
             raise ValueError(
-                f'zero_optimization.units: expected modules that are called, found "{name}", a {type(module).__name__} '
-                "without a forward, and without modules that have one; name the module around it, whose forward reads "
-                "its parameters"
+                f'zero_optimization.units: expected modules with a forward, found "{name}", a {type(module).__name__} '
+                "that has none, nor do its children; name the parent whose forward reads its parameters"
             )
         blocks.update({id(part): (part_name, part) for part_name, part in running})
     for name, block in blocks.values():
@@ -125,8 +124,8 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, 
         nested = [blocks[key][0] for key in blocks if key in inner]
         if nested:
             raise ValueError(
-                f'zero_optimization.units: expected modules that do not contain each other, found "{name}" which '
-                f'contains "{nested[0]}"; name one of them'
+                f'zero_optimization.units: expected modules that do not contain each other, but "{name}" '
+                f'contains "{nested[0]}"; name only one'
             )
     return list(blocks.values())
 
@@ -148,17 +147,17 @@ QUANTIZED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Wire:
-    """The bits of a value in messages; None: its own dtype. See [Note: Quantized blocks] in kernels/quantized_blocks.
+    """Bits per value in messages; None: the dtype as it is. See [Note: Quantized blocks] in kernels/quantized_blocks.
 
-    | messages                                         | bits                                                |
-    |--------------------------------------------------|-----------------------------------------------------|
-    | weights, when they are gathered or refreshed     | `weights`; `frozen`, of those that are not trained  |
-    | gradients, over axes that leave a host           | `gradients`                                         |
-    | gradients, over axes within one                  | `gradients_in_host`                                 |
+    | messages                                 | bits                                 |
+    |------------------------------------------|--------------------------------------|
+    | weights, gathered or refreshed           | `weights`; `frozen` if not trained   |
+    | gradients, over axes between hosts       | `gradients`                          |
+    | gradients, over axes within a host       | `gradients_in_host`                  |
 
-    Where parameters stay (stages 1 and 2, hpZ) what an update has changed is sent, and gathers within the groups of hpZ
-    send weights as they are. Sources: qwZ, qgZ and hpZ of ZeRO++, arXiv 2306.10209; weight differences and two levels
-    of gradients of SDP4Bit, arXiv 2410.15526.
+    If parameters stay in memory (stages 1 and 2, hpZ), an update sends differences, and gathers within the groups of
+    hpZ send weights unquantized. Sources: qwZ, qgZ and hpZ of ZeRO++, arXiv 2306.10209; weight differences and two
+    levels of gradients of SDP4Bit, arXiv 2410.15526.
     """
 
     weights: int | None = None
@@ -168,17 +167,17 @@ class Wire:
     ranks_of_host: int = 1
 
     def is_in_host(self, arrangement: Arrangement, names: tuple[str, ...]) -> bool:
-        """Whether ranks that differ on these axes alone are on one host: hosts have ranks one after the other."""
+        """Whether ranks along these axes are on the same host. Ranks of a host are consecutive."""
         return arrangement.reach(names) < self.ranks_of_host
 
     def gradient_bits(self, arrangement: Arrangement, names: tuple[str, ...], dtype: torch.dtype) -> int | None:
-        """Of a gradient of that dtype, over these axes."""
+        """Return the bits of a gradient of that dtype over these axes."""
         if dtype not in QUANTIZED_DTYPES or self.gradients is None:
             return None
         return self.gradients_in_host if self.is_in_host(arrangement, names) else self.gradients
 
     def weight_bits(self, arrangement: Arrangement, domain: Domain, dtype: torch.dtype, is_frozen: bool) -> int | None:
-        """Of weights of that dtype, where any are sent."""
+        """Return the bits of weights of that dtype; None if no weights are sent."""
         sent = domain.refreshed if arrangement.size(domain.refreshed) > 1 else domain.parameters
         if dtype not in QUANTIZED_DTYPES or arrangement.size(sent) == 1:
             return None
@@ -190,26 +189,28 @@ PLAIN = Wire()
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What is computed, reduced and accumulated in. None: as the parameter, and at least float32 for the last two."""
+    """The dtypes of compute, reduction and accumulation. None: the parameter's dtype, widened to float32 for the last
+    two.
+    """
 
     compute: torch.dtype | None
     reduce: torch.dtype | None
     accumulate: torch.dtype | None
-    kept: Collection[int] = ()  # identities of parameters that are computed in their own dtype
-    wire: Wire = PLAIN  # what messages have in fewer bits
+    kept: Collection[int] = ()  # ids of parameters that keep their dtype
+    wire: Wire = PLAIN  # quantization of messages
 
     def of(self, param: Tensor) -> torch.dtype:
-        """The dtype in which a parameter is computed."""
+        """Return the compute dtype of a parameter."""
         if self.compute is None or not param.is_floating_point() or id(param) in self.kept:
             return param.dtype
         return self.compute
 
 
 class Role(Enum):
-    """What becomes of a parameter in training, and which memory is taken for it beside its own."""
+    """What training does with a parameter. It decides the memory beside the parameter."""
 
-    FROZEN = "frozen"  # nothing: it has no gradient, now or later
-    LEFT_OUT = "left out"  # a gradient, and no states: no group of the optimizer has it
+    FROZEN = "frozen"  # no gradient, now or later
+    LEFT_OUT = "left out"  # a gradient, no states: it is in no optimizer group
     UPDATED = "updated"  # a gradient, and states
 
 
@@ -218,11 +219,11 @@ Roles = Callable[[nn.Parameter], Role]
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a parameter before that is sharded, and which others have the same of it."""
+    """The part of a tensor that a rank has before ZeRO shards it, and the ranks with equal copies."""
 
     portion: Portion
     copies: tuple[Copies, ...] = ()
-    portioned: tuple[str, ...] = ()  # as of `Domain`
+    portioned: tuple[str, ...] = ()  # see `Domain`
 
     @classmethod
     def all_of(cls, param: Tensor) -> Share:
@@ -231,7 +232,7 @@ class Share:
 
 Shares = Callable[[nn.Parameter], Share]
 Level = tuple[tuple[str, ...], int | None]
-"""Axes over which a gradient is summed, and the bits of what is sent of it; None: those of the reduce dtype."""
+"""Axes over which a gradient is summed, and bits per value of its messages; None: the reduce dtype."""
 
 
 @dataclass(frozen=True)
@@ -240,35 +241,37 @@ class GroupPlan:
 
     name: str
     params: tuple[tuple[str, nn.Parameter], ...]
-    dtype: torch.dtype  # of the parameters, as they are computed
-    reduce_dtype: torch.dtype  # of gradients between ranks
-    accumulation_dtype: torch.dtype  # of their sums over ranks and microbatches
+    dtype: torch.dtype  # compute dtype
+    reduce_dtype: torch.dtype  # of gradients in messages
+    accumulation_dtype: torch.dtype  # of gradient sums over ranks and microbatches
     layout: FlatLayout
     domain: Domain
     role: Role
-    levels: tuple[Level, ...]  # of the sum of gradients over `domain.states`
-    replicas: Level  # of that over `domain.replicas`
-    weight_bits: int | None  # of weights that go to other ranks; None: they go as they are
-    sends_differences: bool  # what goes there is what an update has changed of their copies, and nothing else
+    levels: tuple[Level, ...]  # sums of gradients over `domain.states`
+    replicas: Level  # the sum over `domain.replicas`
+    weight_bits: int | None  # per value of a weight in messages; None: unquantized
+    sends_differences: bool  # an update sends the changes of weights
 
     @property
     def full_bytes(self) -> int:
-        """Of all parameters, with padding."""
+        """Bytes of all parameters, with padding."""
         return self.layout.padded_numel * self.dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
-        """Of a rank's part of the parameters."""
+        """Bytes of a rank's shard of the parameters."""
         return self.layout.shard_numel * self.dtype.itemsize
 
     @property
     def is_added_up_flat(self) -> bool:
-        """Whether autograd cannot add up the gradients of a step's microbatches: their sum has another dtype."""
+        """Whether microbatch gradients are added in flat memory: autograd cannot add them, as their sum has another
+        dtype.
+        """
         return self.accumulation_dtype != self.dtype
 
     @property
     def slot_bytes(self) -> int:
-        """Of the gradient where it is staged, with its sum where the reduce dtype cannot hold that."""
+        """Bytes of a message slot for the gradient, with room for its sum if the reduce dtype cannot hold it."""
         holds_sum = torch.promote_types(self.reduce_dtype, self.accumulation_dtype) == self.reduce_dtype
         sum_itemsize = 0 if holds_sum else self.accumulation_dtype.itemsize
         return self.layout.padded_numel * (self.reduce_dtype.itemsize + sum_itemsize)
@@ -276,7 +279,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What one rank has of a model, on axes of given sizes. Ranks of one pipeline place have the same."""
+    """A rank's part of a model, for mesh axes of given sizes. Ranks of a pipeline stage have the same plan."""
 
     units: tuple[tuple[UnitPlan, tuple[GroupPlan, ...]], ...]
 
@@ -291,7 +294,9 @@ class ModelPlan:
         share_of: Shares = Share.all_of,
         is_matrix: Callable[[nn.Parameter], bool] = lambda param: False,
     ) -> ModelPlan:
-        """is_matrix: whether a parameter has other states than the rest, as its update is of whole matrices."""
+        """Plan the groups of all units. is_matrix: whether the optimizer updates the parameter as a matrix (Muon), with
+        other states.
+        """
         groups = (
             (unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of, share_of, is_matrix)))
             for unit in units
@@ -304,16 +309,16 @@ class ModelPlan:
 
     @property
     def trained(self) -> list[GroupPlan]:
-        """Those that have gradients."""
+        """Groups that have gradients."""
         return [group for group in self.groups if group.role is not Role.FROZEN]
 
     @property
     def updated(self) -> list[GroupPlan]:
-        """Those that have gradients and states."""
+        """Groups that have gradients and states."""
         return [group for group in self.groups if group.role is Role.UPDATED]
 
     def rings(self, arrangement: Arrangement) -> list[Ring]:
-        """Through which gradients are reduced, for each rank."""
+        """The message rings of the reductions, for each rank."""
         return rings_for(self.trained, arrangement)
 
 
@@ -322,12 +327,12 @@ Ring = tuple[tuple[str, ...], int, int]
 
 
 def rings_for(trained: Sequence[GroupPlan], arrangement: Arrangement) -> list[Ring]:
-    """Through which the gradients of these groups are reduced, for each rank."""
+    """Return the message rings that reduce the gradients of these groups, for each rank."""
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for group in trained:
         states, replicas = arrangement.wide(group.domain.states), arrangement.wide(group.domain.replicas)
-        # A unit is staged when the one before it was summed; an all-reduce takes one more phase. One more is no faster:
-        # ranks that are apart by less than a unit do not wait.
+        # A unit is staged when the previous one was summed; an all-reduce takes one more phase. More slots do not help:
+        # ranks do not wait if they are less than a unit apart.
         rings = ((states, group.slot_bytes, 1), (replicas, group.slot_bytes // arrangement.size(states), 2))
         for axes, nbytes, count in rings:
             most, slots = found.get(axes, (0, 0))
@@ -369,7 +374,7 @@ def plan_group(
     arrangement: Arrangement,
     share_of: Shares = Share.all_of,
 ) -> GroupPlan:
-    """A group of its own of these parameters, which are computed in `dtype`."""
+    """Plan a group of these parameters, computed in `dtype`."""
     reduce, wire = _at_least_float32(dtypes.reduce, dtype), dtypes.wire
 
     def level(axes: tuple[str, ...]) -> Level:
@@ -396,7 +401,7 @@ def plan_group(
 
 
 def _at_least_float32(wanted: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that was asked for, else float32; float64 parameters keep float64."""
+    """Return the requested dtype, or float32 by default. float64 parameters keep float64."""
     if dtype == torch.float64:
         return dtype
     return wanted if wanted is not None else torch.float32

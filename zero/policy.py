@@ -1,4 +1,4 @@
-"""What a ZeRO stage is: three booleans. The only place that knows stages by number."""
+"""The ZeRO stages as three booleans. No other file knows stages by number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """What is sharded and when it is moved.
+    """Say what a stage shards, and when it moves gradients and parameters.
 
     | stage | shards_states | reduces_every_backward | frees_parameters |
     |-------|---------------|------------------------|------------------|
@@ -20,7 +20,7 @@ class ZeroPolicy:
     """
 
     shards_states: bool  # optimizer state and master weights are divided over the shard axis
-    reduces_every_backward: bool  # full gradients live for one unit; otherwise until the accumulation boundary
+    reduces_every_backward: bool  # full gradients live for a unit's backward, else until the accumulation boundary
     frees_parameters: bool  # full parameters are released after each use
 
     @classmethod
@@ -28,7 +28,7 @@ class ZeroPolicy:
         return cls(shards_states=stage >= 1, reduces_every_backward=stage >= 2, frees_parameters=stage >= 3)
 
     def shard_size(self, world_size: int, requested: int | None) -> int:
-        """Ranks on the shard axis: one where nothing is sharded, else `requested` or the whole world."""
+        """Return the number of ranks on the shard axis: 1 if nothing is sharded, else `requested` or the world size."""
         if not self.shards_states:
             return 1
         return requested or world_size

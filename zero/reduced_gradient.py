@@ -1,8 +1,8 @@
-"""What stands in `param.grad` between the last backward of a step and its update.
+"""Placeholders in `param.grad` between the last backward of a step and its update.
 
-The gradients are reduced and divided over the ranks then, and `param.grad` would be None. torch's functions take that
-for "nothing to do", and would do nothing without a word. So there is a gradient that has no values, and says where they
-are when anybody asks for them. It may be cleared, and is none from then on. `engine/step/clip_calls.py` knows it too.
+The gradients are then reduced and sharded. If `param.grad` were None, torch's functions would silently do nothing. A
+placeholder has no values, and raises an error that says how to get them. A cleared placeholder counts as no gradient.
+`engine/step/clip_calls.py` also knows the class.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _CLEARING = {Tensor.zero_, torch._foreach_zero_}
 _NO_VALUES = (
     "the gradients of this step are reduced and divided over the ranks, so param.grad has no values between backward "
-    "and engine.step(), and {operation} cannot use them: engine.clip_grad_norm_(max_norm), or gradient_clipping in the "
-    "config, clips them, engine.gradient(parameter) (safe_get_full_grad in lowtide.deepspeed) shows one, and "
-    "engine.step() updates with them"
+    "and engine.step(), and {operation} cannot use them. To clip them call engine.clip_grad_norm_(max_norm), or set "
+    "gradient_clipping in the config. To read a gradient call engine.gradient(parameter) (safe_get_full_grad in "
+    "lowtide.deepspeed). To update call engine.step()"
 )
 _REPLACED = (
-    "parameter '{name}': expected the gradient that was reduced, found another one that was put into its grad after "
-    "the backward, which engine.step() would not use; change gradients in a hook (register_post_accumulate_grad_hook)"
+    "parameter '{name}': its grad was replaced after the backward, but engine.step() uses the reduced gradient; change "
+    "gradients in a hook (register_post_accumulate_grad_hook)"
 )
 
 
@@ -44,9 +44,9 @@ class ReducedGradient(Tensor):
     """A gradient without values. See the top of the file."""
 
     cleared: set[int]
-    """Gets the identity of each that was cleared in place."""
+    """Shared set: gets the id of each placeholder that is zeroed in place."""
     arrived: Tensor | None
-    """What autograd has added to it, in a backward that begins with the gradient of a parameter."""
+    """The gradient that autograd has added, in a backward that begins with this parameter's gradient."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
@@ -88,14 +88,14 @@ class ReducedGradient(Tensor):
 
 
 Cleared = dict[int, bool]
-"""Identity of a parameter whose gradient was cleared -> whether it is None, and not zero."""
+"""Id of a parameter whose gradient was cleared -> whether it is None, not zero."""
 
 
 class ReducedGradients:
-    """Puts a `ReducedGradient` into the parameters, and takes it out before autograd adds to it."""
+    """Puts placeholders into the parameters, and removes them before autograd adds to `grad`."""
 
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """params: with their names."""
+        """params: (name, parameter) pairs."""
         self._names = [name for name, _ in params]
         self._params = [param for _, param in params]
         self._gradients: list[ReducedGradient] = []
@@ -103,16 +103,16 @@ class ReducedGradients:
         self.are_there = False
 
     def put(self) -> None:
-        """The gradients are reduced: from now on they are not in `param.grad`."""
+        """Set the placeholders: the gradients are reduced."""
         if len(self._gradients) != len(self._params):
             self._gradients = [_stand_in(param, self._cleared) for param in self._params]
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
+        with torch._C.DisableTorchFunctionSubclass():  # avoids a Python call for each released parameter
             for param, gradient in zip(self._params, self._gradients, strict=True):
                 param.grad = gradient
         self.are_there = True
 
     def are_all(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether these are all that was put, and neither taken out nor cleared since."""
+        """Whether these are all placeholders, unchanged since `put`."""
         if not self.are_there:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -121,7 +121,7 @@ class ReducedGradients:
 
     @contextmanager
     def set_aside(self, param: nn.Parameter | None) -> Iterator[None]:
-        """The gradient that autograd has just added to that of a parameter is not there inside, and is there after."""
+        """Remove the gradient that autograd has just added to a parameter, and put it back after the block."""
         if param is None:
             yield
             return
@@ -134,10 +134,10 @@ class ReducedGradients:
         param.grad = arrived
 
     def take_out(self) -> Cleared:
-        """Autograd may add to `param.grad` from now on. Returns what was cleared since `put`.
+        """Remove the placeholders before autograd adds to `grad`. Returns the gradients that were cleared since `put`.
 
-        Raises StateError where somebody has put a gradient of his own in its place, which nobody would use. Does
-        nothing where they are not there.
+        Raises StateError if the user has put a gradient in its place, as no update would use it. Returns {} if no
+        placeholders are set.
         """
         if not self.are_there:
             return {}
@@ -162,7 +162,7 @@ class ReducedGradients:
 
 
 def _stand_in(param: nn.Parameter, cleared: set[int]) -> ReducedGradient:
-    """Of the parameter's shape, which torch asks for, without memory."""
+    """Make a placeholder of the parameter's shape, without memory."""
     gradient: ReducedGradient = Tensor._make_wrapper_subclass(
         ReducedGradient, param.shape, dtype=param.dtype, device=param.device
     )

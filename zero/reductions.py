@@ -1,11 +1,10 @@
-"""Whose turn it is to be reduced in a backward, and reductions that have started and not ended.
+"""The order in which units are reduced in a backward, and the reductions in flight.
 
-[Note: early phases]
-`start` takes every reduction one phase on, the oldest first, and waits for other ranks where it must. `poll` does what
-would not wait, so ranks come to differ in how far they are. That is harmless as long as
+[Note: early phases] `start` advances every reduction by a phase, the oldest first, and waits for other ranks if it
+must. `poll` advances only what does not wait, so ranks differ in how far they are. That is harmless, because
 
-- each route sees the same order everywhere: a reduction is not taken into a phase before the older ones have left it;
-- `poll` waits for nothing: what it waited for might come from this very rank, from an older reduction that is not due.
+- each transport sees the same order on all ranks: a reduction enters a phase after the older reductions have left it;
+- `poll` never waits: it might wait for a message that this same rank sends from an older reduction.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ from .gradient import GroupGradient
 from .unit import BEFORE_ALL_USES, Unit
 
 OnFinal = Callable[[GroupGradient], None]
-"""Called when the sum of a gradient over microbatches and ranks is complete; may use it up.
+"""Called when a gradient's sum over microbatches and ranks is complete; may consume it.
 
-Of one that goes to the host `settle` has to be called first."""
+Call `settle` first if the gradient goes to the host.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A reduction on its way."""
+    """A reduction in flight."""
 
     steps: Iterator[Pending]
     pending: Pending
-    num_phases: int = 0  # that it has behind it
+    num_phases: int = 0  # completed
 
     def advance(self) -> bool:
-        """Takes it one phase on; says whether it is still on its way."""
+        """Run the next phase. Returns False if the reduction is complete."""
         pending = next(self.steps, None)
         if pending is None:
             return False
@@ -44,14 +44,14 @@ class _Flight:
 
 
 class Reductions:
-    """Takes each reduction one phase on when the next one starts: the time between the two covers its waiting."""
+    """Advances each reduction by a phase when the next reduction starts, so compute hides its waiting."""
 
     def __init__(self) -> None:
         self.in_flight: list[_Flight] = []
         """Oldest first."""
 
     def start(self, gradient: GroupGradient, boundary: bool, on_final: OnFinal | None = None) -> None:
-        """Stages a group's gradient and starts to reduce it, after the others were taken on."""
+        """Advance the reductions in flight, then stage a group's gradient and start to reduce it."""
         if self.in_flight:
             self._advance_all()
         steps = gradient.collect(boundary) if on_final is None else _with_end(gradient, boundary, on_final)
@@ -60,10 +60,7 @@ class Reductions:
             self.in_flight.append(_Flight(steps, pending))
 
     def poll(self) -> None:
-        """Takes those on that would not wait: their memory is free the sooner, here and on other ranks.
-
-        See [Note: early phases].
-        """
+        """Advance the reductions that need not wait, to free their memory early. See [Note: early phases]."""
         if not self.in_flight:
             return
         older = None
@@ -75,12 +72,12 @@ class Reductions:
                 older = flight
 
     def finish(self) -> None:
-        """Waits for all."""
+        """Wait for all reductions."""
         while self.in_flight:
             self._advance_all()
 
     def abandon(self) -> None:
-        """Leaves them as they are: other ranks will not answer."""
+        """Drop all reductions: other ranks will not answer."""
         self.in_flight.clear()
 
     def _advance_all(self) -> None:
@@ -96,28 +93,28 @@ def _with_end(gradient: GroupGradient, boundary: bool, on_final: OnFinal) -> Ite
 
 
 class ReductionTurns:
-    """Takes units through their reductions in the canonical order: see [Note: what is done in backward].
+    """Reduces units in the canonical order: see [Note: what is done in backward].
 
-    |  gradients come  |  its turn: reduced, what is trained is released  |  what is frozen of it is released
+    gradients arrive  |  turn: reduce, release the trained groups  |  release the frozen groups
     """
 
     def __init__(self, units: Sequence[Unit], ring: GatherRing | None) -> None:
-        """units: the rest first, then the blocks. ring: of the gathers in backward, where these need other ranks."""
+        """units: the root unit first, then the blocks. ring: the gathers of the backward, if they need other ranks."""
         self.order = [*reversed(units)]
-        self.cursor = 0  # of the next
+        self.cursor = 0  # index in `order` of the next unit to reduce
         self.reductions = Reductions()
         self.boundary = True
-        """Whether it is the last backward of a step."""
+        """Whether this is the last backward of a step."""
         self.read_on: list[Unit] = []
-        """Reduced, while autograd may still read what is frozen in them."""
+        """Reduced units whose frozen parameters autograd may still read."""
         self.lag = 0
-        """How many gathers this rank was ahead of a reduction whose gradients had not all come, in this backward."""
+        """How many gathers this rank was ahead of a reduction whose gradients had not all arrived, in this backward."""
         self._on_final: OnFinal | None = None
         self._gates: Sequence[int] = ()
         self.updates = False
-        """Whether what is reduced is used up at once."""
+        """Whether `on_final` consumes the gradients in this backward."""
         self.is_nested: Callable[[], bool] = lambda: False
-        """Whether autograd is in a run inside of the backward, which does not tell what the backward comes to."""
+        """Whether autograd is in a nested run, which does not show how far the backward is."""
         self._use = 0
         self._ring = ring
         if ring is not None:
@@ -128,8 +125,10 @@ class ReductionTurns:
             )
 
     def begin(self, boundary: bool, on_final: OnFinal | None, gates: Sequence[int]) -> None:
-        """No unit has had its turn. boundary, on_final: as of `Reductions.start`. gates: how many gathers come before
-        the reduction of each unit, by its turn; without a ring: none."""
+        """Begin a backward. boundary, on_final: see `Reductions.start`.
+
+        gates: the number of gathers before the reduction of each unit in `order`; empty without a ring.
+        """
         self.boundary, self._on_final = boundary, on_final
         self.updates = boundary and on_final is not None
         self._gates = gates or [0] * len(self.order)
@@ -143,9 +142,9 @@ class ReductionTurns:
             unit.is_ready = unit.is_collected = unit.is_left_over = False
 
     def collect_ready(self, use: int = 0, position: int = NO_GATE) -> None:
-        """Starts the reductions whose turn has come, and takes the earlier ones one step on.
+        """Start the reductions whose turn has come.
 
-        use: that autograd has come to; 0: it says nothing. position: of the gather before which they stand.
+        use: the number of the use that autograd has reached; 0: unknown. position: only reductions before this gather.
         """
         self._use = use or self._use
         ring, gates = self._ring, self._gates
@@ -169,24 +168,24 @@ class ReductionTurns:
 
     @property
     def has_left_over(self) -> bool:
-        """Whether gradients came after the reduction of their unit."""
+        """Whether gradients arrived after the reduction of their unit."""
         return any(param.grad is not None for unit in self.order if unit.is_left_over for param in unit.params())
 
     def flush(self) -> None:
-        """Reduces what came after the reduction of its unit, on any rank. A collective."""
+        """Reduce the gradients that arrived after their unit's reduction, on any rank. A collective."""
         for unit in self.order:
             for gradient in unit.gradients:
                 self.reductions.start(gradient, self.boundary)
         self.reductions.finish()
 
     def abort(self) -> None:
-        """No more turns."""
+        """Skip all remaining turns."""
         self.cursor = len(self.order)
         if self._ring is not None:
             self._ring.gate = NO_GATE
 
     def _at_gate(self, position: int) -> None:
-        """Other ranks make all reductions before a gather of the round."""
+        """Start the reductions that all other ranks start before a gather of the round."""
         while self._ring is not None and self._ring.gate <= position:
             unit = self.order[self.cursor]
             if not unit.is_ready and (self.is_nested() or not self._is_behind(unit, self._use)):
@@ -197,9 +196,9 @@ class ReductionTurns:
     def _leave_over(self, unit: Unit, position: int) -> None:
         if self.updates:
             raise RuntimeError(
-                f"unit '{unit.name}': expected all its gradients before the backward gathers the next unit, since it "
-                "is updated in the backward; found a backward that needs several units together, as a checkpoint of "
-                "several blocks does. Name a common parent of them in zero_optimization.units, or switch "
+                f"unit '{unit.name}' is updated in the backward: expected all its gradients before the backward "
+                "gathers the next unit, found a backward that needs several units together, such as a checkpoint of "
+                "several blocks. Name a common parent of these units in zero_optimization.units, or switch "
                 "update_in_backward or offload_optimizer.overlap off"
             )
         unit.is_left_over = True
@@ -207,13 +206,13 @@ class ReductionTurns:
             self.lag = max(self.lag, position + 1 - self._gates[self.cursor])
 
     def leave_behind(self, use: int) -> None:
-        """Releases what was still read of the units after a use, which autograd has come to; 0: it says nothing."""
+        """Release the frozen groups of units used after this use, which autograd has reached; 0: unknown."""
         for unit in [unit for unit in self.read_on if unit.first_use is None or unit.first_use > use > 0]:
             self.read_on.remove(unit)
             unit.release()
 
     def end(self) -> None:
-        """Reduces what is left, and waits for all."""
+        """Reduce the remaining units, and wait for all."""
         for unit in self.order:
             unit.is_ready = True
         if self.read_on:
@@ -222,9 +221,9 @@ class ReductionTurns:
         self.reductions.finish()
 
     def _is_behind(self, unit: Unit, use: int) -> bool:
-        """Whether all gradients of a unit are there, when autograd has come to a use.
+        """Whether a unit has all its gradients, now that autograd has reached this use.
 
-        A unit that seems unused can be left for the end where no gather waits for it.
+        A unit that seems unused is left for the end of the backward, unless a gather waits for it.
         """
         is_behind = self._ring is not None if unit.first_use is None else unit.first_use > use > 0
         is_rest = unit is self.order[-1]
@@ -232,9 +231,9 @@ class ReductionTurns:
 
 
 def gates(order: Sequence[int], proposals: Sequence[Proposal], num_units: int, lag: int) -> list[int]:
-    """How many of the gathers in `order` come before the reduction of each unit, by its turn: the last unit first.
+    """Return how many gathers of `order` come before the reduction of each unit, the last unit first.
 
-    As many as a rank needs before it has come to the first use of that unit, and `lag` more. The rest comes last.
+    It is the number that any rank needs to reach the first use of the unit, plus `lag`. The root unit comes last.
     """
     places = {number: place for place, number in enumerate(order)}
     needed = [0] * num_units

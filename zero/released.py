@@ -1,9 +1,9 @@
-"""Parameters that are not here: the class that a parameter has while its full values are released.
+"""Released parameters: the class that a parameter has while its full values are freed.
 
-A released parameter keeps shape, dtype, device and gradient, which modules ask for at any time. Everything that needs
-its values makes it full where its `Reader` says so, which is while the model computes, or a loss beside it; else it
-raises `ReleasedParameterError` with its name. Underneath lies a NaN expanded to the shape, so that code
-which gets past the check in C++ neither crashes nor trains silently on garbage.
+A released parameter keeps shape, dtype, device and gradient, which modules read at any time. An operation on its values
+gathers it if its `Reader` allows that, which is so while the model or its loss computes. Else it raises
+`ReleasedParameterError` with the parameter's name. Its data is an expanded NaN, so C++ code that bypasses the check
+neither crashes nor trains silently on garbage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class ReleasedParameterError(RuntimeError):
-    """Values of a parameter were asked for while only shards of it exist."""
+    """Values of a parameter were read while only shards of it exist."""
 
 
 _ATTRIBUTES = """
@@ -41,7 +41,7 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
     Tensor.register_post_accumulate_grad_hook,
     Tensor.__hash__,
     Tensor.__format__,
-    torch.autograd.grad,  # as inputs, of which gradients are asked for
+    torch.autograd.grad,  # as inputs to differentiate
     torch.autograd.backward,
     Tensor.backward,
     torch.is_tensor,
@@ -63,17 +63,20 @@ _WITHOUT_GRADIENT = {
 }
 
 Reader = Callable[[bool, list["ReleasedParameter"]], bool]
-"""Makes a parameter full that is read outside of its unit's forward, if this is a time at which that can be right.
+"""Gathers a parameter that is read outside of its unit's forward. Returns False if that is not allowed now.
 
-It is told whether what reads it is differentiated: then all ranks do it, as they run the same backward. And it is told
-all released parameters that the same call reads, which must be full together.
+Arguments: whether the read is differentiated, which means that all ranks do it, as they run the same backward; and all
+released parameters that the same call reads, which must be full together.
 """
 
 _READERS = WeakValueDictionary[int, Reader]()  # by identity of the parameter
 
 
 def set_reader(param: nn.Parameter, reader: Reader) -> Callable[[], object]:
-    """Returns what takes it away. It is there as long as that is: see [Note: forgotten] in `hooks.py`."""
+    """Set the reader of a parameter. Returns a function that removes it.
+
+    The reader lives as long as that function: see [Note: forgotten] in `hooks.py`.
+    """
     _READERS[id(param)] = reader
     return partial(_take_reader, id(param), reader)
 
@@ -105,13 +108,15 @@ class ReleasedParameter(nn.Parameter):
         if released and all(reader is not None and reader(is_differentiated, released) for reader in readers):
             return func(*args, **(kwargs or {}))
         name = next((param.lowtide_name for param in released if isinstance(param, ReleasedParameter)), None)
-        what = "a parameter" if name is None else f"parameter '{name}'"  # None: it lies in an object that was passed
+        what = (
+            "a parameter" if name is None else f"parameter '{name}'"
+        )  # None: it is inside of an object that was passed
         operation = getattr(func, "__name__", str(func))
         if operation == "__get__":
             operation = "an attribute that needs values"
         raise ReleasedParameterError(
-            f"{what} is released: only its shards exist here, so {operation} cannot read it. Its values are there "
-            "inside the forward and backward of the model, and in methods of its modules; anywhere else use "
+            f"{what} is released: only its shards exist here, so {operation} cannot read it. Its values exist "
+            "in the forward and backward of the model, and in methods of its modules. Elsewhere use "
             "`with engine.gathered(parameter):` (zero.GatheredParameters(parameter) in lowtide.deepspeed). To save the "
             "model, call engine.state_dict() (module_state_dict() in lowtide.deepspeed) or engine.export(folder) on "
             "all ranks."
@@ -132,15 +137,15 @@ class ReleasedParameter(nn.Parameter):
 
 
 def mark_released(params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
-    """From now on reading one of the parameters raises an error that names it."""
+    """Make reads of these parameters raise an error with their names."""
     for param, name in zip(params, names, strict=True):
-        if type(param) is nn.Parameter:  # a subclass of the user's keeps its behaviour; the NaN underneath still stands
+        if type(param) is nn.Parameter:  # a user's subclass keeps its class; its values are NaN all the same
             param.__class__ = ReleasedParameter
             param.lowtide_name = name  # type: ignore[attr-defined]
 
 
 def mark_present(params: Iterable[nn.Parameter]) -> None:
-    """Takes back `mark_released`."""
+    """Undo `mark_released`."""
     for param in params:
         if type(param) is ReleasedParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""The units of a rank in a pipeline: gathered, released and reduced when the schedule says so.
+"""The units of a pipeline rank: the schedule says when they are gathered, released and reduced.
 
-All data-parallel ranks of a pipeline place run the same list of actions, so their collectives come in the same order
-without a canonical one; `sequence.py` is for ranks that go through a whole model on their own.
+All data-parallel ranks of a pipeline stage run the same list of actions, so their collectives have the same order.
+`sequence.py` is for ranks that run a whole model.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from .gradient import GroupGradient
 from .reductions import OnFinal, Reductions
 from .unit import Unit
 
-# Above those of the schedule's messages. Ranks come to the tied weights that they share in the same order, whichever
-# others each of them has, so the order of messages tells them apart.
+# Above the tags of the schedule's messages. Ranks reach the tied weights that they share in the same order, even
+# if each has more, so the order of messages tells them apart.
 _TIED_TAG = 1 << 19
 
 U = TypeVar("U", bound=Hashable)
 
 
 class ScheduledUnits:
-    """What a pipeline's executor does to parameters and gradients, stage by stage; see `executor.StageMemory`.
+    """Gathers, releases and reduces units for the pipeline executor, stage by stage; see `executor.StageMemory`.
 
-    stage ----gather----> full ...F, B, I, W... ----release---->
-                                      |                    after each microbatch but the last: collect
-                                      +--- param.grad ---> after the last: reduce
+        stage ----gather----> full ...F, B, I, W... ----release---->
+                                          |                    after each microbatch but the last: collect
+                                          +--- param.grad ---> after the last: reduce
 
-    A unit that several stages of the rank use is there as long as one of them needs it, and reduced with the last.
+    If several stages of the rank use a unit, it stays full while any of them needs it, and is reduced with the last.
     """
 
     def __init__(
         self, units: Sequence[Unit], stages: Mapping[int, Sequence[Unit]], mesh: Mesh, adds_in_place: bool = True
     ) -> None:
-        """units: all of this rank, the rest first; stages: those of each stage that lives here. adds_in_place: see
-        `GroupGradient.accumulate_in_place`; the shards of all gradients are there from the first microbatch on.
+        """units: all units of this rank, the root unit first. stages: the units of each stage on this rank.
+
+        adds_in_place: see `GroupGradient.accumulate_in_place`; all gradient shards then exist from the first microbatch
+        on.
         """
         self.units = units
         self.rest, self.blocks = units[0], list(units[1:])
@@ -46,14 +48,16 @@ class ScheduledUnits:
         self._stages = stages
         self._adds_in_place = adds_in_place
         self._mesh = mesh
-        self._users: dict[int, set[int]] = {id(unit): set() for unit in units}  # stages for which it is full
-        self._coming: dict[int, int] = {}  # stages that were gathered and not used yet: how often others were since
+        self._users: dict[int, set[int]] = {id(unit): set() for unit in units}  # stages that need the unit
+        self._coming: dict[int, int] = {}  # gathered stages -> uses of other stages since then
         self._unreduced: dict[int, set[int]] = {}
         self._on_final: OnFinal | None = None
         self._reductions = Reductions()
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
-        """boundary: always; a schedule has all microbatches of a step. on_final: called with each final gradient."""
+        """Begin a schedule. boundary: always True, as a schedule has all microbatches of a step. on_final: called per
+        final gradient.
+        """
         assert boundary
         self._on_final = on_final
         self._reductions.abandon()
@@ -67,17 +71,17 @@ class ScheduledUnits:
     # -- what the executor calls ----------------------------------------------------------------------------------
 
     def gather(self, stage: int) -> None:
-        """Starts to make the stage's parameters full."""
+        """Start to gather a stage's parameters."""
         for unit in self._stages[stage]:
             self._users[id(unit)].add(stage)
             unit.start_gather()
         self._coming[stage] = 0
 
     def use(self, stage: int) -> None:
-        """The stage's parameters are full from now on.
+        """Wait until the stage's parameters are full.
 
-        What other stages load is asked of the ranks with the second use after it was asked for: then it has had time
-        to come, and all ranks are at the same place of their lists.
+        The collective of an offloaded stage starts at the second use after its load began: the load has had time, and
+        all ranks are at the same position of their lists.
         """
         if self._coming.pop(stage, None) is not None:
             for unit in self._stages[stage]:
@@ -91,7 +95,7 @@ class ScheduledUnits:
             self._coming[other] += 1
 
     def release(self, stage: int) -> None:
-        """Frees those that no other stage here needs."""
+        """Free the parameters that no other stage of this rank needs."""
         self._coming.pop(stage, None)
         for unit in self._stages[stage]:
             self._users[id(unit)].discard(stage)
@@ -101,19 +105,19 @@ class ScheduledUnits:
                 unit.release()
 
     def collect(self, stage: int) -> None:
-        """Takes a microbatch's gradients from `param.grad`: more will come."""
+        """Take a microbatch's gradients from `param.grad`. More microbatches follow."""
         for unit in reversed(self._stages[stage]):
             self._start(unit, boundary=False)
 
     def collect_half(self, stage: int) -> None:
-        """As `collect`, where autograd cannot add up what comes next: before the last of a microbatch's gradients."""
+        """As `collect`, for groups whose gradients autograd cannot add up, before the microbatch's last gradients."""
         for unit in reversed(self._stages[stage]):
             for gradient in unit.gradients:
                 if gradient.group.plan.is_added_up_flat:
                     self._reductions.start(gradient, boundary=False)
 
     def reduce(self, stage: int) -> None:
-        """The stage has its last gradients: reduces the units that no other stage here still adds to."""
+        """Take a stage's last gradients, and reduce the units that no other stage of this rank still adds to."""
         for unit in reversed(self._stages[stage]):
             left = self._unreduced[id(unit)]
             left.discard(stage)
@@ -127,7 +131,7 @@ class ScheduledUnits:
     # -- the ends of a schedule -----------------------------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """Completes all reductions, and sums what is tied. A collective over pipe and data-parallel ranks."""
+        """Complete all reductions, and sum tied gradients. A collective over pipe and data-parallel ranks."""
         self._reductions.finish()
         self._on_final = None
         for unit in self.units:
@@ -136,13 +140,13 @@ class ScheduledUnits:
                     self._sum_tied(gradient, copies)
 
     def abort(self, error: BaseException) -> None:
-        """Ends a schedule that `error` has ended."""
+        """End a schedule that `error` has ended."""
         self._reductions.abandon()
         self._on_final = None
         self.release_all()
 
     def await_others(self) -> None:
-        """Does nothing: all ranks run the same schedule."""
+        """Do nothing: all ranks run the same schedule."""
 
     def release_all(self) -> None:
         self._coming.clear()
@@ -151,7 +155,7 @@ class ScheduledUnits:
             unit.release()
 
     def _sum_tied(self, gradient: GroupGradient, copies: Copies) -> None:
-        """shard = sum over the places: the same bits on each. The last first, as a backward of the whole model adds."""
+        """shard = sum over the copies, with the same bits on each. The last stage first, the order of a backward."""
         assert gradient.shard is not None
         what = f"the gradient of tied {gradient.group.plan.name}"
         own = self._mesh.axes[copies.axis].rank
@@ -170,7 +174,7 @@ class ScheduledUnits:
 
 
 def reduction_order(units: Sequence[U], stages: Mapping[int, Sequence[U]]) -> list[U]:
-    """In which stages, the last one first, have all gradients of each unit; at the end what none of them has."""
+    """Return the order in which the units get their last gradients, the last stage first; unused units at the end."""
     first_stage = {unit: stage for stage in sorted(stages, reverse=True) for unit in stages[stage]}
     order = [
         unit for stage in sorted(stages, reverse=True) for unit in reversed(stages[stage]) if first_stage[unit] == stage

@@ -1,47 +1,45 @@
-"""The canonical order of collectives, and where a pass through the model stands in it.
+"""The canonical order of collectives, and the position of a pass through the model in it.
 
-[Note: canonical order]
-Every rank starts the same collectives in the same order, whatever its own forward does. Gathers come in rounds:
+[Note: canonical order] Every rank starts the same collectives in the same order, even if the ranks' forwards differ.
+Gathers come in rounds:
 
     forward round:   root, block 0, block 1, ..., block n-1
     backward round:  reduce n-1, gather n-2, reduce n-2, gather n-3, ..., reduce 0, reduce root
-                     (block n-1 is still there; with prefetch a gather stands further to the left, on every rank)
+                     (block n-1 is still full; with prefetch a gather moves further to the left, on every rank)
 
-A rank that comes to block k first passes all that stands before it. A block that it skips is gathered and released
-again, and reduced with zeros; so ranks that skip different blocks never wait for each other in vain. A rank that needs
-a block which the round does not have any more (it is called again, or out of order) needs another round.
+A rank that reaches block k first passes all blocks before it. A skipped block is gathered, released, and reduced with
+zeros, so ranks that skip different blocks never hang. If a rank needs a block that the round has already passed (a
+second call, or a call out of order), it needs another round.
 
-Before each round the ranks tell each other what they need next (`Proposal`), in one small sum on the host. Usually all
-need the same. Else the highest `Round` comes first, and a rank that needs something else takes part without keeping
-anything: a rank that has called its blocks once makes the second round of a rank that calls them twice, before its own
-backward. A round has the units that any rank lacks. A rank that has one of them sends its shard all the same.
+Before each round the ranks exchange what they need next (`Proposal`), in a small sum on the host. Usually all need the
+same. Else the highest `Round` comes first, and a rank with a different need takes part but keeps nothing: a rank that
+has called its blocks once joins the second round of a rank that calls them twice, before its backward. A round has the
+units that any rank lacks. A rank that already has a unit still sends its shard.
 
-The round of a backward follows the uses of units in the forwards, which are in the proposals. `gates` says how many
-gathers come before the reduction of a unit: as many as a rank needs until its last gradient of that unit is there, on
-the rank that needs most. A rank whose autograd does something else (a checkpoint recomputes several blocks together)
-reduces what has come by then, keeps the unit, and proposes another reduction at the end (`Round.FLUSH`); its next
+The round of a backward follows the uses of units in the forwards, which the proposals contain. `gates` says how many
+gathers precede the reduction of a unit: as many as the slowest rank needs until its last gradient of the unit arrives.
+If a rank's autograd runs in a different order (a checkpoint recomputes several blocks together), the rank reduces the
+gradients that have arrived, keeps the unit, and proposes another reduction at the end (`Round.FLUSH`). Its next
 backward waits for as many gathers more (`lag`).
 
-[Note: what is done in backward]
-Autograd runs the node with the highest sequence number among those that are ready, and a node's users always have
-higher numbers. So when the gradient of what unit j returned is asked for, every unit whose first use came after that
-call has all the gradients that it will ever get, and its reduction need not wait for parameters that were not used:
-of all forwards whose graphs may be part of this backward. What was read outside of its unit's forward comes later
-still; autograd is asked for it before a unit is taken for complete.
+[Note: what is done in backward] Autograd runs the ready node with the highest sequence number, and a node's users
+always have higher numbers. So when autograd asks for the gradient of unit j's output, every unit whose first use came
+after that call already has all its gradients, and its reduction need not wait for unused parameters. This holds over
+all forwards whose graphs may be part of this backward. Parameters that are read outside of their unit's forward get
+gradients later, so autograd's engine is asked about them before a unit counts as complete.
 
-A trained parameter has its gradient when the last node that reads it has run, so it can be released with the unit's
-reduction. A frozen one beside it (the weights that adapters are put on) is still read on the way to the unit's inputs:
-it is released when autograd has come to an earlier unit.
+A trained parameter gets its gradient when the last node that reads it has run, so it is released with the unit's
+reduction. A frozen parameter (the base weights below adapters) is still read on the way to the unit's inputs. It is
+released when autograd reaches an earlier unit.
 
-Where gathers need no other rank (memory shared on a host, or nothing is freed) there are no rounds, and a unit is
-gathered and released when it is used and at no other time.
+If gathers need no other rank (memory shared on a host, or nothing is freed), rounds are not used: a unit is gathered
+and released at its uses only.
 
-[Note: what autograd runs]
-A backward begins when the engine says so, or with the first thing of the model that autograd comes to, in a
-`loss.backward()`, and then autograd says when it has ended. A run that adds to no gradient of ours (of
-`torch.autograd.grad`, or through a model whose parameters are frozen) only needs parameters: they are gathered as in a
-backward, and nothing is reduced. If it can itself be differentiated (create_graph), what it has made reads parameters
-at a time that no hook tells, so they stay full until the step ends.
+[Note: what autograd runs] A backward begins with a call of the engine, or in a `loss.backward()` with the first node of
+the model that autograd reaches; then an autograd callback reports the end. A run that adds to no gradient of ours
+(`torch.autograd.grad`, or a backward through a frozen model) only needs parameters: they are gathered as in a backward,
+and nothing is reduced. If that run can itself be differentiated (create_graph), its graph reads parameters at a time
+that no hook reports, so they stay full until the step ends.
 """
 
 from __future__ import annotations
@@ -65,11 +63,11 @@ from .unit import Forward, OpenForwards, Unit, Use
 
 
 class StateError(RuntimeError):
-    """A call came at a time when it cannot be right."""
+    """A call came in a state in which it cannot be right."""
 
 
 class Phase(Enum):
-    """What the model is doing."""
+    """The phase of the model."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -77,25 +75,27 @@ class Phase(Enum):
 
 
 class BackwardListener(Protocol):
-    """Is told of what happens without the engine having been asked for it: backwards that autograd runs, and uses."""
+    """Gets the events that the engine did not start: uses of the model, and backwards that autograd runs."""
 
     def before_use(self) -> None:
-        """Outside of a backward a forward of the model begins, or of a unit that is called by itself."""
+        """A forward of the model or of a single unit begins outside of a backward."""
 
     def begin(self, arrived: nn.Parameter | None) -> None:
-        """One begins: has `begin_backward` called. arrived: whose gradient autograd has added to `grad` already."""
+        """A backward begins. Must call `begin_backward`. arrived: the parameter whose `grad` autograd has already added
+        to.
+        """
 
     def end(self) -> None:
-        """It has come to its end: has `end_backward` called."""
+        """The backward has ended. Must call `end_backward`."""
 
     def abort(self) -> None:
-        """An error has ended it before: has `abort` called."""
+        """An error has ended the backward. Must call `abort`."""
 
 
 class UnitSequence:
     """Carries a model's units through forward and backward in the canonical order.
 
-    units: the rest first, then the blocks in the order of registration.
+    units: the root unit first, then the blocks in the order of registration.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class UnitSequence:
         before_pass: Callable[[Phase, bool], None] = lambda phase, boundary: None,
         meet: Meet = lambda proposal: [proposal],
     ) -> None:
-        """before_pass: told before the collectives of a forward, where there are some, of a backward, and whether that
-        is the last of a step; IDLE: of a run of autograd that reduces nothing, or a read beside the model, where
-        they gather from other ranks. meet: called where units are gathered from other ranks.
+        """before_pass: called with (phase, boundary) before the collectives of a forward (if it has any) or a backward;
+        boundary: the last backward of a step. IDLE: before gathers of an autograd run that reduces nothing, or of a
+        read outside of the model. meet: exchanges proposals, if units are gathered from other ranks.
         """
         self.units = units
         self._before_pass = before_pass
@@ -118,43 +118,43 @@ class UnitSequence:
         self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
         self._ring = GatherRing(units, prefetch_numel, meet)
         self._reach = self._ring.reach if self._needs_ring else _gather_alone
-        """Makes a unit full: in the order of a round, where that needs other ranks."""
+        """Gathers a unit: in the order of a round, if that needs other ranks."""
         self._turns = ReductionTurns(units, self._ring if self._needs_ring else None)
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._lag = 0
-        self._parked: Unit | None = None  # its last use has ended, and the next one may be of the same unit
+        self._parked: Unit | None = None  # its use has ended, and the next use may be of the same unit
         self._forwards = OpenForwards()
         self._turns.is_nested = lambda: current_graph_task() != self._graph_task
-        self._graph_task: int | None = None  # autograd's number of the backward that runs, not of one inside of it
+        self._graph_task: int | None = None  # autograd's number of the outer backward
         self._listener: BackwardListener | None = None
-        self._heard: weakref.ref[GraphTask] | None = None  # what autograd runs, without the engine having been asked
-        self._lent: list[Unit] = []  # gathered for a run that reduces nothing
-        self._kept = set[Unit]()  # full until the step ends
+        self._heard: weakref.ref[GraphTask] | None = None  # the run of autograd that the engine did not start
+        self._lent: list[Unit] = []  # gathered for an autograd run that reduces nothing
+        self._kept = set[Unit]()  # stay full until the step ends
 
     @property
     def blocks(self) -> Sequence[Unit]:
-        """All but the rest."""
+        """All units but the root unit."""
         return self.units[1:]
 
     @property
     def reduction_order(self) -> Sequence[Unit]:
-        """The units in the order in which their gradients are reduced."""
+        """The units in the order of their reductions."""
         return self._turns.order
 
     def listen(self, listener: BackwardListener) -> None:
-        """Before the first forward."""
+        """Set the listener, before the first forward."""
         self._listener = listener
 
     # -- forward --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root module is entered: the rest of the parameters is needed until its end."""
+        """Enter the root module: gather the root unit until the forward ends."""
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
             return
-        if self.phase is Phase.FORWARD:  # the last forward ended with an exception
+        if self.phase is Phase.FORWARD:  # the last forward raised
             self.end_forward(keeps_graph=False)
         if self._needs_ring:
-            self._ring.end_round()  # of a forward that an error has ended
+            self._ring.end_round()  # of a forward that raised
         if self._listener is not None:
             self._listener.before_use()
         if self._needs_ring:
@@ -164,10 +164,12 @@ class UnitSequence:
         self.enter(self.rest)
 
     def end_forward(self, keeps_graph: bool) -> None:
-        """The root module is left. keeps_graph: a backward may follow; it starts with the last block and the rest."""
+        """Leave the root module. keeps_graph: a backward may follow, which starts with the last block and the root
+        unit.
+        """
         if self.phase is not Phase.FORWARD:
             return
-        if keeps_graph and not self.units[-1].is_full:  # a head, perhaps, that only a loss beside the model reads
+        if keeps_graph and not self.units[-1].is_full:  # a head, perhaps, that only a loss outside of the model reads
             self._reach(self.units[-1], Round.FORWARD)
         if self._needs_ring:
             self._release_parked()
@@ -179,9 +181,9 @@ class UnitSequence:
 
     @contextmanager
     def failing_forward(self) -> Iterator[None]:
-        """Around a forward. If an error ends it, what it has gathered is freed at once; the next pass ends its round.
+        """Free the gathered units if the forward inside raises. The next pass ends the round.
 
-        No rank waits for others here: they may have met no error.
+        It waits for no rank: the other ranks may have no error.
         """
         try:
             yield
@@ -196,7 +198,7 @@ class UnitSequence:
             raise
 
     def enter(self, unit: Unit) -> Use | None:
-        """A unit's forward begins, or is recomputed (None): its parameters are made full."""
+        """Gather a unit at the start of its forward. Returns its use; None if the forward is recomputed in backward."""
         if self._progress.is_on:
             self._progress.at_unit("" if unit is self.rest else unit.name)
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
@@ -217,25 +219,25 @@ class UnitSequence:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether the last forward has ended, and its backward may come."""
+        """Whether the last forward has ended and its backward may follow."""
         return self.phase is Phase.IDLE and self._forwards.expects_backward and bool(self._forwards.last.num_uses)
 
     def read(self, unit: Unit) -> None:
-        """Its parameters are read outside of its forward: they are full from now on, until the step ends.
+        """Gather a unit that is read outside of its forward, and keep it full until the step ends.
 
-        What autograd saves of them is needed at a time that no hook tells.
+        No hook reports when autograd needs the tensors that it saves here.
         """
         if unit not in self._kept and unit is not self.rest:
             logger.info(
-                "unit '%s' is read outside of its forward, so it stays gathered until the step ends; name a common "
-                "parent of it and its reader in zero_optimization.units if that takes too much memory",
+                "unit '%s' is read outside of its forward, so it stays gathered until the step ends. If that takes "
+                "too much memory, name a common parent of the unit and its reader in zero_optimization.units",
                 unit.name,
             )
         if self.phase is Phase.IDLE and self._needs_ring and not unit.is_kept:
             self._before_pass(Phase.IDLE, False)
             if self._listener is not None:
                 self._listener.before_use()
-            if not unit.is_full:  # a round of it alone
+            if not unit.is_full:  # a round of this unit alone
                 self._release_parked()
                 self._ring.begin(Proposal(Round.GATHER, (self._numbers[unit],)))
                 self._ring.reach(unit, Round.GATHER)
@@ -244,7 +246,7 @@ class UnitSequence:
         self._keep(unit)
 
     def leave(self, unit: Unit) -> None:
-        """A unit's forward ends: its parameters are freed, but for those with which the backward will begin."""
+        """Free a unit at the end of its forward, except the last unit if a backward begins with it."""
         if self.phase is Phase.BACKWARD:
             return
         if self._progress.is_on:
@@ -259,16 +261,16 @@ class UnitSequence:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def hear(self, arrived: nn.Parameter | None = None) -> None:
-        """Autograd has come to something of the model. Begins what nobody has begun; see [Note: what autograd runs].
+        """Begin a backward that the engine did not start: autograd has reached a part of the model.
 
-        arrived: to this parameter, to whose gradient it has added already.
+        arrived: the parameter whose `grad` autograd has already added to. See [Note: what autograd runs].
         """
         if self._heard is not None:
             if self._heard() is not None:
                 return
             if self.phase is Phase.BACKWARD:
                 self._tell_listener().abort()
-        if self.phase is Phase.BACKWARD:  # the engine has begun it
+        if self.phase is Phase.BACKWARD:  # begun by the engine
             if self._graph_task is None:
                 self._graph_task = current_graph_task()
             return
@@ -279,11 +281,11 @@ class UnitSequence:
             self._begin_lending()
 
     def has_lost_backward(self) -> bool:
-        """Whether a backward that autograd has begun was ended by an error, of which nobody was told."""
+        """Whether an error has ended a backward that autograd had begun, without a callback."""
         return self.phase is Phase.BACKWARD and self._heard is not None and self._heard() is None
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
-        """boundary: the last microbatch of an optimizer step. on_final: called with each gradient that is complete."""
+        """Begin a backward. boundary: the last of an optimizer step. on_final: called with each complete gradient."""
         self._before_pass(Phase.BACKWARD, boundary)
         self.phase = Phase.BACKWARD
         self._graph_task = None
@@ -295,18 +297,20 @@ class UnitSequence:
 
     @property
     def last_forward(self) -> Forward:
-        """The one that runs, or ran last. Whoever holds it tells by that that its graph is there."""
+        """The current or last forward. A reference to it lives as long as its graph."""
         return self._forwards.last
 
     def enter_forward(self, forward: Forward) -> None:
-        """The gradient of what a forward returned is there."""
+        """Autograd has reached the gradient of a forward's output."""
         if forward not in self._forwards.of_backward:
             self._forwards.come_to(forward, self.units)
         self.hear()
 
     def enter_backward(self, use: Use) -> None:
-        """The gradient of what a use of a unit returned is there: its own backward begins."""
-        if use.forward not in self._forwards.of_backward:  # first: a backward that begins here follows its uses
+        """Autograd has reached the gradient of a use's output: gather its unit, and reduce later units."""
+        if (
+            use.forward not in self._forwards.of_backward
+        ):  # before `hear`: a backward that begins here follows these uses
             self._forwards.come_to(use.forward, self.units)
         heard = self._heard
         if self._graph_task is None if heard is None else heard() is None:
@@ -323,30 +327,31 @@ class UnitSequence:
             self._lend(use)
 
     def gradient_arrived(self, number: int, name: str, param: nn.Parameter) -> None:
-        """Autograd has put the gradient of a parameter of the unit of this number into `param.grad`."""
+        """Autograd has added to `param.grad` of the unit with this number."""
         unit = self.units[number]
         heard = self._heard
-        if self._graph_task is None if heard is None else heard() is None:  # else it does nothing, often
+        if (
+            self._graph_task is None if heard is None else heard() is None
+        ):  # skips a call that does nothing, for each parameter
             self.hear(param if param.requires_grad else None)
-        if self.phase is not Phase.BACKWARD:  # in a run that seemed to add to no gradient: checkpointing has its own
-            if not param.requires_grad:  # frozen since its forward: autograd tells of it, and adds nothing
+        if self.phase is not Phase.BACKWARD:  # as a nested run of a checkpoint seems to add to no gradient
+            if not param.requires_grad:  # frozen since its forward: the hook runs, nothing is added
                 return
             self._end_lending()
             self._begin_heard(param)
         if unit.is_collected and not unit.is_left_over:
             raise StateError(
                 f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same "
-                "backward. A parameter that is read outside of its unit's forward, where reentrant activation "
-                "checkpointing recomputes it, does that: use use_reentrant=False, or leave the unit out of "
-                "zero_optimization.units."
+                "backward. This happens if reentrant activation checkpointing recomputes a read outside of the unit's "
+                "forward: use use_reentrant=False, or leave the unit out of zero_optimization.units."
             )
-        for group in unit.groups if self._needs_ring else ():  # as `is_full`, which costs a call for each parameter
-            if group.residence is not Residence.FULL:  # else silent: the memory that was read is not its own
+        for group in unit.groups if self._needs_ring else ():  # inlined `is_full`: a call per parameter costs time
+            if group.residence is not Residence.FULL:  # without this error the gradient is silently wrong
                 raise StateError(
                     f"the backward of unit '{unit.name}' ran while its parameters were released, so the gradient of "
-                    f"'{name}' would be wrong: expected that it begins with a tensor that '{unit.name}' returned, "
-                    "found one that came out another way, as a loss that is kept in an attribute does; return it too, "
-                    "or leave the unit out of zero_optimization.units"
+                    f"'{name}' would be wrong: expected a backward that begins with a tensor that '{unit.name}' "
+                    "returned, found a tensor that left it differently, such as a loss kept in an attribute. Return "
+                    "it too, or leave the unit out of zero_optimization.units"
                 )
         unit.waiting.discard(id(param))
         if unit.is_left_over:
@@ -356,6 +361,7 @@ class UnitSequence:
             self._come_to(unit)
         if unit.stages_early and turns.reductions.in_flight:
             turns.reductions.poll()
+        # If a unit is used twice, only the outer backward says that the last gradient is there.
         # Reentrant checkpointing runs a backward of its own for each use of a unit.
         is_last = not unit.waiting and (unit.num_uses < 2 or current_graph_task() == self._graph_task)
         if is_last and unit is not self.rest:
@@ -365,30 +371,31 @@ class UnitSequence:
             unit.gradients[0].take_early(unit.places[id(param)], turns.boundary)
 
     def place_for_gradient(self, param: nn.Parameter) -> Tensor | None:
-        """Memory of its shape that the gradient of a parameter can be written to, if it is the turn of its unit."""
+        """Return memory to compute the gradient of a parameter in, if its unit is the next to be reduced."""
         turns = self._turns
         if self.phase is not Phase.BACKWARD or turns.cursor == len(turns.order):
             return None
-        if current_graph_task() != self._graph_task:  # of a user's autograd.grad in it, who keeps the result
+        if current_graph_task() != self._graph_task:  # a user's autograd.grad inside of it keeps its result
             return None
         unit = turns.order[turns.cursor]
         if id(param) not in unit.trained:
             return None
         turns.reductions.poll()
-        place = unit.places.get(id(param))  # of the group that is reduced first
+        place = unit.places.get(id(param))  # in the group that is reduced first
         return None if place is None else unit.gradients[0].place_for(place, turns.boundary)
 
     def end_backward(self) -> None:
-        """Reduces what is left: units that this rank did not use, and the rest."""
+        """Reduce the remaining units: those that this rank did not use, and the root unit."""
         self._turns.end()
         if self._needs_ring:
             self._end_round()
         self._end_pass()
 
     def abort(self, error: BaseException) -> None:
-        """Ends a backward that `error` has ended.
+        """End a backward that `error` has ended.
 
-        What was started is finished, unless the others are lost: in the canonical order they come to it as well.
+        Reductions in flight are finished, as the other ranks reach them in the canonical order too, unless ranks are
+        lost.
         """
         self.phase = Phase.IDLE
         self._heard = self._graph_task = None
@@ -401,13 +408,13 @@ class UnitSequence:
         self._end_pass()
 
     def await_others(self) -> None:
-        """This rank ends a step: takes part in the passes that other ranks make before they end it. A collective."""
+        """End a step: take part in the rounds that other ranks need before they end theirs. A collective."""
         if self._needs_ring:
             self._release_parked()
             self._ring.begin(Proposal(Round.END))
 
     def release_all(self) -> None:
-        """The step has ended: nothing that was made before it is differentiated any more."""
+        """Release the units that were kept full until the end of the step."""
         while self._kept:
             self._kept.pop().release_kept()
 
@@ -418,15 +425,15 @@ class UnitSequence:
         return self._listener
 
     def _ends_lost_backward(self) -> bool:
-        """Whether there was one."""
+        """Abort a lost backward. Returns whether there was any."""
         if not self.has_lost_backward():
             return False
         self._tell_listener().abort()
         return True
 
     def _begin_heard(self, arrived: nn.Parameter | None) -> None:
-        """A backward that the engine was not asked for."""
-        if self.phase is Phase.FORWARD:  # one that ended with an exception
+        """Begin a backward that the engine did not start."""
+        if self.phase is Phase.FORWARD:  # a forward that raised
             self.end_forward(keeps_graph=False)
         self._tell_listener().begin(arrived)
         task = self._heard() if self._heard is not None else None
@@ -441,7 +448,7 @@ class UnitSequence:
         self._heard = None
 
     def _begin_lending(self) -> None:
-        """A run in which nothing is reduced."""
+        """Begin an autograd run in which nothing is reduced."""
         if self._needs_ring:
             self._before_pass(Phase.IDLE, False)
         if not self.rest.is_full:
@@ -452,7 +459,7 @@ class UnitSequence:
             self._keep(self.rest)
 
     def _lend(self, use: Use) -> None:
-        """The parameters of a unit are needed now, and those of the units after it no more."""
+        """Gather the unit of a use, and release the units after it."""
         for unit in [unit for unit in self._lent if unit.first_use is not None and unit.first_use > use.number]:
             self._lent.remove(unit)
             unit.release()
@@ -469,12 +476,12 @@ class UnitSequence:
         for unit in lent:
             if not (unit is self.rest and self.phase is Phase.FORWARD):
                 unit.release()
-        self._forwards.of_backward.clear()  # another backward of these may follow
+        self._forwards.of_backward.clear()  # another backward of these forwards may follow
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _gather_rest(self) -> None:
-        """What a forward without gradients has released since, in a round of its own."""
+        """Gather the root unit, in a round of its own, if a forward without gradients has released it."""
         if self._needs_ring and not self.rest.is_full:
             self._release_parked()
             self._ring.begin(Proposal(Round.GATHER, (0,)))
@@ -483,7 +490,7 @@ class UnitSequence:
             self.rest.gather()
 
     def _begin_round(self) -> Sequence[int]:
-        """Begins the round of a backward; the gates of its reductions. A collective."""
+        """Begin the round of a backward. Returns the gates of its reductions. A collective."""
         self._release_parked()
         uses = tuple([self._numbers[unit] for forward in self._forwards.expected() for unit in forward.order])
         used = set(uses)
@@ -496,7 +503,7 @@ class UnitSequence:
         return made
 
     def _end_round(self) -> None:
-        """The end of the backward's round; takes part in all that other ranks need before they end theirs."""
+        """End the backward's round, and join the rounds that other ranks still need."""
         while True:
             self._ring.end_round()
             self._lag = max(self._lag, self._turns.lag)
@@ -522,11 +529,11 @@ class UnitSequence:
         self._kept.add(unit)
 
     def _come_to(self, unit: Unit) -> None:
-        """Autograd has come to a unit alone, and not to what is read of it elsewhere."""
+        """Autograd has reached a read of a unit that is in its forward."""
         if unit.first_use is not None and unit is not self.rest and unit not in self._kept:
             self._turns.leave_behind(unit.first_use)
 
 
 def _gather_alone(unit: Unit, kind: Round) -> None:
-    """Where a gather needs no other rank, there are no rounds."""
+    """Gather without a round: no other rank is needed."""
     unit.gather()

@@ -1,4 +1,4 @@
-"""Master weights and optimizer states of a group's shard: in memory, in chunks, and by piece of a parameter."""
+"""Master weights and optimizer states of a shard: in memory, in chunks, and by piece of a parameter."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .versions import ParameterVersions, Speculation, Version
 
 
 class WidenedStates:
-    """Holds the float32 values of one part of a shard at a time, and brings changes back into its bytes."""
+    """Holds float32 values of 8-bit states, of a part of a shard at a time, and writes changes back."""
 
     def __init__(self) -> None:
         self._part: object | None = None
         self._values: dict[str, Tensor] = {}
-        self._write: Callable[[], Mapping[str, Tensor]] | None = None  # gives the bytes of what was changed
+        self._write: Callable[[], Mapping[str, Tensor]] | None = None  # returns the tensors to write changes to
 
     def open(self, part: object, stored: Callable[[bool], Mapping[str, Tensor]], changes: bool) -> dict[str, Tensor]:
-        """The values by name, (n,) float32, until another part is opened.
+        """Return the values by name, (n,) float32, until another part is opened.
 
-        stored: gives payloads and scales, as `new_states` names them; told whether they are for change.
+        stored: returns payloads and scales, named as in `new_states`; called with whether they are changed.
         """
         if self._part is not part:
             self.settle()
@@ -44,7 +44,7 @@ class WidenedStates:
         return self._values
 
     def settle(self) -> None:
-        """Ends the use of what is open. Values that changed are rounded to the nearest that 8 bits have."""
+        """Close the open part. Changed values are rounded to the nearest 8-bit values."""
         if self._write is not None:
             for name, state in _states_in(self._write()).items():
                 state.narrow(self._values[name])
@@ -61,7 +61,7 @@ def _states_in(tensors: Mapping[str, Tensor]) -> dict[str, StoredState]:
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of a shard whose parameters have the same options."""
+    """A range of a shard whose parameters have the same options."""
 
     start: int
     end: int
@@ -69,20 +69,20 @@ class Run:
 
 
 class ShardRuns:
-    """The stretches of a group's shard, and the parameters that have a part in it."""
+    """The runs of a shard, and the parameters in it."""
 
     def __init__(self, group: ShardedGroup, options_index_of: Mapping[int, int]) -> None:
         """options_index_of: id of a parameter -> index in param_groups."""
         self._group = group
         self._options_index_of = options_index_of
         self.param_ids = frozenset(id(group.params[piece.index]) for piece in group.pieces)
-        """Of the parameters that have a part here."""
+        """Ids of the parameters that have a part in the shard."""
         self.all = [run for run, _ in self.stretches(lambda _: 0)]
 
     def stretches(self, step_of: Callable[[int], int]) -> list[tuple[Run, int]]:
-        """`all`, cut where parameters have made another number of steps, with that number.
+        """Return the runs, cut where the number of steps changes, with that number.
 
-        step_of: the identity of a parameter -> its number.
+        step_of: id of a parameter -> its number of steps.
         """
         starts: list[tuple[int, int, int]] = []
         for piece in self._group.pieces:
@@ -90,34 +90,34 @@ class ShardRuns:
             index, step = self._options_index_of[param_id], step_of(param_id)
             if not starts or starts[-1][1:] != (index, step):
                 starts.append((piece.offset_in_shard, index, step))
-        # A run reaches to the next one, padding included: whole vectors, so that no element is a rest of its own.
+        # A run includes the padding up to the next run, so that kernels see whole vectors.
         ends = [start for start, *_ in starts[1:]] + [self._group.layout.shard_numel]
         return [(Run(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
 
     def options_index(self, index: int) -> int:
-        """In param_groups, of the parameter with that index in the group."""
+        """Return the index in param_groups of the parameter with this index in the group."""
         return self._options_index_of[id(self._group.params[index])]
 
 
 class StatesInMemory:
-    """Of elements [0, numel) of a shard. Masters are there at once, states from `make` until `forget`."""
+    """Masters and states of elements [0, numel) of a shard. Masters always exist, states from `make` to `forget`."""
 
     def __init__(self, numel: int, form: WeightForm, device: torch.device, new_states: NewStates) -> None:
         self.numel = numel
         self.master = huge_zeros(numel, torch.float32, device) if form.is_mixed else None
-        """(numel,), where it is beside the parameters."""
+        """(numel,), if masters are separate from the parameters."""
         self.states: dict[str, Tensor] = {}
-        self._are_made = False  # of which there may be none
+        self._are_made = False  # a flag, as an optimizer may have no states
         self.factors: dict[int, dict[str, Tensor]] = {}
-        """Index in the group of a matrix that this rank owns -> its states that are not elementwise, by name."""
+        """Index in the group of a matrix owned by this rank -> its states that are not elementwise, by name."""
         self.update: ShardUpdate | None = None
-        """What an update of all that is in memory needs, as of the last one; None where other states came since."""
+        """The cached arguments of the last update; None if states have been replaced since."""
         self._form = form
         self._device = device
         self._new_states = new_states
 
     def make(self) -> None:
-        """Takes memory for the states of the part that is in memory, with their first values; leaves those it has."""
+        """Take memory for the states, with their first values. Keeps existing states."""
         if self._are_made:
             return
         self._are_made = True
@@ -127,49 +127,47 @@ class StatesInMemory:
                 numel = scaled_numel(block.numel(), self.numel)
                 self.states[name] = huge_zeros(numel, block.dtype, self._device)
                 if block.any():
-                    self.states[name].fill_(block[0])  # every element begins alike
+                    self.states[name].fill_(block[0])  # all elements begin with the same value
 
     def forget(self) -> None:
-        """Gives the memory of `make` back."""
+        """Free the memory of `make`."""
         self.states.clear()
         self.factors.clear()
         self._are_made, self.update = False, None
 
 
 class StatePart(NamedTuple):
-    """A stretch of a shard while its states are at hand, (end - start,) each."""
+    """A range of a shard while its states are in memory, (end - start,) each."""
 
     start: int
     end: int
     master: Tensor
     states: Sequence[Tensor]
-    rounded: Tensor | None  # where the new master weights go in the dtype of the parameters, if that is another one
+    rounded: Tensor | None  # the parameters, to which the new master weights are rounded, if they are separate
 
 
 class Kept(Protocol):
-    """What an update keeps of each parameter."""
+    """The states that an update keeps for each parameter."""
 
     @property
     def masters(self) -> Masters: ...
 
     @property
     def seed(self) -> int:
-        """Of what is rounded at random without masters."""
+        """Of random rounding without masters."""
 
     def new_states(self, master: Tensor, options_index: int) -> dict[str, Tensor]:
-        """The states of master weights, (n,), before the first step, by name.
+        """Return the states of master weights, (n,), before the first step, by name.
 
-        options_index: in param_groups, of the parameters.
+        options_index: index of the parameters' group in param_groups.
         """
 
 
 class ShardState:
-    """The first elements of the states are in memory, the rest is in the chunks of a store.
+    """The states of a shard: the first elements in memory, the rest in chunks of a store.
 
-    Where the model is on a device, either all of a shard's states are there, or all are on the host, `is_apart`, and so
-    is their update.
-
-    The master weights are the shard itself where parameters are float32 or wider, or bfloat16 without masters.
+    If the model is on a device, a shard's states are all there, or all on the host with the update (`is_apart`). The
+    shard itself holds the master weights if parameters are float32 or wider, or bfloat16 without masters.
     """
 
     def __init__(
@@ -180,8 +178,10 @@ class ShardState:
         kept: Kept,
         homes: ShardHomes,
     ) -> None:
-        """resident_numel: of the shard, whose states stay in memory. options_index_of: id of a parameter -> index in
-        param_groups. kept: what the update keeps of the shard. homes: of all shards.
+        """resident_numel: elements whose states stay in memory. options_index_of: id of a parameter -> index in
+        param_groups.
+
+        kept: the states of the update. homes: shared by all shards.
         """
         self.gradient = gradient
         self.group = gradient.group
@@ -200,39 +200,39 @@ class ShardState:
         """The parameters' values, for the update."""
         host = homes.host if self.is_apart else None
         if host is not None:
-            # In mixed precision they are made of the master weights alone.
+            # In mixed precision the master weights alone determine them.
             needs_values = not (self.form.is_mixed and self.runs.all)
             self.resident = host.resident(self.group, homes.rest, needs_values)
         self.versions = ParameterVersions(self.group, self.memory.master, host)
 
     @property
     def master(self) -> Tensor:
-        """(n,): the master weights that are in memory; of a shard in a store, while that is open."""
+        """(n,): the master weights in memory. Of an offloaded shard: valid while it is open."""
         return self.group.shard if self.memory.master is None else self.memory.master
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The group's pieces, cut where the states lie in different chunks."""
+        """The group's pieces, cut at the ends of chunks."""
         edges = [chunk.start for chunk in self.chunks]
         return Pieces(part for piece in self.group.pieces for part in _cut(piece, edges))
 
     def fill_chunks(self) -> None:
-        """First values in the store; master weights are zero."""
+        """Store the first states; master weights are zero."""
         for chunk in self.chunks:
             like = torch.zeros(chunk.end - chunk.start, dtype=self.form.master_dtype)
             chunk.fill({**({MASTER: like} if self.form.is_mixed else {}), **self._new_states(like)})
 
     def begin_with_parameters(self) -> None:
-        """Master weights, where the parameters are others, are these: there were none before."""
+        """Set separate master weights to the current parameters."""
         for piece in self.pieces if self.form.is_mixed else ():
             low = piece.offset_in_shard
             now = values_of(part_of(self.group.own_values(), low, low + piece.numel))
             values_of(self.master_of(piece, changes=True)).copy_(now)
 
     def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StatePart]:
-        """Every stretch of the shard, for an update, each until the next one is asked for.
+        """Yield every part of the shard for an update. A part is valid until the next.
 
-        parameters: that the update changes, where it runs. speculation: what keeps the states as they were.
+        parameters: the version that the update changes. speculation: keeps old states.
         """
         memory = self.memory
         if memory.numel or not self.chunks:
@@ -247,14 +247,14 @@ class ShardState:
                 yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
 
     def whole(self) -> StatePart:
-        """As the only one of `parts`, where all of it is in memory."""
+        """Return the single part of a shard that is all in memory."""
         rounded = None if self.memory.master is None else self.group.shard
         return StatePart(0, self.memory.numel, self.master, list(self.memory.states.values()), rounded)
 
     # -- by piece of a parameter ----------------------------------------------------------------------------------
 
     def master_of(self, piece: Piece, changes: bool = False) -> Memory:
-        """The master weights of one of `pieces`."""
+        """Return the master weights of a piece."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
         if self.memory.master is None:
             return part_of(self.group.own_values(changes), low, high)
@@ -264,9 +264,9 @@ class ShardState:
         return _range_of(chunk, MASTER, self.form.master_dtype, low, high, changes)
 
     def masters(self, changes: bool = False, ahead: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """(offset in the shard, master weights) of each stretch, until the next one is asked for.
+        """Yield (offset in the shard, master weights) of each part. A part is valid until the next.
 
-        ahead: those after a delayed update, before the parameters are that version.
+        ahead: the values after a delayed update, before the parameters take them.
         """
         if self.memory.master is None:
             is_ahead = ahead and bool(self.versions.ahead.values.numel())
@@ -277,7 +277,7 @@ class ShardState:
             yield chunk.start, chunk.open(changes)[MASTER]
 
     def states_of(self, piece: Piece, changes: bool = False) -> dict[str, Memory]:
-        """The states of one of `pieces`, by name; those in memory only once they are made. 8-bit states as float32."""
+        """Return the states of a piece by name, once they are made; 8-bit states as float32."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
         chunk = self._chunk_of(piece)
         kept = {n: state.dtype for n, state in self.memory.states.items()} if chunk is None else chunk.layout.dtypes
@@ -289,7 +289,7 @@ class ShardState:
         return {name: _range_of(chunk, name, kept[name], low, high, changes) for name in names}
 
     def forget_remainders(self, pieces: Iterable[Piece]) -> None:
-        """Before the master weights of `pieces` are written: what they are then lacks nothing."""
+        """Zero the remainders of pieces whose master weights are about to be written."""
         if self.form.has_remainder and (self.memory.states or self.chunks):
             for piece in pieces:
                 states = self.states_of(piece, changes=True)
@@ -304,7 +304,7 @@ class ShardState:
         low, high = start - parameters.start, end - parameters.start
         if own_master is None:
             return StatePart(start, end, parameters.values[low:high], list(states.values()), None)
-        rounded = parameters.values[low:high] if low >= 0 else None  # else the master weights stand for them
+        rounded = parameters.values[low:high] if low >= 0 else None  # None: the master weights determine them
         return StatePart(start, end, own_master, list(states.values()), rounded)
 
     def _chunk_of(self, piece: Piece) -> Chunk | None:
@@ -327,12 +327,12 @@ class ShardState:
 
 
 def _range_of(chunk: Chunk, name: str, dtype: torch.dtype, low: int, high: int, changes: bool) -> StoredRange:
-    """The elements [low, high) of the shard."""
+    """Elements [low, high) of the shard."""
     return StoredRange(high - low, dtype, lambda: chunk.open(changes)[name][low - chunk.start : high - chunk.start])
 
 
 def _cut(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:
-    """The piece in parts that do not reach across any of the offsets in the shard."""
+    """Cut the piece at these offsets in the shard."""
     low, end = piece.offset_in_shard, piece.offset_in_shard + piece.numel
     for high in [*(edge for edge in edges if low < edge < end), end]:
         start = piece.offset_in_param + low - piece.offset_in_shard
@@ -341,13 +341,13 @@ def _cut(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:
 
 
 class ShardHomes:
-    """What all shards of a rank share.
+    """The stores and buffers that all shards of a rank share.
 
-    | part      | what                                      | None                                |
-    |-----------|-------------------------------------------|-------------------------------------|
-    | offloaded | chunks of states, in a store or on a host |                                     |
-    | rest      | parameters, in a store                    | they are in memory                  |
-    | host      | copies of what a host updates of a device | the update is where parameters are  |
+    | part      | content                                       | None                                |
+    |-----------|-----------------------------------------------|-------------------------------------|
+    | offloaded | chunks of states, in a store or on the host   |                                     |
+    | rest      | parameters, in a store                        | they are in memory                  |
+    | host      | host copies of shards that a host updates     | parameters are updated in place     |
     """
 
     def __init__(self, offloaded: OffloadedStates, rest: ShardRest | None, host: HostUpdate | None) -> None:
@@ -355,14 +355,14 @@ class ShardHomes:
         self.rest = rest
         self.host = host
         self.widened = WidenedStates()
-        """What opens 8-bit states."""
+        """Opens 8-bit states as float32."""
         self.window = Window() if rest is None else rest.window
-        """Of parameters, on their way to the update."""
+        """Loads parameters for the update."""
 
     def make_shards(
         self, gradients: Sequence[GroupGradient], options_index_of: Mapping[int, int], kept: Kept
     ) -> list[ShardState]:
-        """Takes memory for masters and states of groups; arguments as of `ShardState`. Raises OffloadError."""
+        """Take memory for masters and states of groups. Arguments: see `ShardState`. Raises OffloadError."""
         numels = self.offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
         shards = [
             ShardState(gradient, numel, options_index_of, kept, self)
@@ -372,22 +372,22 @@ class ShardHomes:
         return shards
 
     def are_where_computed(self, shards: Iterable[ShardState]) -> bool:
-        """Whether all of them rest where they are computed with, their states too."""
+        """Whether all shards and their states are in the memory of compute."""
         return self.rest is None and not any(shard.is_apart or shard.chunks for shard in shards)
 
     def expect(self, order: Iterable[ShardState]) -> None:
-        """The chunks of these shards in one order: that of the next shard is read while this one is updated."""
+        """Set the order of updates, so that the next shard's chunks are read during an update."""
         self.offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
 
     def put_back(self) -> None:
-        """What was opened goes back, with what was changed in it."""
+        """Close open parts, and save their changes."""
         self.widened.settle()
         self.window.put_back()
         self.offloaded.window.put_back()
 
     def close(self) -> None:
-        """Gives back what is in stores and buffers."""
-        if self.rest is None:  # else it is the rest's, which closes it
+        """Free stores and buffers."""
+        if self.rest is None:  # else `rest` closes it
             self.window.close()
         for place in (self.host, self.offloaded, self.rest):
             if place is not None:

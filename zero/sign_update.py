@@ -1,4 +1,4 @@
-"""The update by an optimizer whose ranks tell each other signs of their momenta, and not gradients: 1-bit Adam."""
+"""The update by an optimizer whose ranks exchange signs of momenta instead of gradients: 1-bit Adam."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Stretch = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SignLayout:
-    """What of each parameter lies in whose region: each such stretch has a scale of its own.
+    """The parts of parameters in each rank's region. Each part has a separate scale.
 
-    A message is the signs of a region, and a scale for each stretch in it.
+    A message has the signs of a region and a scale for each part in it.
     """
 
     regions: tuple[slice, ...]
     stretches: tuple[tuple[Stretch, ...], ...]  # by region
-    dtype: torch.dtype  # of what is sent, and of the scales
+    dtype: torch.dtype  # of values and scales
 
     @classmethod
     def of(cls, layout: FlatLayout, num_ranks: int, dtype: torch.dtype) -> SignLayout:
@@ -52,7 +52,7 @@ class SignLayout:
         return int(self.regions[place].stop) - int(self.regions[place].start)
 
     def nbytes(self, place: int) -> int:
-        """Of a message with the signs of a region."""
+        """Bytes of the message of a region."""
         return self.numel(place) // SIGNS_PER_BYTE + len(self.stretches[place]) * self.dtype.itemsize
 
     @property
@@ -60,12 +60,12 @@ class SignLayout:
         return max(map(self.nbytes, range(len(self.regions))))
 
     def bytes_sent(self, place: int) -> int:
-        """By one rank, in one mean, to all others together."""
+        """Bytes that a rank sends in a mean, to all ranks together."""
         others = sum(self.nbytes(other) for other in range(len(self.regions)) if other != place)
         return others + self.max_nbytes * (len(self.regions) - 1)
 
     def error_numel(self, place: int) -> int:
-        """Elements of both errors of a rank; none where nobody else is."""
+        """Elements of both errors of a rank; 0 for a single rank."""
         if len(self.regions) == 1:
             return 0
         return sum(map(self.numel, range(len(self.regions)))) + self.numel(place)
@@ -73,13 +73,13 @@ class SignLayout:
 
 @dataclass
 class SignMean:
-    """The mean over ranks of what each of them has of a group, sent as signs: a compressed all-reduce.
+    """The mean of a group's values over ranks, sent as signs: a compressed all-reduce.
 
         rank i   x_i + its error --signs, scales--> \\
-        rank j   x_j + its error --signs, scales-->  who has the region: mean + its error --signs, scales--> all
+        rank j   x_j + its error --signs, scales-->  owner of the region: mean + its error --signs, scales--> all
 
-    Each rank keeps what its signs did not say, and says it with the next: the worker's error of all elements, the
-    server's of its region. Source: 1-bit Adam, arXiv 2102.02888, algorithm 1.
+    Each rank keeps the error of its signs and adds it next time: the worker's error of all elements, the server's of
+    its region. Source: 1-bit Adam, arXiv 2102.02888, algorithm 1.
     """
 
     layout: SignLayout
@@ -95,7 +95,7 @@ class SignMean:
         self.worker_error, self.server_error = (torch.zeros(size, dtype=self.layout.dtype) for size in sizes)
 
     def to(self, device: torch.device) -> SignMean:
-        """The errors there."""
+        """Move the errors to a device."""
         self.worker_error, self.server_error = self.worker_error.to(device), self.server_error.to(device)
         return self
 
@@ -104,9 +104,9 @@ class SignMean:
         return self.worker_error.nbytes + self.server_error.nbytes
 
     def mean(self, values: Tensor, unused: Collection[int] = ()) -> Tensor:
-        """values: (padded_numel,), used up -> what the ranks say of their mean; a collective.
+        """Return the ranks' approximate mean of values, (padded_numel,), which are overwritten. A collective.
 
-        unused: indices of parameters whose errors stay as they are, and whose mean is 0.
+        unused: indices of parameters whose errors do not change, and whose mean is 0.
         """
         size, place, layout = self.exchange.size, self.exchange.place, self.layout
         if size == 1:
@@ -133,7 +133,7 @@ class SignMean:
         return values
 
     def _encoded(self, values: Tensor, place: int, unused: Collection[int]) -> tuple[Tensor, Tensor]:
-        """(message, what it says) of a region."""
+        """Return (message, its decoded values) of a region."""
         stretches: Sequence[Stretch] = self.layout.stretches[place]
         zero = values.new_zeros(())
         found = [zero if index in unused else _scale(values[low:high]) for index, low, high in stretches]
@@ -161,29 +161,29 @@ class SignMean:
 
 
 def _scale(values: Tensor) -> Tensor:
-    """(): signs that are multiplied by it have the norm of the values."""
+    """(): signs times the scale have the norm of the values."""
     scale: Tensor = values.norm() / math.sqrt(values.numel())
     return scale
 
 
 WORKER_ERROR, SERVER_ERROR = "worker_error", "server_error"
-"""Among the states of a checkpoint, the first with the number of the rank that has it."""
+"""States in a checkpoint; the worker's with the number of its rank."""
 AXIS = ("replica",)
 Parameters = list[tuple[int, slice, Options]]
-"""(index in its group, where in the shard, options) of parameters."""
+"""(index in its group, range in the shard, options) of parameters."""
 
 
 @dataclass(frozen=True)
 class SignUpdate(FusedUpdate):
-    """States are whole on each rank, which all have the same of them; the errors of `SignMean` are of each rank.
+    """1-bit Adam. Each rank has the whole states, equal on all ranks; each has separate errors of `SignMean`.
 
     | a step         | gradient    | momentum                           | second moment |
     |----------------|-------------|------------------------------------|---------------|
     | of the warm-up | of all      | updated with it                    | updated       |
     | after it       | of the rank | updated with it, mean of the signs | stays         |
 
-    All of it is in the update, when all ranks know that a step counts: what a signs' error remembers is of no gradient
-    that was thrown away.
+    Signs are exchanged in the update, when all ranks know that the step counts: an error never includes a gradient that
+    was thrown away.
     """
 
     waits_for_norm = True
@@ -219,7 +219,7 @@ class SignUpdate(FusedUpdate):
             shard.group.shard.copy_(weight)
 
     def _step_with_signs(self, shard: ShardState, gradient: Tensor, used: Parameters) -> None:
-        """gradient: (padded_numel,), this rank's own part of the mean over ranks."""
+        """Make a step after the warm-up. gradient: (padded_numel,), this rank's term of the mean."""
         mean, (momentum, squares) = self._means[id(shard)], shard.memory.states.values()
         gradient.mul_(mean.exchange.size)
         new = momentum.clone()
@@ -235,7 +235,7 @@ class SignUpdate(FusedUpdate):
 
     @cached_property
     def _means(self) -> dict[int, SignMean]:
-        """By identity of the shard."""
+        """By id of the shard."""
         return {}
 
     def make_states(
@@ -259,7 +259,7 @@ class SignUpdate(FusedUpdate):
             yield from (mean.worker_error, mean.server_error)
 
     def rank_states(self, shard: ShardState) -> Iterator[tuple[Piece, str, Tensor]]:
-        """(piece, name, values) of what this rank alone has: the errors."""
+        """Yield (piece, name, values) of the errors of this rank."""
         mean = self._means.get(id(shard))
         if mean is None or not mean.worker_error.numel():
             return
@@ -273,11 +273,11 @@ class SignUpdate(FusedUpdate):
             yield Piece(index, offset, region.start + low, high - low), SERVER_ERROR, mean.server_error[low:high]
 
     def rank_state_names(self, shard: ShardState) -> list[str]:
-        """Of all ranks."""
+        """Return the names of the errors of all ranks."""
         size = shard.group.axes.replicas.size
         return [*(f"{WORKER_ERROR}_{place}" for place in range(size)), SERVER_ERROR] if size > 1 else []
 
 
 def is_rank_state(name: str) -> bool:
-    """Whether a state of that name is of one rank, and of no use to another number of them."""
+    """Whether a state of that name belongs to a rank, so it is useless for another number of ranks."""
     return name == SERVER_ERROR or name.startswith((f"{WORKER_ERROR}_", f"{LOW_RANK_ERROR}_"))

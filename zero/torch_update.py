@@ -1,4 +1,4 @@
-"""Torch optimizers of the caller's: which of ours does the same, and the update of a shard by any other one."""
+"""Torch optimizers of the user: finds our equivalent, or updates shards with the torch optimizer itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def record_like(optimizer: torch.optim.Optimizer) -> Optimizer | None:
-    """The optimizer of ours that does what this one of torch's does, where there is one for all its options."""
+    """Return our optimizer that does the same as this torch optimizer with all its options, if there is any."""
     updates = _class_that_updates(type(optimizer))
     twins = _torch_twins()
     if updates not in twins:
         return None
-    # AdamW is Adam with another value of an option: which of them it is, the options say.
+    # AdamW is Adam with a different default of an option, so the options decide between them.
     alike = [record for twin, record in twins.items() if issubclass(twin, updates) or issubclass(updates, twin)]
     fitting = (one for one in alike if all(takes_options(one, options) for options in optimizer.param_groups))
     record = next(fitting, None)
@@ -46,7 +46,7 @@ def _torch_twins() -> dict[type[torch.optim.Optimizer], Optimizer]:
 
 
 def _class_that_updates(cls: type) -> type:
-    """The class itself, or the one that it derives from with nothing but an `__init__` of its own."""
+    """Return the class, or the base class that it extends with no more than an `__init__`."""
     twins = _torch_twins()
     while cls not in twins and not any(_is_changed(cls, name) for name in vars(cls)):
         cls = cls.__mro__[1]
@@ -54,17 +54,19 @@ def _class_that_updates(cls: type) -> type:
 
 
 def _is_changed(cls: type, name: str) -> bool:
-    if name == "step":  # torch wraps it anew for each class
+    if name == "step":  # torch wraps `step` for each class
         return inspect.unwrap(vars(cls)[name]) is not inspect.unwrap(getattr(cls.__mro__[1], name))
     return not (name.startswith("__") and name.endswith("__"))
 
 
 class _NotMadeAgainError(ValueError):
-    """A class cannot be called with other parameters."""
+    """The class cannot be constructed for other parameters."""
 
 
 def another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over other parameters. Raises ValueError where its class refuses."""
+    """Construct an optimizer of the same class and options for other parameters. Raises ValueError if the class
+    refuses.
+    """
     options = {key: value for key, value in template.param_groups[0].items() if key != "params"}
     taken = inspect.signature(type(template)).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
@@ -73,18 +75,18 @@ def another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torc
         copy = type(template)(params, **given)
     except TypeError as error:
         raise _NotMadeAgainError(
-            "optimizer: expected a class that can be made again over the shards of a rank, found "
-            f"{type(template).__name__}, whose __init__ takes neither its parameters alone nor with the options in its "
-            f"defaults: {error}. Give its other arguments defaults"
+            "optimizer: expected a class that can be constructed for the shards of a rank, found "
+            f"{type(template).__name__}, whose __init__ fails with the parameters and the options in its defaults: "
+            f"{error}. Give all further arguments defaults"
         ) from error
     copy.param_groups[0].update(options)
     return copy
 
 
 def check_elementwise(factory: OptimizerFactory) -> None:
-    """Raises ValueError unless the optimizer treats every element by itself, so that it can run on shards.
+    """Raise ValueError unless the optimizer is elementwise, so that it can update shards.
 
-    Tried on a small matrix: three steps on the whole and on its flat halves must give the same values.
+    Tries a small matrix: three steps on the whole and on its flat halves must give the same values.
     """
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(8, BLOCK_NUMEL // 8, generator=generator)
@@ -113,19 +115,19 @@ def check_elementwise(factory: OptimizerFactory) -> None:
         results.append(torch.cat([param.detach().reshape(-1) for param in params]))
     if not torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-9):
         raise ValueError(
-            f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, whose result "
-            "depends on the shape of the parameter; shards of a parameter cannot be updated one by one. Use an "
-            "elementwise one (AdamW, SGD, Lion, ...)."
+            f"optimizer: expected a torch optimizer that updates each element by itself, found {name}. Its result "
+            "depends on the shape of the parameter, so it cannot update shards. Use an elementwise optimizer (AdamW, "
+            "SGD, Lion, ...)."
         )
 
 
 @dataclass(frozen=True)
 class _Flat:
-    """A run of a shard, or one parameter of it, which is one flat parameter of an inner optimizer."""
+    """A run of a shard, or a single parameter of it, as a flat parameter of an inner optimizer."""
 
     run: Run
     options: dict[str, Any]  # a parameter group of the inner optimizer
-    parameter: int | None = None  # index in the group of the one that it is, where that has a history of its own
+    parameter: int | None = None  # index in the group, if it is a single parameter
 
     @property
     def param(self) -> nn.Parameter:
@@ -136,7 +138,7 @@ class _Flat:
 
 @dataclass(frozen=True)
 class _Inner:
-    """The optimizer of a shard's runs."""
+    """The inner torch optimizer of a shard's runs."""
 
     optimizer: torch.optim.Optimizer
     flats: list[_Flat]
@@ -146,9 +148,9 @@ class _Inner:
         return state
 
     def cut(self, pieces: Sequence[Piece], wanted: Collection[int]) -> None:
-        """Makes flat parameters of those pieces of the shard that are of the `wanted`, with their part of the states.
+        """Split the `wanted` parameters off as flat parameters, with their part of the states.
 
-        Each reaches to the next piece, as runs do.
+        Each includes the padding up to the next piece, as runs do.
         """
         if not wanted:
             return
@@ -175,21 +177,21 @@ class _Inner:
 
 
 class TorchUpdate:
-    """Each run of a shard is one flat parameter of an optimizer that the factory makes, with its own states.
+    """Updates each run of a shard as a flat parameter of a torch optimizer that the factory makes.
 
-    A parameter that was not used in some step is one of its own from then on: torch counts its steps by itself.
-    Has the methods of `FusedUpdate`. Its states are in memory, and known after the first step.
+    A parameter that was unused in a step becomes a separate flat parameter from then on, as torch counts its steps. It
+    has the methods of `FusedUpdate`. Its states are in memory, and known after the first step.
     """
 
     has_rule = False
     waits_for_norm = True
 
     def __init__(self, factory: OptimizerFactory, masters: Masters = Masters.WIDER, seed: int = 0) -> None:
-        """masters: WIDER or NONE. seed: of what is rounded at random without them."""
+        """masters: WIDER or NONE. seed: of random rounding without masters."""
         self.masters = masters
         self.seed = seed
         self._factory = factory
-        self._inner: dict[int, _Inner] = {}  # by identity of the shard
+        self._inner: dict[int, _Inner] = {}  # by id of the shard
 
     @property
     def name(self) -> str:
@@ -213,7 +215,7 @@ class TorchUpdate:
         (whole,) = parts()
         inner = self._inner.get(id(shard)) or self._make_inner(shard)
         params = shard.group.params
-        # A bfloat16 that is the only copy is updated in float32, of which there is one shard for a while.
+        # bfloat16 without masters is updated in float32, a temporary copy of the shard.
         master = whole.master if shard.form.rounding is None else whole.master.float()
         inner.cut(shard.group.pieces, {index for index, param in enumerate(params) if id(param) in terms.unused})
         for flat in inner.flats:
@@ -222,7 +224,7 @@ class TorchUpdate:
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})
             param.data = master[flat.run.start : flat.run.end]
             if flat.parameter is None or id(params[flat.parameter]) not in terms.unused:
-                # A copy: other ranks may share the gradient.
+                # A copy, as ranks may share the gradient's memory.
                 param.grad = gradient[flat.run.start : flat.run.end].to(master.dtype) * terms.gradient_scale
         inner.optimizer.step()
         for flat in inner.flats:
@@ -236,7 +238,7 @@ class TorchUpdate:
             whole.rounded.copy_(whole.master)
 
     def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
-        """Zeros, where a parameter has none yet: `scalar_states` says so, and there is nothing to change."""
+        """Return the states of a piece. Zeros if the parameter has none yet, which `scalar_states` reports."""
         if id(shard) not in self._inner:
             return {}
         inner = self._inner[id(shard)]
@@ -277,7 +279,7 @@ class TorchUpdate:
         self._inner.pop(id(shard), None)
 
     def reset_states(self, shard: ShardState, index: int) -> None:
-        """Parameter `index` of the group has no states, as before its first step."""
+        """Clear the states of parameter `index` of the group, as before its first step."""
         if id(shard) in self._inner:
             inner = self._inner[id(shard)]
             inner.cut(shard.group.pieces, {index})
@@ -286,7 +288,7 @@ class TorchUpdate:
                     inner.state_of(flat).clear()
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
-        """What a torch optimizer keeps beside elementwise states, its step, mostly."""
+        """Return the states that are not elementwise, mostly the step."""
         found: dict[int | str, Mapping[str, Any] | None] = {}
         if id(shard) not in self._inner:
             return found
@@ -299,13 +301,13 @@ class TorchUpdate:
         return found
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:
-        """Scalars are counted nowhere."""
+        """Yield the states in memory, without scalars."""
         states = self._inner[id(shard)].optimizer.state.values() if id(shard) in self._inner else ()
         return (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
 
     @cached_property
     def _first_dtypes(self) -> dict[str, torch.dtype]:
-        """The elementwise states of a float32 parameter after a step, by name."""
+        """The elementwise states of a float32 parameter after a step: name -> dtype."""
         param = nn.Parameter(torch.zeros(2))
         param.grad = torch.zeros(2)
         optimizer = self._factory([param])
@@ -323,7 +325,7 @@ class TorchUpdate:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Of the states of such a master weight: bfloat16 that is the only copy is updated in float32."""
+    """Return the dtype of states of such master weights: bfloat16 without masters is updated in float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""What is gathered, reduced and released together; and which forwards have used it, in which order."""
+"""Units, which are gathered, reduced and released as a whole, and the record of their uses in forwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .group import Residence, ShardedGroup
 
 
 class Unit:
-    """What is gathered, released and reduced together."""
+    """A module whose parameters are gathered, released and reduced together."""
 
     def __init__(
         self,
@@ -27,49 +27,49 @@ class Unit:
         gradients: Sequence[GroupGradient],
         is_end: bool = False,
     ) -> None:
-        """is_end: a large embedding or head, which a loss beside the model may read."""
+        """is_end: a large embedding or head, which a loss outside of the model may read."""
         self.name = name
         self.is_end = is_end
         self.module = module
         self.accumulators: dict[int, Node] = {}
         self.take_up(groups, gradients)
-        self.waiting: set[int] = set()  # parameters whose gradient has not come yet in this backward
+        self.waiting: set[int] = set()  # ids of parameters that have no gradient yet in this backward
         self.is_ready = False
         self.is_collected = False
-        self.is_left_over = False  # it was reduced before all its gradients were there
-        self.first_use: int | None = None  # in the forwards that the backward may be of
-        self.num_uses = 0  # in these
+        self.is_left_over = False  # it was reduced before all its gradients had arrived
+        self.first_use: int | None = None  # in the forwards of which a backward may run
+        self.num_uses = 0  # in these forwards
         self.repeats = False
-        """Whether a forward has used it twice, one use behind the other."""
+        """Whether a forward has used it twice in a row."""
 
     def take_up(self, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]) -> None:
-        """Its parameters are in these groups from now on."""
+        """Replace its groups and gradients."""
         self.groups = groups
         self.gradients = gradients
         self.numel = sum(group.layout.padded_numel for group in groups)
         self.stages_early = any(stages_early(gradient.group.full.device) for gradient in gradients)
-        """Whether gradients are staged as they come, in the backward of a unit whose turn to be reduced is next."""
+        """Whether each gradient is staged as it arrives, if this unit is the next to be reduced."""
         self.trained = frozenset(id(p) for gradient in gradients for p in gradient.group.params)
         self.places = {id(p): i for gradient in gradients[:1] for i, p in enumerate(gradient.group.params)}
-        """Identities of the parameters whose group is reduced first -> their indices in it."""
+        """Ids of the parameters in the group that is reduced first -> their indices in it."""
 
     def find_accumulators(self) -> None:
-        """Asks autograd for them, once parameters are where they stay."""
+        """Look up the autograd nodes that accumulate gradients, once the parameters have their final memory."""
         self.accumulators = accumulators_of(param for gradient in self.gradients for param in gradient.group.params)
 
     @property
     def is_full(self) -> bool:
-        for group in self.groups:  # noqa: SIM110  (a step asks several times a unit, and `all` costs two calls more)
+        for group in self.groups:  # noqa: SIM110  (called several times per unit and step; `all` costs two more calls)
             if group.residence is not Residence.FULL:
                 return False
         return True
 
     def params(self) -> Iterator[nn.Parameter]:
-        """Those with gradients."""
+        """Yield the parameters with gradients."""
         return (param for gradient in self.gradients for param in gradient.group.params)
 
     def keep(self) -> None:
-        """`release` has no effect until `release_kept`."""
+        """Make `release` do nothing until `release_kept`."""
         for group in self.groups:
             group.keep()
 
@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is full whatever is released: on all ranks, each of which may use it without the others."""
+        """Whether `release` does nothing on all ranks, so that each may use the unit without the other ranks."""
         for group in self.groups:  # noqa: SIM110  (as above)
             if group.keeper is None or not group.keeper():
                 return False
@@ -101,15 +101,18 @@ class Unit:
                 group.gather()
 
     def join_gather(self, is_loaded: bool = False) -> list[Pending]:
-        """Takes part in the gather of a unit that is full here and that other ranks lack; what is to be waited for.
+        """Take part in the gather of a unit that is full on this rank. Returns the pending collectives.
 
-        is_loaded: of the groups whose shards come from a store, whose gather starts with `continue_gather`.
+        is_loaded: of the offloaded groups, whose collective starts with `continue_gather`; else of the groups in
+        memory.
         """
         joined = [group for group in self.groups if group.frees_memory and group.is_loaded == is_loaded]
         return [group.join_gather() for group in joined]
 
     def park(self) -> bool:
-        """Hides the parameters and keeps their memory, for a use that may come at once. Whether that could be."""
+        """Mark the parameters as released but keep their memory, as the next use may be of the same unit. False if
+        impossible.
+        """
         if not all(group.frees_memory and group.keeper is None for group in self.groups) or not self.is_full:
             return False
         for group in self.groups:
@@ -122,58 +125,58 @@ class Unit:
                 group.release()
 
     def release_reduced(self, is_updated: bool) -> bool:
-        """Releases what is trained, after the reduction has begun; whether that was all, for now.
+        """Release the trained groups after their reduction has started. Returns False if frozen groups stay.
 
-        is_updated: the update comes right after it, in the backward.
+        is_updated: the update follows at once, in the backward.
         """
         for gradient in self.gradients:
             gradient.group.release(holds_shard=is_updated and not gradient.leaves_device)
         return len(self.gradients) == len(self.groups)
 
 
-BEFORE_ALL_USES = 1  # a number of a use, to which autograd has come when it is done; 0 says nothing
+BEFORE_ALL_USES = 1  # the number of a use that autograd reaches last; 0: unknown
 
 
 class Forward:
-    """The uses of units in one forward. Held by the graph that it has made, so it is gone when that is."""
+    """The uses of units in a forward. The forward's autograd graph holds it, so it is freed with the graph."""
 
     def __init__(self) -> None:
         self.first_use: dict[Unit, int] = {}
         self.num_uses: dict[Unit, int] = {}
-        self.order: list[Unit] = []  # of the uses; uses of a unit that follow each other stand once
+        self.order: list[Unit] = []  # of the uses; repeated uses of a unit are entered once
         self.is_done = False
-        """Whether a backward has been through it. Another one may come where its graph is retained."""
+        """Whether a backward has run through it. Another may follow if its graph is retained."""
 
 
 class OpenForwards:
-    """Those of which a backward may come."""
+    """The forwards of which a backward may run."""
 
     def __init__(self) -> None:
-        self.num_uses = BEFORE_ALL_USES  # of all
-        self.last = Forward()  # or what is used between two
+        self.num_uses = BEFORE_ALL_USES  # number of the last use in any forward
+        self.last = Forward()  # the current forward, or the uses between two forwards
         self.expects_backward = False
-        """Whether one may come of the last that has begun."""
-        self.known: list[weakref.ref[Forward]] = []  # in the order of their first uses
-        self.of_backward = set[Forward]()  # those that the backward has come to
+        """Whether a backward of the last forward may follow."""
+        self.known: list[weakref.ref[Forward]] = []
+        self.of_backward = set[Forward]()  # forwards that the current backward has reached
 
     def begin(self, expects_backward: bool) -> None:
-        """Uses from now on are of a new one."""
+        """Begin a new forward for the following uses."""
         self.last = Forward()
         self.expects_backward = expects_backward
 
     def come_to(self, forward: Forward, units: Sequence[Unit]) -> None:
-        """A backward has. Uses of units are counted anew where its graph was kept after an earlier one."""
+        """Note that a backward has reached a forward. Recounts uses if an earlier backward retained the graph."""
         self.of_backward.add(forward)
         if forward.is_done or weakref.ref(forward) not in self.known:
             self.count(units)
 
     def expected(self) -> list[Forward]:
-        """Those that the next backward may be of: all that had none, or else all whose graphs are there."""
+        """Return the forwards of the next backward: those without a backward, or else all with a live graph."""
         alive = [forward for one in self.known if (forward := one()) is not None]
         return [one for one in alive if not one.is_done or one in self.of_backward] or alive
 
     def count(self, units: Sequence[Unit]) -> None:
-        """Tells each unit of its uses in the forwards that are expected."""
+        """Set `first_use` and `num_uses` of each unit from the expected forwards."""
         for unit in units:
             unit.first_use, unit.num_uses = None, 0
         for forward in self.expected():
@@ -182,7 +185,7 @@ class OpenForwards:
                 unit.num_uses += forward.num_uses[unit]
 
     def end_backward(self) -> None:
-        """Those that it has come to are not expected to have another."""
+        """Mark the forwards that the backward has reached as done."""
         for forward in self.of_backward:
             forward.is_done = True
         self.known = [one for one in self.known if one() is not None]
@@ -191,7 +194,7 @@ class OpenForwards:
 
 
 class Use:
-    """The next use of a unit, in the last forward. number: later ones have higher numbers, in all forwards."""
+    """The next use of a unit in the last forward. number: increases over all forwards."""
 
     __slots__ = ("forward", "number", "unit")
 

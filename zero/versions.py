@@ -1,4 +1,4 @@
-"""A second version of parameters and states: of a delayed update, and of a speculative one."""
+"""Second versions of parameters and states, for delayed and speculative updates."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from .host_update import HostUpdate
 
 @dataclass(frozen=True)
 class Version:
-    """The parameters of a shard from element `start` on; those before it are their master weights, rounded."""
+    """The parameters of a shard from element `start` on. Parameters before `start` are rounded master weights."""
 
     start: int
     values: Tensor  # (shard_numel - start,)
 
 
 class ParameterVersions:
-    """A second version: the old ones of a speculative update, or what a delayed one makes of them while they are used.
+    """A second version of parameters: the old values of a speculative update, or the results of a delayed update.
 
-    It is beside them, but for what master weights in memory hold already:
+    The first elements need no copy if their master weights are in memory:
 
-                      |  in memory  |   in a store
-    without a master  |  `values`   |  `values`           copied from the shard
-    with one          |  master     |  `values`           the rounded copy
+                          |  in memory  |   in a store
+        without a master  |  `values`   |  `values`           copied from the shard
+        with a master     |  master     |  `values`           the rounded copy
     """
 
     def __init__(self, group: ShardedGroup, master: Tensor | None, host: HostUpdate | None) -> None:
-        """master: weights of the first elements, beside the parameters. host: where these are updated, if elsewhere."""
+        """master: separate master weights of the first elements. host: set if the host updates them."""
         self._group = group
         self._master = master
         self._host = host
         self.ahead = Version(0 if master is None else master.numel(), torch.empty(0, dtype=group.plan.dtype))
-        """What the parameters become by a delayed update; without memory until there is one."""
+        """The parameters after a delayed update. Takes memory with the first such update."""
 
     def begin(self) -> None:
-        """Memory for what the parameters become; takes none where there is some from the last time."""
+        """Take memory for `ahead`, unless it exists."""
         numel = self._group.layout.shard_numel - self.ahead.start
         if self.ahead.values.numel() != numel:
             dtype, device = self._group.plan.dtype, self._group.shard.device
@@ -50,33 +50,33 @@ class ParameterVersions:
             self.ahead = Version(self.ahead.start, values)
 
     def put(self, version: Version) -> None:
-        """The parameters become that version of them; master weights are of it already."""
+        """Set the parameters to a version. Master weights already have it."""
         shard = values_of(self._group.own_values(changes=True))
         if self._master is not None:
             shard[: version.start].copy_(self._master)
         shard[version.start :].copy_(version.values, non_blocking=True)
 
     def keep(self) -> OldVersion:
-        """What they are now."""
+        """Copy the current parameters."""
         start = self.ahead.start
         old = Version(start, values_of(self._group.own_values())[start:].clone())
         return OldVersion(old.values.nbytes, lambda: self.put(old))
 
 
 class DelayedUpdate:
-    """The update with the gradients of step t, made during step t + 1, which computes with the parameters before it.
+    """Updates with the gradients of step t during step t + 1, which computes with the old parameters.
 
         training   | forward, backward t | take over t-1 | forward, backward t+1 | take over t | forward, ...
         thread     |      update t-1     |               |       update t        |             |  update t+1
 
-    | state   | from         | to          | what is where                                                |
+    | state   | from         | to          | meaning                                                      |
     |---------|--------------|-------------|--------------------------------------------------------------|
     | none    | `end`        | `start`     | parameters are those of the last update                      |
-    | pending | `start`      | `end`       | the thread alone may touch states and master weights, until  |
-    |         |              |             | `wait`; what parameters become is beside them                |
+    | pending | `start`      | `end`       | until `wait` only the thread may touch states and masters;   |
+    |         |              |             | the new parameters are in a second version                   |
 
-    On a device the thread has a stream of its own, which begins with what the training's stream was given until
-    `start`; what that is given after `wait` comes after the update.
+    On a device the thread has its own stream. It begins after the work that the training's stream got before `start`;
+    work of that stream after `wait` comes after the update.
 
     Source: ZeRO-Offload, arXiv 2101.06840, section 5.2, "one-step delayed parameter update".
     """
@@ -85,18 +85,18 @@ class DelayedUpdate:
         """device: of the model."""
         self._device = device
         self._thread = ThreadPoolExecutor(1, "lowtide update", partial(_use, device))
-        self._stream: torch.Stream | None = None  # made with the first update
+        self._stream: torch.Stream | None = None  # made by the first update
         self._running: Future[torch.Event | None] | None = None
 
     @property
     def is_pending(self) -> bool:
-        """Whether an update was started whose result was not taken over."""
+        """Whether the result of an update has not been taken over."""
         return self._running is not None
 
     def start(self, update: Callable[[], None], uses: Iterable[Tensor] = ()) -> None:
-        """Begins to run `update`, which nobody else may hinder until `wait` has returned.
+        """Run `update` in the thread. Nobody may touch its data until `wait` has returned.
 
-        uses: tensors that it lets go of.
+        uses: tensors that it frees.
         """
         assert self._running is None
         begun = None
@@ -109,7 +109,7 @@ class DelayedUpdate:
         self._running = self._thread.submit(self._run, update, begun)
 
     def wait(self) -> BaseException | None:
-        """Returns when no update runs: the error that has ended it, if any."""
+        """Wait for the update. Returns the error that ended it, if any."""
         if self._running is None:
             return None
         error = self._running.exception()
@@ -123,35 +123,35 @@ class DelayedUpdate:
         if begun is None or self._stream is None:
             update()
             return None
-        begun.synchronize()  # this thread may write to host memory that the device was still to read
+        begun.synchronize()  # the device may still read host memory that this thread writes
         with self._stream:
             update()
             return self._stream.record_event()
 
     def end(self) -> None:
-        """The result was taken over, or does not matter any more."""
+        """End the pending update: its result was taken over, or is not needed."""
         self.wait()
         self._running = None
 
     def close(self) -> None:
-        """Waits for what runs, and ends the thread."""
+        """Wait for the update, and end the thread."""
         self._thread.shutdown()
 
 
 def _use(device: torch.device) -> None:
-    """A thread begins with device 0 as the current one."""
+    """Set the thread's current device, which begins as device 0."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 class Speculation:
-    """A step whose shards are updated as their gradients come, taken back if the norm or a bad value asks for it.
+    """A step whose shards are updated as their gradients arrive, rolled back if the norm or a bad value requires it.
 
-        backward   update n-1, update n-2, ..., update rest        with old values kept
+        backward   update n-1, update n-2, ..., update root        old values are kept
         step       norm within the limit: forget them    else: restore all, and update again in the plain way
 
-    The old values of states in memory are copied, as many bytes as the states take; those in a store stay there, and
-    the new ones are written beside them. While it is not open nothing is kept.
+    Old states in memory are copied, which takes as many bytes as the states. Old states in a store stay there, and new
+    values are written beside them. While it is not open, nothing is kept.
     """
 
     def __init__(self) -> None:
@@ -160,24 +160,24 @@ class Speculation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies that are held now."""
+        """Bytes of the copies."""
         return sum(old.nbytes for old in self._old)
 
     def begin(self) -> None:
         self.is_open = True
 
     def keep(self, make_old: Callable[[], OldVersion]) -> None:
-        """What is changed from now on can be taken back."""
+        """Keep a value that changes next, if a step is open."""
         if self.is_open:
             self._old.append(make_old())
 
     def roll_back(self) -> None:
-        """Puts everything back, the last first."""
+        """Restore all kept values, the last first."""
         while self._old:
             self._old.pop().restore()
         self.is_open = False
 
     def forget(self) -> None:
-        """The step counts: nothing will be asked for again."""
+        """Free the kept values: the step counts."""
         self._old.clear()
         self.is_open = False

@@ -1,4 +1,4 @@
-"""The update of a shard by an optimizer that looks at whole parameters, of which a shard has parts."""
+"""The update of a shard by an optimizer that needs whole parameters, of which a shard has parts."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .layout import BLOCK_NUMEL, FlatLayout, Piece
 from .shard_state import ShardState, StatePart
 
 SHARDED, REPLICATED = ("shard",), ("replica",)
-"""The axes over which matrices are dealt out: over which states are divided, or, where they are not, repeated."""
+"""The axes over which matrices have owners: the shard axis, or the replica axis if states are not divided."""
 
 
 @dataclass(frozen=True)
 class MatrixTrip:
-    """Of the matrices of one group, whose owners are balanced by what an orthogonalisation costs.
+    """Sends the matrices of a group to owner ranks and back. Owners balance the cost of orthogonalisation.
 
         rank 0 | a a a b |  bring   | a a a a   |  take_back  | a a a b |
         rank 1 | a b b . |          |       b b b|            | a b b . |
 
-    Each rank sends what it has of a matrix to the owner, and gets back as much; where all ranks have all of it,
-    nothing is brought, and the owner sends it to all.
+    Each rank sends its parts of a matrix to the owner, and gets the same parts back. If all ranks have whole matrices,
+    nothing is sent to the owner, and the owner sends its result to all.
     """
 
     group: ShardedGroup
     exchange: Exchange
-    owners: tuple[int, ...]  # the place of each slot's
-    pieces: tuple[tuple[Piece, ...], ...]  # of the layout, that each place has
+    owners: tuple[int, ...]  # rank of the owner of each slot
+    pieces: tuple[tuple[Piece, ...], ...]  # the pieces of each rank
     is_repeated: bool
 
     @classmethod
@@ -52,7 +52,7 @@ class MatrixTrip:
         return cls(group, exchange, owners, pieces, is_repeated)
 
     def bring(self, values: Tensor) -> dict[int, Tensor]:
-        """values: (shard_numel,) -> the whole of each matrix that this rank owns, flat, by slot."""
+        """values: (shard_numel,) -> the matrices that this rank owns, whole and flat, by slot."""
         place, slots = self.exchange.place, self.group.layout.slots
         if self.is_repeated:
             return {i: values[s.offset_in_flat : s.end_in_flat] for i, s in enumerate(slots) if self.owners[i] == place}
@@ -69,7 +69,7 @@ class MatrixTrip:
         return owned
 
     def take_back(self, owned: Mapping[int, Tensor], values: Tensor) -> None:
-        """Puts what the owners have made of the matrices into values, (shard_numel,)."""
+        """Write the owners' results into values, (shard_numel,)."""
         given = [
             owned[piece.index][piece.offset_in_param :][: piece.numel]
             for pieces in self.pieces
@@ -84,11 +84,11 @@ class MatrixTrip:
             low += piece.numel
 
     def _to_owners(self, place: int) -> list[Piece]:
-        """The pieces of a place, in the order of their owners."""
+        """The pieces of a rank, in the order of their owners."""
         return sorted(self.pieces[place], key=lambda piece: self.owners[piece.index])
 
     def _counts(self) -> tuple[tuple[int, ...], ...]:
-        """[i][j]: how many elements the i-th place has of what the j-th owns."""
+        """[i][j]: number of elements that rank i has of the matrices of rank j."""
         found = [[0] * self.exchange.size for _ in self.pieces]
         for place, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -97,7 +97,7 @@ class MatrixTrip:
 
 
 def owners_of(layout: FlatLayout, num_places: int) -> list[int]:
-    """The place of each slot's owner: the costliest first, to who has least. Cost: of an iteration's products."""
+    """Return the owner of each slot: the costliest first, to the rank with the least load. Cost: multiplications."""
     loads = [0] * num_places
     owners = [0] * len(layout.slots)
     costs = [slot.numel * min(slot.shape) if len(slot.shape) == 2 else slot.numel for slot in layout.slots]
@@ -112,20 +112,20 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
 
 
 Ratios = Mapping[int, float]
-"""Index of a parameter in its group -> what its direction is scaled by; none of those that stay as they are."""
+"""Index of a parameter in its group -> the scale of its direction. Unused parameters are absent."""
 
 
 @dataclass(frozen=True)
 class WholeUpdate(FusedUpdate):
-    """Three passes over a shard, with what the ranks that divide it tell each other in the middle.
+    """Updates a shard in three passes, with a sum over ranks in the second.
 
-        elements      weight, gradient, states -> direction     `optimizer.apply`; a shard of float32 for a while
-        parameters    norms of weight and direction, summed over the ranks, make the ratio; and matrices are brought
-                      together on one rank each, which may keep states of them
+        elements      weight, gradient, states -> direction     `optimizer.apply`; takes a float32 shard for a while
+        parameters    norms of weight and direction, summed over ranks, give the ratio; matrices are sent to an owner,
+                      which may keep states of them
         elements      weight, direction, ratio -> weight         `optimizer.whole.finish`, with its rounding
 
-    Norms are sums of blocks of 1024 elements in float64, added up exactly, so that all stages have the same bits.
-    States that rest elsewhere come twice in a step.
+    Norms sum blocks of 1024 elements in float64, and add the blocks exactly, so all stages have the same bits.
+    Offloaded states are loaded twice in a step.
     """
 
     has_rule = True
@@ -141,7 +141,7 @@ class WholeUpdate(FusedUpdate):
         if not self.by_group:
             return super().can_take(kind, states)
         if self._whole.factors((1, 1)) and kind != self.name:
-            return False  # whose names these are, elementwise states do not say
+            return False  # elementwise states do not show which optimizer they are from
         return not states or set(states) == {s.name for one in self.by_group for s in self.optimizer.states_for(one)}
 
     def update(
@@ -218,18 +218,18 @@ class WholeUpdate(FusedUpdate):
 
     @cached_property
     def _beside(self) -> FusedUpdate | None:
-        """What updates the parameters that are no matrices."""
+        """The update of the parameters that are not matrices."""
         if self._whole.beside is None:
             return None
         fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         return FusedUpdate(**{**fields, "optimizer": self._whole.beside, "by_group": ()})
 
     def _moves(self, shard: ShardState) -> bool:
-        """Whether the parameters of the shard, of which one is enough to say it, are matrices that become whole."""
+        """Whether the shard's parameters are matrices that are sent to owners. All parameters of a group agree."""
         return bool(self._whole.matrix is not None and shard.group.params and not shard.runs.options_index(0))
 
     def _change_matrices(self, shard: ShardState, direction: Tensor, terms: UpdateTerms) -> None:
-        """Every matrix becomes whole on its owner, once, and comes back. A collective."""
+        """Apply the matrix rule to every matrix on its owner rank. A collective."""
         group, used = shard.group, {i for i, p in enumerate(shard.group.params) if terms.step_of(id(p))}
         trip = MatrixTrip.of(group)
         owned = trip.bring(direction)
@@ -243,7 +243,7 @@ class WholeUpdate(FusedUpdate):
         trip.take_back(owned, direction)
 
     def _factors_of(self, shard: ShardState, index: int, like: Tensor) -> dict[str, Tensor]:
-        """Of a matrix that this rank owns, made where there are none yet, where the update is computed."""
+        """Return the factors of a matrix that this rank owns, made at the first call on the device of the update."""
         if index not in shard.memory.factors:
             shapes = self._whole.factors(shard.group.layout.slots[index].shape)
             shard.memory.factors[index] = {name: like.new_zeros(shape) for name, shape in shapes.items()}
@@ -273,17 +273,17 @@ class WholeUpdate(FusedUpdate):
 
 
 class _Norms:
-    """Squares of weights and of directions, by parameter of a group."""
+    """Sums of squares of weights and directions, by parameter of a group."""
 
     def __init__(self, shard: ShardState) -> None:
         self._shard = shard
         self._num_params = len(shard.group.params)
         device = shard.group.shard.device
-        # The last one says whether any was not finite.
+        # The last element flags a value that is not finite.
         self._sums = torch.zeros(2 * self._num_params * NUM_LIMBS + 1, dtype=torch.int64, device=device)
 
     def add(self, kind: int, values: Tensor, low: int) -> None:
-        """values: (n,) of the shard's elements from `low` on, a multiple of 1024. kind: 0 or 1."""
+        """Add squares. values: (n,) of the shard's elements from `low` on, a multiple of 1024. kind: 0 or 1."""
         for piece in self._shard.pieces:
             start, end = piece.offset_in_shard - low, piece.offset_in_shard + piece.numel - low
             if start < 0 or end > values.numel():
@@ -293,7 +293,7 @@ class _Norms:
             add_limbs(self._sums, _by_block(squares, start), row, self._sums.numel() - 1)
 
     def summed(self) -> list[list[float]]:
-        """[kind][parameter], of all ranks that divide the group. A collective."""
+        """Return [kind][parameter], summed over the ranks of the group. A collective."""
         axis = self._shard.group.axes.states
         sums = self._sums
         if axis.size > 1:
@@ -305,14 +305,14 @@ class _Norms:
 
 
 def _by_block(values: Tensor, start: int) -> Tensor:
-    """Sums of values, (n,), by block of 1024 elements of the shard; the first has the number `start` there."""
+    """Sum values, (n,), by block of 1024 elements of the shard. `start`: the first value's index in the shard."""
     before = start % BLOCK_NUMEL
     after = -(before + values.numel()) % BLOCK_NUMEL
     return torch.nn.functional.pad(values, (before, after)).view(-1, BLOCK_NUMEL).sum(1)
 
 
 def _with_offsets(updates: Iterator[ShardUpdate]) -> Iterator[tuple[int, ShardUpdate]]:
-    """Each with the number of its first element in the shard."""
+    """Yield each update with the index of its first element in the shard."""
     low = 0
     for one in updates:
         yield low, one
@@ -322,7 +322,7 @@ def _with_offsets(updates: Iterator[ShardUpdate]) -> Iterator[tuple[int, ShardUp
 def _runs(
     shard: ShardState, ratios: Ratios, terms: UpdateTerms, low: int, numel: int
 ) -> Iterator[tuple[int, Mapping[str, Any], int]]:
-    """(end, options, step) of each parameter in elements [low, low + numel) of the shard, which covers them all."""
+    """Yield (end, options, step) of each parameter in elements [low, low + numel) of the shard, without gaps."""
     pieces: Sequence[Piece] = [one for one in shard.pieces if low <= one.offset_in_shard < low + numel]
     if not pieces:
         return

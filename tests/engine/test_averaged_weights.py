@@ -323,8 +323,9 @@ def test_weights_are_not_changed_while_averages_are_shown(what: str) -> None:
                     with pytest.raises(StateError) as caught:
                         call(engine)
                     assert str(caught.value) == (
-                        f"{name}: expected the weights of the training, found averages in their place: it is inside of "
-                        "`with engine.ema_weights():`, which is for evaluation and export; call it after that"
+                        f"{name}: expected the weights of the training, found averages in their place, because the "
+                        "call is inside of `with engine.ema_weights():`, which is for evaluation and export; call it "
+                        "afterwards"
                     )
         engine.train_step(models.vector_batch(0, 2))
 

@@ -267,8 +267,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "gradient that comes late": (
         lambda: step_on(2, ReadElsewhere()),
         "StateError: parameter 'blocks.1.weight' got a gradient after its unit 'blocks.1' had been reduced in the same "
-        "backward. A parameter that is read outside of its unit's forward, where reentrant activation checkpointing "
-        "recomputes it, does that: use use_reentrant=False, or leave the unit out of zero_optimization.units.",
+        "backward. This happens if reentrant activation checkpointing recomputes a read outside of the unit's forward: "
+        "use use_reentrant=False, or leave the unit out of zero_optimization.units.",
     ),
 }
 

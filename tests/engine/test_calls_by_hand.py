@@ -249,9 +249,9 @@ def test_the_words_name_what_to_do() -> None:
     with engine_after_backward(0) as engine, pytest.raises(StateError) as caught:
         clip_the_head(engine)
     assert str(caught.value) == (
-        f"{WORDS} and engine.step(), and linalg_vector_norm cannot use them: engine.clip_grad_norm_(max_norm), or "
-        "gradient_clipping in the config, clips them, engine.gradient(parameter) (safe_get_full_grad in "
-        "lowtide.deepspeed) shows one, and engine.step() updates with them"
+        f"{WORDS} and engine.step(), and linalg_vector_norm cannot use them. To clip them call "
+        "engine.clip_grad_norm_(max_norm), or set gradient_clipping in the config. To read a gradient call "
+        "engine.gradient(parameter) (safe_get_full_grad in lowtide.deepspeed). To update call engine.step()"
     )
     assert repr(engine.module.get_parameter("last.bias").grad) in ("None", "ReducedGradient()")
 
@@ -359,9 +359,8 @@ def test_a_step_of_the_own_optimizer_is_that_of_the_engine(stage: int) -> None:
         with pytest.raises(StateError) as caught:
             step()
         assert str(caught.value) == (
-            f"{name}: expected engine.step(), which updates the shards of all ranks with the gradients of the whole "
-            "step, found a call of the optimizer itself, which has none of them; call engine.step() in its place. "
-            "zero_grad() is not needed"
+            f"{name}: expected engine.step(), which updates the shards of all ranks with the reduced gradients, found "
+            "a call of the optimizer, which has no gradients; call engine.step() instead. zero_grad() is not needed"
         )
     before = engine.full("last.weight")
     own.step()
@@ -427,7 +426,7 @@ def test_a_gradient_that_is_put_in_after_the_backward_is_not_overlooked(stage: i
     with engine_after_backward(stage) as engine:
         weight = engine.module.get_parameter("last.weight")
         weight.grad = torch.zeros(3, 7)
-        words = "parameter 'last.weight': expected the gradient that was reduced, found another one that was put in"
+        words = r"'last.weight': its grad was replaced after the backward, but engine.step\(\) uses the reduced"
         with pytest.raises(StateError, match=words):
             engine.step()
 

@@ -239,8 +239,8 @@ def test_a_sharded_model_that_is_to_save_itself_names_what_does(ranks: RankPool,
     for text in ranks(2, save_by_the_model, str(tmp_path)):
         assert text == (
             "parameter 'model.embed_tokens.weight' is released: only its shards exist here, so detach cannot read it. "
-            "Its values are there inside the forward and backward of the model, and in methods of its modules; "
-            "anywhere else use `with engine.gathered(parameter):` (zero.GatheredParameters(parameter) "
+            "Its values exist in the forward and backward of the model, and in methods of its modules. "
+            "Elsewhere use `with engine.gathered(parameter):` (zero.GatheredParameters(parameter) "
             "in lowtide.deepspeed). To save the model, call engine.state_dict() (module_state_dict() in "
             "lowtide.deepspeed) or engine.export(folder) on all ranks."
         )

@@ -270,7 +270,7 @@ REFUSALS: list[Refusal] = [
     (lambda model: [nn.Parameter(torch.zeros(2))], ValueError, "found a Parameter that is none of them"),
     (lambda model: model.last.weight, ValueError, "in no group, found 'last.weight', which is in group 0"),
     (lambda model: [model.first.bias] * 2, ValueError, "in no group, found 'first.bias', which is in group 1"),
-    (lambda model: {model.first.bias}, TypeError, "in an order that all ranks have alike, found a set"),
+    (lambda model: {model.first.bias}, TypeError, "in the same order on all ranks, found a set"),
     (lambda model: [model.table], ValueError, "of floating-point numbers, found 'table' of torch.int64"),
 ]
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_in_a_group(choose: Any, error: type[Exception], words: s
 
 def test_options_of_another_update_are_refused() -> None:
     model = build()
-    words = "expected options of adamw with the states that it keeps, found {'amsgrad': True"
+    words = "expected options of adamw with the states of the first group, found {'amsgrad': True"
     with (
         lowtide.initialize(model, Case().config(), optimizer=adamw(model.last.parameters())) as engine,
         pytest.raises(ValueError, match=words),

@@ -191,7 +191,8 @@ def test_groups_added_to_the_callers_optimizer_are_told() -> None:
     with lowtide.initialize(model, Case(some).config(), optimizer=optimizer) as engine:
         optimizer.add_param_group({"params": list(model.first.parameters())})
         words = (
-            r"expected the parameter groups of the engine, found others, .*; add groups by engine.optimizer.add_param"
+            r"passed to lowtide.initialize have changed: expected \[.*\] parameters in its groups, found "
+            r"\[.*, 2\]; add groups with engine.optimizer.add_param_group"
         )
         with pytest.raises(ValueError, match=words):
             engine.train_step(models.vector_batch_float64(0, 2))

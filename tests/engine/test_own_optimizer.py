@@ -146,7 +146,7 @@ class NeedsMore(torch.optim.RMSprop):
 
 def test_a_class_that_cannot_be_made_again_is_named() -> None:
     model = models.mlp()
-    words = r"found NeedsMore, whose __init__ takes neither .*missing 1 required positional argument: 'model'. Give its"
+    words = r"found NeedsMore, whose __init__ fails .*missing 1 required positional argument: 'model'. Give all further"
     with pytest.raises(ValueError, match=words):
         lowtide.initialize(model, {}, optimizer=NeedsMore(model.parameters(), model))
 

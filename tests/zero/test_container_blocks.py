@@ -97,8 +97,8 @@ def test_a_pattern_that_matches_a_container_means_what_runs_in_it() -> None:
 
 def test_a_pattern_that_matches_only_parameters_is_an_error() -> None:
     text = (
-        'zero_optimization.units: expected modules that are called, found "blocks.0", a ParameterDict without a '
-        "forward, and without modules that have one; name the module around it, whose forward reads its parameters"
+        'zero_optimization.units: expected modules with a forward, found "blocks.0", a ParameterDict that has none, '
+        "nor do its children; name the parent whose forward reads its parameters"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         plan_units(OnlyParameters(), ["blocks.0"])

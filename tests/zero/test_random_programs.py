@@ -240,7 +240,7 @@ def update_several_together() -> str:
 
 def test_units_that_a_checkpoint_needs_together_are_not_updated_one_by_one(ranks: RankPool) -> None:
     for text in ranks(2, update_several_together):
-        assert text.startswith("unit 'blocks.2': expected all its gradients before the backward gathers the next unit")
+        assert text.startswith("unit 'blocks.2' is updated in the backward: expected all its gradients before")
         assert text.endswith("or switch update_in_backward or offload_optimizer.overlap off")
 
 

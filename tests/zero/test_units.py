@@ -135,7 +135,7 @@ def test_patterns_name_the_units() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
-    text = 'found "layers.*", which matches no module; the model\'s top modules are: blocks, embedding, head'
+    text = 'found "layers.*", without a match; the model\'s top modules are: blocks, embedding, head'
     with pytest.raises(ValueError) as error:
         plan_units(Gpt(), ["layers.*"])
     assert "zero_optimization.units" in str(error.value) and text in str(error.value)
@@ -144,7 +144,7 @@ def test_a_pattern_that_matches_nothing_is_an_error() -> None:
 def test_units_that_contain_each_other_are_an_error() -> None:
     with pytest.raises(ValueError) as error:
         plan_units(Gpt(), ["blocks.*"])
-    assert 'found "blocks.0" which contains "blocks.0.linear"; name one of them' in str(error.value)
+    assert 'but "blocks.0" contains "blocks.0.linear"; name only one' in str(error.value)
 
 
 def test_values_do_not_matter() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.plan.llama import Gated, Llama, Shape
-from lowtide.engine.step.same_batch import SameBatch
+from lowtide.engine.step.batch_consistency import BatchConsistencyCheck
 from lowtide.engine.step.self_checks import SequenceCheck, SplitCheck
 
 NUM_RANKS, ROWS, STEPS = 2, 2, 3
@@ -236,7 +236,7 @@ def nothing_is_compared() -> Iterator[None]:
     with (
         mock.patch.object(SplitCheck, "of", lambda parts: None),
         mock.patch.object(SequenceCheck, "of", lambda parts: None),
-        mock.patch.object(SameBatch, "of", lambda parts: None),
+        mock.patch.object(BatchConsistencyCheck, "of", lambda parts: None),
     ):
         yield
 

@@ -172,13 +172,13 @@ def _ranges_of(block: nn.Module, name: str) -> list[Any]:
 def add_memory(record: Record, stage: int, size: str, config: dict[str, Any], engine: Any) -> None:
     """What is reserved beside what is allocated, and beside what the blueprint says."""
     from lowtide.engine.blueprint.blueprint import Blueprint
-    from lowtide.engine.blueprint.footprint import Moment, bytes_of
+    from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 
     kind = _device.type_of_device()
     with torch.device("meta"):
         model = GPT(SIZES[size])
     blueprint = Blueprint.of(lowtide.Config.load(config).resolve(NUM_RANKS), model, NUM_RANKS, device=kind)
-    between, most = (bytes_of(blueprint, 0, moment) for moment in (Moment.BETWEEN_STEPS, Moment.REDUCED))
+    between, most = (bytes_of(blueprint, 0, moment) for moment in (MemoryPhase.BETWEEN_STEPS, MemoryPhase.REDUCED))
     held, found = engine.memory(), _device.Memory.now()
     at_rest = between.parameters + between.gradients + between.optimizer
     record.add(

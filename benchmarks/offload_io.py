@@ -40,7 +40,7 @@ from _harness import MIB, Parser, begin, count, make_table, settings_of, write_j
 from rich.table import Table
 from torch import Tensor
 
-from lowtide.offload import AioOptions, FileStore, HostPool, OffloadError, Resident, Transfer, Window
+from lowtide.offload import AioOptions, FileStore, HostPool, Offloadable, OffloadError, Transfer, Window
 
 _NUM_BUFFERS = 3
 _BESIDE_SECONDS = 3
@@ -166,7 +166,7 @@ class Disk:
     def run_window(self) -> float:
         begin = time.perf_counter()
         take = partial(self.pool.take, self.unit_bytes)
-        residents = [Resident.of(self.store, key, take, self.pool.give) for key in self.keys]
+        residents = [Offloadable.of(self.store, key, take, self.pool.give) for key in self.keys]
         with Window(self.options.depth) as window:
             window.expect(residents)
             for index, resident in enumerate(residents):

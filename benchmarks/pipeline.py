@@ -278,7 +278,7 @@ class PipelineTrainer:
 def build_lowtide(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
     """Gives lowtide as a user's script has it. rows: of a microbatch."""
     import lowtide
-    from lowtide.engine.step.pipeline import Pipeline
+    from lowtide.engine.step.pipeline_runner import PipelineRunner
 
     placement = placement_of(contender)
     config = {
@@ -295,7 +295,7 @@ def build_lowtide(model: PipelineModel, contender: Contender, ranks: int, microb
     }
     engine = lowtide.initialize(model, config)
     pipeline = engine._driver
-    assert isinstance(pipeline, Pipeline)
+    assert isinstance(pipeline, PipelineRunner)
     found: Timeline = []
 
     def note(action: Any, start: float, end: float) -> None:

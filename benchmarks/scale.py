@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.recurrence import Recurrence
+from lowtide.pipe.schedules.fast_simulation import FastSimulation
 from lowtide.pipe.schedules.registry import make_schedule
 
 BLOCK_NUMEL = 1024  # of a shard: see zero/layout.py
@@ -205,7 +205,7 @@ def pipe_of(stages: int) -> Pipe:
     """1F1B, where each stage takes the same time."""
     microbatches = 4 * stages
     started = time.process_time()
-    outcome = Recurrence(make_schedule("1f1b", stages, microbatches)).outcome(Costs.uniform(stages))
+    outcome = FastSimulation(make_schedule("1f1b", stages, microbatches)).outcome(Costs.uniform(stages))
     bubble = 1 - sum(outcome.busy) / (stages * outcome.makespan)
     return Pipe(stages, time.process_time() - started, bubble, (stages - 1) / (microbatches + stages - 1))
 

@@ -19,7 +19,7 @@ from ..launch.job.display import say
 from ..launch.job.preparation import Request
 from ..launch.transports import transport_for
 from ..launch.transports.join import become_agent
-from ..launch.transports.link import Transport
+from ..launch.transports.link import AgentTransport
 from .arguments import Parser
 
 TRANSPORTS = ("local", "ssh", "srun", "mpirun", "join")
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, allocation: Allocation, request: Request) -> int:
-    def make_transport(allocation: Allocation) -> Transport:
+    def make_transport(allocation: Allocation) -> AgentTransport:
         return transport_for(
             allocation, options.lost_after, os.environ, request.log_dir is None, options.ssh_port, options.ssh_option
         )

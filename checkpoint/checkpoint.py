@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..offload import Box
+from ..offload import TensorChunk
 from .archive import MAX_VALUES_BYTES
 from .dcp import PARAM_GROUPS
 from .files import MANIFEST, CheckpointError, check_regular, data_name, index_name, read_regular, shortened
@@ -204,7 +204,7 @@ def _check_elements(name: str, info: TensorInfo, rows: Sequence[tuple[int, Row]]
         raise ValueError(f"expected each element of {shortened(name)} once, found {problem}")
 
 
-def _gap_between_ranges(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
+def _gap_between_ranges(boxes: Sequence[TensorChunk], shape: tuple[int, ...]) -> str | None:
     covered = 0
     for start, numel in sorted((box.start_in(shape), box.numel) for box in boxes):
         if start != covered:
@@ -213,9 +213,9 @@ def _gap_between_ranges(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | N
     return None if covered == math.prod(shape) else f"element {covered} in none"
 
 
-def _gap_between_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
+def _gap_between_boxes(boxes: Sequence[TensorChunk], shape: tuple[int, ...]) -> str | None:
     """Of a layer that was split by columns: as many elements as the tensor has, and no two boxes with a common one."""
-    open_boxes: list[Box] = []  # those that reach to where the next one begins, in the first dimension
+    open_boxes: list[TensorChunk] = []  # those that reach to where the next one begins, in the first dimension
     for box in sorted(boxes, key=lambda box: box.offsets):
         open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
         for other in open_boxes:

@@ -50,7 +50,7 @@ class EndOfFileError(Exception):
 
 
 @dataclass(frozen=True)
-class FilePart:
+class FileChunk:
     """Bytes of a file, and the memory that they are for."""
 
     offset: int
@@ -110,7 +110,7 @@ class DataFile:
                 os.close(descriptor)
         self._descriptor = self._direct = -1
 
-    def read(self, parts: Sequence[FilePart]) -> None:
+    def read(self, parts: Sequence[FileChunk]) -> None:
         """Fills the parts, which lie near each other in the file, by rising offset. Raises OSError, EndOfFileError."""
         if not self._read_past_cache(parts):
             for part in parts:
@@ -118,7 +118,7 @@ class DataFile:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _read_through_cache(self, part: FilePart) -> None:
+    def _read_through_cache(self, part: FileChunk) -> None:
         done = 0
         while done < len(part.memory):
             count = os.preadv(self._descriptor, [part.memory[done:]], part.offset + done)
@@ -126,7 +126,7 @@ class DataFile:
                 raise EndOfFileError(part.offset + done)
             done += count
 
-    def _read_past_cache(self, parts: Sequence[FilePart]) -> bool:
+    def _read_past_cache(self, parts: Sequence[FileChunk]) -> bool:
         """False where it must not be, or cannot be."""
         if self._blocks is None or self._residency is None or self._direct < 0:
             return False
@@ -142,7 +142,7 @@ class DataFile:
             return False
         return True
 
-    def _read_blocks(self, parts: Sequence[FilePart], low: int, high: int, block: memoryview) -> None:
+    def _read_blocks(self, parts: Sequence[FileChunk], low: int, high: int, block: memoryview) -> None:
         source = np.frombuffer(block, np.uint8)
         targets = [np.frombuffer(part.memory, np.uint8) for part in parts]
         offset = low // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES

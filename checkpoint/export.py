@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..offload import allocate_host
 from .files import INDEX, folder_path
-from .fragment import Fragment, TensorInfo, TensorSource
+from .fragment import ChunkView, TensorInfo, TensorSource
 from .safetensors_files import CHUNK_BYTES, WeightsPlan
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -100,7 +100,7 @@ class ExportFolder:
                 opened.flush()
                 os.fsync(opened.fileno())
 
-    def write(self, fragments: Iterable[Fragment], advance: Advance) -> None:
+    def write(self, fragments: Iterable[ChunkView], advance: Advance) -> None:
         """Writes the fragments' values, cast to the dtypes of the plan; they are on the disk when this returns.
 
         Each is written before the next is asked for. Those of one file should follow each other, since a file is
@@ -142,7 +142,7 @@ class ExportFolder:
         if self._made_folder and self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _write_fragment(self, descriptor: int, fragment: Fragment, staging: Tensor, advance: Advance) -> None:
+    def _write_fragment(self, descriptor: int, fragment: ChunkView, staging: Tensor, advance: Advance) -> None:
         """staging: (CHUNK_BYTES,) uint8, for what cannot be written as it lies in the fragment."""
         place = self._places[fragment.name]
         dtype = place.info.dtype
@@ -203,7 +203,7 @@ def progress(total_bytes: int, wanted: bool = True) -> Iterator[Advance]:
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
-def _values(source: TensorSource, plan: WeightsPlan) -> Iterator[Fragment]:
+def _values(source: TensorSource, plan: WeightsPlan) -> Iterator[ChunkView]:
     """All tensors in the order of the files, in chunks; each is overwritten by the next."""
     memory = allocate_host(READ_BYTES)
     for name, place in plan.places.items():
@@ -211,7 +211,7 @@ def _values(source: TensorSource, plan: WeightsPlan) -> Iterator[Fragment]:
         step = READ_BYTES // dtype.itemsize
         for low in range(0, numel, step):
             count = min(step, numel - low)
-            fragment = Fragment(name, place.info.shape, low, memory[: count * dtype.itemsize].view(dtype))
+            fragment = ChunkView(name, place.info.shape, low, memory[: count * dtype.itemsize].view(dtype))
             source.read([fragment])
             yield fragment
 

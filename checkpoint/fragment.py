@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..offload import Box, Memory
+from ..offload import Memory, TensorChunk
 from .files import shortened
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ChunkView:
     """A contiguous range of a box of a named tensor, flattened: the elements [start, start + numel) of the box.
 
     Written to a file it is a source, read from a file it is the memory that is filled. The box is what a rank has of
@@ -28,12 +28,12 @@ class Fragment:
     shape: tuple[int, ...]  # of the whole tensor
     start: int
     memory: Memory  # a tensor is (numel,) contiguous, any dtype, on any device
-    part_of_whole: Box | None = None  # None: the box is the whole tensor
+    part_of_whole: TensorChunk | None = None  # None: the box is the whole tensor
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorChunk:
         """What `start` counts in."""
-        return Box.whole(self.shape) if self.part_of_whole is None else self.part_of_whole
+        return TensorChunk.whole(self.shape) if self.part_of_whole is None else self.part_of_whole
 
     @property
     def values(self) -> Tensor:
@@ -60,7 +60,7 @@ class Fragment:
     def end(self) -> int:
         return self.start + self.numel
 
-    def boxes(self, max_numel: int | None = None) -> list[Box]:
+    def boxes(self, max_numel: int | None = None) -> list[TensorChunk]:
         """Its elements as boxes of the whole tensor, in order; each lies in one piece in the memory."""
         box = self.box
         found = boxes_of_range(box.sizes, self.start, self.end, self.numel if max_numel is None else max_numel)
@@ -111,13 +111,13 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     @property
     def bytes_read(self) -> int: ...
-    def read(self, fragments: Sequence[Fragment]) -> None: ...
+    def read(self, fragments: Sequence[ChunkView]) -> None: ...
 
 
 # -- a range as boxes: integers only ----------------------------------------------------------------------------------
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int) -> list[Box]:
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int) -> list[TensorChunk]:
     """The elements [start, end) of the flattened tensor as contiguous boxes in order, none above max_numel.
 
         shape (4, 5), elements [3, 18):   . . . 1 1      box 1: offsets (0, 3), sizes (1, 2)
@@ -133,7 +133,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int)
     return [part for box in _boxes(shape, start, end) for part in _split(box, max_numel)]
 
 
-def stretches_of(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def stretches_of(box: TensorChunk, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(start, end) in the flattened tensor of each contiguous stretch of a box that is not empty, in order."""
     # The dimensions from `inner` on are whole: they, and a part of the one before, lie in one piece.
     inner = len(shape)
@@ -143,13 +143,13 @@ def stretches_of(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     numel = math.prod(box.sizes[outer:])
     lines = [range(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)]
     for chosen in product(*lines[:outer]):
-        start = Box((*chosen, *box.offsets[outer:]), box.sizes).start_in(shape)
+        start = TensorChunk((*chosen, *box.offsets[outer:]), box.sizes).start_in(shape)
         yield start, start + numel
 
 
-def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[TensorChunk]:
     if len(shape) < 2:
-        yield Box((start,), (end - start,)) if shape else Box((), ())
+        yield TensorChunk((start,), (end - start,)) if shape else TensorChunk((), ())
         return
     row_numel = math.prod(shape[1:])
     row, column = divmod(start, row_numel)
@@ -159,17 +159,17 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         yield from _in_row(row, _boxes(shape[1:], column, row_end))
         row += 1
     if row < last_row:
-        yield Box((row,) + (0,) * (len(shape) - 1), (last_row - row, *shape[1:]))
+        yield TensorChunk((row,) + (0,) * (len(shape) - 1), (last_row - row, *shape[1:]))
     if last_column and row <= last_row:
         yield from _in_row(last_row, _boxes(shape[1:], 0, last_column))
 
 
-def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+def _in_row(row: int, boxes: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
     for box in boxes:
-        yield Box((row, *box.offsets), (1, *box.sizes))
+        yield TensorChunk((row, *box.offsets), (1, *box.sizes))
 
 
-def _split(box: Box, max_numel: int) -> Iterator[Box]:
+def _split(box: TensorChunk, max_numel: int) -> Iterator[TensorChunk]:
     """Cuts a contiguous box along its first dimension that is longer than 1, and the pieces again where needed."""
     if box.numel <= max_numel:
         yield box
@@ -180,4 +180,4 @@ def _split(box: Box, max_numel: int) -> Iterator[Box]:
     for first in range(box.offsets[dim], end, rows):
         offsets = (*box.offsets[:dim], first, *box.offsets[dim + 1 :])
         sizes = (*box.sizes[:dim], min(rows, end - first), *box.sizes[dim + 1 :])
-        yield from _split(Box(offsets, sizes), max_numel)
+        yield from _split(TensorChunk(offsets, sizes), max_numel)

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..offload import Box
+from ..offload import TensorChunk
 from .archive import ArchivePlace
 from .files import (
     DCP_METADATA,
@@ -80,7 +80,7 @@ class Row:
     """A box of a tensor, and where its archive lies in the file of the rank that wrote it."""
 
     name: str
-    box: Box
+    box: TensorChunk
     place: ArchivePlace
 
     def as_list(self) -> list[Any]:
@@ -98,7 +98,7 @@ class Row:
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Row:
         name, offsets, sizes, *place = values
-        return cls(name, Box(tuple(offsets), tuple(sizes)), ArchivePlace(*place))
+        return cls(name, TensorChunk(tuple(offsets), tuple(sizes)), ArchivePlace(*place))
 
 
 _RowContent = tuple[Text, tuple[Count, ...], tuple[Count, ...], Count, Count, Count, _Checksum]

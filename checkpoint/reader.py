@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..offload import Box
+from ..offload import TensorChunk
 from .archive import MAX_VALUES_BYTES, checksum_of
-from .data_file import Blocks, DataFile, EndOfFileError, FilePart
+from .data_file import Blocks, DataFile, EndOfFileError, FileChunk
 from .files import CheckpointError, data_name
-from .fragment import Fragment, TensorInfo
+from .fragment import ChunkView, TensorInfo
 from .index import Row, RowsByName
 
 _NUM_THREADS = 3
@@ -30,8 +30,8 @@ _ALIGNMENT_BYTES = 16  # of values in a buffer: no element is larger
 class _Common:
     """What a stored box and a fragment have in common, in one of the boxes that the fragment consists of."""
 
-    box: Box
-    wanted: Box  # of the fragment
+    box: TensorChunk
+    wanted: TensorChunk  # of the fragment
     offset: int  # of `wanted` in the fragment's memory
 
 
@@ -42,7 +42,7 @@ class _Read:
     rank: int  # in whose file it is
     row: Row
     info: TensorInfo
-    fragment: Fragment
+    fragment: ChunkView
     common: Sequence[_Common]
 
     @property
@@ -100,7 +100,7 @@ class CheckpointReader:
     def bytes_read(self) -> int:
         return self._bytes_read
 
-    def read(self, fragments: Sequence[Fragment], shared: bool = True) -> None:
+    def read(self, fragments: Sequence[ChunkView], shared: bool = True) -> None:
         """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered.
 
         shared: other processes of this host read the same values, which are left in the page cache for them. Otherwise
@@ -143,7 +143,7 @@ class CheckpointReader:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _reads_of(self, fragment: Fragment) -> list[_Read]:
+    def _reads_of(self, fragment: ChunkView) -> list[_Read]:
         info = self._tensors[fragment.name]
         assert info.shape == fragment.shape, fragment.name
         boxes, offset = [], 0
@@ -202,7 +202,7 @@ class CheckpointReader:
         """Reads the boxes, near each other and by rising offset, into their memory, and verifies them."""
         path = self._folder / data_name(rank)
         try:
-            file.read([FilePart(row.place.values_offset, memory) for row, memory in rows])
+            file.read([FileChunk(row.place.values_offset, memory) for row, memory in rows])
         except EndOfFileError as error:
             row, memory = next(one for one in rows if one[0].place.values_offset + len(one[1]) > error.file_nbytes)
             raise CheckpointError(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..offload import allocate_host
 from .files import INDEX, SINGLE, check_weights_file
-from .fragment import Fragment, TensorInfo
+from .fragment import ChunkView, TensorInfo
 
 CHUNK_BYTES = 4 << 20  # of values that are converted at a time
 MAX_HEADER_BYTES = 100_000_000  # what the library accepts
@@ -180,9 +180,9 @@ class SafetensorsSource:
     def bytes_read(self) -> int:
         return self._bytes_read
 
-    def read(self, fragments: Sequence[Fragment]) -> None:
+    def read(self, fragments: Sequence[ChunkView]) -> None:
         """Fills the values of each fragment, cast to their dtype, in chunks. Raises OSError where a file ends early."""
-        by_file: dict[str, list[Fragment]] = {}
+        by_file: dict[str, list[ChunkView]] = {}
         for fragment in fragments:
             place = self._places[fragment.name]
             assert fragment.shape == place.info.shape, fragment.name
@@ -196,7 +196,7 @@ class SafetensorsSource:
             finally:
                 os.close(descriptor)
 
-    def _fill(self, descriptor: int, fragment: Fragment, staging: Tensor) -> None:
+    def _fill(self, descriptor: int, fragment: ChunkView, staging: Tensor) -> None:
         """staging: (CHUNK_BYTES,) uint8, for what cannot be read straight into the fragment."""
         place = self._places[fragment.name]
         dtype = place.info.dtype

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload import Box, HostPool, SequentialFile, TransientBuffer
+from ..offload import HostPool, SequentialFile, TensorChunk, TransientBuffer
 from .archive import MAX_VALUES_BYTES, ArchivePlace, checksum_of, write_tensor
 from .files import data_name, index_name
-from .fragment import Fragment
+from .fragment import ChunkView
 from .index import RankIndex, Row
 
 _ALIGNMENT_BYTES = 64
 
 
 def write_part(
-    folder: Path, rank: int, fragments: Sequence[Fragment], blobs: Sequence[tuple[str, bytes]], own_state: Any
+    folder: Path, rank: int, fragments: Sequence[ChunkView], blobs: Sequence[tuple[str, bytes]], own_state: Any
 ) -> None:
     """Writes the file of one rank straight from its fragments; beside them it takes three blocks of 4 MiB.
 
@@ -35,7 +35,7 @@ def write_part(
                 place = write_tensor(file, _bytes_of(values), values.dtype, box.sizes)
                 rows.append(Row(fragment.name, box, place))
         for name, blob in blobs:
-            rows.append(Row(name, Box((), ()), _write_blob(file, blob)))
+            rows.append(Row(name, TensorChunk((), ()), _write_blob(file, blob)))
     RankIndex(file.nbytes, tuple(rows), own_state).write(folder / index_name(rank))
 
 
@@ -47,7 +47,7 @@ class Snapshot:
     which training may change them, and the host does not wait.
     """
 
-    def __init__(self, fragments: Sequence[Fragment], pool: HostPool | None, device: torch.device) -> None:
+    def __init__(self, fragments: Sequence[ChunkView], pool: HostPool | None, device: torch.device) -> None:
         """pool: of pinned memory; None: fragments are in host memory."""
         sizes = [-(-fragment.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for fragment in fragments]
         if pool is None:
@@ -56,7 +56,7 @@ class Snapshot:
         else:
             memory = pool.take(sum(sizes))
             self._give_back = partial(pool.give, memory)
-        self.fragments: list[Fragment] = []
+        self.fragments: list[ChunkView] = []
         try:
             self._copy(fragments, sizes, memory)
         except BaseException:
@@ -64,7 +64,7 @@ class Snapshot:
             raise
         self._copied = None if pool is None else torch.accelerator.current_stream(device).record_event()
 
-    def _copy(self, fragments: Sequence[Fragment], sizes: Sequence[int], memory: Tensor) -> None:
+    def _copy(self, fragments: Sequence[ChunkView], sizes: Sequence[int], memory: Tensor) -> None:
         offset = 0
         for fragment, size in zip(fragments, sizes, strict=True):
             part = memory[offset : offset + fragment.nbytes].view(fragment.dtype)
@@ -83,7 +83,7 @@ class Snapshot:
         self._give_back()
 
 
-def _boxes_of(fragment: Fragment) -> Iterator[tuple[Box, Tensor]]:
+def _boxes_of(fragment: ChunkView) -> Iterator[tuple[TensorChunk, Tensor]]:
     values = fragment.values
     max_numel = MAX_VALUES_BYTES // values.dtype.itemsize
     offset = 0

@@ -1,6 +1,6 @@
 """How ranks talk: the only folder that names `torch.distributed`.
 
-`World` is this process among all of them, an `Arrangement` gives the ranks places on named axes, a `Mesh` has these by
+`World` is this process among all of them, an `ParallelDims` gives the ranks places on named axes, a `Mesh` has these by
 name, and an `Axis` moves bytes between its ranks by the fastest route that the machine offers:
 
 | route         | who                         | gather                        | reduce                                 |
@@ -14,12 +14,12 @@ Every route but the native one sums in rank order, so that the result does not d
 """
 
 from ..watch.progress import Activity, Progress
-from .arrangement import Arrangement
 from .axis import Axis, Numels, Pending, Terms, regions_of
-from .errors import BODY, CollectiveError, Raised
-from .exchange import EXCHANGE_SLOTS, Arriving, Exchange, exchange_slot_bytes
+from .collectives import EXCHANGE_SLOTS, Arriving, Collectives, exchange_slot_bytes
+from .errors import BODY, CollectiveError, ErrorBroadcast
 from .mesh import Mesh, route_for
-from .peers import P2P
+from .p2p import P2P
+from .parallel_dims import ParallelDims
 from .world import World
 
 __all__ = [
@@ -27,16 +27,16 @@ __all__ = [
     "EXCHANGE_SLOTS",
     "P2P",
     "Activity",
-    "Arrangement",
     "Arriving",
     "Axis",
     "CollectiveError",
-    "Exchange",
+    "Collectives",
+    "ErrorBroadcast",
     "Mesh",
     "Numels",
+    "ParallelDims",
     "Pending",
     "Progress",
-    "Raised",
     "Terms",
     "World",
     "exchange_slot_bytes",

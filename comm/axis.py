@@ -45,7 +45,7 @@ class Terms(NamedTuple):
     region: slice  # of the result: what this rank sums
     read: Callable[[], list[Tensor]]
     """One term for each rank, in their order, of the size of the region; or a single one, where the backend has summed
-    (`Route.sums_here` is False). They are there from `arrived` on until `summed`."""
+    (`Transport.sums_here` is False). They are there from `arrived` on until `summed`."""
     summed: Callable[[], Pending | None]
     """To be called when the region has its sum, which goes to the other ranks then; None: they do not need it."""
 
@@ -62,11 +62,11 @@ def regions_of(numel: int, size: int) -> list[slice]:
     return [slice(min(rank * part, numel), min((rank + 1) * part, numel)) for rank in range(size)]
 
 
-Piece = tuple[int, int]
-"""A rank of the axis, and which of its pieces: see `Route.pass_on`."""
+Chunk = tuple[int, int]
+"""A rank of the axis, and which of its pieces: see `Transport.pass_on`."""
 
 
-class Route(ABC):
+class Transport(ABC):
     """How bytes move between the ranks of an axis. `what` names the operation in error messages.
 
     What is defined here is that of a route whose slots and copies are its process's own.
@@ -130,7 +130,7 @@ class Route(ABC):
         """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
 
     @abstractmethod
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Route(ABC):
         """Lets go of the process group, and of buffers."""
 
 
-class SoloRoute(Route):
+class SoloTransport(Transport):
     """Collectives of a single rank: nothing to move, and a sum over ranks is the tensor itself."""
 
     name = "solo"
@@ -168,7 +168,7 @@ class SoloRoute(Route):
         out.copy_(given)
         return Pending()
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """Pieces of its own."""
         for one, (_, piece) in zip(out, of, strict=True):
             one.copy_(pieces[piece])
@@ -187,7 +187,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]  # the global rank of each, ascending: the order of sums
     places: tuple[int, ...]  # which part of what is divided over the axis each has
-    route: Route
+    route: Transport
 
     # Cached: a step asks for them some ten times for each block.
 

@@ -76,7 +76,7 @@ class Begun:
     count: int = 0
 
 
-class Raised:
+class ErrorBroadcast:
     """Tells the other ranks of this one's errors, and reads theirs. One of each world."""
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MOST_LETTERS]
 
 
-def _look(raised: weakref.ref[Raised], stop: threading.Event) -> None:
+def _look(raised: weakref.ref[ErrorBroadcast], stop: threading.Event) -> None:
     """Until it is closed, or gone with an engine that nobody has closed."""
     while not stop.wait(_POLL_SECONDS):
         there = raised()

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .arrangement import Arrangement
-from .axis import Axis, Route, SoloRoute
-from .errors import Raised
-from .exchange import Exchange
-from .native import NativeRoute
-from .peers import P2P
-from .shared_memory import SharedMemoryRoute
+from .axis import Axis, SoloTransport, Transport
+from .collectives import Collectives
+from .errors import ErrorBroadcast
+from .in_flight import NUM_RECORDED, AxisRecorder, FlightRecorder, InFlight
+from .native import NativeTransport
+from .p2p import P2P
+from .parallel_dims import ParallelDims
+from .shared_memory import SharedMemoryTransport
 from .shared_segment import shared_memory_fault
-from .sockets import SocketRoute
-from .works import NUM_RECORDED, AxisTrail, Trail, Works
+from .sockets import SocketTransport
 from .world import World, gather_objects
 
 logger = logging.getLogger("lowtide")
@@ -41,20 +41,20 @@ class Mesh:
     """The axes of a job by name, as `arrangement` has them; `peers` carries messages along one of them."""
 
     world: World
-    arrangement: Arrangement
+    arrangement: ParallelDims
     axes: Mapping[str, Axis]
     peers: P2P
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
     inner: Mapping[str, Axis]  # those of `create`, with several ranks
-    raised: Raised  # what ranks tell each other of errors in the middle of a call
-    _host: Route | None  # between all ranks, for values of the host; None: the axes' own are
+    raised: ErrorBroadcast  # what ranks tell each other of errors in the middle of a call
+    _host: Transport | None  # between all ranks, for values of the host; None: the axes' own are
     _host_group: dist.ProcessGroup | None
 
     @classmethod
     def create(
         cls,
         world: World,
-        arrangement: Arrangement,
+        arrangement: ParallelDims,
         route: str,
         shared_bytes: int,
         messages: str,
@@ -74,16 +74,16 @@ class Mesh:
         lines = arrangement.lines(folds)
         inside = arrangement.wide(inner)
         route, first, pids = _agree(world, route, shared_bytes, len(lines) + 3 + len(inside))
-        trail, raised = Trail(world, first), world.raised
+        trail, raised = FlightRecorder(world, first), world.raised
         raised.start(world.rank, world.store, first)
-        works = Works(world, trail.compare)
+        works = InFlight(world, trail.compare)
         axes, groups = {}, {}
 
         def connected(number: int, names: tuple[str, ...], group: dist.ProcessGroup | None) -> Axis:
             by_place = arrangement.ranks(world.rank, names)
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
-            channel = AxisTrail(trail, raised, world.progress, number, ranks)
+            channel = AxisRecorder(trail, raised, world.progress, number, ranks)
             made = _make_route(world, route, rank, ranks, places, pids, group, _first_tag(number), channel, works)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
@@ -96,20 +96,20 @@ class Mesh:
         }
         number = first + len(lines)
         along = (messages,)
-        on_host: Route = axes[along].route if along in axes else SoloRoute(world.device)
+        on_host: Transport = axes[along].route if along in axes else SoloTransport(world.device)
         ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # no tags: see `P2P`
             ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
             on_host, _ = _make_host_route(world, arrangement, along, number + 1, trail, raised)
         places = arrangement.ranks(world.rank, along)
         peers = P2P(places, ways, _first_tag(number), world, trail, works, number % NUM_RECORDED, on_host)
-        host: Route | None = None
+        host: Transport | None = None
         host_group: dist.ProcessGroup | None = None
         if not world.waits_on_host and not world.is_simulated:
             every = tuple(name for name, _ in arrangement.sizes)
             after = number + 2 + len(inside)
             host, host_group = _make_host_route(world, arrangement, every, after, trail, raised)
-        alone = Axis("", 0, (world.rank,), (0,), SoloRoute(world.device))
+        alone = Axis("", 0, (world.rank,), (0,), SoloTransport(world.device))
         single = {name: axes.get((name,), alone) for name, _ in arrangement.sizes}
         return cls(world, arrangement, single, peers, {**axes, (): alone}, own, raised, host, host_group)
 
@@ -123,16 +123,16 @@ class Mesh:
         """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
         return self._lines[self.arrangement.wide(names)]
 
-    def exchange(self, names: Sequence[str]) -> Exchange:
+    def exchange(self, names: Sequence[str]) -> Collectives:
         """Of tensors that come in the middle of a model, over the ranks of `over(names)`: the same one each time."""
         wide = self.arrangement.wide(names)
         if wide not in self._exchanges:
             own = self.inner.get(wide[0]) if len(wide) == 1 else None
-            self._exchanges[wide] = Exchange(own or self._lines[wide])
+            self._exchanges[wide] = Collectives(own or self._lines[wide])
         return self._exchanges[wide]
 
     @cached_property
-    def _exchanges(self) -> dict[tuple[str, ...], Exchange]:
+    def _exchanges(self) -> dict[tuple[str, ...], Collectives]:
         return {}
 
     def place(self, name: str) -> int:
@@ -255,7 +255,7 @@ def _first_tag(number: int) -> int:
     return number % _NUM_TAGGED * _TAGS_PER_CHANNEL
 
 
-def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) -> dist.ProcessGroup | None:
+def _make_group(world: World, arrangement: ParallelDims, names: Sequence[str]) -> dist.ProcessGroup | None:
     """The process group of this rank's axis; None where it is alone on it, the default one where all ranks are."""
     if 1 < arrangement.size(names) == world.size:
         return dist.group.WORLD
@@ -263,21 +263,26 @@ def _make_group(world: World, arrangement: Arrangement, names: Sequence[str]) ->
 
 
 def _make_host_route(
-    world: World, arrangement: Arrangement, names: Sequence[str], number: int, trail: Trail, raised: Raised
-) -> tuple[Route, dist.ProcessGroup | None]:
+    world: World,
+    arrangement: ParallelDims,
+    names: Sequence[str],
+    number: int,
+    trail: FlightRecorder,
+    raised: ErrorBroadcast,
+) -> tuple[Transport, dist.ProcessGroup | None]:
     """For values of the CPU, beside the routes of a device. Messages of gloo, which need no buffers of their own."""
     ranks = tuple(sorted(arrangement.ranks(world.rank, names)))
     group = _new_group(world, arrangement, names, backend="gloo")
     if group is None:
-        return SoloRoute(torch.device("cpu")), None
-    channel = AxisTrail(trail, raised, world.progress, number, ranks)
+        return SoloTransport(torch.device("cpu")), None
+    channel = AxisRecorder(trail, raised, world.progress, number, ranks)
     rank, places = ranks.index(world.rank), tuple(range(len(ranks)))
-    route = SocketRoute(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
+    route = SocketTransport(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
     return route, group
 
 
 def _new_group(
-    world: World, arrangement: Arrangement, names: Sequence[str], backend: str | None = None
+    world: World, arrangement: ParallelDims, names: Sequence[str], backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """One of its own for this rank's axis; None where it is alone on it. A collective. backend: the default one's."""
     if arrangement.size(names) == 1:
@@ -297,15 +302,15 @@ def _make_route(
     pids: Sequence[int],
     group: dist.ProcessGroup | None,
     first_tag: int,
-    channel: AxisTrail,
-    works: Works,
-) -> Route:
+    channel: AxisRecorder,
+    works: InFlight,
+) -> Transport:
     if group is None:
-        return SoloRoute(world.device)
+        return SoloTransport(world.device)
     if route == "shared_memory":
         exchange = partial(gather_objects, group=group)
         own_pids = [pids[member] for member in ranks]
-        return SharedMemoryRoute(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
+        return SharedMemoryTransport(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
     if route == "sockets":
-        return SocketRoute(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
-    return NativeRoute(rank, ranks, places, group, world.device, channel, works)
+        return SocketTransport(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
+    return NativeTransport(rank, ranks, places, group, world.device, channel, works)

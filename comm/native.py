@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
-from .axis import Numels, Pending, Piece, Route, Terms
-from .works import AxisTrail, Works
+from .axis import Chunk, Numels, Pending, Terms, Transport
+from .in_flight import AxisRecorder, InFlight
 
 _GATHER, _SCATTER, _REDUCE = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
 _GATHER.asyncOp = _SCATTER.asyncOp = _REDUCE.asyncOp = True
@@ -33,7 +33,7 @@ def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
     return group.allreduce([values], _REDUCE)
 
 
-class NativeRoute(Route):
+class NativeTransport(Transport):
     """Collectives of the process group's backend, asynchronous; `wait` orders the current stream after them."""
 
     name = "native"
@@ -45,8 +45,8 @@ class NativeRoute(Route):
         places: Sequence[int],
         group: dist.ProcessGroup,
         device: torch.device,
-        channel: AxisTrail,
-        works: Works,
+        channel: AxisRecorder,
+        works: InFlight,
     ) -> None:
         """rank: within the axis; ranks, places: as of `Axis`."""
         super().__init__(device, rank, ranks)
@@ -80,7 +80,7 @@ class NativeRoute(Route):
         collective = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent, async_op=True)
         return self._start(collective, what, out, given)
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are.
 
         An all-to-all, of which most parts are empty: every backend has one.

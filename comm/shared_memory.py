@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .axis import Numels, Pending, Piece, Route, Terms, regions_of
+from .axis import Chunk, Numels, Pending, Terms, Transport, regions_of
 from .errors import CollectiveError, no_answer
+from .in_flight import AxisRecorder
 from .shared_segment import (
     CONSUMED,
     COUNTERS_NUMEL,
@@ -40,7 +41,6 @@ from .shared_segment import (
     map_together,
     page_aligned,
 )
-from .works import AxisTrail
 
 _LINE_BYTES = 64  # of the cache
 
@@ -50,7 +50,7 @@ def counters_bytes(size: int) -> int:
     return page_aligned(8 * size * (COUNTERS_NUMEL + MAIL_NUMEL))
 
 
-class SharedMemoryRoute(Route):
+class SharedMemoryTransport(Transport):
     """Collectives between ranks that map the same memory. See the notes at the top of the file."""
 
     name = "shared_memory"
@@ -65,7 +65,7 @@ class SharedMemoryRoute(Route):
         pids: Sequence[int],
         exchange: Callable[[Any], list[Any]],
         timeout_seconds: float,
-        channel: AxisTrail,
+        channel: AxisRecorder,
     ) -> None:
         """rank: within the axis. ranks, places: as of `Axis`. pids: of their processes, by rank.
 
@@ -186,7 +186,7 @@ class SharedMemoryRoute(Route):
 
         return Pending(collect)
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """out[n] = the piece of[n]. pieces: (any, ...), as many on each rank, that others may read.
 
         Several may be under way, and are waited for in the order of their start.
@@ -277,7 +277,7 @@ class SharedMemoryRoute(Route):
         return whole[start : start + numel * out.dtype.itemsize].view(out.dtype)
 
 
-def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[int], channel: AxisTrail) -> Gather:
+def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[int], channel: AxisRecorder) -> Gather:
     """For what ranks tell each other before they share any memory."""
 
     def gather(value: Any, what: str) -> list[Any]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .errors import CollectiveError
-from .works import AxisTrail
+from .in_flight import AxisRecorder
 
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
@@ -126,7 +126,7 @@ class SharedCounters:
         ranks: Sequence[int],
         pids: Sequence[int],
         timeout_seconds: float,
-        channel: AxisTrail,
+        channel: AxisRecorder,
     ) -> None:
         """memory: (size * COUNTERS_NUMEL,) int64, zero. rank, ranks: as of `Axis`. pids: of the ranks."""
         self._values = memory.numpy().reshape(len(ranks), COUNTERS_NUMEL)
@@ -223,7 +223,7 @@ class SharedMail:
     """Every call is a barrier, and an error on a rank whose others came to another one."""
 
     def __init__(
-        self, memory: Tensor, rank: int, ranks: Sequence[int], counters: SharedCounters, channel: AxisTrail
+        self, memory: Tensor, rank: int, ranks: Sequence[int], counters: SharedCounters, channel: AxisRecorder
     ) -> None:
         """memory: (size * MAIL_NUMEL,) int64. rank, ranks: as of `Axis`."""
         self._boxes = memory.view(2, len(ranks), _BOX_NUMEL)

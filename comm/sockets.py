@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .axis import Numels, Pending, Piece, Route, Terms, regions_of
+from .axis import Chunk, Numels, Pending, Terms, Transport, regions_of
 from .errors import CollectiveError, no_answer
-from .works import AxisTrail
+from .in_flight import AxisRecorder
 from .world import break_connections, note_broken
 
 _TAGS_PER_NAME = 1 << 11
@@ -26,7 +26,7 @@ _NUM_NAMES = (1 << 10) - 1
 _NO_TAG = _NUM_NAMES * _TAGS_PER_NAME  # that no operation has
 
 
-class SocketRoute(Route):
+class SocketTransport(Transport):
     """Collectives made of point-to-point messages; every message of an operation carries the operation's tag."""
 
     name = "sockets"
@@ -41,7 +41,7 @@ class SocketRoute(Route):
         group: dist.ProcessGroup,
         first_tag: int,
         timeout_seconds: float,
-        channel: AxisTrail,
+        channel: AxisRecorder,
     ) -> None:
         """rank: within the axis; ranks, places: as of `Axis`; first_tag: keeps two engines in a process apart."""
         super().__init__(torch.device("cpu"), rank, ranks)
@@ -109,7 +109,7 @@ class SocketRoute(Route):
         parts[self.rank].copy_(sent[self.rank])
         return Pending(lambda: self._wait(works, what, sequence))
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are."""
         tag, sequence = self._next_operation(what)
         works: list[dist.Work] = []

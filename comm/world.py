@@ -28,8 +28,8 @@ import torch.distributed.nn.functional
 from ..watch.progress import Activity, Progress
 from ..watch.record import NUM_CHANNELS
 from ..watch.watchdog import Watchdog
-from .errors import Begun, CollectiveError, Raised, no_answer
-from .overdue import Overdue, leave_errors_to_us
+from .collective_watchdog import CollectiveWatchdog, leave_errors_to_us
+from .errors import Begun, CollectiveError, ErrorBroadcast, no_answer
 from .rendezvous import is_launched, launched_ranks, make_process_group
 
 # How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
@@ -65,8 +65,10 @@ class World:
     began_alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
-    overdue: Overdue = field(default_factory=Overdue, compare=False)
-    raised: Raised = field(default_factory=Raised, compare=False)  # what ranks tell each other of errors in a call
+    overdue: CollectiveWatchdog = field(default_factory=CollectiveWatchdog, compare=False)
+    raised: ErrorBroadcast = field(
+        default_factory=ErrorBroadcast, compare=False
+    )  # what ranks tell each other of errors in a call
 
     @classmethod
     def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:

@@ -15,23 +15,23 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..comm import Mesh, World
 from ..kernels.optimizer_step import cpu_kernel
 from ..model.compiled import Compiled
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from ..offload import ActivationOffload, in_storages_of
 from ..parallel.expert_dispatch import split_experts
 from ..parallel.expert_lists import ListedExperts
 from ..parallel.layers import SplitLayers
 from ..parallel.randomness import Randomness, draws
-from ..parallel.split_trial import SplitTrial, watch_copies
-from ..parallel.stacks import Stack
+from ..parallel.region_blocks import SequenceParallelRegion
+from ..parallel.sequence_regions import SequenceParallelRegions
+from ..parallel.split_self_check import SplitSelfCheck, watch_copies
 from ..parallel.tiles import Tiled
-from ..parallel.token_parts import TokenParts
 from ..watch.log import logger
 from ..zero.build import GroupMemories
 from ..zero.hooks import UnitHooks, cast_inputs, make_gradients_in_place
 from ..zero.host_update import HostUpdate
 from ..zero.loss_scale import LossScaler
 from ..zero.optimizer import ShardedOptimizer
-from ..zero.placement import ShardRest
+from ..zero.placement import ShardStore
 from ..zero.plan import Role
 from ..zero.sequence import UnitSequence
 from ..zero.unit import Unit
@@ -40,7 +40,7 @@ from .archive.full_values import FullValues
 from .blueprint.axes import EXPERT, PIPE, TENSOR
 from .blueprint.blueprint import Blueprint, Timing
 from .blueprint.footprint import shared_bytes
-from .blueprint.offload import Home, activation_store, host_update, offloaded_states, shard_rest
+from .blueprint.offload import Placement, activation_store, host_update, offloaded_states, shard_rest
 from .blueprint.places import shares_of
 from .config.config import Config
 from .engine import Engine
@@ -51,17 +51,17 @@ from .model.prepared_model import PreparedModel
 from .model.recomputed import checkpoint_activations
 from .model.sequences import Sequences
 from .planner import planner
-from .step.driver import Driver
+from .step.added_groups import AddedParameterGroups
 from .step.features import StepFeatures
 from .step.join import Join
-from .step.late_groups import LateGroups
 from .step.learning_rates import LearningRates, scheduler_for
 from .step.lr_schedule import betas_at, schedule_of
 from .step.model_call import ModelCall
+from .step.model_runner import ModelRunner
 from .step.parts import Parts, Prediction
-from .step.pipeline import MicrobatchTurns, Pipeline
+from .step.pipeline_runner import MicrobatchTurns, PipelineRunner
+from .step.runner import Runner
 from .step.steps import Steps
-from .step.whole_model import WholeModel
 from .trial import Trial
 
 
@@ -106,7 +106,7 @@ def assemble(
         module=module,
         driver=driver,
         optimizer=optimizer,
-        late_groups=LateGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
+        late_groups=AddedParameterGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
         activations=activation_offload,
         learning_rates=_learning_rates(config, states),
         steps=steps,
@@ -121,9 +121,9 @@ def assemble(
     return Engine(parts)
 
 
-def _reserve_rest(blueprint: Blueprint, world: World) -> ShardRest | None:
+def _reserve_rest(blueprint: Blueprint, world: World) -> ShardStore | None:
     """Where shards are that are not with the model, with room for them. A collective, where they are not."""
-    if blueprint.homes.parameters is Home.MODEL:
+    if blueprint.homes.parameters is Placement.MODEL:
         return None
     with no_rank_alone(world, "lowtide.initialize"):
         rest = shard_rest(blueprint.config, blueprint.homes, world)
@@ -142,7 +142,7 @@ class _States:
     scheduler: Any
 
     @classmethod
-    def of(cls, blueprint: Blueprint, mesh: Mesh, rest: ShardRest | None, lr_scheduler: Any) -> _States:
+    def of(cls, blueprint: Blueprint, mesh: Mesh, rest: ShardStore | None, lr_scheduler: Any) -> _States:
         """Takes it. A collective."""
         own = blueprint.places[blueprint.place_of(mesh.world.rank)]
         host = host_update(blueprint.config, blueprint.homes, mesh.world)
@@ -217,7 +217,7 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
 
 
 def _optimizer(
-    blueprint: Blueprint, world: World, units: Sequence[Unit], rest: ShardRest | None, host: HostUpdate | None
+    blueprint: Blueprint, world: World, units: Sequence[Unit], rest: ShardStore | None, host: HostUpdate | None
 ) -> ShardedOptimizer:
     config, homes, plan = blueprint.config, blueprint.homes, blueprint.optimizer
     if plan.fused is not None and (host is not None or world.device.type == "cpu"):
@@ -233,21 +233,21 @@ def _driver(
     module: nn.Module,
     units: Sequence[Unit],
     model_call: ModelCall,
-    ledger: Ledger,
+    ledger: ModelPatches,
     activation_offload: ActivationOffload | None,
     join: Join,
-) -> Driver:
+) -> Runner:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
         turns = MicrobatchTurns(mesh.world.device, activation_offload) if plan.is_layered else None
-        return Pipeline(plan, mesh, module, units, model_call, ledger, turns)
+        return PipelineRunner(plan, mesh, module, units, model_call, ledger, turns)
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.meet)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
         make_gradients_in_place(sequence, module.modules(), ledger)
-    return WholeModel(module, sequence, hooks, model_call, mesh, ledger)
+    return ModelRunner(module, sequence, hooks, model_call, mesh, ledger)
 
 
 def _fill(
@@ -274,15 +274,15 @@ def _fill(
 
 
 def _split_layers(
-    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: Ledger
-) -> SplitTrial | None:
+    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: ModelPatches
+) -> SplitSelfCheck | None:
     """What layers take in and give out is exchanged, where they are split over ranks. Returns what is to be tried."""
     if blueprint.tensor is None:
         return None
     exchange = mesh.exchange((TENSOR,))
     repeated = [unit.module for unit in blueprint.units if not unit.is_rest]
-    parts: TokenParts | None = None
-    trial = SplitTrial(
+    parts: SequenceParallelRegions | None = None
+    trial = SplitSelfCheck(
         blueprint.tensor,
         module,
         repeated,
@@ -308,13 +308,13 @@ def _split_layers(
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
     if blueprint.tensor.stacks:
         in_tiles = frozenset(id(one) for _, one in tiled.modules)
-        parts = TokenParts(_stacks_of(blueprint, mesh), in_tiles, module, exchange, randomness, ledger)
+        parts = SequenceParallelRegions(_stacks_of(blueprint, mesh), in_tiles, module, exchange, randomness, ledger)
     SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger, parts)
     watch_copies(blueprint.tensor, module, exchange, ledger)
     return trial
 
 
-def _stacks_of(blueprint: Blueprint, mesh: Mesh) -> tuple[Stack, ...]:
+def _stacks_of(blueprint: Blueprint, mesh: Mesh) -> tuple[SequenceParallelRegion, ...]:
     """Of a pipeline each stage's blocks: between stages tokens are whole."""
     assert blueprint.tensor is not None
     if blueprint.pipeline is None:
@@ -323,7 +323,7 @@ def _stacks_of(blueprint: Blueprint, mesh: Mesh) -> tuple[Stack, ...]:
     return tuple(part for stack in blueprint.tensor.stacks for part in stack.cut(names))
 
 
-def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: Ledger) -> None:
+def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: ModelPatches) -> None:
     """Tokens go to the ranks that have their experts."""
     if blueprint.experts is None:
         return
@@ -352,7 +352,7 @@ def _casts_inputs(config: Config) -> bool:
     return config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
 
 
-def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: Ledger) -> None:
+def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: ModelPatches) -> None:
     """Inputs of blocks are cast as those of the model where buffers may be wider."""
     dtype = blueprint.dtypes.compute
     if dtype is not None and _casts_inputs(blueprint.config) and _has_wide_buffers(module):
@@ -365,7 +365,7 @@ def _has_wide_buffers(module: nn.Module) -> bool:
     return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
 
 
-def _autocast(module: nn.Module, config: Config, device: torch.device, ledger: Ledger) -> None:
+def _autocast(module: nn.Module, config: Config, device: torch.device, ledger: ModelPatches) -> None:
     """Each forward of the model runs under torch.autocast, in evaluations too."""
     if not config.torch_autocast.enabled:
         return
@@ -383,7 +383,7 @@ def _offload_activations(
     blueprint: Blueprint, world: World, module: nn.Module, units: Sequence[Unit]
 ) -> tuple[ActivationOffload | None, Sequence[Callable[[], None]]]:
     """What moves activations, and what is to be closed at the end. A collective, where they are moved."""
-    if blueprint.homes.activations is Home.MODEL:
+    if blueprint.homes.activations is Placement.MODEL:
         return None, ()
     with no_rank_alone(world, "lowtide.initialize"):
         store = activation_store(blueprint.config, blueprint.homes, world)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import World
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from ..offload import keep_heap
 from ..watch.log import configure, logger
 from ..zero.optimizer import BY_HAND
@@ -80,7 +80,7 @@ def initialize(
     trial = Trial.asked(config, optimizer, fill)
     checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
     world = World.join(checked.device, checked.communication.timeout_seconds)
-    ledger = Ledger()
+    ledger = ModelPatches()
     try:
         checked = _planned(checked, model, world, trial, loss_fn, sample_batch)
         resolved = _prepare_process(checked, world)
@@ -149,7 +149,7 @@ def _step_in_its_place(
         )
 
 
-def _freeze(module: nn.Module, ledger: Ledger) -> None:
+def _freeze(module: nn.Module, ledger: ModelPatches) -> None:
     """Without an optimizer no gradient of a parameter would ever be used."""
     for param in module.parameters():
         if param.requires_grad:

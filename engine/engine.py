@@ -26,18 +26,18 @@ from .report.memory import ModelStateBytes, measure
 from .report.memory_report import MemoryReport, MemoryReports
 from .report.step_profile import StepProfile
 from .step import clip_calls
+from .step.added_groups import ADDING
 from .step.averaged_weights import AveragedWeights
+from .step.call_guard import CallGuard, exclusive
 from .step.features import Access, StepResult
+from .step.gradient_placeholders import GradientPlaceholders
 from .step.join import NO_JOIN, NO_JOIN_BY_LAYERS, NO_JOIN_OF_EXPERTS, Call
-from .step.late_groups import ADDING
 from .step.learning_rates import TrainingState
-from .step.lent_states import LentStates
+from .step.offloaded_states import OffloadedStates
 from .step.parts import Parts
-from .step.shown_gradients import ShownGradients
 from .step.step_gradients import StepGradients
 from .step.step_sums import mean_over_ranks
 from .step.steps import NO_BACKWARD
-from .step.turn import Turn, in_turn
 
 
 class Engine(ModuleFacade):
@@ -53,13 +53,13 @@ class Engine(ModuleFacade):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._features = parts.steps.features
-        self._shown = self._features.get(ShownGradients)
+        self._shown = self._features.get(GradientPlaceholders)
         self.config = parts.config
         self._module = parts.module
         self.optimizer = parts.optimizer
         self._mesh = parts.mesh
         self._driver = parts.driver
-        self._turn = Turn(self._mesh.raised)
+        self._turn = CallGuard(self._mesh.raised)
         self._steps = parts.steps
         self._state = TrainingState(parts.config, parts.optimizer, parts.learning_rates, self._steps.scale.loss_scaler)
         parts.driver.listen(self._steps, self._turn)
@@ -180,7 +180,7 @@ class Engine(ModuleFacade):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    @in_turn
+    @exclusive
     def train_step(self, batch: Any) -> StepResult:
         """One optimizer step on this rank's share of a global batch, or on an iterator of microbatches.
 
@@ -196,14 +196,14 @@ class Engine(ModuleFacade):
             raise
         return self._step()
 
-    @in_turn
+    @exclusive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
         refuse_to_be_traced("an engine")
         with self._mesh.raised.passes():
             return self._driver.forward(self._steps, args, kwargs)
 
-    @in_turn
+    @exclusive
     def backward(self, loss: Tensor) -> None:
         """Computes gradients of the mean loss over microbatches and ranks, and reduces them as the ZeRO stage says.
 
@@ -216,7 +216,7 @@ class Engine(ModuleFacade):
         self._driver.backward(self._steps, loss)
         self._shown.put()
 
-    @in_turn
+    @exclusive
     def step(self) -> StepResult:
         """Updates the parameters at the accumulation boundary; before it, only returns the last result.
 
@@ -250,7 +250,7 @@ class Engine(ModuleFacade):
                 begin(state.global_step)
             return result
 
-    @in_turn
+    @exclusive
     @torch.no_grad()
     def eval_step(self, batch: Any) -> Tensor:
         """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode.
@@ -280,7 +280,7 @@ class Engine(ModuleFacade):
 
     # -- loops that call forward, backward and step themselves ----------------------------------------------------
 
-    @in_turn
+    @exclusive
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `function(*args, **kwargs)` returns, all of which is one forward of the engine.
 
@@ -315,7 +315,7 @@ class Engine(ModuleFacade):
         """
         return self._driver.model_call.own(x, fill)
 
-    @in_turn
+    @exclusive
     def whole_output(self, output: Any, tokens: int) -> Any:
         """What `engine(...)` has returned, as one process has it, without gradients: for metrics and predictions.
 
@@ -365,7 +365,7 @@ class Engine(ModuleFacade):
         """
         self._steps.so_far.count_by(is_last, accumulation)
 
-    @in_turn
+    @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""
         if self._steps.so_far.num_microbatches:
@@ -426,7 +426,7 @@ class Engine(ModuleFacade):
         else:
             self._driver.take_part(self._steps, call)
 
-    @in_turn
+    @exclusive
     def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
         """Whether `flag` is true on any rank, or on all of them: the same answer everywhere. All ranks must call it.
 
@@ -474,7 +474,7 @@ class Engine(ModuleFacade):
         ):
             yield
 
-    @in_turn
+    @exclusive
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers under the model's own names, on the CPU, on rank 0; empty on other ranks.
 
@@ -483,7 +483,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             return self._archive.state_dict()
 
-    @in_turn
+    @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Takes over rank 0's full parameters and buffers, as `state_dict` gives them; other ranks may pass {}.
 
@@ -493,7 +493,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.load_state_dict(state_dict, strict)
 
-    @in_turn
+    @exclusive
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -523,7 +523,7 @@ class Engine(ModuleFacade):
             else:
                 self._archive.export(folder, dtype, shard_bytes)
 
-    @in_turn
+    @exclusive
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Takes over the tensors of safetensors files, or of a checkpoint; each rank reads only what its shards hold.
 
@@ -541,7 +541,7 @@ class Engine(ModuleFacade):
     # are computed in half precision, else the parameter itself. All of it is in the master weights' dtype, also where
     # states have 8 bits, and wherever it rests.
 
-    @in_turn
+    @exclusive
     def full(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
         """All of a parameter's master weights, or of a state, as a new tensor of its shape on every rank.
 
@@ -550,7 +550,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             return self._archive.parameters.full(param, state, _what("full", "get_full", state))
 
-    @in_turn
+    @exclusive
     def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
         """Sets what `full` shows to rank 0's `value`, of the parameter's shape and any dtype.
 
@@ -560,7 +560,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.parameters.set_full(param, value, state, _what("set_full", "set_full", state))
 
-    @in_turn
+    @exclusive
     def local(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
         """As `full`, but only what lies in this rank's shard, (n,), in the order of the flattened parameter.
 
@@ -570,7 +570,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             return self._archive.parameters.local(param, state, _what("local", "get_local", state))
 
-    @in_turn
+    @exclusive
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
         """Sets what `local` shows to `value`, (n,).
 
@@ -579,7 +579,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.parameters.set_local(param, value, state, _what("set_local", "set_local", state))
 
-    @in_turn
+    @exclusive
     def reset_states(self, *params: nn.Parameter | str) -> None:
         """Forgets the optimizer's states of these parameters, and their steps: the next step is their first one.
 
@@ -591,7 +591,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.parameters.reset_states(params, "engine.reset_states()")
 
-    @in_turn
+    @exclusive
     def gradient(self, param: nn.Parameter | str, local: bool = False) -> Tensor | None:
         """The gradient with which the step will update: the mean over microbatches and ranks, before clipping.
 
@@ -604,7 +604,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             return self._gradients.gradient(param, local)
 
-    @in_turn
+    @exclusive
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, local: bool = False) -> None:
         """Sets what `gradient` shows: the norm of the step, its clipping and its update are of what was set.
 
@@ -616,7 +616,7 @@ class Engine(ModuleFacade):
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             self._gradients.set_gradient(param, value, local)
 
-    @in_turn
+    @exclusive
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the coming step to `max_norm`, and returns their total norm over all ranks, ().
 
@@ -636,7 +636,7 @@ class Engine(ModuleFacade):
             return None
         return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
-    @in_turn
+    @exclusive
     def clip_grad_value_(self, clip_value: float) -> None:
         """Makes each element of the gradients of the coming step at most `clip_value`, and at least -clip_value.
 
@@ -649,7 +649,7 @@ class Engine(ModuleFacade):
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    @in_turn
+    @exclusive
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -700,7 +700,7 @@ class Engine(ModuleFacade):
             training = self._state.described()
             return self._archive.checkpoints.save(folder, tag, state, self.global_step, training, latest)
 
-    @in_turn
+    @exclusive
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
         """Goes on where a checkpoint was saved, whatever its number of ranks and ZeRO stage; returns its client state.
 
@@ -752,7 +752,7 @@ class Engine(ModuleFacade):
 
     # -- calls between steps --------------------------------------------------------------------------------------
 
-    @in_turn
+    @exclusive
     def offload_states(self, include: Collection[str] | None = None, pin_memory: bool = True) -> int:
         """Takes states from the device to host memory until `reload_states`; returns the bytes that it frees.
 
@@ -762,17 +762,17 @@ class Engine(ModuleFacade):
         Until `reload_states` a training call, a change and a save raise StateError; without "parameters" the model can
         be run. Raises ValueError for other kinds, and OffloadError where the host has not enough memory.
         """
-        return self._features.get(LentStates).lend(include, pin_memory)
+        return self._features.get(OffloadedStates).lend(include, pin_memory)
 
-    @in_turn
+    @exclusive
     def reload_states(self) -> None:
         """What `offload_states` has taken is on the device again; without it nothing happens. Waits for the device.
 
         Raises torch's own error where the device has not enough memory; free some, and call it again.
         """
-        self._features.get(LentStates).take_back()
+        self._features.get(OffloadedStates).take_back()
 
-    @in_turn
+    @exclusive
     def ema(self, decay: float = 0.999) -> None:
         """From now on each step that is not skipped updates an average: decay x average + (1 - decay) x weight.
 

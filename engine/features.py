@@ -5,23 +5,23 @@ from .report.monitors import Monitors
 from .report.step_log import StepLog, UnusedParts
 from .report.step_profile import ProfileSection, StepProfile
 from .step.averaged_weights import AveragedWeights
+from .step.batch_consistency import BatchConsistencyCheck
 from .step.features import StepFeature
+from .step.gradient_placeholders import GradientPlaceholders
 from .step.guard import ModelGuard
-from .step.lent_states import LentStates
-from .step.pipeline import Pipeline
+from .step.offloaded_states import OffloadedStates
+from .step.pipeline_runner import PipelineRunner
 from .step.preemption import DueCheckpoints
-from .step.same_batch import SameBatch
 from .step.self_checks import SavedActivations, SequenceCheck, SplitCheck
-from .step.shown_gradients import ShownGradients
 from .trial import Trial
 
 FEATURES: tuple[type[StepFeature], ...] = (
-    LentStates,
+    OffloadedStates,
     AveragedWeights,
-    ShownGradients,
+    GradientPlaceholders,
     ModelGuard,
-    SameBatch,
-    Pipeline,
+    BatchConsistencyCheck,
+    PipelineRunner,
     SequenceCheck,
     SplitCheck,
     SavedActivations,

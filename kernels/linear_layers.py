@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 
 MakeGradient = Callable[[nn.Parameter, Tensor, Tensor | None, bool], Tensor | None]
 """(parameter, dy, x, is its first dimension that of x) -> its gradient, or None where it is not made now; x is None for
@@ -33,7 +33,7 @@ class LinearLayers:
     differentiated. The layers get a `forward` of their own, so that their class stays what it is for other models.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], make: MakeGradient, ledger: Ledger) -> None:
+    def __init__(self, modules: Iterable[nn.Module], make: MakeGradient, ledger: ModelPatches) -> None:
         """modules: linear ones among them (torch's, and GPT-2's transposed Conv1D) are taken; others are left.
 
         ledger: takes the layers' forwards off; copies of the layers compute as plain ones from then on.

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .blocks import has_forward
-from .ledger import Ledger
+from .patches import ModelPatches
 from .recomputing import Recomputing
 
 _frames = torch._C._dynamo.eval_frame  # of the interpreter: importing torch._dynamo costs a second
@@ -37,7 +37,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Compiled:
     """Which modules of a model are to be compiled, and how; see [Note: what is compiled]."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger, loads: bool = False) -> None:
+    def __init__(self, model: nn.Module, ledger: ModelPatches, loads: bool = False) -> None:
         """Takes torch's wrappers out of the model; the ledger puts them back. `module` is the model without them.
 
         loads: something will be compiled that the model does not say: the compiler is there from now on.

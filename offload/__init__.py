@@ -2,39 +2,39 @@
 
 from .activations import ActivationOffload, in_storages_of
 from .block_file import Checksum
-from .box import Box, Portion
+from .box import TensorChunk, TensorShard
 from .file_store import AioOptions, FileStore
-from .host_copies import HostCopies, LentMemory, OnHost, StreamCopies, bytes_in_memory, sent
+from .host_copies import HostCopies, OffloadedMemory, OnHost, StreamCopies, bytes_in_memory, sent
 from .host_memory import HostPool, OffloadError, allocate_host, host_is_pinned, keep_heap, trim_heap
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
 from .store import HostStore, Memory, Store, StoredRange, Transfer
-from .window import OldVersion, Resident, Window
+from .window import Offloadable, OldVersion, Window
 
 __all__ = [
     "ActivationOffload",
     "AioOptions",
-    "Box",
     "Checksum",
     "FileStore",
     "HostCopies",
     "HostPool",
     "HostStore",
-    "LentMemory",
     "Memory",
     "OffloadError",
+    "Offloadable",
+    "OffloadedMemory",
     "OldVersion",
     "OnHost",
     "PagePool",
     "PagedBuffer",
-    "Portion",
-    "Resident",
     "SequentialFile",
     "StagedStore",
     "Store",
     "StoredRange",
     "StreamCopies",
+    "TensorChunk",
+    "TensorShard",
     "Transfer",
     "TransientBuffer",
     "Window",

@@ -9,14 +9,14 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorChunk:
     """A block of a tensor: the indices [offsets[d], offsets[d] + sizes[d]) of each dimension d."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: tuple[int, ...]) -> TensorChunk:
         """All of a tensor."""
         return cls((0,) * len(shape), shape)
 
@@ -51,15 +51,19 @@ class Box:
             start = start * size + offset
         return start
 
-    def inside(self, outer: Box) -> Box:
+    def inside(self, outer: TensorChunk) -> TensorChunk:
         """The same elements, where `outer`, which has them, is the tensor."""
-        return Box(tuple(own - other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+        return TensorChunk(
+            tuple(own - other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes
+        )
 
-    def outside(self, outer: Box) -> Box:
+    def outside(self, outer: TensorChunk) -> TensorChunk:
         """The opposite of `inside`: of a box of `outer`, the box of the tensor."""
-        return Box(tuple(own + other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+        return TensorChunk(
+            tuple(own + other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes
+        )
 
-    def common(self, other: Box) -> Box | None:
+    def common(self, other: TensorChunk) -> TensorChunk | None:
         """What both have, if anything."""
         offsets, sizes = [], []
         for low, size, other_low, other_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -68,11 +72,11 @@ class Box:
                 return None
             offsets.append(start)
             sizes.append(end - start)
-        return Box(tuple(offsets), tuple(sizes))
+        return TensorChunk(tuple(offsets), tuple(sizes))
 
 
 @dataclass(frozen=True)
-class Portion:
+class TensorShard:
     """What a rank has of a tensor: boxes of it, which are boxes of a smaller tensor too.
 
     whole (6, 4): queries, keys, values      portion (3, 4) of the second of two ranks
@@ -87,38 +91,38 @@ class Portion:
 
     whole: tuple[int, ...]  # shape
     shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, Box], ...]  # (of the whole, of the portion), of the same sizes
+    boxes: tuple[tuple[TensorChunk, TensorChunk], ...]  # (of the whole, of the portion), of the same sizes
 
     @classmethod
-    def all_of(cls, shape: tuple[int, ...]) -> Portion:
-        box = Box.whole(shape)
+    def all_of(cls, shape: tuple[int, ...]) -> TensorShard:
+        box = TensorChunk.whole(shape)
         return cls(shape, shape, ((box, box),))
 
     @classmethod
-    def along(cls, whole: tuple[int, ...], dim: int, ranges: Sequence[tuple[int, int]]) -> Portion:
+    def along(cls, whole: tuple[int, ...], dim: int, ranges: Sequence[tuple[int, int]]) -> TensorShard:
         """The indices [low, high) of dimension `dim` of each of the ranges, one behind the other."""
         boxes, start = [], 0
         for low, high in ranges:
             sizes = (*whole[:dim], high - low, *whole[dim + 1 :])
             before, behind = (0,) * dim, (0,) * (len(whole) - dim - 1)
-            boxes.append((Box((*before, low, *behind), sizes), Box((*before, start, *behind), sizes)))
+            boxes.append((TensorChunk((*before, low, *behind), sizes), TensorChunk((*before, start, *behind), sizes)))
             start += high - low
         return cls(whole, (*whole[:dim], start, *whole[dim + 1 :]), tuple(boxes))
 
-    def cut(self, dim: int, low: int, high: int) -> Portion:
+    def cut(self, dim: int, low: int, high: int) -> TensorShard:
         """The indices [low, high) of dimension `dim`, of which it has all; of any, all or none."""
         if high - low in (0, self.whole[dim]):
-            none = Portion(self.whole, (*self.shape[:dim], 0, *self.shape[dim + 1 :]), ())
+            none = TensorShard(self.whole, (*self.shape[:dim], 0, *self.shape[dim + 1 :]), ())
             return none if high == low else self
 
-        def part(box: Box, start: int) -> Box:
+        def part(box: TensorChunk, start: int) -> TensorChunk:
             assert box.sizes[dim] == self.whole[dim]
             offsets, sizes = list(box.offsets), list(box.sizes)
             offsets[dim], sizes[dim] = start, high - low
-            return Box(tuple(offsets), tuple(sizes))
+            return TensorChunk(tuple(offsets), tuple(sizes))
 
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
-        return Portion(self.whole, shape, tuple((part(box, low), part(own, 0)) for box, own in self.boxes))
+        return TensorShard(self.whole, shape, tuple((part(box, low), part(own, 0)) for box, own in self.boxes))
 
     @cached_property
     def is_all(self) -> bool:

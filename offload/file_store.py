@@ -71,7 +71,7 @@ class FileStore:
         self.path = self._file.path
         self._checksum = Checksum(aio.block_size)
         self._threads = IoThreads(aio.thread_count, aio.block_size)
-        self._regions = Regions(ALIGNMENT_BYTES)
+        self._regions = FileSpace(ALIGNMENT_BYTES)
         self._entries: dict[str, _Entry] = {}
         self._running: set[_FileTransfer] = set()
         self._lock = threading.RLock()
@@ -307,7 +307,7 @@ def _check_host(name: str, values: Tensor) -> None:
         )
 
 
-class Regions:
+class FileSpace:
     """Gives parts of a line that grows at its end, of exact size, and takes them back; free neighbours become one.
 
     A region takes the smallest free part that holds it, else the end of the line. Sizes are rounded up to `alignment`,

@@ -91,7 +91,7 @@ def bytes_in_memory(values: Tensor) -> int:
     return values.nbytes if values.untyped_storage().nbytes() else 0
 
 
-class LentMemory:
+class OffloadedMemory:
     """Takes the memory of tensors on a device from them, and their values to the host, until `take_back`.
 
     The tensors, and what is a view of them, stay the same objects, and must not be used until then. Their storages get

@@ -53,7 +53,7 @@ def _nothing_to_give(values: Tensor) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Resident:
+class Offloadable:
     """Bytes with a home; a `Window` brings them into memory while they are used, and back.
 
     | home                    | memory in use         | for example                                    |
@@ -73,7 +73,7 @@ class Resident:
     fork: Callable[[Tensor], OldVersion] = OldVersion.of  # what is changed from now on is a second version
 
     @classmethod
-    def of(cls, store: Store, key: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Resident:
+    def of(cls, store: Store, key: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Offloadable:
         """Bytes under a key of a store, of which a second version is kept under another key."""
         keys = [key, f"{key} (other)"]
 
@@ -89,7 +89,7 @@ class Resident:
 
         return cls(key, take, give, load, save, fork)
 
-    def made_anew(self) -> Resident:
+    def made_anew(self) -> Offloadable:
         """The same, but its bytes are all written where it is used, and need not come."""
         return replace(self, load=_nothing_to_move)
 
@@ -127,21 +127,21 @@ class Window:
             raise ValueError(f"depth: expected 0 or more residents to load ahead, found {depth}")
         self._depth = depth
         self._max_leaving = max_leaving
-        self._order: deque[Resident] = deque()
-        self._coming: dict[Resident, tuple[Tensor, Transfer]] = {}
-        self._here: dict[Resident, _Stay] = {}
-        self._leaving: dict[Resident, tuple[Tensor, Transfer]] = {}  # oldest first
+        self._order: deque[Offloadable] = deque()
+        self._coming: dict[Offloadable, tuple[Tensor, Transfer]] = {}
+        self._here: dict[Offloadable, _Stay] = {}
+        self._leaving: dict[Offloadable, tuple[Tensor, Transfer]] = {}  # oldest first
 
     # -- one after the other --------------------------------------------------------------------------------------
 
-    def expect(self, order: Iterable[Resident]) -> None:
+    def expect(self, order: Iterable[Offloadable]) -> None:
         """In which order residents are used next. Some may be left out then, and others come between."""
         for resident in self._order:
             self._cancel(resident)
         self._order = deque(order)
 
     @contextlib.contextmanager
-    def use(self, resident: Resident, changes: bool = True) -> Iterator[Tensor]:
+    def use(self, resident: Offloadable, changes: bool = True) -> Iterator[Tensor]:
         """Its bytes, to be worked on in place; meanwhile the next of the order come, and those before are saved.
 
         changes: they are saved after it; not after an exception. A resident that somebody else has acquired stays here.
@@ -158,11 +158,11 @@ class Window:
 
     # -- in any order ---------------------------------------------------------------------------------------------
 
-    def holds(self, resident: Resident) -> bool:
+    def holds(self, resident: Offloadable) -> bool:
         """Whether its bytes are here."""
         return resident in self._here
 
-    def prefetch(self, resident: Resident) -> None:
+    def prefetch(self, resident: Offloadable) -> None:
         """Begins to load it, unless it is here or coming. Waits where it is still leaving, for nothing else.
 
         What is opened gives way.
@@ -180,7 +180,7 @@ class Window:
             resident.give(memory)
             raise
 
-    def acquire(self, resident: Resident) -> Tensor:
+    def acquire(self, resident: Offloadable) -> Tensor:
         """Its bytes, to be worked on in place until `release`. Waits until they are here.
 
         Raises OffloadError where they cannot be loaded.
@@ -197,7 +197,7 @@ class Window:
             self._here[resident] = _Stay(self._end_transfer(self._coming, resident))
         return self._here[resident].values
 
-    def create(self, resident: Resident) -> Tensor:
+    def create(self, resident: Offloadable) -> Tensor:
         """Memory for bytes that are made anew, content arbitrary; then as `acquire`, and changed."""
         for state in (self._coming, self._leaving):
             if resident in state:
@@ -207,7 +207,7 @@ class Window:
         self._here[resident] = _Stay(resident.take(), has_changed=True)
         return self._here[resident].values
 
-    def open(self, resident: Resident, changes: bool = False) -> Tensor:
+    def open(self, resident: Offloadable, changes: bool = False) -> Tensor:
         """Its bytes, until another one is loaded, or `put_back`; saved then, if anyone opened them for changes.
 
         Of one that is here already: until whoever has acquired it releases it.
@@ -218,17 +218,17 @@ class Window:
         self._here[resident].has_changed |= changes
         return self._here[resident].values
 
-    def hold(self, resident: Resident) -> None:
+    def hold(self, resident: Offloadable) -> None:
         """In place of `release`: its next user finds it here. Until then, or `put_back`."""
         self._here[resident].is_waiting = True
 
-    def let_go(self, resident: Resident) -> None:
+    def let_go(self, resident: Offloadable) -> None:
         """The end of `hold`, or of `open`. Does nothing for one that is used, or not here."""
         stay = self._here.get(resident)
         if stay is not None and stay.is_waiting:
             self.release(resident)
 
-    def release(self, resident: Resident) -> None:
+    def release(self, resident: Offloadable) -> None:
         """Ends the work on it: what has changed is saved, anything else given back at once."""
         if resident not in self._here:
             raise ValueError(f"expected a resident that was acquired, found '{resident.name}', which is not here")
@@ -286,7 +286,7 @@ class Window:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _cancel(self, resident: Resident) -> None:
+    def _cancel(self, resident: Offloadable) -> None:
         """A wrong guess, which is never an error."""
         if resident in self._coming:
             with contextlib.suppress(Exception):
@@ -296,7 +296,7 @@ class Window:
         self._end_transfer(self._leaving, next(iter(self._leaving)), gives=True)
 
     def _end_transfer(
-        self, state: dict[Resident, tuple[Tensor, Transfer]], resident: Resident, gives: bool = False
+        self, state: dict[Offloadable, tuple[Tensor, Transfer]], resident: Offloadable, gives: bool = False
     ) -> Tensor:
         """Waits for a transfer and gives its memory back: where it is asked to, or the transfer has failed."""
         memory, transfer = state.pop(resident)

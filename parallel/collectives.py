@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..comm import Exchange
+from ..comm import Collectives
 from ..pipe.split.absent import is_missing, resolved
 from .splits import ranges_of
 
@@ -50,7 +50,7 @@ def with_backward(x: Tensor, forward: _Change, backward: _Change) -> Tensor:
 
 class _GatheredAndJoined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, exchange: Collectives, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
         ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
         ctx.added = x.shape[dim] * exchange.size - length
         ctx.set_materialize_grads(False)
@@ -69,19 +69,19 @@ class _GatheredAndJoined(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def copied(x: Tensor, exchange: Exchange, what: str) -> Tensor:
+def copied(x: Tensor, exchange: Collectives, what: str) -> Tensor:
     """x, of which the ranks use different things. what: the layer, in error messages; also of the others."""
     if is_missing(x):
         return x
     return _applied(x, lambda x: x.view_as(x), lambda dy: exchange.sum(dy, f"the gradient of the input of {what}"))
 
 
-def summed(x: Tensor, exchange: Exchange, what: str) -> Tensor:
+def summed(x: Tensor, exchange: Collectives, what: str) -> Tensor:
     """The sum of the ranks' x, on all of them."""
     return x if is_missing(x) else _applied(x, lambda x: exchange.sum(x, f"the output of {what}"), lambda dy: dy)
 
 
-def gathered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+def gathered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
     """The parts x of all ranks, which then use different things of it."""
     return _applied(
         x,
@@ -90,14 +90,14 @@ def gathered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     )
 
 
-def gathered_and_joined(x: Tensor, exchange: Exchange, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
+def gathered_and_joined(x: Tensor, exchange: Collectives, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
     """The first `length` of the parts x of all ranks: for what is different on each rank, and for what is the same."""
     with torch._C.DisableTorchFunction():
         found: tuple[Tensor, Tensor] = _GatheredAndJoined.apply(x, exchange, dim, length, what)  # type: ignore[no-untyped-call]
     return found
 
 
-def scattered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+def scattered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
     """This rank's part of the sum of the ranks' x."""
     return _applied(
         x,
@@ -106,7 +106,7 @@ def scattered(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     )
 
 
-def joined(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+def joined(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
     """The parts x of all ranks, which then compute the same of it."""
     return _applied(
         x,
@@ -115,7 +115,7 @@ def joined(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
     )
 
 
-def joined_columns(x: Tensor, exchange: Exchange, numel: int, what: str) -> Tensor:
+def joined_columns(x: Tensor, exchange: Collectives, numel: int, what: str) -> Tensor:
     """All `numel` of the last dimension, of which each rank has its part by `ranges_of`: filled up on the way."""
     bounds = ranges_of(numel, exchange.size)
     most = -(-numel // exchange.size)
@@ -126,14 +126,14 @@ def joined_columns(x: Tensor, exchange: Exchange, numel: int, what: str) -> Tens
     return torch.cat([part[..., : high - low] for part, (low, high) in zip(parts, bounds, strict=True)], dim)
 
 
-def parted_columns(x: Tensor, exchange: Exchange, what: str) -> Tensor:
+def parted_columns(x: Tensor, exchange: Collectives, what: str) -> Tensor:
     """This rank's columns, by `ranges_of`, of an x that all have."""
     numel = x.shape[-1]
     low, high = ranges_of(numel, exchange.size)[exchange.place]
     return _applied(x, lambda x: x[..., low:high].contiguous(), lambda dy: joined_columns(dy, exchange, numel, what))
 
 
-def parted(x: Tensor, exchange: Exchange, dim: int, what: str) -> Tensor:
+def parted(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
     """This rank's part of an x that all have."""
     return _applied(
         x,

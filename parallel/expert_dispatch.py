@@ -35,7 +35,7 @@ where they are: one row comes back. Within a slot each row is there once, so sum
 
 [Note: rows that are tried]
 Rows of other ranks' tokens come without their weights, each with one choice. So the output for a row must depend on
-that row and its expert alone, and be in proportion to the weight. `TriedExperts` looks at the first rows that come:
+that row and its expert alone, and be in proportion to the weight. `ExpertSelfCheck` looks at the first rows that come:
 half of the rows with half of the weight tell.
 """
 
@@ -50,17 +50,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Exchange
+from ..comm import Collectives
 from ..model.compiled import untraced
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from ..model.recomputing import BufferValues
 from ..offload import sent
 from .collectives import with_backward
 from .experts import ExpertLayer, ExpertPlan
-from .split_trial import MOST_NARROW, distance_of, random_states
+from .split_self_check import MOST_NARROW, distance_of, random_states
 
 
-class TriedExperts:
+class ExpertSelfCheck:
     """The forward of a layer's module, of rows with one choice each. Raises ValueError where it cannot be split."""
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -115,7 +115,7 @@ class TokenWay:
     of all ranks.
     """
 
-    exchange: Exchange
+    exchange: Collectives
     what: str
     num_tokens: int
     num_choices: int
@@ -269,14 +269,14 @@ def _counted(slots: Tensor, num_tokens: int) -> Slots:
     return tuple(tuple(tuple(one) for one in row) for row in slots.tolist())
 
 
-def split_experts(plan: ExpertPlan, exchange: Exchange, ledger: Ledger, read: _Read = _counted) -> None:
+def split_experts(plan: ExpertPlan, exchange: Collectives, ledger: ModelPatches, read: _Read = _counted) -> None:
     """Puts the exchange on all layers of the plan, whose modules have this rank's experts alone.
 
     read: (ranks, ranks, k) int64 of choices in each slot that each has for each, and how many tokens this rank has ->
     the numbers; given where tensors have no values.
     """
     for layer in plan.layers:
-        experts = TriedExperts(layer.name, layer.module, layer.module.forward)
+        experts = ExpertSelfCheck(layer.name, layer.module, layer.module.forward)
         forward = partial(_forward, layer, exchange, experts, read)
         for key in layer.counts:
             ledger.override(layer.module, key, layer.num_experts // plan.degree)
@@ -290,8 +290,8 @@ def _called(layer: ExpertLayer, forward: _Forward, *args: Any, **kwargs: Any) ->
 
 def _forward(
     layer: ExpertLayer,
-    exchange: Exchange,
-    experts: TriedExperts,
+    exchange: Collectives,
+    experts: ExpertSelfCheck,
     read: _Read,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -317,7 +317,7 @@ def _forward(
     return with_backward(made, combine, combine_backward).view(hidden_states.shape)
 
 
-def _way_of(layer: ExpertLayer, exchange: Exchange, choices: Tensor, read: _Read) -> tuple[TokenWay, Tensor]:
+def _way_of(layer: ExpertLayer, exchange: Collectives, choices: Tensor, read: _Read) -> tuple[TokenWay, Tensor]:
     """choices: (tokens, k) -> with (sent choices,) int32 experts of their rank, from 0.
 
     The host waits for the device here, and nowhere else in the layer.
@@ -333,7 +333,7 @@ def _way_of(layer: ExpertLayer, exchange: Exchange, choices: Tensor, read: _Read
     return way, (choices.reshape(-1)[flat] % own).to(torch.int32)
 
 
-def _made(layer: ExpertLayer, experts: TriedExperts, rows: Tensor, numbers: Tensor) -> Tensor:
+def _made(layer: ExpertLayer, experts: ExpertSelfCheck, rows: Tensor, numbers: Tensor) -> Tensor:
     """What this rank's experts make of the rows that have come."""
     if not len(rows):
         params = [param for param in layer.module.parameters() if param.requires_grad]

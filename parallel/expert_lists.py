@@ -27,20 +27,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..comm import Exchange
+from ..comm import Collectives
 from ..model.compiled import untraced
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from .collectives import with_backward
-from .expert_dispatch import NoRows, TriedExperts
+from .expert_dispatch import ExpertSelfCheck, NoRows
 from .experts import ExpertList
-from .split_trial import random_states
+from .split_self_check import random_states
 
 
 @dataclass(frozen=True)
 class Way:
     """Where the rows of one forward go. order: these by expert."""
 
-    exchange: Exchange
+    exchange: Collectives
     what: str
     order: Tensor  # (sent,) int64
     counts: tuple[tuple[int, ...], ...]  # counts[i][j]: rows that the i-th rank has for the j-th
@@ -68,12 +68,12 @@ _Run = Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
 class ListedExperts:
     """One list on one rank, which has the values of some of its experts; the others are empty here."""
 
-    def __init__(self, layer: ExpertList, exchange: Exchange, ledger: Ledger) -> None:
+    def __init__(self, layer: ExpertList, exchange: Collectives, ledger: ModelPatches) -> None:
         self._layer, self._exchange = layer, exchange
         num_own = layer.num_experts // exchange.size
         self._first = exchange.place * num_own
         self._own = layer.experts[self._first : self._first + num_own]
-        self._tried = TriedExperts(layer.name, layer.block, self._computed)
+        self._tried = ExpertSelfCheck(layer.name, layer.block, self._computed)
         self._inner = layer.block.forward
         self._is_compared = False
         for expert in layer.experts:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ..offload import Portion
+from ..offload import TensorShard
 from .splits import LayerSplit, ParameterSplit, Style, ranges_of
 
 _INDICES = {"top_k_index", "router_indices", "selected_experts"}
@@ -302,11 +302,11 @@ class ExpertLayout:
         for key, param in module.named_parameters():
             shape = tuple(param.shape)
             if key in dims:
-                portions = [Portion.along(shape, dims[key], self._columns(*own)) for own in ranges]
+                portions = [TensorShard.along(shape, dims[key], self._columns(*own)) for own in ranges]
             elif key == "down_proj":
-                portions = [Portion.along(shape, 1 if self.is_transposed else 2, [own]) for own in ranges]
+                portions = [TensorShard.along(shape, 1 if self.is_transposed else 2, [own]) for own in ranges]
             else:
-                portions = [Portion.all_of(shape)] * degree
+                portions = [TensorShard.all_of(shape)] * degree
             found[key] = ParameterSplit(tuple(portions))
         return LayerSplit(name, module, Style.EXPERTS, found, tuple(ranges))
 

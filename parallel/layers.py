@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..comm import Exchange
-from ..model.ledger import Ledger
+from ..comm import Collectives
+from ..model.patches import ModelPatches
 from .collectives import copied, gathered, joined_columns, parted_columns, scattered, summed
 from .experts import inputs_of
 from .plan import TensorPlan
 from .randomness import Randomness
+from .sequence_regions import SequenceParallelRegions
 from .splits import LayerSplit, Style, base_of, is_lora
-from .token_parts import TokenParts
-from .vocabulary import LogitParts
+from .vocab_parallel import VocabParallelLogits
 
 _BIAS = "down_proj_bias"
 
@@ -36,7 +36,9 @@ class ExpertSums:
     of an expert axis, which sends each token's row once, and not what is summed of it.
     """
 
-    def __init__(self, layer: LayerSplit, exchange: Exchange, parts: TokenParts | None, ledger: Ledger) -> None:
+    def __init__(
+        self, layer: LayerSplit, exchange: Collectives, parts: SequenceParallelRegions | None, ledger: ModelPatches
+    ) -> None:
         """Before the exchange of tokens is put on the module."""
         self._layer, self._exchange, self._parts = layer, exchange, parts
         module = layer.module
@@ -101,8 +103,8 @@ class SplitLayers:
     | experts    | `copied`: see `ExpertSums`     | `summed`, for all experts of a layer at once                |
     | partial    | nothing                        | a hook on the parameters adds up the gradients of all ranks |
 
-    Where a rank has a part of the tokens between splits (`TokenParts`), they are gathered in place of `copied` and
-    scattered in place of `summed`.
+    Where a rank has a part of the tokens between splits (`SequenceParallelRegions`), they are gathered in place of
+    `copied` and scattered in place of `summed`.
 
     Layers with hooks alone compute as they did: what else takes their forward (gradients in place, weight gradients
     that are put off) goes on to do so. Row splits with a bias and split embeddings have a forward of ours.
@@ -112,10 +114,10 @@ class SplitLayers:
         self,
         plan: TensorPlan,
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Collectives,
         randomness: Randomness | None,
-        ledger: Ledger,
-        parts: TokenParts | None = None,
+        ledger: ModelPatches,
+        parts: SequenceParallelRegions | None = None,
     ) -> None:
         """Parameters have their local shapes, or will have them before the first forward."""
         self._exchange = exchange
@@ -140,7 +142,7 @@ class SplitLayers:
         """What is held between columns and rows would keep the graph of a forward."""
         self._last = None
 
-    def _put(self, layer: LayerSplit, parent: nn.Module, ledger: Ledger) -> None:
+    def _put(self, layer: LayerSplit, parent: nn.Module, ledger: ModelPatches) -> None:
         module, bias = layer.module, getattr(layer.module, "bias", None)
         if layer.style in (Style.COLUMN, Style.GATHERED) and not isinstance(module, nn.Embedding):
             ledger.hook(module.register_forward_pre_hook(partial(self._before_columns, layer, parent)))
@@ -167,7 +169,7 @@ class SplitLayers:
                 _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)
 
     def _put_on_adapters(
-        self, plan: TensorPlan, model: nn.Module, parents: dict[int, nn.Module], ledger: Ledger
+        self, plan: TensorPlan, model: nn.Module, parents: dict[int, nn.Module], ledger: ModelPatches
     ) -> None:
         """Random numbers are those of all where an adapter sees what all have, and the rank's own where it sees a
         part of it."""
@@ -187,7 +189,7 @@ class SplitLayers:
                 ledger.hook(base.register_forward_hook(leave))
                 ledger.hook(wrapper.register_forward_hook(back))
 
-    def _override_sizes(self, plan: TensorPlan, ledger: Ledger) -> None:
+    def _override_sizes(self, plan: TensorPlan, ledger: ModelPatches) -> None:
         """What a layer says of its own size is that of its part, as users of it print and check."""
         for layer in plan.layers:
             own = layer.parameters.get("weight")
@@ -198,7 +200,7 @@ class SplitLayers:
             for name, size in zip(names, sizes, strict=True):
                 ledger.override(layer.module, name, size)
 
-    def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, ledger: Ledger) -> None:
+    def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, ledger: ModelPatches) -> None:
         """The row without a gradient, by its number among the rank's."""
         if module.padding_idx is not None:
             own, count = module.padding_idx - first, layer.parameters["weight"].portions[self._exchange.place].shape[0]
@@ -222,7 +224,7 @@ class SplitLayers:
             self._randomness.leave_common(parent)
         return x, *args[1:]
 
-    def _parts_around(self, module: nn.Module) -> TokenParts | None:
+    def _parts_around(self, module: nn.Module) -> SequenceParallelRegions | None:
         """Those that a layer is computed with now."""
         return self._parts if self._parts is not None and self._parts.has(module) and not self._parts.is_plain else None
 
@@ -296,9 +298,9 @@ class SplitLayers:
     def _before_logits(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
         return self._copied(args[0], layer.name), *args[1:]
 
-    def _behind_logits(self, first: int, numel: int, module: nn.Module, args: Any, own: Tensor) -> LogitParts:
+    def _behind_logits(self, first: int, numel: int, module: nn.Module, args: Any, own: Tensor) -> VocabParallelLogits:
         """own: of tiles too, which give logits that nobody has computed yet."""
-        return LogitParts(own, numel, first, self._exchange)
+        return VocabParallelLogits(own, numel, first, self._exchange)
 
     # -- whole parameters -----------------------------------------------------------------------------------------
 
@@ -333,7 +335,7 @@ def _return(randomness: Randomness) -> Callable[..., None]:
     return hook
 
 
-def _hook_gradient(param: nn.Parameter, hook: Any, ledger: Ledger) -> None:
+def _hook_gradient(param: nn.Parameter, hook: Any, ledger: ModelPatches) -> None:
     """On a parameter that may be frozen now, and trained later."""
     is_trained = param.requires_grad
     param.requires_grad_(True)

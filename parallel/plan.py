@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from ..offload import Portion
+from ..offload import TensorShard
 from .experts import ExpertLayout, layer_of
+from .region_blocks import SequenceParallelRegion, find_stacks, splits_of_parts
 from .splits import (
     Heads,
     LayerSplit,
@@ -35,7 +36,6 @@ from .splits import (
     width_in,
     width_out,
 )
-from .stacks import Stack, find_stacks, splits_of_parts
 
 OF_HUGGING_FACE = {
     "colwise": "column",
@@ -162,7 +162,7 @@ class TensorPlan:
     heads: tuple[Heads, ...]
     parameters: Mapping[int, ParameterSplit]
     left_whole: tuple[str, ...]  # names of large layers that nothing matches
-    stacks: tuple[Stack, ...] = ()  # of blocks between which a rank has a part of the tokens
+    stacks: tuple[SequenceParallelRegion, ...] = ()  # of blocks between which a rank has a part of the tokens
     guessed: frozenset[str] = frozenset()  # layers whose style no plan of Hugging Face's and no family of theirs says
 
     @classmethod
@@ -196,11 +196,11 @@ class TensorPlan:
         guessed = _guessed(model, styles, wanted or {})
         return cls(degree, tuple(layers), tuple(heads), parameters, left_whole, stacks, guessed)
 
-    def portion(self, param: nn.Parameter, place: int) -> tuple[Portion, tuple[int, ...]]:
+    def portion(self, param: nn.Parameter, place: int) -> tuple[TensorShard, tuple[int, ...]]:
         """What a place has of a parameter, and the places that have the same."""
         split = self.parameters.get(id(param))
         if split is None:
-            return Portion.all_of(tuple(param.shape)), tuple(range(self.degree))
+            return TensorShard.all_of(tuple(param.shape)), tuple(range(self.degree))
         return split.portions[place], split.copies(place)
 
 

@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..comm import Exchange
-from ..model.ledger import Ledger
+from ..comm import Collectives
+from ..model.patches import ModelPatches
 
 _MIX = 0x9E3779B97F4A7C15  # of 64 bits: the golden ratio, as splitmix64 has it
 
@@ -30,7 +30,7 @@ _MIX = 0x9E3779B97F4A7C15  # of 64 bits: the golden ratio, as splitmix64 has it
 class Randomness:
     """Takes the generators from the common state to the rank's own, and back."""
 
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, exchange: Collectives, device: torch.device) -> None:
         """A collective: the state of the first rank is that of all from now on."""
         self._place = exchange.place
         self._device = device
@@ -76,7 +76,7 @@ class Randomness:
         if self._module is not None:
             self._module.set_rng_state(states[1], self._device)
 
-    def _of_first(self, exchange: Exchange, state: Tensor) -> Tensor:
+    def _of_first(self, exchange: Collectives, state: Tensor) -> Tensor:
         given = state.to(self._device, torch.int32) * (exchange.place == 0)
         return exchange.sum(given, "the state of random generators").to("cpu", torch.uint8)
 
@@ -103,7 +103,7 @@ class CommonDraws:
     def __len__(self) -> int:
         return self._num
 
-    def put_on(self, module: nn.Module, seed: Callable[[], int], ledger: Ledger) -> None:
+    def put_on(self, module: nn.Module, seed: Callable[[], int], ledger: ModelPatches) -> None:
         """seed: of the stack's forward that runs, or is computed again."""
         self._num += 1
         ledger.hook(module.register_forward_pre_hook(partial(self._enter, self._num, seed)))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Exchange
+from ..comm import Collectives
 from .block_attention import Outputs, Scores, Seen, accumulated
 
 _KEYS = "keys and values of attention round a ring"
@@ -36,7 +36,7 @@ _HALVES = "halves of attention over a ring"
 class Ring:
     """The ranks `stride` places apart, each with a part of as many tokens."""
 
-    exchange: Exchange
+    exchange: Collectives
     stride: int
     tokens: int  # of a part
     seen: Seen

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..comm import Exchange
+from ..comm import Collectives
 from ..model.compiled import untraced
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from .block_attention import Scores, Seen
 from .collectives import with_backward
 from .ring_attention import Ring, ring_attention
@@ -50,7 +50,7 @@ class SequenceAttention:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: Collectives,
         way: str = "auto",
         say: Callable[[str], None] | None = None,
         device: str | None = None,
@@ -76,7 +76,7 @@ class SequenceAttention:
         """Around the forward of a copy that was made before `put_on`."""
         return _Mode(self) if self._has_callers else nullcontext()
 
-    def put_on(self, model: nn.Module, ledger: Ledger) -> None:
+    def put_on(self, model: nn.Module, ledger: ModelPatches) -> None:
         """On all of the model that attends; see `check_attention`."""
         configs = _configs(model)
         registry = _registry() if configs else None
@@ -352,7 +352,7 @@ def _of_itself(query: Tensor, value: Tensor) -> Tensor:
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
-def swapped(x: Tensor, exchange: Exchange, what: str) -> Tensor:
+def swapped(x: Tensor, exchange: Collectives, what: str) -> Tensor:
     """x: (ranks, ...), contiguous; what each rank has for this one, in their order. Its gradient goes the way back."""
     return with_backward(
         x, lambda x: exchange.swap(x, what), lambda dy: exchange.swap(dy.contiguous(), f"the gradient of {what}")

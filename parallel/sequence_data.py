@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ..comm import Exchange
+from ..comm import Collectives
 from ..offload import sent
 
 IGNORED = -100
@@ -88,7 +88,7 @@ class AttentionContext:
         return replace(self, keys=keys, packed=packed)
 
 
-class SequencePart(dict[str, Any]):
+class SequenceShard(dict[str, Any]):
     """A rank's inputs of the model, with what attention must know of the whole.
 
     factor: of a loss that is a mean over own labels; None where the model takes the number of all labels. ignored: the
@@ -103,9 +103,9 @@ class SequencePart(dict[str, Any]):
         self.factor = factor
         self.ignored = ignored
 
-    def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> SequencePart:
+    def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> SequenceShard:
         """With other inputs, such as these on a device."""
-        return SequencePart(change(dict(self)), self.whole, self.factor, self.ignored)
+        return SequenceShard(change(dict(self)), self.whole, self.factor, self.ignored)
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class SequenceTrial:
     to be divided. has_labels: whether there were any.
     """
 
-    one: SequencePart
-    other: SequencePart
+    one: SequenceShard
+    other: SequenceShard
     at: int
     batch: dict[str, Any]
     differs: bool
@@ -127,7 +127,7 @@ class SequenceTrial:
 class SequenceData:
     """Takes this rank's part of a microbatch."""
 
-    def __init__(self, model: nn.Module, exchange: Exchange, has_own_loss: bool = True) -> None:
+    def __init__(self, model: nn.Module, exchange: Collectives, has_own_loss: bool = True) -> None:
         """has_own_loss: the model computes the loss, and not somebody of its output."""
         self._exchange = exchange
         accepted = inspect.signature(model.forward).parameters
@@ -137,7 +137,7 @@ class SequenceData:
         self.ignored = IGNORED
         """The label of no token, where a batch does not say it (`ignore_index`)."""
 
-    def part(self, batch: Any, device: torch.device, needs_labels: bool = True) -> SequencePart:
+    def part(self, batch: Any, device: torch.device, needs_labels: bool = True) -> SequenceShard:
         """This rank's part. needs_labels: a loss is computed of it. Raises SequenceError."""
         if not isinstance(batch, Mapping) or not any(isinstance(batch.get(name), Tensor) for name in _TOKENS):
             kind = "a mapping without them" if isinstance(batch, Mapping) else type(batch).__name__
@@ -173,15 +173,15 @@ class SequenceData:
                 factor = int((own != ignored).sum()) / total
         if self._takes_cache:
             made["use_cache"] = False
-        return SequencePart(made, whole.to(device), factor, ignored)
+        return SequenceShard(made, whole.to(device), factor, ignored)
 
-    def all_labelled(self, batch: Any, device: torch.device) -> SequencePart:
+    def all_labelled(self, batch: Any, device: torch.device) -> SequenceShard:
         """A few tokens of data for one rank alone, each with a label that is of a token."""
         part = self.part(batch, device, needs_labels=False)
         made = _narrowed(dict(part), 0)
         label = int(part["shift_labels"].max().clamp(min=0))
         labels = torch.full_like(made["shift_labels"], label)
-        return SequencePart(_with_labels(made, labels), part.whole, 1.0)
+        return SequenceShard(_with_labels(made, labels), part.whole, 1.0)
 
     def trial(self, batch: Any, device: torch.device) -> SequenceTrial:
         """Of data for one rank alone."""
@@ -205,7 +205,7 @@ class SequenceData:
                 changed[name] = made[name].roll(1, dims=1)
                 changed[name][:, at] = made[name][:, at]
                 differs = differs and not torch.equal(changed[name], made[name])
-        one, other = (SequencePart(inputs, part.whole, 1.0) for inputs in (made, changed))
+        one, other = (SequenceShard(inputs, part.whole, 1.0) for inputs in (made, changed))
         return SequenceTrial(one, other, at, tried, differs, labels is not None and bool(labelled))
 
     def _check(self, given: Mapping[str, Any], length: int, needs_labels: bool) -> None:

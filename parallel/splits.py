@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from ..offload import Portion
+from ..offload import TensorShard
 
 
 class Style(Enum):
@@ -45,7 +45,7 @@ class Style(Enum):
 class ParameterSplit:
     """What each place has of a parameter."""
 
-    portions: tuple[Portion, ...]  # by place
+    portions: tuple[TensorShard, ...]  # by place
     is_partial: bool = False  # the gradients of places with the same portion are to be added up
 
     def copies(self, place: int) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class ParameterSplit:
     @cached_property
     def _copies(self) -> tuple[tuple[int, ...], ...]:
         """By place."""
-        alike: dict[Portion, list[int]] = {}
+        alike: dict[TensorShard, list[int]] = {}
         for place, portion in enumerate(self.portions):
             alike.setdefault(portion, []).append(place)
         return tuple(tuple(alike[portion]) for portion in self.portions)
@@ -137,7 +137,7 @@ def vocabulary_split(name: str, module: nn.Module, degree: int) -> LayerSplit:
 def partial_split(name: str, module: nn.Module, degree: int) -> LayerSplit:
     """Whole parameters whose gradients are added up."""
     splits = {
-        key: ParameterSplit((Portion.all_of(tuple(param.shape)),) * degree, is_partial=True)
+        key: ParameterSplit((TensorShard.all_of(tuple(param.shape)),) * degree, is_partial=True)
         for key, param in module.named_parameters()
     }
     return LayerSplit(name, module, Style.PARTIAL, splits)
@@ -150,7 +150,7 @@ def _split(
     for key, dim in dims.items():
         param = getattr(module, key, None)
         if isinstance(param, nn.Parameter):
-            portions = tuple(Portion.along(tuple(param.shape), dim, own) for own in ranges)
+            portions = tuple(TensorShard.along(tuple(param.shape), dim, own) for own in ranges)
             found[key] = ParameterSplit(portions, is_partial)
     return found
 
@@ -214,7 +214,7 @@ class Heads:
         step = self.queries // degree
         rows = [(place * step, (place + 1) * step) for place in range(degree)]
         return {
-            key: ParameterSplit(tuple(Portion.along(tuple(param.shape), 0, [own]) for own in rows))
+            key: ParameterSplit(tuple(TensorShard.along(tuple(param.shape), 0, [own]) for own in rows))
             for key, param in self.module.named_parameters(recurse=False)
             if param.ndim and param.shape[0] == self.queries
         }

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..model.compiled import untraced
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from ..model.recomputing import BufferValues
 
 MIN_TILE = 256
@@ -39,7 +39,7 @@ _NAMES = re.compile(r"mlp|feed_?forward|ffn|^ff$|dense(gated)?act", re.IGNORECAS
 _TOLERANCE = 0.02  # of the largest value: products of other shapes are added in another order, in bfloat16 too
 
 
-def put_in_tiles(modules: Iterable[tuple[str, nn.Module]], tokens: int | None, ledger: Ledger) -> None:
+def put_in_tiles(modules: Iterable[tuple[str, nn.Module]], tokens: int | None, ledger: ModelPatches) -> None:
     """Gives modules a forward in tiles, which the ledger takes off.
 
     modules: with their names. tokens: of a tile; None: as many as the input is wide, at least MIN_TILE.

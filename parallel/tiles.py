@@ -10,8 +10,8 @@ from torch import nn
 
 from ..kernels.dispatch import Backend
 from ..model.blocks import find_blocks
-from ..model.ledger import Ledger
-from .tiled_logits import TiledHead
+from ..model.patches import ModelPatches
+from .chunked_logits import ChunkedHead
 from .tiled_mlp import find_token_modules, mixes_tokens, put_in_tiles
 
 AUTO = "auto"
@@ -52,7 +52,7 @@ class Tiles:
     head: str = AUTO
     backend: Backend = "auto"  # of the loss
 
-    def apply(self, model: nn.Module, ledger: Ledger, warn: Callable[[str], None]) -> Tiled:
+    def apply(self, model: nn.Module, ledger: ModelPatches, warn: Callable[[str], None]) -> Tiled:
         """Gives modules forwards in tiles. Raises TilesError where there is nothing of the kind."""
         lines = []
         modules = self.token_modules(model) if self.mlp else []
@@ -62,7 +62,7 @@ class Tiles:
             lines.append(f"tiles: {len(modules)} x {', '.join(classes)} in tiles of {_said(self.mlp)}")
         if self.loss:
             name, head = self.find_head(model)
-            TiledHead(name, head, _tokens(self.loss), self.backend, ledger, warn)
+            ChunkedHead(name, head, _tokens(self.loss), self.backend, ledger, warn)
             lines.append(f"tiles: the cross-entropy of '{name}' in tiles of {_said(self.loss)}, without its logits")
         return Tiled(modules, lines)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.linear_layers import LinearLayers, gradient_of
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from .split.carried import Carried
 
 
@@ -76,7 +76,7 @@ _Entry = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 class WeightGradients:
     """Puts off the weight gradients of a stage's linear layers while `put_off` is entered, and makes them in `make`."""
 
-    def __init__(self, modules: Iterable[nn.Module], ledger: Ledger) -> None:
+    def __init__(self, modules: Iterable[nn.Module], ledger: ModelPatches) -> None:
         """modules: of the stage."""
         self._entries: dict[int, list[_Entry]] = {}
         self._open: list[_Entry] | None = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..comm import P2P, CollectiveError
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from .backward import Entry, WeightGradients
 from .messages import Key, Messages, described
 from .schedules.schedule import Action, Op, Schedule
@@ -103,7 +103,7 @@ class Executor:
         device: torch.device,
         forward: Callable[[nn.Module, Any], Any],
         loss: Callable[[Any, Any], Tensor],
-        ledger: Ledger,
+        ledger: ModelPatches,
         around: Callable[[Action], AbstractContextManager[None]] = _nothing_around,
     ) -> None:
         """place: this rank's on the pipe axis. forward(module, microbatch) -> output; loss(output, microbatch).

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from .split.absent import is_missing, resolved
 from .split.carried import Carried, CarriedSpec, OuterValues, run_lengths
 from .split.random_streams import RandomStreams
@@ -44,7 +44,7 @@ class Stage:
         self._streams = streams
         self.plan = plan
         self.index = index
-        self._replayed = replayed if replayed is not None else ReplayedModel(model, plan, [index], Ledger())
+        self._replayed = replayed if replayed is not None else ReplayedModel(model, plan, [index], ModelPatches())
         self._needs: dict[tuple[Any, ...], Needs] = {}
         self._spec: CarriedSpec | None = None
         for name, module in model.named_modules():
@@ -171,7 +171,11 @@ class Stage:
 
 
 def make_stages(
-    model: nn.Module, plan: SplitPlan, indices: Sequence[int], ledger: Ledger, streams: RandomStreams | None = None
+    model: nn.Module,
+    plan: SplitPlan,
+    indices: Sequence[int],
+    ledger: ModelPatches,
+    streams: RandomStreams | None = None,
 ) -> tuple[Stage, ...]:
     """The stages of one rank, in the order of `indices`: one module with the parameters of them all."""
     replayed = ReplayedModel(model, plan, indices, ledger)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..offload import bytes_in_memory, huge_zeros
-from .layout import Piece
+from .layout import ParamShard
 from .sequence import StateError
 from .shard_state import ShardState
 
@@ -84,7 +84,7 @@ class Averages:
                 else:
                     _hide(ours, theirs)
 
-    def of(self, shard: ShardState, piece: Piece) -> Tensor:
+    def of(self, shard: ShardState, piece: ParamShard) -> Tensor:
         """Return the averages of a piece of the shard, (piece.numel,)."""
         return self._values[id(shard)][piece.offset_in_shard : piece.offset_in_shard + piece.numel]
 

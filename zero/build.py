@@ -11,13 +11,13 @@ from ..comm import Mesh
 from ..kernels.weight_rounding import Rounding
 from ..offload import PagedBuffer, PagePool, huge_zeros
 from .codec import Codec, Parts, QuantizedCodec, WeightCodec
-from .domain import Domain
 from .gradient import GroupGradient
 from .group import PagedMemory, ResizedMemory, ShardedGroup
 from .host_update import HostUpdate
-from .low_rank import LowRank
-from .placement import ShardRest
+from .placement import ShardStore
 from .plan import GroupPlan, ModelPlan, rings_for
+from .powersgd import PowerSGDOptions
+from .sharding_spec import ShardingSpec
 from .unit import Unit
 
 Hosts = Mapping[str, HostUpdate]
@@ -34,13 +34,13 @@ class GroupMemories:
         self,
         mesh: Mesh,
         reduces_every_backward: bool,
-        rest: ShardRest | None = None,
+        rest: ShardStore | None = None,
         shares_gradients: bool = False,
         delays_updates: bool = False,
         keeps_sums: bool = True,
         seed: int = 0,
         num_steps: Callable[[], int] = lambda: 0,
-        low_rank: LowRank | None = None,
+        low_rank: PowerSGDOptions | None = None,
     ) -> None:
         """rest: the store of shards between uses, with room for all; None: shards stay in memory.
 
@@ -182,7 +182,7 @@ class GroupMemories:
 
 
 def _by_axes(
-    plans: Sequence[GroupPlan], axes_of: Callable[[Domain], tuple[str, ...]]
+    plans: Sequence[GroupPlan], axes_of: Callable[[ShardingSpec], tuple[str, ...]]
 ) -> list[tuple[tuple[str, ...], list[GroupPlan]]]:
     """Collect the groups with the same axes, in order."""
     found: dict[tuple[str, ...], list[GroupPlan]] = {}

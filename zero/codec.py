@@ -91,7 +91,7 @@ class Codec:
         return regions_of(shard.numel(), self.axis.size)[self.axis.rank]
 
     def reduce_scatter(self, staged: Tensor, spare: Tensor | None, what: str) -> Coming:
-        """Start to sum a staged gradient over ranks; this rank sums its part. See `Route.reduce_scatter`."""
+        """Start to sum a staged gradient over ranks; this rank sums its part. See `Transport.reduce_scatter`."""
         if self._parts is not None:
             by_place = sorted(range(self.axis.size), key=self.axis.places.__getitem__)
             order = [index for rank in by_place for index in self._parts[rank]]

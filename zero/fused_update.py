@@ -17,9 +17,9 @@ from ..kernels.optimizer_step import ShardUpdate, update_shards
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .group import values_of
-from .layout import Piece
-from .master_weights import Masters
-from .shard_state import ShardState, StatePart
+from .layout import ParamShard
+from .master_weights import MasterWeights
+from .shard_state import ShardState, StateView
 
 ScalarStates = Mapping[int | str, Mapping[str, Any] | None]
 """States that are not elementwise, by name, for a parameter's name or for an index in param_groups.
@@ -109,7 +109,7 @@ class FusedUpdate:
     options: Options  # of the first parameter group at the start: they decide the states and their first values
     state_dtype: torch.dtype  # of moments, see `new_states`
     backend: Backend  # of the kernel
-    masters: Masters = Masters.WIDER
+    masters: MasterWeights = MasterWeights.WIDER
     seed: int = 0  # of random rounding without masters
     by_group: tuple[Options, ...] = ()  # of each parameter group at the start, if their states differ
 
@@ -140,7 +140,7 @@ class FusedUpdate:
         return states
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
+        self, shard: ShardState, parts: Callable[[], Iterable[StateView]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         """Update all parts of a shard with its gradient, (shard_numel,). parts: each call yields them again."""
         shard.memory.make()
@@ -169,7 +169,7 @@ class FusedUpdate:
             update.gradient = _NOTHING  # else its memory would be held until the next step
 
     def _updates(
-        self, shard: ShardState, parts: Iterable[StatePart], gradient: Tensor, terms: UpdateTerms
+        self, shard: ShardState, parts: Iterable[StateView], gradient: Tensor, terms: UpdateTerms
     ) -> Iterator[ShardUpdate]:
         """Yield the kernel arguments of each part. A part is valid until the next."""
         for part in parts:
@@ -177,7 +177,7 @@ class FusedUpdate:
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield _of_part(shard, part, of_part, runs, steps)
 
-    def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
+    def states_of(self, shard: ShardState, piece: ParamShard, changes: bool) -> dict[str, Memory]:
         return shard.states_of(piece, changes)
 
     def make_states(
@@ -207,7 +207,7 @@ class FusedUpdate:
         """Whether a step, counted from 1, sums gradients over replicas; else each replica uses its gradient."""
         return True
 
-    def rank_states(self, shard: ShardState) -> Iterable[tuple[Piece, str, Tensor]]:
+    def rank_states(self, shard: ShardState) -> Iterable[tuple[ParamShard, str, Tensor]]:
         """Return (piece, name, values) of elementwise states that only this rank has."""
         return ()
 
@@ -244,7 +244,7 @@ def _of_whole(shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> ShardU
 
 
 def _of_part(
-    shard: ShardState, part: StatePart, gradient: Tensor, runs: list[tuple[int, Options]], steps: list[int]
+    shard: ShardState, part: StateView, gradient: Tensor, runs: list[tuple[int, Options]], steps: list[int]
 ) -> ShardUpdate:
     states, remainder, rounding = part.states, None, shard.form.rounding
     if rounding is not None and part.start:

@@ -10,23 +10,23 @@ from torch import Tensor
 from ..comm import Axis, Pending, regions_of
 from .accumulation import HostSum, LocalSum, ShardMemory, Staging
 from .codec import Codec
+from .gradient_reducer import GradientReducer, GradientStats, NonFinite
 from .group import ShardedGroup
 from .host_update import HostUpdate
-from .low_rank import LowRank, LowRankMove
-from .move import Inspection, Move, NonFinite
+from .powersgd import PowerSGDOptions, PowerSGDReducer
 
 
 class GroupGradient:
     """Reduces a group's gradients into `shard`, (shard_numel,) of the accumulation dtype.
 
-        param.grad --Staging--> message --Move--> shard
+        param.grad --Staging--> message --GradientReducer--> shard
              |                                     |  |
          LocalSum, of earlier microbatches   ShardMemory, HostSum
 
-    Three parts: `accumulation.py` adds up microbatches, `move.py` sums over ranks, and the sums are inspected on the
-    way, while they are in cache (also `move.py`). If reductions wait for the accumulation boundary, gradients of
-    earlier microbatches stay full on each rank; else their shards are added up. If the host updates, a reduced shard
-    leaves the device, and the final `shard` is in host memory.
+    Three parts: `accumulation.py` adds up microbatches, `gradient_reducer.py` sums over ranks, and the sums are
+    inspected on the way, while they are in cache (also `gradient_reducer.py`). If reductions wait for the accumulation
+    boundary, gradients of earlier microbatches stay full on each rank; else their shards are added up. If the host
+    updates, a reduced shard leaves the device, and the final `shard` is in host memory.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class GroupGradient:
         is_handed_over: bool = False,
         host: HostUpdate | None = None,
         keeps_sum: bool = True,
-        low_rank: LowRank | None = None,
+        low_rank: PowerSGDOptions | None = None,
     ) -> None:
-        """levels, replicas: see `Move`. common, is_handed_over: see `ShardMemory`. keeps_sum: see `LocalSum`.
+        """levels, replicas: see `GradientReducer`. common, is_handed_over: see `ShardMemory`. keeps_sum: see
+        `LocalSum`.
 
         host: set if the host updates a device's parameters. low_rank: set if gradients are sent as thin matrices.
         """
@@ -52,10 +53,10 @@ class GroupGradient:
         self.shard: Tensor | None = None
         self.used: set[int] = set()
         """Indices of the parameters that got a gradient on this rank, in any backward of this step."""
-        self.inspection = Inspection(group)
-        self._move = Move(group, levels, replicas, accumulation_dtype, self.inspection)
+        self.inspection = GradientStats(group)
+        self._move = GradientReducer(group, levels, replicas, accumulation_dtype, self.inspection)
         if low_rank is not None:
-            self._move = LowRankMove(group, levels, replicas, accumulation_dtype, self.inspection, low_rank)
+            self._move = PowerSGDReducer(group, levels, replicas, accumulation_dtype, self.inspection, low_rank)
         self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
@@ -86,9 +87,9 @@ class GroupGradient:
         self._move.sums = sums
 
     @property
-    def low_rank(self) -> LowRankMove | None:
+    def low_rank(self) -> PowerSGDReducer | None:
         """The PowerSGD reducer, if the group has it."""
-        return self._move if isinstance(self._move, LowRankMove) else None
+        return self._move if isinstance(self._move, PowerSGDReducer) else None
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tensors that `held_bytes` counts."""

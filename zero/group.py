@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from ..comm import Mesh, Pending
-from ..offload import Memory, PagedBuffer, Resident, StoredRange, bytes_in_memory
+from ..offload import Memory, Offloadable, PagedBuffer, StoredRange, bytes_in_memory
 from .autograd import untransformed
 from .codec import WeightCodec
-from .domain import DomainAxes
-from .layout import Piece, Pieces
-from .placement import ShardRest
+from .layout import ParamShard, ParamShards
+from .placement import ShardStore
 from .plan import GroupPlan
 from .released import mark_present, mark_released
+from .sharding_spec import ShardingAxes
 
 
-class Residence(Enum):
+class ShardedState(Enum):
     """Which memory a group holds."""
 
-    FULL = "full"  # `full` holds the values of all parameters, which are views of it
-    COMING = "coming"  # memory as FULL; the gather is in flight, and reading a parameter raises
-    LOADING = "loading"  # as COMING, while the store still loads the shard: see `continue_gather`
+    UNSHARDED = "full"  # `full` holds the values of all parameters, which are views of it
+    UNSHARDING = "coming"  # memory as FULL; the gather is in flight, and reading a parameter raises
+    LOADING = "loading"  # as UNSHARDING, while the store still loads the shard: see `continue_gather`
     SHARDED = "sharded"  # only `shard` has values; reading a parameter raises
 
 
@@ -57,18 +57,18 @@ class ShardedGroup:
         """Replaced when the role of the parameters changes."""
         self.params = [param for _, param in plan.params]
         self.layout = plan.layout
-        self.axes = DomainAxes(mesh, plan.domain)
+        self.axes = ShardingAxes(mesh, plan.domain)
         self._codec = codec
-        self.residence = Residence.FULL
+        self.residence = ShardedState.UNSHARDED
         self.full = torch.empty(0)
         self.shard = torch.empty(0)
-        self.resident = Resident(plan.name, lambda: self.shard)
+        self.resident = Offloadable(plan.name, lambda: self.shard)
         """The shard, for a window that brings it to the memory of the update."""
         self._pending = _NOTHING_PENDING  # pending result of the last gather
         self.keeper: Callable[[], bool] | None = None
         """While it returns True, `release` does nothing."""
         self._memory = GroupMemory(self.full, self.shard)
-        self._rest: ShardRest | None = None
+        self._rest: ShardStore | None = None
         are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
         self.frees_memory = bool(plan.domain.parameters) and are_apart
         """True if a release frees memory, so that a gather needs the other ranks."""
@@ -80,7 +80,7 @@ class ShardedGroup:
     def full_bytes(self) -> int:
         """Bytes that `full` takes now."""
         held = self.layout.padded_numel * self.plan.dtype.itemsize
-        if not self.frees_memory or self.residence is not Residence.SHARDED:
+        if not self.frees_memory or self.residence is not ShardedState.SHARDED:
             return held
         if not self._memory.own_is_in_full:
             return 0
@@ -89,7 +89,7 @@ class ShardedGroup:
 
     def held_at_rest(self) -> Iterator[Tensor]:
         """Yield the tensors in memory of a released group, if they are separate from `full`."""
-        if self.frees_memory and self.residence is Residence.SHARDED and self._rest is None:
+        if self.frees_memory and self.residence is ShardedState.SHARDED and self._rest is None:
             yield from (self._memory.own, self.shard)
 
     @property
@@ -102,7 +102,7 @@ class ShardedGroup:
         return sum(memory.values())
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ParamShards:
         """The parts of parameters in this rank's shard."""
         return self.layout.pieces(self.axes.states.place)
 
@@ -113,7 +113,7 @@ class ShardedGroup:
         self._memory = GroupMemory(full, full[self.at_rest])
         self.shard = full[self.own] if self._codec.is_exact else torch.zeros_like(full[self.own])
 
-    def adopt_memory(self, memory: GroupMemory, rest: ShardRest | None = None) -> None:
+    def adopt_memory(self, memory: GroupMemory, rest: ShardStore | None = None) -> None:
         """Take addresses for all parameters, with memory for the resting part alone, all zero.
 
         rest: the store that holds the shard whenever the group is not full.
@@ -121,7 +121,7 @@ class ShardedGroup:
         self._memory, self._rest = memory, rest
         self.frees_memory |= rest is not None
         self.full = memory.full
-        self.residence = Residence.SHARDED
+        self.residence = ShardedState.SHARDED
         memory.take_own()
         first = self.own.start - self.at_rest.start
         self.shard = self._memory.own[
@@ -150,7 +150,7 @@ class ShardedGroup:
         numel = self.layout.padded_numel // self.axes.parameters.size
         return slice(self.axes.parameters.place * numel, (self.axes.parameters.place + 1) * numel)
 
-    def place(self, piece: Piece, values: Tensor) -> None:
+    def place(self, piece: ParamShard, values: Tensor) -> None:
         """Copy a parameter's values to this rank's part of it. values: the whole parameter, any shape and dtype."""
         part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
         own = self.own_values(changes=True)
@@ -175,36 +175,36 @@ class ShardedGroup:
 
     def start_gather(self) -> None:
         """Start to gather the parameters. Does nothing unless the group is SHARDED."""
-        if self.residence is not Residence.SHARDED:
+        if self.residence is not ShardedState.SHARDED:
             return
         if self._rest is not None:
             self._rest.window.let_go(self.resident)  # so that a change is saved before another rank reads it
             self._rest.window.prefetch(self.resident)
             self._memory.take_others()
-            self.residence = Residence.LOADING
+            self.residence = ShardedState.LOADING
             return
         if self.frees_memory:
             self._memory.take_others()
             self._pending = untransformed(self._exchange)
-        self.residence = Residence.COMING
+        self.residence = ShardedState.UNSHARDING
 
     def continue_gather(self) -> None:
         """Start the collective of an offloaded group, once its shard is loaded. `start_gather` starts only the load."""
-        if self._rest is not None and self.residence is Residence.LOADING:
-            self.residence = Residence.COMING
+        if self._rest is not None and self.residence is ShardedState.LOADING:
+            self.residence = ShardedState.UNSHARDING
             self._rest.window.acquire(self.resident)
             self._pending = untransformed(self._exchange)
 
     def gather(self) -> None:
         """Gather the parameters, and wait for them."""
-        if self.residence is Residence.FULL:
+        if self.residence is ShardedState.UNSHARDED:
             return
         if self.frees_memory:  # else the memory was kept, and only the marks change
             self.start_gather()
             self.continue_gather()
             untransformed(self._take_gathered)
         mark_present(self.params)
-        self.residence = Residence.FULL
+        self.residence = ShardedState.UNSHARDED
 
     @property
     def is_loaded(self) -> bool:
@@ -216,28 +216,28 @@ class ShardedGroup:
         return untransformed(self._exchange)
 
     def park(self) -> None:
-        """Mark full parameters as released but keep their memory: as COMING, without a pending collective."""
+        """Mark full parameters as released but keep their memory: as UNSHARDING, without a pending collective."""
         untransformed(self._hide)
-        self.residence = Residence.COMING
+        self.residence = ShardedState.UNSHARDING
 
     def release(self, holds_shard: bool = False) -> None:
         """Free the full parameters, if the policy frees parameters and `keeper` does not hold them.
 
         holds_shard: an offloaded shard stays in memory, because its update comes next.
         """
-        if not self.plan.domain.parameters or self.residence is Residence.SHARDED:
+        if not self.plan.domain.parameters or self.residence is ShardedState.SHARDED:
             return
         if self.keeper is not None and self.keeper():
             return
         if self.frees_memory:
-            if self.residence is not Residence.FULL:  # prefetched, and not used
+            if self.residence is not ShardedState.UNSHARDED:  # prefetched, and not used
                 self.continue_gather()
                 untransformed(self._take_gathered)
             untransformed(self._hide)
             self._memory.give_others()
         else:
             mark_released(self.params, self.layout.names)
-        self.residence = Residence.SHARDED
+        self.residence = ShardedState.SHARDED
         if self._rest is not None and self._rest.window.holds(self.resident):
             self._rest.window.hold(self.resident)
             if not holds_shard:
@@ -278,7 +278,7 @@ class ShardedGroup:
 
     def make_exact(self) -> None:
         """Fill `full` with the exact values of all ranks' shards, if the gather was quantized. A collective."""
-        assert self.residence is Residence.FULL
+        assert self.residence is ShardedState.UNSHARDED
         if self._codec.is_exact:
             return
         self.refresh().wait()

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
 from ..model.blocks import has_forward, parameters_read_by
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from .autograd import at_all_levels, current_graph_task, current_transform
 from .released import set_reader
 from .sequence import Phase, UnitSequence
@@ -42,7 +42,7 @@ class UnitHooks:
         self,
         sequence: UnitSequence,
         frees_parameters: bool,
-        ledger: Ledger,
+        ledger: ModelPatches,
         on_block: Callable[[], None] | None = None,
     ) -> None:
         """ledger: removes the hooks later. on_block: called when a block's forward begins, recomputed forwards
@@ -67,7 +67,7 @@ class UnitHooks:
             for unit in sequence.units:
                 self._let_read(unit, ledger)
 
-    def _let_read(self, unit: Unit, ledger: Ledger) -> None:
+    def _let_read(self, unit: Unit, ledger: ModelPatches) -> None:
         def read(is_differentiated: bool, together: object) -> bool:
             is_computing = self._sequence.phase is not Phase.IDLE and not self._sequence.has_lost_backward()
             is_of_loss = is_differentiated and unit.is_end and self._sequence.awaits_backward
@@ -184,7 +184,7 @@ class UnitHooks:
                 self._add(module.register_forward_hook(after))
 
 
-def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger) -> None:
+def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: ModelPatches) -> None:
     """Cast float32 inputs of blocks (a float32 buffer has promoted them) to the dtype in which blocks compute."""
 
     def cast(value: Any) -> Any:
@@ -200,7 +200,7 @@ def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: Ledger)
 _MIN_NUMEL = 1 << 17  # of a weight; copying a smaller gradient costs less than a backward in Python
 
 
-def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module], ledger: Ledger) -> None:
+def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module], ledger: ModelPatches) -> None:
     """Let linear layers write the gradients of large weights into their message or shard, without a copy.
 
         dw = dy^T x  ---written to--->  slot (or shard)  <---view--- param.grad

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..offload import HostCopies, HostPool, Resident, Window
+from ..offload import HostCopies, HostPool, Offloadable, Window
 from .group import ShardedGroup
-from .placement import ShardRest
+from .placement import ShardStore
 
 MAX_LEAVING = 2  # each holds a gradient shard's memory on the device
 
@@ -37,7 +37,7 @@ class HostUpdate:
         self._gradients = Window(max_leaving=MAX_LEAVING)
         self.num_taken = 0
 
-    def resident(self, group: ShardedGroup, rest: ShardRest | None, needs_values: bool) -> Resident:
+    def resident(self, group: ShardedGroup, rest: ShardStore | None, needs_values: bool) -> Offloadable:
         """The group's shard, (shard_numel,), loaded into a host buffer for the update.
 
         rest: its store, if it is offloaded and not on the device. needs_values: else the update overwrites all values.
@@ -50,7 +50,7 @@ class HostUpdate:
         if rest is not None:
             resident = rest.resident(group.plan.name, take, self._pool.give)
         else:
-            resident = Resident(
+            resident = Offloadable(
                 group.plan.name,
                 take,
                 self._pool.give,
@@ -74,7 +74,9 @@ class HostUpdate:
             if on_arrived is not None:
                 on_arrived()
 
-        leaving = Resident("gradient", lambda: values, arrive, save=lambda shard: self._copies.to_host(shard, arriving))
+        leaving = Offloadable(
+            "gradient", lambda: values, arrive, save=lambda shard: self._copies.to_host(shard, arriving)
+        )
         self.num_taken += 1
         self._gradients.create(leaving)
         self._gradients.release(leaving)

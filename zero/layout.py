@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from ..offload import Portion
+from ..offload import TensorShard
 
 BLOCK_NUMEL = 1024
 PARAM_ALIGNMENT_NUMEL = 16
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamView:
     """A parameter's position in the flat buffer, and its position in the tensor of the model."""
 
     name: str
-    portion: Portion  # the part of the model's tensor that this parameter is
+    portion: TensorShard  # the part of the model's tensor that this parameter is
     offset_in_flat: int
 
     # Cached: a step reads them about ten times for each parameter.
@@ -46,7 +46,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """The part of a parameter that lies in a shard."""
 
     index: int  # of the slot
@@ -55,15 +55,15 @@ class Piece:
     numel: int
 
 
-class Pieces(tuple[Piece, ...]):
+class ParamShards(tuple[ParamShard, ...]):
     """The parts of parameters in a shard, in order."""
 
-    def of(self, index: int) -> tuple[Piece, ...]:
+    def of(self, index: int) -> tuple[ParamShard, ...]:
         """Return the parts of the parameter with this index."""
         return self._by_index.get(index, ())
 
     @cached_property
-    def _by_index(self) -> dict[int, tuple[Piece, ...]]:
+    def _by_index(self) -> dict[int, tuple[ParamShard, ...]]:
         return {index: tuple(pieces) for index, pieces in groupby(self, key=lambda piece: piece.index)}
 
 
@@ -71,21 +71,21 @@ class Pieces(tuple[Piece, ...]):
 class FlatLayout:
     """Parameters in sequence, each aligned, padded to shard_count shards of whole blocks."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[ParamView, ...]
     shard_count: int
     shard_numel: int
 
     @classmethod
     def of(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], shard_count: int) -> FlatLayout:
         """Lay out whole tensors. shapes: (name, shape) of each parameter, in order."""
-        return cls.of_portions([(name, Portion.all_of(shape)) for name, shape in shapes], shard_count)
+        return cls.of_portions([(name, TensorShard.all_of(shape)) for name, shape in shapes], shard_count)
 
     @classmethod
-    def of_portions(cls, portions: Sequence[tuple[str, Portion]], shard_count: int) -> FlatLayout:
+    def of_portions(cls, portions: Sequence[tuple[str, TensorShard]], shard_count: int) -> FlatLayout:
         """Lay out parts of tensors. portions: (name of the tensor, part) in order. Empty parameters take no space."""
         slots, offset = [], 0
         for name, portion in portions:
-            slots.append(Slot(name, portion, offset))
+            slots.append(ParamView(name, portion, offset))
             offset += round_up(portion.numel, PARAM_ALIGNMENT_NUMEL)
         return cls(tuple(slots), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
 
@@ -115,15 +115,15 @@ class FlatLayout:
         """Elements of the parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
-    def pieces(self, rank: int) -> Pieces:
+    def pieces(self, rank: int) -> ParamShards:
         """Return the part of each parameter in the shard of `rank`. Parameters outside of the shard are left out."""
         start, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
         pieces = []
         for index, slot in enumerate(self.slots):
             low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
             if low < high:
-                pieces.append(Piece(index, low - slot.offset_in_flat, low - start, high - low))
-        return Pieces(pieces)
+                pieces.append(ParamShard(index, low - slot.offset_in_flat, low - start, high - low))
+        return ParamShards(pieces)
 
     def outside(self, indices: Set[int]) -> Sequence[tuple[int, int]]:
         """Return the ranges [start, end) that belong to none of these parameters, padding included."""
@@ -135,7 +135,7 @@ class FlatLayout:
     def _padding(self) -> Sequence[tuple[int, int]]:
         return self._between(self.slots)
 
-    def _between(self, slots: Iterable[Slot]) -> list[tuple[int, int]]:
+    def _between(self, slots: Iterable[ParamView]) -> list[tuple[int, int]]:
         gaps, end = [], 0
         for slot in slots:
             gaps.append((end, slot.offset_in_flat))
@@ -151,7 +151,7 @@ class FlatLayout:
                 end = slot.offset_in_flat
         return start, end
 
-    def slot_at(self, offset_in_flat: int) -> Slot:
+    def slot_at(self, offset_in_flat: int) -> ParamView:
         """Return the parameter that holds the element. For padding: the parameter before it."""
         used = [slot for slot in self.slots if slot.numel]
         index = bisect_right([slot.offset_in_flat for slot in used], offset_in_flat) - 1

@@ -14,7 +14,7 @@ from ..kernels.weight_rounding import Rounding
 from .group import ShardedGroup
 
 
-class Masters(Enum):
+class MasterWeights(Enum):
     """The precise value behind a bfloat16 parameter. float16 always has masters; wider dtypes need none.
 
     | value  | bytes beside 2 | the update computes in float32 and                                     |
@@ -33,7 +33,7 @@ class Masters(Enum):
     @property
     def is_drawn(self) -> bool:
         """Whether an update of bfloat16 is rounded at random."""
-        return self in (Masters.NONE, Masters.SPLIT)
+        return self in (MasterWeights.NONE, MasterWeights.SPLIT)
 
     @property
     def remainder(self) -> tuple[str, torch.dtype] | None:
@@ -42,17 +42,17 @@ class Masters(Enum):
 
     def are_beside(self, dtype: torch.dtype) -> bool:
         """Whether parameters of this dtype have separate float32 masters."""
-        return dtype == torch.float16 or (dtype == torch.bfloat16 and self is Masters.WIDER)
+        return dtype == torch.float16 or (dtype == torch.bfloat16 and self is MasterWeights.WIDER)
 
 
-_REMAINDERS = {Masters.KAHAN: ("remainder", torch.bfloat16), Masters.SPLIT: ("correction", torch.int8)}
+_REMAINDERS = {MasterWeights.KAHAN: ("remainder", torch.bfloat16), MasterWeights.SPLIT: ("correction", torch.int8)}
 REMAINDERS = frozenset(name for name, _ in _REMAINDERS.values())
 """States that belong to the parameters' precision, not to the optimizer."""
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """The effect of `Masters` on parameters of a dtype."""
+    """The effect of `MasterWeights` on parameters of a dtype."""
 
     is_mixed: bool  # parameters are the rounded copy of separate master weights
     master_dtype: torch.dtype
@@ -60,7 +60,7 @@ class WeightForm:
     has_remainder: bool  # the last state has the parameters' missing bits
 
     @classmethod
-    def of(cls, group: ShardedGroup, masters: Masters, seed: int) -> WeightForm:
+    def of(cls, group: ShardedGroup, masters: MasterWeights, seed: int) -> WeightForm:
         """Return the form of a group's parameters. seed: of random rounding."""
         dtype = group.plan.dtype
         is_mixed, is_half = masters.are_beside(dtype), dtype == torch.bfloat16
@@ -80,7 +80,7 @@ Kinds = Mapping[str, tuple[torch.dtype, int]]
 """Name of a state, or "master" -> dtype and number of elements."""
 
 
-def kinds_of_block(dtype: torch.dtype, masters: Masters, new_states: NewStates) -> Kinds:
+def kinds_of_block(dtype: torch.dtype, masters: MasterWeights, new_states: NewStates) -> Kinds:
     """Return the kinds of states and masters of 256 elements.
 
     Made from a real block: an operation on the meta device would import 33 MiB of modules.

@@ -17,9 +17,9 @@ from .fused_update import FusedUpdate, StepCounts, UpdateTerms
 from .gradient import GroupGradient
 from .host_update import HostUpdate
 from .parameter_states import ParameterStates
-from .placement import OffloadedStates, ShardRest
+from .placement import ShardStore, StateChunks
 from .sequence import StateError
-from .shard_state import ShardHomes, ShardState
+from .shard_state import ShardPlacements, ShardState
 from .torch_update import TorchUpdate
 from .versions import DelayedUpdate, Speculation, Version
 
@@ -48,8 +48,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_groups: list[dict[str, Any]],
         defaults: dict[str, Any],
         update: FusedUpdate | TorchUpdate,
-        offloaded: OffloadedStates,
-        rest: ShardRest | None = None,
+        offloaded: StateChunks,
+        rest: ShardStore | None = None,
         host: HostUpdate | None = None,
     ) -> None:
         """param_groups: [{"params": [...], options...}]. defaults: options for groups that lack them.
@@ -68,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
         self.averages: Averages | None = None
         """Moving averages of the master weights, if the user wants them."""
-        self._homes = ShardHomes(offloaded, rest, host)
+        self._homes = ShardPlacements(offloaded, rest, host)
         self._on_group: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
         self._are_here = self._homes.are_where_computed(self.shards)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..offload import Memory
 from .fused_update import FusedUpdate, ScalarStates, StepCounts
-from .layout import Piece
+from .layout import ParamShard
 from .shard_state import ShardState
 from .torch_update import TorchUpdate
 
@@ -44,7 +44,7 @@ class ParameterStates:
             for index, name in enumerate(shard.group.layout.names)
         }
 
-    def states_of(self, shard: ShardState, piece: Piece, changes: bool = False) -> dict[str, Memory]:
+    def states_of(self, shard: ShardState, piece: ParamShard, changes: bool = False) -> dict[str, Memory]:
         """Return the elementwise states of a piece of the shard, (piece.numel,) each. Empty before the first step.
 
         changes: changes of states in a store are saved.
@@ -61,7 +61,7 @@ class ParameterStates:
             if (states := self.states_of(shard, piece))
         }
 
-    def rank_states(self) -> Iterator[tuple[ShardState, Piece, str, Tensor]]:
+    def rank_states(self) -> Iterator[tuple[ShardState, ParamShard, str, Tensor]]:
         """Yield the elementwise states that only this rank has, with their names."""
         for shard in self._shards if self._counts.num_steps else ():
             found = [] if not isinstance(self._update, FusedUpdate) else list(self._update.rank_states(shard))

@@ -21,11 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..offload import HostPool, Resident, Store, Window
+from ..offload import HostPool, Offloadable, Store, Window
 from .layout import BLOCK_NUMEL
 
 
-class ShardRest:
+class ShardStore:
     """The store of a rank's parameter shards, and the window that loads and saves them.
 
     Outside of a unit's use at most three shards are in memory: in work, loading and saving; plus the shards that an
@@ -40,9 +40,9 @@ class ShardRest:
         """Reserve room for shards of these sizes in bytes. Raises OffloadError, with the numbers."""
         self._store.reserve(sizes)
 
-    def resident(self, name: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Resident:
+    def resident(self, name: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Offloadable:
         """Return the shard of the group `name`, which loads into the memory that `take` returns."""
-        return Resident.of(self._store, name, take, give)
+        return Offloadable.of(self._store, name, take, give)
 
     def drop(self, name: str) -> None:
         """Remove the shard of the group `name`. Raises OffloadError if an earlier shard cannot be saved."""
@@ -90,7 +90,7 @@ class StatesPlan:
         return [(low, min(low + self.chunk_numel, end)) for low in range(start, end, self.chunk_numel)]
 
 
-class OffloadedStates:
+class StateChunks:
     """Makes the chunks of all shards, and owns the window that loads and saves them."""
 
     def __init__(self, plan: StatesPlan, store: Store | None, pool: HostPool) -> None:
@@ -110,7 +110,7 @@ class OffloadedStates:
 
     def divide(
         self, name: str, start: int, end: int, kinds_for: Callable[[int], Mapping[str, tuple[torch.dtype, int]]]
-    ) -> list[Chunk]:
+    ) -> list[StateChunk]:
         """Make the chunks of elements [start, end) of the shard called `name`.
 
         kinds_for: number of elements of a shard -> dtype and number of elements of each tensor of their states.
@@ -119,7 +119,7 @@ class OffloadedStates:
         for low, high in self.plan.chunks(start, end):
             layout = ChunkLayout.of(kinds_for(high - low))
             resident = self._resident(f"{name} [{low}, {high})", layout.nbytes)
-            chunks.append(Chunk(low, high, layout, resident, self.window))
+            chunks.append(StateChunk(low, high, layout, resident, self.window))
         return chunks
 
     def reserve(self) -> None:
@@ -136,23 +136,23 @@ class OffloadedStates:
         if self._store is not None:
             self._store.close()
 
-    def _resident(self, key: str, nbytes: int) -> Resident:
+    def _resident(self, key: str, nbytes: int) -> Offloadable:
         if self._store is None:
             self._sizes.append(nbytes)
             self._buffers[key] = self._pool.take(nbytes)
-            return Resident(key, partial(self._buffers.__getitem__, key))
+            return Offloadable(key, partial(self._buffers.__getitem__, key))
         self._sizes += [nbytes] * self.plan.num_versions
-        return Resident.of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)
+        return Offloadable.of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class StateChunk:
     """Elements [start, end) of a shard. Their master weights and states load and save together."""
 
     start: int
     end: int
     layout: ChunkLayout
-    resident: Resident
+    resident: Offloadable
     window: Window
 
     def fill(self, values: Mapping[str, Tensor]) -> None:

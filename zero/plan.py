@@ -20,11 +20,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ..comm import Arrangement
+from ..comm import ParallelDims
 from ..model.blocks import MIN_SHARE_OF_PARAMETERS, find_blocks, numel, running_modules
-from ..offload import Portion
-from .domain import Copies, Domain
+from ..offload import TensorShard
 from .layout import FlatLayout
+from .sharding_spec import Replicas, ShardingSpec
 
 REST = "(rest)"
 
@@ -38,7 +38,7 @@ class UnitPlan:
     name: str
     module: nn.Module
     params: tuple[tuple[str, nn.Parameter], ...]
-    copies: tuple[Copies, ...] = ()
+    copies: tuple[Replicas, ...] = ()
     is_end: bool = False  # a large embedding or head, and no block
 
     @property
@@ -166,17 +166,19 @@ class Wire:
     gradients_in_host: int | None = None
     ranks_of_host: int = 1
 
-    def is_in_host(self, arrangement: Arrangement, names: tuple[str, ...]) -> bool:
+    def is_in_host(self, arrangement: ParallelDims, names: tuple[str, ...]) -> bool:
         """Whether ranks along these axes are on the same host. Ranks of a host are consecutive."""
         return arrangement.reach(names) < self.ranks_of_host
 
-    def gradient_bits(self, arrangement: Arrangement, names: tuple[str, ...], dtype: torch.dtype) -> int | None:
+    def gradient_bits(self, arrangement: ParallelDims, names: tuple[str, ...], dtype: torch.dtype) -> int | None:
         """Return the bits of a gradient of that dtype over these axes."""
         if dtype not in QUANTIZED_DTYPES or self.gradients is None:
             return None
         return self.gradients_in_host if self.is_in_host(arrangement, names) else self.gradients
 
-    def weight_bits(self, arrangement: Arrangement, domain: Domain, dtype: torch.dtype, is_frozen: bool) -> int | None:
+    def weight_bits(
+        self, arrangement: ParallelDims, domain: ShardingSpec, dtype: torch.dtype, is_frozen: bool
+    ) -> int | None:
         """Return the bits of weights of that dtype; None if no weights are sent."""
         sent = domain.refreshed if arrangement.size(domain.refreshed) > 1 else domain.parameters
         if dtype not in QUANTIZED_DTYPES or arrangement.size(sent) == 1:
@@ -218,19 +220,19 @@ Roles = Callable[[nn.Parameter], Role]
 
 
 @dataclass(frozen=True)
-class Share:
+class ParallelShard:
     """The part of a tensor that a rank has before ZeRO shards it, and the ranks with equal copies."""
 
-    portion: Portion
-    copies: tuple[Copies, ...] = ()
-    portioned: tuple[str, ...] = ()  # see `Domain`
+    portion: TensorShard
+    copies: tuple[Replicas, ...] = ()
+    portioned: tuple[str, ...] = ()  # see `ShardingSpec`
 
     @classmethod
-    def all_of(cls, param: Tensor) -> Share:
-        return cls(Portion.all_of(tuple(param.shape)))
+    def all_of(cls, param: Tensor) -> ParallelShard:
+        return cls(TensorShard.all_of(tuple(param.shape)))
 
 
-Shares = Callable[[nn.Parameter], Share]
+ShardCounts = Callable[[nn.Parameter], ParallelShard]
 Level = tuple[tuple[str, ...], int | None]
 """Axes over which a gradient is summed, and bits per value of its messages; None: the reduce dtype."""
 
@@ -245,7 +247,7 @@ class GroupPlan:
     reduce_dtype: torch.dtype  # of gradients in messages
     accumulation_dtype: torch.dtype  # of gradient sums over ranks and microbatches
     layout: FlatLayout
-    domain: Domain
+    domain: ShardingSpec
     role: Role
     levels: tuple[Level, ...]  # sums of gradients over `domain.states`
     replicas: Level  # the sum over `domain.replicas`
@@ -288,10 +290,10 @@ class ModelPlan:
         cls,
         units: Sequence[UnitPlan],
         dtypes: Dtypes,
-        domain: Domain,
-        arrangement: Arrangement,
+        domain: ShardingSpec,
+        arrangement: ParallelDims,
         role_of: Roles,
-        share_of: Shares = Share.all_of,
+        share_of: ShardCounts = ParallelShard.all_of,
         is_matrix: Callable[[nn.Parameter], bool] = lambda param: False,
     ) -> ModelPlan:
         """Plan the groups of all units. is_matrix: whether the optimizer updates the parameter as a matrix (Muon), with
@@ -317,7 +319,7 @@ class ModelPlan:
         """Groups that have gradients and states."""
         return [group for group in self.groups if group.role is Role.UPDATED]
 
-    def rings(self, arrangement: Arrangement) -> list[Ring]:
+    def rings(self, arrangement: ParallelDims) -> list[Ring]:
         """The message rings of the reductions, for each rank."""
         return rings_for(self.trained, arrangement)
 
@@ -326,7 +328,7 @@ Ring = tuple[tuple[str, ...], int, int]
 """(axes, bytes of a slot, number of slots)"""
 
 
-def rings_for(trained: Sequence[GroupPlan], arrangement: Arrangement) -> list[Ring]:
+def rings_for(trained: Sequence[GroupPlan], arrangement: ParallelDims) -> list[Ring]:
     """Return the message rings that reduce the gradients of these groups, for each rank."""
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for group in trained:
@@ -343,13 +345,13 @@ def rings_for(trained: Sequence[GroupPlan], arrangement: Arrangement) -> list[Ri
 def _plan_groups(
     unit: UnitPlan,
     dtypes: Dtypes,
-    domain: Domain,
-    arrangement: Arrangement,
+    domain: ShardingSpec,
+    arrangement: ParallelDims,
     role_of: Roles,
-    share_of: Shares,
+    share_of: ShardCounts,
     is_matrix: Callable[[nn.Parameter], bool],
 ) -> Iterable[GroupPlan]:
-    Key = tuple[torch.dtype, Role, tuple[Copies, ...], tuple[str, ...], bool]
+    Key = tuple[torch.dtype, Role, tuple[Replicas, ...], tuple[str, ...], bool]
     members: dict[Key, list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
         share = share_of(param)
@@ -370,9 +372,9 @@ def plan_group(
     dtype: torch.dtype,
     role: Role,
     dtypes: Dtypes,
-    domain: Domain,
-    arrangement: Arrangement,
-    share_of: Shares = Share.all_of,
+    domain: ShardingSpec,
+    arrangement: ParallelDims,
+    share_of: ShardCounts = ParallelShard.all_of,
 ) -> GroupPlan:
     """Plan a group of these parameters, computed in `dtype`."""
     reduce, wire = _at_least_float32(dtypes.reduce, dtype), dtypes.wire

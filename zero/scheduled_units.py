@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from ..comm import Mesh
-from .domain import Copies
 from .gradient import GroupGradient
 from .reductions import OnFinal, Reductions
+from .sharding_spec import Replicas
 from .unit import Unit
 
 # Above the tags of the schedule's messages. Ranks reach the tied weights that they share in the same order, even
@@ -154,7 +154,7 @@ class ScheduledUnits:
             self._users[id(unit)].clear()
             unit.release()
 
-    def _sum_tied(self, gradient: GroupGradient, copies: Copies) -> None:
+    def _sum_tied(self, gradient: GroupGradient, copies: Replicas) -> None:
         """shard = sum over the copies, with the same bits on each. The last stage first, the order of a backward."""
         assert gradient.shard is not None
         what = f"the gradient of tied {gradient.group.plan.name}"

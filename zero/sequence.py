@@ -57,7 +57,7 @@ from ..comm import CollectiveError, Progress
 from ..watch.log import logger
 from .autograd import GraphTask, current_graph_task, will_run
 from .gather_ring import GatherRing, Meet, Proposal, Round
-from .group import Residence
+from .group import ShardedState
 from .reductions import OnFinal, ReductionTurns, gates
 from .unit import Forward, OpenForwards, Unit, Use
 
@@ -346,7 +346,7 @@ class UnitSequence:
                 "forward: use use_reentrant=False, or leave the unit out of zero_optimization.units."
             )
         for group in unit.groups if self._needs_ring else ():  # inlined `is_full`: a call per parameter costs time
-            if group.residence is not Residence.FULL:  # without this error the gradient is silently wrong
+            if group.residence is not ShardedState.UNSHARDED:  # without this error the gradient is silently wrong
                 raise StateError(
                     f"the backward of unit '{unit.name}' ran while its parameters were released, so the gradient of "
                     f"'{name}' would be wrong: expected a backward that begins with a tensor that '{unit.name}' "

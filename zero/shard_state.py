@@ -16,13 +16,22 @@ from ..offload import Memory, OldVersion, StoredRange, Window, huge_zeros
 from .gradient import GroupGradient
 from .group import ShardedGroup, part_of, values_of
 from .host_update import HostUpdate
-from .layout import Piece, Pieces
-from .master_weights import MASTER, REMAINDERS, Masters, NewStates, WeightForm, kinds_of_block, scaled, scaled_numel
-from .placement import Chunk, OffloadedStates, ShardRest
+from .layout import ParamShard, ParamShards
+from .master_weights import (
+    MASTER,
+    REMAINDERS,
+    MasterWeights,
+    NewStates,
+    WeightForm,
+    kinds_of_block,
+    scaled,
+    scaled_numel,
+)
+from .placement import ShardStore, StateChunk, StateChunks
 from .versions import ParameterVersions, Speculation, Version
 
 
-class WidenedStates:
+class UpcastStates:
     """Holds float32 values of 8-bit states, of a part of a shard at a time, and writes changes back."""
 
     def __init__(self) -> None:
@@ -60,7 +69,7 @@ def _states_in(tensors: Mapping[str, Tensor]) -> dict[str, StoredState]:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShardChunk:
     """A range of a shard whose parameters have the same options."""
 
     start: int
@@ -68,7 +77,7 @@ class Run:
     options_index: int  # in the optimizer's param_groups
 
 
-class ShardRuns:
+class ShardChunks:
     """The runs of a shard, and the parameters in it."""
 
     def __init__(self, group: ShardedGroup, options_index_of: Mapping[int, int]) -> None:
@@ -79,7 +88,7 @@ class ShardRuns:
         """Ids of the parameters that have a part in the shard."""
         self.all = [run for run, _ in self.stretches(lambda _: 0)]
 
-    def stretches(self, step_of: Callable[[int], int]) -> list[tuple[Run, int]]:
+    def stretches(self, step_of: Callable[[int], int]) -> list[tuple[ShardChunk, int]]:
         """Return the runs, cut where the number of steps changes, with that number.
 
         step_of: id of a parameter -> its number of steps.
@@ -92,7 +101,7 @@ class ShardRuns:
                 starts.append((piece.offset_in_shard, index, step))
         # A run includes the padding up to the next run, so that kernels see whole vectors.
         ends = [start for start, *_ in starts[1:]] + [self._group.layout.shard_numel]
-        return [(Run(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
+        return [(ShardChunk(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
 
     def options_index(self, index: int) -> int:
         """Return the index in param_groups of the parameter with this index in the group."""
@@ -136,7 +145,7 @@ class StatesInMemory:
         self._are_made, self.update = False, None
 
 
-class StatePart(NamedTuple):
+class StateView(NamedTuple):
     """A range of a shard while its states are in memory, (end - start,) each."""
 
     start: int
@@ -150,7 +159,7 @@ class Kept(Protocol):
     """The states that an update keeps for each parameter."""
 
     @property
-    def masters(self) -> Masters: ...
+    def masters(self) -> MasterWeights: ...
 
     @property
     def seed(self) -> int:
@@ -176,7 +185,7 @@ class ShardState:
         resident_numel: int,
         options_index_of: Mapping[int, int],
         kept: Kept,
-        homes: ShardHomes,
+        homes: ShardPlacements,
     ) -> None:
         """resident_numel: elements whose states stay in memory. options_index_of: id of a parameter -> index in
         param_groups.
@@ -186,7 +195,7 @@ class ShardState:
         self.gradient = gradient
         self.group = gradient.group
         self.form = WeightForm.of(self.group, kept.masters, kept.seed)
-        self.runs = ShardRuns(self.group, options_index_of)
+        self.runs = ShardChunks(self.group, options_index_of)
         self.is_apart = gradient.leaves_device
         """Whether the update runs on the host and the parameters are on a device."""
         first = options_index_of[id(self.group.params[0])] if self.group.params else 0
@@ -211,10 +220,10 @@ class ShardState:
         return self.group.shard if self.memory.master is None else self.memory.master
 
     @cached_property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ParamShards:
         """The group's pieces, cut at the ends of chunks."""
         edges = [chunk.start for chunk in self.chunks]
-        return Pieces(part for piece in self.group.pieces for part in _cut(piece, edges))
+        return ParamShards(part for piece in self.group.pieces for part in _cut(piece, edges))
 
     def fill_chunks(self) -> None:
         """Store the first states; master weights are zero."""
@@ -229,7 +238,7 @@ class ShardState:
             now = values_of(part_of(self.group.own_values(), low, low + piece.numel))
             values_of(self.master_of(piece, changes=True)).copy_(now)
 
-    def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StatePart]:
+    def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StateView]:
         """Yield every part of the shard for an update. A part is valid until the next.
 
         parameters: the version that the update changes. speculation: keeps old states.
@@ -246,14 +255,14 @@ class ShardState:
                 own_master = tensors.pop(MASTER) if self.form.is_mixed else None
                 yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
 
-    def whole(self) -> StatePart:
+    def whole(self) -> StateView:
         """Return the single part of a shard that is all in memory."""
         rounded = None if self.memory.master is None else self.group.shard
-        return StatePart(0, self.memory.numel, self.master, list(self.memory.states.values()), rounded)
+        return StateView(0, self.memory.numel, self.master, list(self.memory.states.values()), rounded)
 
     # -- by piece of a parameter ----------------------------------------------------------------------------------
 
-    def master_of(self, piece: Piece, changes: bool = False) -> Memory:
+    def master_of(self, piece: ParamShard, changes: bool = False) -> Memory:
         """Return the master weights of a piece."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
         if self.memory.master is None:
@@ -276,7 +285,7 @@ class ShardState:
         for chunk in self.chunks:
             yield chunk.start, chunk.open(changes)[MASTER]
 
-    def states_of(self, piece: Piece, changes: bool = False) -> dict[str, Memory]:
+    def states_of(self, piece: ParamShard, changes: bool = False) -> dict[str, Memory]:
         """Return the states of a piece by name, once they are made; 8-bit states as float32."""
         low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
         chunk = self._chunk_of(piece)
@@ -288,7 +297,7 @@ class ShardState:
             return {name: self.memory.states[name][low:high] for name in names}
         return {name: _range_of(chunk, name, kept[name], low, high, changes) for name in names}
 
-    def forget_remainders(self, pieces: Iterable[Piece]) -> None:
+    def forget_remainders(self, pieces: Iterable[ParamShard]) -> None:
         """Zero the remainders of pieces whose master weights are about to be written."""
         if self.form.has_remainder and (self.memory.states or self.chunks):
             for piece in pieces:
@@ -300,17 +309,17 @@ class ShardState:
 
     def _part(
         self, start: int, end: int, own_master: Tensor | None, states: Mapping[str, Tensor], parameters: Version
-    ) -> StatePart:
+    ) -> StateView:
         low, high = start - parameters.start, end - parameters.start
         if own_master is None:
-            return StatePart(start, end, parameters.values[low:high], list(states.values()), None)
+            return StateView(start, end, parameters.values[low:high], list(states.values()), None)
         rounded = parameters.values[low:high] if low >= 0 else None  # None: the master weights determine them
-        return StatePart(start, end, own_master, list(states.values()), rounded)
+        return StateView(start, end, own_master, list(states.values()), rounded)
 
-    def _chunk_of(self, piece: Piece) -> Chunk | None:
+    def _chunk_of(self, piece: ParamShard) -> StateChunk | None:
         return next((chunk for chunk in self.chunks if chunk.start <= piece.offset_in_shard < chunk.end), None)
 
-    def _widened_range(self, chunk: Chunk | None, name: str, low: int, high: int, changes: bool) -> StoredRange:
+    def _widened_range(self, chunk: StateChunk | None, name: str, low: int, high: int, changes: bool) -> StoredRange:
         start = 0 if chunk is None else chunk.start
 
         def stored(changes: bool) -> Mapping[str, Tensor]:
@@ -326,12 +335,12 @@ class ShardState:
         )
 
 
-def _range_of(chunk: Chunk, name: str, dtype: torch.dtype, low: int, high: int, changes: bool) -> StoredRange:
+def _range_of(chunk: StateChunk, name: str, dtype: torch.dtype, low: int, high: int, changes: bool) -> StoredRange:
     """Elements [low, high) of the shard."""
     return StoredRange(high - low, dtype, lambda: chunk.open(changes)[name][low - chunk.start : high - chunk.start])
 
 
-def _cut(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:
+def _cut(piece: ParamShard, edges: Sequence[int]) -> Iterator[ParamShard]:
     """Cut the piece at these offsets in the shard."""
     low, end = piece.offset_in_shard, piece.offset_in_shard + piece.numel
     for high in [*(edge for edge in edges if low < edge < end), end]:
@@ -340,7 +349,7 @@ def _cut(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:
         low = high
 
 
-class ShardHomes:
+class ShardPlacements:
     """The stores and buffers that all shards of a rank share.
 
     | part      | content                                       | None                                |
@@ -350,11 +359,11 @@ class ShardHomes:
     | host      | host copies of shards that a host updates     | parameters are updated in place     |
     """
 
-    def __init__(self, offloaded: OffloadedStates, rest: ShardRest | None, host: HostUpdate | None) -> None:
+    def __init__(self, offloaded: StateChunks, rest: ShardStore | None, host: HostUpdate | None) -> None:
         self.offloaded = offloaded
         self.rest = rest
         self.host = host
-        self.widened = WidenedStates()
+        self.widened = UpcastStates()
         """Opens 8-bit states as float32."""
         self.window = Window() if rest is None else rest.window
         """Loads parameters for the update."""

@@ -10,14 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..comm import Exchange, regions_of
+from ..comm import Collectives, regions_of
 from ..kernels.quantized_blocks import SIGNS_PER_BYTE, packed_signs, unpacked_signs
 from ..optimizers.adam import onebit_direction
 from ..optimizers.optimizer import Options
 from .fused_update import FusedUpdate, ScalarStates, UpdateTerms
-from .layout import FlatLayout, Piece
-from .low_rank import LOW_RANK_ERROR
-from .shard_state import ShardState, StatePart
+from .layout import FlatLayout, ParamShard
+from .powersgd import LOW_RANK_ERROR
+from .shard_state import ShardState, StateView
 
 Stretch = tuple[int, int, int]
 """(index of a parameter, start, end) in a region."""
@@ -83,7 +83,7 @@ class SignMean:
     """
 
     layout: SignLayout
-    exchange: Exchange
+    exchange: Collectives
     what: str
     worker_error: Tensor = field(init=False)  # (padded_numel,)
     server_error: Tensor = field(init=False)  # (elements of the region,)
@@ -195,7 +195,7 @@ class SignUpdate(FusedUpdate):
         return step <= int(self.options["freeze_step"])
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
+        self, shard: ShardState, parts: Callable[[], Iterable[StateView]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         self.make_states(shard, {}, {})
         weight = shard.master
@@ -258,7 +258,7 @@ class SignUpdate(FusedUpdate):
             mean = self._means[id(shard)]
             yield from (mean.worker_error, mean.server_error)
 
-    def rank_states(self, shard: ShardState) -> Iterator[tuple[Piece, str, Tensor]]:
+    def rank_states(self, shard: ShardState) -> Iterator[tuple[ParamShard, str, Tensor]]:
         """Yield (piece, name, values) of the errors of this rank."""
         mean = self._means.get(id(shard))
         if mean is None or not mean.worker_error.numel():
@@ -270,7 +270,7 @@ class SignUpdate(FusedUpdate):
             yield piece, f"{WORKER_ERROR}_{place}", mean.worker_error[low:high]
         for index, low, high in mean.layout.stretches[place]:
             offset = region.start + low - shard.group.layout.slots[index].offset_in_flat
-            yield Piece(index, offset, region.start + low, high - low), SERVER_ERROR, mean.server_error[low:high]
+            yield ParamShard(index, offset, region.start + low, high - low), SERVER_ERROR, mean.server_error[low:high]
 
     def rank_state_names(self, shard: ShardState) -> list[str]:
         """Return the names of the errors of all ranks."""

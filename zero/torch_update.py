@@ -18,9 +18,9 @@ from ..offload import Memory
 from ..optimizers import OPTIMIZERS
 from ..optimizers.optimizer import Optimizer, Options
 from .fused_update import ScalarStates, UpdateTerms, takes_options
-from .layout import BLOCK_NUMEL, Piece
-from .master_weights import Masters
-from .shard_state import Run, ShardState, StatePart
+from .layout import BLOCK_NUMEL, ParamShard
+from .master_weights import MasterWeights
+from .shard_state import ShardChunk, ShardState, StateView
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -125,7 +125,7 @@ def check_elementwise(factory: OptimizerFactory) -> None:
 class _Flat:
     """A run of a shard, or a single parameter of it, as a flat parameter of an inner optimizer."""
 
-    run: Run
+    run: ShardChunk
     options: dict[str, Any]  # a parameter group of the inner optimizer
     parameter: int | None = None  # index in the group, if it is a single parameter
 
@@ -147,7 +147,7 @@ class _Inner:
         state: dict[str, Any] = self.optimizer.state[flat.param]
         return state
 
-    def cut(self, pieces: Sequence[Piece], wanted: Collection[int]) -> None:
+    def cut(self, pieces: Sequence[ParamShard], wanted: Collection[int]) -> None:
         """Split the `wanted` parameters off as flat parameters, with their part of the states.
 
         Each includes the padding up to the next piece, as runs do.
@@ -186,7 +186,7 @@ class TorchUpdate:
     has_rule = False
     waits_for_norm = True
 
-    def __init__(self, factory: OptimizerFactory, masters: Masters = Masters.WIDER, seed: int = 0) -> None:
+    def __init__(self, factory: OptimizerFactory, masters: MasterWeights = MasterWeights.WIDER, seed: int = 0) -> None:
         """masters: WIDER or NONE. seed: of random rounding without masters."""
         self.masters = masters
         self.seed = seed
@@ -210,7 +210,7 @@ class TorchUpdate:
         return {}
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
+        self, shard: ShardState, parts: Callable[[], Iterable[StateView]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         (whole,) = parts()
         inner = self._inner.get(id(shard)) or self._make_inner(shard)
@@ -237,7 +237,7 @@ class TorchUpdate:
         if whole.rounded is not None:
             whole.rounded.copy_(whole.master)
 
-    def states_of(self, shard: ShardState, piece: Piece, changes: bool) -> dict[str, Memory]:
+    def states_of(self, shard: ShardState, piece: ParamShard, changes: bool) -> dict[str, Memory]:
         """Return the states of a piece. Zeros if the parameter has none yet, which `scalar_states` reports."""
         if id(shard) not in self._inner:
             return {}

@@ -13,7 +13,7 @@ from ..comm import Pending
 from .accumulation import stages_early
 from .autograd import accumulators_of
 from .gradient import GroupGradient
-from .group import Residence, ShardedGroup
+from .group import ShardedGroup, ShardedState
 
 
 class Unit:
@@ -60,7 +60,7 @@ class Unit:
     @property
     def is_full(self) -> bool:
         for group in self.groups:  # noqa: SIM110  (called several times per unit and step; `all` costs two more calls)
-            if group.residence is not Residence.FULL:
+            if group.residence is not ShardedState.UNSHARDED:
                 return False
         return True
 
@@ -87,17 +87,17 @@ class Unit:
 
     def start_gather(self) -> None:
         for group in self.groups:
-            if group.residence is Residence.SHARDED:
+            if group.residence is ShardedState.SHARDED:
                 group.start_gather()
 
     def continue_gather(self) -> None:
         for group in self.groups:
-            if group.residence is Residence.LOADING:
+            if group.residence is ShardedState.LOADING:
                 group.continue_gather()
 
     def gather(self) -> None:
         for group in self.groups:
-            if group.residence is not Residence.FULL:
+            if group.residence is not ShardedState.UNSHARDED:
                 group.gather()
 
     def join_gather(self, is_loaded: bool = False) -> list[Pending]:
@@ -121,7 +121,7 @@ class Unit:
 
     def release(self) -> None:
         for group in self.groups:
-            if group.residence is not Residence.SHARDED:
+            if group.residence is not ShardedState.SHARDED:
                 group.release()
 
     def release_reduced(self, is_updated: bool) -> bool:

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Exchange
+from ..comm import Collectives
 from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
 from ..kernels.optimizer_step import ShardUpdate, update_shards
 from ..kernels.weight_rounding import with_remainder
 from ..optimizers.optimizer import Optimizer, Options, WholeTensorRule
 from .fused_update import FusedUpdate, ScalarStates, UpdateTerms
 from .group import ShardedGroup
-from .layout import BLOCK_NUMEL, FlatLayout, Piece
-from .shard_state import ShardState, StatePart
+from .layout import BLOCK_NUMEL, FlatLayout, ParamShard
+from .shard_state import ShardState, StateView
 
 SHARDED, REPLICATED = ("shard",), ("replica",)
 """The axes over which matrices have owners: the shard axis, or the replica axis if states are not divided."""
@@ -38,9 +38,9 @@ class MatrixTrip:
     """
 
     group: ShardedGroup
-    exchange: Exchange
+    exchange: Collectives
     owners: tuple[int, ...]  # rank of the owner of each slot
-    pieces: tuple[tuple[Piece, ...], ...]  # the pieces of each rank
+    pieces: tuple[tuple[ParamShard, ...], ...]  # the pieces of each rank
     is_repeated: bool
 
     @classmethod
@@ -83,7 +83,7 @@ class MatrixTrip:
             values[piece.offset_in_shard :][: piece.numel] = arrived[low : low + piece.numel]
             low += piece.numel
 
-    def _to_owners(self, place: int) -> list[Piece]:
+    def _to_owners(self, place: int) -> list[ParamShard]:
         """The pieces of a rank, in the order of their owners."""
         return sorted(self.pieces[place], key=lambda piece: self.owners[piece.index])
 
@@ -145,7 +145,7 @@ class WholeUpdate(FusedUpdate):
         return not states or set(states) == {s.name for one in self.by_group for s in self.optimizer.states_for(one)}
 
     def update(
-        self, shard: ShardState, parts: Callable[[], Iterable[StatePart]], gradient: Tensor, terms: UpdateTerms
+        self, shard: ShardState, parts: Callable[[], Iterable[StateView]], gradient: Tensor, terms: UpdateTerms
     ) -> None:
         beside, params = self._beside, shard.group.params
         if beside is not None and params and not terms.options[shard.runs.options_index(0)]["is_matrix"]:
@@ -323,7 +323,7 @@ def _runs(
     shard: ShardState, ratios: Ratios, terms: UpdateTerms, low: int, numel: int
 ) -> Iterator[tuple[int, Mapping[str, Any], int]]:
     """Yield (end, options, step) of each parameter in elements [low, low + numel) of the shard, without gaps."""
-    pieces: Sequence[Piece] = [one for one in shard.pieces if low <= one.offset_in_shard < low + numel]
+    pieces: Sequence[ParamShard] = [one for one in shard.pieces if low <= one.offset_in_shard < low + numel]
     if not pieces:
         return
     ends = [one.offset_in_shard - low for one in pieces[1:]] + [numel]

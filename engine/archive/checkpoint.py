@@ -19,7 +19,7 @@ from ...checkpoint.checkpoint import AVERAGE, MODEL, STATE, Checkpoint
 from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ...checkpoint.files import CheckpointError, NoCheckpointError
 from ...checkpoint.folder import CheckpointFolder, WritingProcess
-from ...checkpoint.fragment import Fragment, TensorInfo
+from ...checkpoint.fragment import ChunkView, TensorInfo
 from ...checkpoint.index import LeftOut, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.values import encode
@@ -269,7 +269,7 @@ class Checkpointer:
             "scalars": encode(self._optimizer.by_parameter.scalar_states(), "optimizer state"),
         }
 
-    def _fragments(self, left_out: Collection[str]) -> list[Fragment]:
+    def _fragments(self, left_out: Collection[str]) -> list[ChunkView]:
         """This rank's part of everything but these parameters, by full name."""
         weights = [fragment for fragment in self._named.weights(saves=True) if fragment.name not in left_out]
         states = self._named.states(saves=True)
@@ -278,10 +278,10 @@ class Checkpointer:
         found += [_prefixed(AVERAGE, fragment) for fragment in self._named.averages(saves=True)]
         if self._named.holds_buffers:
             for name, buffer in self._named.buffers().items():
-                found.append(Fragment(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
+                found.append(ChunkView(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
         if self._world.rank == 0:
             for name, count in self._steps().items():
-                found.append(Fragment(name, (), 0, torch.tensor([float(count)])))
+                found.append(ChunkView(name, (), 0, torch.tensor([float(count)])))
         return found
 
     @property
@@ -379,7 +379,7 @@ class Checkpointer:
     def _read_buffers(self, source: CheckpointReader) -> None:
         for name, buffer in self._named.buffers().items():
             flat = buffer.detach().contiguous().view(-1)  # the buffer's own memory, unless it has strides
-            source.read([Fragment(name, tuple(buffer.shape), 0, flat)])
+            source.read([ChunkView(name, tuple(buffer.shape), 0, flat)])
             if flat.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(flat.view(buffer.shape))
 
@@ -436,7 +436,7 @@ _ISLAND_LEFT = (
 _AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they begin anew with those that were loaded"
 
 
-def _prefixed(prefix: str, fragment: Fragment) -> Fragment:
+def _prefixed(prefix: str, fragment: ChunkView) -> ChunkView:
     return replace(fragment, name=prefix + fragment.name)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...checkpoint.fragment import Fragment, TensorInfo
+from ...checkpoint.fragment import ChunkView, TensorInfo
 from ...checkpoint.index import LeftOut
 from ...comm import Mesh
 from .named_state import NamedState
@@ -107,7 +107,7 @@ class Frozen:
         return {name: f"{total[index] & _MASK:016x}" for name, index in index_of.items()}
 
 
-def _digest_of(fragment: Fragment, dtype: torch.dtype) -> int:
+def _digest_of(fragment: ChunkView, dtype: torch.dtype) -> int:
     values, done, total = fragment.values.detach(), 0, 0
     for low, high in fragment.stretches():
         total += digest_of(values[done : done + high - low], low, dtype)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ...comm import Mesh
-from ...zero.group import Residence, ShardedGroup, values_of
-from ...zero.layout import PARAM_ALIGNMENT_NUMEL, Piece, Slot
+from ...zero.group import ShardedGroup, ShardedState, values_of
+from ...zero.layout import PARAM_ALIGNMENT_NUMEL, ParamShard, ParamView
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.shard_state import ShardState
 from ...zero.unit import Unit
@@ -89,7 +89,7 @@ class FullValues:
             before = _marks(groups, wanted)
             yield
             if is_unchanged():  # but for those that a forward has released since
-                after = _marks([group for group in groups if group.residence is Residence.FULL], wanted)
+                after = _marks([group for group in groups if group.residence is ShardedState.UNSHARDED], wanted)
                 self._check_unchanged([name for name, mark in after.items() if mark != before[name]], groups)
 
     @contextmanager
@@ -122,7 +122,7 @@ class FullValues:
                 "pass the parameters themselves, for example engine.module.head.weight"
             )
         chosen = [g for g in self._groups if not wanted or any(id(param) in wanted for param in g.params)]
-        found = [group for group in chosen if group.residence is not Residence.FULL]
+        found = [group for group in chosen if group.residence is not ShardedState.UNSHARDED]
         for group in found:
             group.gather()
             group.keep(as_long_as)
@@ -147,7 +147,7 @@ class FullValues:
         self.make_copies_exact()
         for group in self._groups:
             exchange = self._mesh.exchange((*group.plan.domain.portioned, *self._mesh.arrangement.layers))
-            was_sharded = group.residence is not Residence.FULL
+            was_sharded = group.residence is not ShardedState.UNSHARDED
             group.gather()
             group.make_exact()
             for slot, param in zip(group.layout.slots, group.params, strict=True):
@@ -186,7 +186,7 @@ class FullValues:
     def _check_unchanged(self, changed: Sequence[str], groups: Sequence[ShardedGroup]) -> None:
         """Raises ValueError on every rank where any has changed what it was shown. A collective."""
         for group in groups:
-            if changed and not group.frees_memory and group.residence is Residence.FULL:
+            if changed and not group.frees_memory and group.residence is ShardedState.UNSHARDED:
                 group.install()  # the model's parameters are what the engine has, not what was put in their place
         count = torch.tensor([len(changed)], dtype=torch.int64, device=self._mesh.world.device)
         if not int(self._mesh.sum_small(count, "the end of gathered")):
@@ -253,7 +253,7 @@ def _marks(groups: Sequence[ShardedGroup], wanted: Collection[int]) -> dict[str,
     }
 
 
-def _mark(group: ShardedGroup, slot: Slot, param: nn.Parameter) -> _Mark:
+def _mark(group: ShardedGroup, slot: ParamView, param: nn.Parameter) -> _Mark:
     values = group.full[slot.offset_in_flat : slot.end_in_flat]
     whole = slot.numel - slot.numel % PARAM_ALIGNMENT_NUMEL  # where parameters begin, so that words are aligned
     tail: Tensor = values[whole:].view(torch.uint8)
@@ -270,7 +270,7 @@ def _changed(group: ShardedGroup) -> list[str]:
     ]
 
 
-def _place_in_master(shard: ShardState, piece: Piece, values: Tensor) -> None:
+def _place_in_master(shard: ShardState, piece: ParamShard, values: Tensor) -> None:
     part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
     values_of(shard.master_of(piece, changes=True)).copy_(part)
 

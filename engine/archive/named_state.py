@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.fragment import Fragment, TensorInfo, stretches_of
-from ...comm import Exchange, Mesh
-from ...offload import Box, Memory, Portion
+from ...checkpoint.fragment import ChunkView, TensorInfo, stretches_of
+from ...comm import Collectives, Mesh
+from ...offload import Memory, TensorChunk, TensorShard
 from ...zero.group import ShardedGroup, part_of, values_of
-from ...zero.layout import Piece
+from ...zero.layout import ParamShard
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.parameter_states import StateKey
 from ...zero.unit import Unit
@@ -125,7 +125,7 @@ class NamedState:
         """True on the rank that saves the buffers of its stages."""
         return self._mesh.is_first
 
-    def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[Fragment]:
+    def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[ChunkView]:
         """What this rank holds of the parameters; rounded: in the dtype in which they are computed.
 
         changes: they are for writing; what rests in a store is kept there then, changed. saves: the part that this
@@ -145,7 +145,7 @@ class NamedState:
                 fragments += fragments_of(group, piece, "", memory, saves)
         return fragments
 
-    def full_parts(self, unit: Unit) -> list[Fragment]:
+    def full_parts(self, unit: Unit) -> list[ChunkView]:
         """This rank's parts of a unit's parameters as they are now, where these are full and may be copies."""
         return [
             fragment
@@ -154,7 +154,7 @@ class NamedState:
             for fragment in fragments_of(group, piece, "", _part_of_full(group, piece), saves=True)
         ]
 
-    def states(self, changes: bool = False, saves: bool = False) -> list[Fragment]:
+    def states(self, changes: bool = False, saves: bool = False) -> list[ChunkView]:
         """What this rank holds of the optimizer's elementwise states, named `parameter.state`; saves: as of weights."""
         return [
             fragment
@@ -164,7 +164,7 @@ class NamedState:
             for fragment in fragments_of(shard.group, piece, f".{name}", memory, saves)
         ]
 
-    def rank_states(self) -> list[Fragment]:
+    def rank_states(self) -> list[ChunkView]:
         """As `states`, of those that no other rank has."""
         return [
             fragment
@@ -172,7 +172,7 @@ class NamedState:
             for fragment in fragments_of(shard.group, piece, f".{name}", values, saves=False)
         ]
 
-    def averages(self, saves: bool = False) -> list[Fragment]:
+    def averages(self, saves: bool = False) -> list[ChunkView]:
         """What this rank holds of the averages of master weights, named as these; none where there are none."""
         averages = self._optimizer.averages
         if averages is None:
@@ -210,12 +210,12 @@ class NamedState:
         self._mesh.fence("new parameters")
 
 
-def _part_of_full(group: ShardedGroup, piece: Piece) -> Tensor:
+def _part_of_full(group: ShardedGroup, piece: ParamShard) -> Tensor:
     values = group.params[piece.index].detach().reshape(-1)
     return values[piece.offset_in_param : piece.offset_in_param + piece.numel]
 
 
-def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory, saves: bool) -> list[Fragment]:
+def fragments_of(group: ShardedGroup, piece: ParamShard, suffix: str, memory: Memory, saves: bool) -> list[ChunkView]:
     """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
     slot = group.layout.slots[piece.index]
     low, high = 0, piece.numel
@@ -226,7 +226,7 @@ def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory,
             return []
     first = piece.offset_in_param + low
     return [
-        Fragment(
+        ChunkView(
             slot.name + suffix,
             slot.portion.whole,
             offset_in_box,
@@ -243,7 +243,7 @@ def fragments_of(group: ShardedGroup, piece: Piece, suffix: str, memory: Memory,
 _INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
 
 
-def taken(portion: Portion, whole: Tensor) -> Tensor:
+def taken(portion: TensorShard, whole: Tensor) -> Tensor:
     """The portion of these values: themselves where it is all of them, else a new tensor."""
     if portion.is_all:
         return whole
@@ -253,7 +253,7 @@ def taken(portion: Portion, whole: Tensor) -> Tensor:
     return out
 
 
-def put_together(exchange: Exchange, portion: Portion, values: Tensor, is_counted: bool) -> Tensor:
+def put_together(exchange: Collectives, portion: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
     """The whole of which the ranks of an axis have portions, on each of them; of one, all of it may be. A collective.
 
     is_counted: the values are not another rank's too, which gives them.
@@ -265,7 +265,7 @@ def put_together(exchange: Exchange, portion: Portion, values: Tensor, is_counte
     return exchange.sum(bits, "parts of a tensor").view(values.dtype)
 
 
-def ranges_of(portion: Portion, start: int, end: int) -> Iterator[tuple[Box, int, int, int]]:
+def ranges_of(portion: TensorShard, start: int, end: int) -> Iterator[tuple[TensorChunk, int, int, int]]:
     """The elements [start, end) of a flattened portion, in order within each box of the whole that they are of.
 
     Gives (box of the whole, offset in the flattened box, start, end): of each contiguous range of both.

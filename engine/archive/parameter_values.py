@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...comm import Mesh
 from ...offload import Memory
 from ...zero.group import ShardedGroup, part_of, values_of
-from ...zero.layout import Piece
+from ...zero.layout import ParamShard
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.sequence import StateError
 from ...zero.unit import Unit
@@ -35,7 +35,7 @@ class _Place:
         return whole if self.group is None else taken(self.group.layout.slots[self.index].portion, whole).reshape(-1)
 
 
-Part = tuple[Piece, Memory]
+Part = tuple[ParamShard, Memory]
 
 
 class ParameterValues:
@@ -282,7 +282,7 @@ class ParameterValues:
                     start += high - low
         return self._mesh.world.assemble(whole).view(place.shape)
 
-    def _write(self, place: _Place, state: str | None, changes: Sequence[tuple[Piece, Memory, Tensor]]) -> None:
+    def _write(self, place: _Place, state: str | None, changes: Sequence[tuple[ParamShard, Memory, Tensor]]) -> None:
         shard = None if place.group is None else self._shards.get(id(place.group))
         with torch.no_grad():
             if state is None and shard is not None:
@@ -297,11 +297,11 @@ class ParameterValues:
                 self._optimizer.settle()
 
 
-def _part(memory: Memory, piece: Piece) -> Memory:
+def _part(memory: Memory, piece: ParamShard) -> Memory:
     return part_of(memory, piece.offset_in_shard, piece.offset_in_shard + piece.numel)
 
 
-def _values(param: Tensor, piece: Piece) -> Tensor:
+def _values(param: Tensor, piece: ParamShard) -> Tensor:
     return param.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
 
 

@@ -19,7 +19,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.export import DEFAULT_SHARD_BYTES, ExportFolder, exported_infos, parse_bytes, parse_dtype, progress
 from ...checkpoint.files import LATEST, MANIFEST, folder_path
 from ...checkpoint.folder import CheckpointFolder
-from ...checkpoint.fragment import Fragment, TensorInfo, TensorSource
+from ...checkpoint.fragment import ChunkView, TensorInfo, TensorSource
 from ...checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from ...comm import World
 from ...watch.log import logger
@@ -342,11 +342,11 @@ def _tensors_of(state: NamedState) -> dict[str, TensorInfo]:
     return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
 
 
-def _named(fragments: Iterable[Fragment], names: Mapping[str, str]) -> list[Fragment]:
+def _named(fragments: Iterable[ChunkView], names: Mapping[str, str]) -> list[ChunkView]:
     """Those that have a name in the files, by that."""
     return [replace(one, name=names[one.name]) for one in fragments if one.name in names]
 
 
-def _whole(name: str, tensor: Tensor) -> Fragment:
+def _whole(name: str, tensor: Tensor) -> ChunkView:
     """All of it: its own memory where that is contiguous, else a copy."""
-    return Fragment(name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))
+    return ChunkView(name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))

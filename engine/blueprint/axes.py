@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...comm import Arrangement
-from ...zero.domain import Domain
+from ...comm import ParallelDims
 from ...zero.policy import ZeroPolicy
+from ...zero.sharding_spec import ShardingSpec
 from ..config.parallel import ParallelConfig
 from ..config.zero import ZeroConfig
 
@@ -19,9 +19,9 @@ PIPE, REPLICA, SECONDARY, SHARD, EXPERT, SEQUENCE, TENSOR = (
 )
 
 
-def arrangement_of(
+def parallel_dims_of(
     parallel: ParallelConfig, zero: ZeroConfig, policy: ZeroPolicy, num_ranks: int, ranks_of_level: int | None = None
-) -> Arrangement:
+) -> ParallelDims:
     """The axes of the job, outermost first: what is exchanged most often, between ranks that are next to each other.
 
         pipe > replica > secondary > shard > expert > sequence > tensor
@@ -54,10 +54,12 @@ def arrangement_of(
         (SEQUENCE, parallel.sequence),
         (TENSOR, parallel.tensor),
     )
-    return Arrangement(sizes, data=(REPLICA, SECONDARY, SHARD, EXPERT), parts=(SEQUENCE,), layers=(TENSOR,))
+    return ParallelDims(sizes, data=(REPLICA, SECONDARY, SHARD, EXPERT), parts=(SEQUENCE,), layers=(TENSOR,))
 
 
-def domain_of(policy: ZeroPolicy, arrangement: Arrangement, holds_all: bool = True, in_levels: bool = False) -> Domain:
+def domain_of(
+    policy: ZeroPolicy, arrangement: ParallelDims, holds_all: bool = True, in_levels: bool = False
+) -> ShardingSpec:
     """Of parameters that are alike on all ranks of a pipeline place, but for what a tensor axis splits of them.
 
     holds_all: each place of "secondary" has all parameters at rest, where there are several: hpZ. in_levels: gradients
@@ -65,7 +67,7 @@ def domain_of(policy: ZeroPolicy, arrangement: Arrangement, holds_all: bool = Tr
     """
     group = (SHARD, EXPERT, SEQUENCE)
     states = (*group, SECONDARY) if holds_all else (SECONDARY, *group)
-    return Domain(
+    return ShardingSpec(
         states=states if policy.shards_states else (),
         parameters=() if not policy.frees_parameters else group if holds_all else states,
         summed=arrangement.summed,

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ...comm import Arrangement, route_for
+from ...comm import ParallelDims, route_for
 from ...offload import PagePool
 from ...parallel.experts import ExpertPlan
 from ...parallel.plan import TensorPlan
 from ...pipe.split.split import SplitPlan
-from ...zero.domain import Domain
 from ...zero.gather_ring import MAX_PREFETCHED
-from ...zero.low_rank import LowRank
 from ...zero.plan import PLAIN, Dtypes, ModelPlan, UnitPlan, Wire, plan_units
 from ...zero.policy import ZeroPolicy
+from ...zero.powersgd import PowerSGDOptions
+from ...zero.sharding_spec import ShardingSpec
 from ..config.config import Config
-from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, arrangement_of, domain_of
-from .offload import Home, Homes
+from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, domain_of, parallel_dims_of
+from .offload import OffloadPlan, Placement
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
 from .pipeline_plan import PipelinePlan
 from .places import AlikePlaces, Places, Splits
@@ -54,7 +54,7 @@ class Blueprint:
 
     | what                         | where                                                                        |
     |------------------------------|------------------------------------------------------------------------------|
-    | axes, and ranks on each      | `arrangement`: see `arrangement_of`                                          |
+    | axes, and ranks on each      | `arrangement`: see `parallel_dims_of`                                          |
     | what is divided over which   | `domain`; `policy` is the ZeRO stage                                         |
     | units, groups, flat layouts  | `units` of the whole model; `places`, by `place_of`, what ranks have of them |
     | dtypes                       | `dtypes`; each group of a place has its own                                  |
@@ -70,8 +70,8 @@ class Blueprint:
 
     config: Config  # resolved
     policy: ZeroPolicy
-    arrangement: Arrangement
-    domain: Domain
+    arrangement: ParallelDims
+    domain: ShardingSpec
     dtypes: Dtypes
     units: tuple[UnitPlan, ...]
     tensor: TensorPlan | None  # which layers are split over ranks
@@ -79,7 +79,7 @@ class Blueprint:
     pipeline: PipelinePlan | None  # as its first place sees it
     places: tuple[ModelPlan, ...]
     optimizer: OptimizerPlan
-    homes: Homes
+    homes: OffloadPlan
     timing: Timing
     wanted_route: str
     route: str  # what that comes to, of axes with several ranks; "auto" takes sockets where a rank finds no room
@@ -114,7 +114,7 @@ class Blueprint:
         zero = config.zero_optimization
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
-        homes = Homes.of(config, device, chosen.fused is not None)
+        homes = OffloadPlan.of(config, device, chosen.fused is not None)
         wanted, route = _routes(config, homes, device, num_ranks, num_hosts)
         wire = _wire(config, num_ranks // num_hosts) if route in ("sockets", "native") else PLAIN
         arrangement, domain = _axes(config, policy, wire, num_ranks)
@@ -202,13 +202,13 @@ class Blueprint:
         return self.policy.reduces_every_backward and not self.is_layered
 
     @property
-    def low_rank(self) -> LowRank | None:
+    def low_rank(self) -> PowerSGDOptions | None:
         """How gradients go between ranks, if as thin matrices."""
         wanted = self.config.communication.power_sgd
         if not wanted.rank:
             return None
         seed = self.config.seed or 0
-        return LowRank(
+        return PowerSGDOptions(
             wanted.rank,
             wanted.start_step,
             wanted.min_compression_rate,
@@ -235,17 +235,17 @@ def _dtypes(config: Config, module: nn.Module) -> Dtypes:
     return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
 
 
-def _routes(config: Config, homes: Homes, device: str, num_ranks: int, num_hosts: int) -> tuple[str, str]:
+def _routes(config: Config, homes: OffloadPlan, device: str, num_ranks: int, num_hosts: int) -> tuple[str, str]:
     """What is wanted of `route_for`, and what that comes to."""
-    rests_in_pages = homes.parameters is Home.FILE and not homes.is_apart and num_ranks > 1
+    rests_in_pages = homes.parameters is Placement.FILE and not homes.is_apart and num_ranks > 1
     wanted = "sockets" if rests_in_pages else config.communication.route
     return wanted, route_for(wanted, device, num_ranks, num_hosts)
 
 
-def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tuple[Arrangement, Domain]:
+def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tuple[ParallelDims, ShardingSpec]:
     """Gradients are summed in two levels where they are sent in fewer bits."""
     zero, in_levels = config.zero_optimization, wire.gradients is not None
-    arrangement = arrangement_of(config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None)
+    arrangement = parallel_dims_of(config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None)
     return arrangement, domain_of(policy, arrangement, zero.partition_size > 1, in_levels)
 
 

@@ -11,28 +11,28 @@ from functools import cache, partial
 
 import torch
 
-from ...comm import EXCHANGE_SLOTS, Arrangement, exchange_slot_bytes, regions_of
+from ...comm import EXCHANGE_SLOTS, ParallelDims, exchange_slot_bytes, regions_of
 from ...comm.shared_memory import counters_bytes
 from ...comm.shared_segment import page_aligned
 from ...offload import FileStore
-from ...zero.domain import Domain
 from ...zero.host_update import MAX_LEAVING
 from ...zero.layout import round_up
-from ...zero.low_rank import ThinLayout
 from ...zero.master_weights import MASTER, Kinds, kinds_of_block, scaled
 from ...zero.placement import ChunkLayout
 from ...zero.plan import GroupPlan, ModelPlan, Role
+from ...zero.powersgd import ThinLayout
+from ...zero.sharding_spec import ShardingSpec
 from ...zero.sign_update import SignLayout
 from ...zero.whole_update import REPLICATED, SHARDED, owners_of
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint, Timing
 from .gathered import peak_gathered_bytes
-from .offload import Home
+from .offload import Placement
 
 _SLOTS_IN_TURN = 3  # of the sockets route
 
 
-class Moment(Enum):
+class MemoryPhase(Enum):
     """When bytes are counted, in a training that has made its first steps and uses every parameter."""
 
     BETWEEN_STEPS = "between two steps"
@@ -63,7 +63,7 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
-class Shares:
+class ShardCounts:
     """Over how many ranks each kind of model state is divided; a share of 1 is the whole."""
 
     parameters: int
@@ -71,12 +71,12 @@ class Shares:
     states: int
 
     @classmethod
-    def of(cls, reduces_every_backward: bool, states: int, parameters: int) -> Shares:
+    def of(cls, reduces_every_backward: bool, states: int, parameters: int) -> ShardCounts:
         """states, parameters: the ranks over which a domain divides them."""
         return cls(parameters, states if reduces_every_backward else 1, states)
 
 
-def bytes_of(blueprint: Blueprint, rank: int = 0, moment: Moment = Moment.REDUCED) -> RankBytes:
+def bytes_of(blueprint: Blueprint, rank: int = 0, moment: MemoryPhase = MemoryPhase.REDUCED) -> RankBytes:
     """What `rank` takes at a moment."""
     return Footprint(blueprint, rank).at(moment)
 
@@ -154,7 +154,7 @@ class Footprint:
         numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
-    def at(self, moment: Moment, gathers: bool = True) -> RankBytes:
+    def at(self, moment: MemoryPhase, gathers: bool = True) -> RankBytes:
         """gathers: False where nobody asks for what is gathered, which has to be found by running the units."""
         blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
         shards = [group.shard_bytes for group in plan.groups]
@@ -167,11 +167,11 @@ class Footprint:
             optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
-            host=_kept(shards, homes.parameters is Home.HOST)
-            + _kept(chunks, homes.states is Home.HOST)
+            host=_kept(shards, homes.parameters is Placement.HOST)
+            + _kept(chunks, homes.states is Placement.HOST)
             + _kept(left, True),
-            file=_kept(shards, homes.parameters is Home.FILE)
-            + _kept(chunks * homes.states_plan.num_versions, homes.states is Home.FILE),
+            file=_kept(shards, homes.parameters is Placement.FILE)
+            + _kept(chunks * homes.states_plan.num_versions, homes.states is Placement.FILE),
         )
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Footprint:
     @property
     def frees_memory(self) -> bool:
         """Whether released parameters give memory back."""
-        if self._blueprint.homes.parameters is not Home.MODEL:
+        if self._blueprint.homes.parameters is not Placement.MODEL:
             return True
         is_divided = any(self._size(group.domain.parameters) > 1 for group in self._plan.groups)
         return is_divided and self._blueprint.route != "shared_memory"
@@ -188,7 +188,7 @@ class Footprint:
         return self._blueprint.arrangement.size(axes)
 
     def _at_rest(self, group: GroupPlan) -> int:
-        if self._blueprint.homes.parameters is not Home.MODEL:
+        if self._blueprint.homes.parameters is not Placement.MODEL:
             return 0
         own = group.shard_bytes if group.sends_differences else 0  # beside what the others have of it
         return group.full_bytes // self._sizes(group.domain).shares.parameters + own
@@ -203,7 +203,7 @@ class Footprint:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def gradient(self, group: GroupPlan, moment: Moment) -> int:
+    def gradient(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """A shard of the sum, and before it what is added up over microbatches.
 
         |               | stage 0, 1                              | stage 2, 3                             |
@@ -218,14 +218,14 @@ class Footprint:
 
         Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
         """
-        is_early = moment is Moment.ACCUMULATING and not self._is_last_to_come(group)
-        return self._once(group, Moment.REDUCED if is_early else moment)
+        is_early = moment is MemoryPhase.ACCUMULATING and not self._is_last_to_come(group)
+        return self._once(group, MemoryPhase.REDUCED if is_early else moment)
 
     def added_up(self, group: GroupPlan) -> int:
         """Of a group that is added up now, whichever that is."""
-        return self._once(group, Moment.ACCUMULATING)
+        return self._once(group, MemoryPhase.ACCUMULATING)
 
-    def _once(self, group: GroupPlan, moment: Moment) -> int:
+    def _once(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """As `_gradient`, for all groups that are alike: a search asks of hundreds of equal blocks."""
         layout = group.layout
         sizes = layout.shard_numel, layout.shard_count, layout.numel, self._resident.get(id(group), 1) == 0
@@ -239,14 +239,14 @@ class Footprint:
         goes = self._is_on_accelerator and self._leaves(group)
         return _sum_bytes(group) if self._blueprint.timing is Timing.IN_BACKWARD and not goes else 0
 
-    def _gradient(self, group: GroupPlan, moment: Moment) -> int:
+    def _gradient(self, group: GroupPlan, moment: MemoryPhase) -> int:
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
         sizes = self._sizes(group.domain)
         common, own = (shard // sizes.replicas, 0) if self._is_common(group) else (0, shard)
         leaves = self._leaves(group)
         in_shard = self.adds_up_in_shard(group)
-        if moment is Moment.ACCUMULATING and not (self.adds_in_place(group) or in_shard):
+        if moment is MemoryPhase.ACCUMULATING and not (self.adds_in_place(group) or in_shard):
             if not blueprint.reduces_every_backward:
                 return common + self._local(group)
             waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
@@ -256,7 +256,7 @@ class Footprint:
             own = 0
         is_sent = sizes.states > 1 and not shares_memory and not self._is_on_accelerator
         is_given_back = leaves or blueprint.timing is Timing.DELAYED or not is_sent
-        if moment is Moment.BETWEEN_STEPS and is_given_back:
+        if moment is MemoryPhase.BETWEEN_STEPS and is_given_back:
             own = 0
         has_local = self._accumulates and not blueprint.reduces_every_backward
         is_kept = has_local and not in_shard and group.is_added_up_flat and not blueprint.is_layered
@@ -278,11 +278,11 @@ class Footprint:
     def _is_on_accelerator(self) -> bool:
         return self._blueprint.device != "cpu"
 
-    def _left(self, group: GroupPlan, moment: Moment) -> int:
+    def _left(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """Of a sum that an accelerator does not have any more."""
-        if not self._is_on_accelerator or not self._leaves(group) or moment is Moment.BETWEEN_STEPS:
+        if not self._is_on_accelerator or not self._leaves(group) or moment is MemoryPhase.BETWEEN_STEPS:
             return 0
-        is_full = moment is Moment.ACCUMULATING and not self._blueprint.reduces_every_backward
+        is_full = moment is MemoryPhase.ACCUMULATING and not self._blueprint.reduces_every_backward
         return 0 if is_full or self._blueprint.timing is Timing.IN_BACKWARD else _sum_bytes(group)
 
     def _leaving(self) -> int:
@@ -362,7 +362,8 @@ class Footprint:
         return _SLOTS_IN_TURN * _exchanged(parts, num_ranks)
 
     def _sends_others_alone(self, group: GroupPlan) -> bool:
-        """Whether a slot has no room for a rank's own part: see `Move`. Beside earlier microbatches' sum it has."""
+        """Whether a slot has no room for a rank's own part: see `GradientReducer`. Beside earlier microbatches' sum it
+        has."""
         if len(group.levels) > 1 or group.levels[0][1] is not None:
             return False
         has_sum = self._accumulates and self._blueprint.reduces_every_backward
@@ -375,12 +376,12 @@ class Footprint:
         """What is kept of a block of its elements."""
         return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
 
-    def _states(self, group: GroupPlan, moment: Moment) -> int:
+    def _states(self, group: GroupPlan, moment: MemoryPhase) -> int:
         resident = scaled(self._kinds(group), self._resident[id(group)])
         total = _bytes(resident) + self._factors(group) + self._beside_signs(group)
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
-        if self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED:
+        if self._blueprint.timing is Timing.SPECULATIVE and moment is MemoryPhase.REDUCED:
             total += total + self._second(group) + sum(self._copied_chunks(group))
         return total - sum(self._second_on_host(group, moment))
 
@@ -388,7 +389,7 @@ class Footprint:
         """What a speculative update adds to its states until the step ends."""
         if self._blueprint.timing is not Timing.SPECULATIVE or group.role is not Role.UPDATED:
             return 0
-        return self._states(group, Moment.REDUCED) - self._states(group, Moment.BETWEEN_STEPS)
+        return self._states(group, MemoryPhase.REDUCED) - self._states(group, MemoryPhase.BETWEEN_STEPS)
 
     def _factors(self, group: GroupPlan) -> int:
         """Of the group's matrices, those that are this rank's: states that are not elementwise."""
@@ -410,14 +411,14 @@ class Footprint:
         place = self._blueprint.arrangement.place(self._rank, group.domain.replicas)
         return layout.error_numel(place) * dtype.itemsize
 
-    def _thin(self, group: GroupPlan, moment: Moment) -> int:
+    def _thin(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """What a group remembers of what thin matrices did not say: until a step counts, of two of them."""
         low_rank, sizes = self._blueprint.low_rank, self._sizes(group.domain)
         if low_rank is None or sizes.states == sizes.replicas == 1:
             return 0
         layout = ThinLayout.of(group.layout, low_rank)
         itemsize = max(4, group.accumulation_dtype.itemsize)
-        tried = layout.num_thin + layout.num_second if moment is Moment.REDUCED else 0
+        tried = layout.num_thin + layout.num_second if moment is MemoryPhase.REDUCED else 0
         return (layout.kept_numel(low_rank) + tried) * itemsize
 
     def directions(self) -> tuple[int, int]:
@@ -442,15 +443,15 @@ class Footprint:
         return (group.layout.shard_numel - resident) * group.dtype.itemsize
 
     def _copied_chunks(self, group: GroupPlan) -> list[int]:
-        return self.chunks(group) if self._blueprint.homes.states is Home.HOST else []
+        return self.chunks(group) if self._blueprint.homes.states is Placement.HOST else []
 
-    def _second_on_host(self, group: GroupPlan, moment: Moment) -> list[int]:
+    def _second_on_host(self, group: GroupPlan, moment: MemoryPhase) -> list[int]:
         """Of second versions, what the host has that updates them, while the model is on an accelerator: buffers."""
         if not self._is_on_accelerator or not self._leaves(group):
             return []
         if self._blueprint.timing is Timing.DELAYED:
             return [self._second(group)]
-        is_tried = self._blueprint.timing is Timing.SPECULATIVE and moment is Moment.REDUCED
+        is_tried = self._blueprint.timing is Timing.SPECULATIVE and moment is MemoryPhase.REDUCED
         return self._copied_chunks(group) if is_tried else []
 
     def chunks(self, group: GroupPlan) -> list[int]:
@@ -466,18 +467,18 @@ class _Sizes:
 
     states: int
     replicas: int
-    shares: Shares
+    shares: ShardCounts
 
 
-def _sizes(blueprint: Blueprint, domain: Domain) -> _Sizes:
+def _sizes(blueprint: Blueprint, domain: ShardingSpec) -> _Sizes:
     size = blueprint.arrangement.size
     states = size(domain.states)
     has_one_copy = blueprint.route == "shared_memory" and states > 1
     parameters = states if has_one_copy else size(domain.parameters)
-    return _Sizes(states, size(domain.replicas), Shares.of(blueprint.reduces_every_backward, states, parameters))
+    return _Sizes(states, size(domain.replicas), ShardCounts.of(blueprint.reduces_every_backward, states, parameters))
 
 
-def _ring_bytes(plan: ModelPlan, arrangement: Arrangement) -> int:
+def _ring_bytes(plan: ModelPlan, arrangement: ParallelDims) -> int:
     """Of a rank's slots in shared memory."""
     return sum(count * page_aligned(nbytes) for _, nbytes, count in plan.rings(arrangement))
 

@@ -9,7 +9,7 @@ import torch
 
 from ...comm import Mesh, Progress
 from ...pipe.schedules.schedule import Op
-from ...zero.group import Residence, ShardedGroup
+from ...zero.group import ShardedGroup, ShardedState
 from ...zero.plan import GroupPlan
 from ...zero.scheduled_units import ScheduledUnits
 from ...zero.sequence import UnitSequence
@@ -50,23 +50,23 @@ class _CountedGroup:
 
     def __init__(self, tally: _Tally, plan: GroupPlan, nbytes: int) -> None:
         self.layout = plan.layout
-        self.residence = Residence.SHARDED
+        self.residence = ShardedState.SHARDED
         self._tally = tally
         self._nbytes = nbytes
 
     def start_gather(self) -> None:
-        if self.residence is Residence.SHARDED:
+        if self.residence is ShardedState.SHARDED:
             self._tally.add(self._nbytes)
-            self.residence = Residence.COMING
+            self.residence = ShardedState.UNSHARDING
 
     def gather(self) -> None:
         self.start_gather()
-        self.residence = Residence.FULL
+        self.residence = ShardedState.UNSHARDED
 
     def release(self, holds_shard: bool = False) -> None:
-        if self.residence is not Residence.SHARDED:
+        if self.residence is not ShardedState.SHARDED:
             self._tally.add(-self._nbytes)
-            self.residence = Residence.SHARDED
+            self.residence = ShardedState.SHARDED
 
 
 def _counted(tally: _Tally, plan: GroupPlan, nbytes: int) -> ShardedGroup:

@@ -22,13 +22,13 @@ from ...offload import (
 )
 from ...optimizers import OPTIMIZERS
 from ...zero.host_update import HostUpdate
-from ...zero.placement import OffloadedStates, ShardRest, StatesPlan
+from ...zero.placement import ShardStore, StateChunks, StatesPlan
 from ...zero.plan import GroupPlan
 from ..config.config import Config
 from ..config.zero import ActivationOffloadConfig, OffloadOptimizerConfig, OffloadParamConfig
 
 
-class Home(Enum):
+class Placement(Enum):
     """Where bytes rest that nobody uses."""
 
     MODEL = "in the model's memory"
@@ -37,18 +37,18 @@ class Home(Enum):
 
 
 @dataclass(frozen=True)
-class Homes:
+class OffloadPlan:
     """Where the parts of a training rest; notes: what of the wishes has no effect here."""
 
     is_apart: bool  # the model's memory is another one than the host's
-    parameters: Home  # the shards of stage 3
-    states: Home  # with the master weights, as far as `states_plan` says
+    parameters: Placement  # the shards of stage 3
+    states: Placement  # with the master weights, as far as `states_plan` says
     states_plan: StatesPlan
-    activations: Home
+    activations: Placement
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config, device: str, has_rule: bool) -> Homes:
+    def of(cls, config: Config, device: str, has_rule: bool) -> OffloadPlan:
         """device: the type of the model's. has_rule: whether the optimizer is one of the engine's own.
 
         Raises ValueError where something cannot rest where the config wants it.
@@ -57,26 +57,26 @@ class Homes:
         zero = config.zero_optimization
         wanted = zero.offload_param.device if zero.offloads_parameters else "none"
         parameters, states = _home(wanted, is_apart), _home_of_states(config, is_apart, has_rule)
-        if parameters is Home.FILE and not is_apart:
+        if parameters is Placement.FILE and not is_apart:
             _check_pages(config)
         notes = []
         if wanted == "cpu" and not is_apart:
             notes.append("offload_param: the shards are in host memory in any case, since the model is on the CPU")
         offload = zero.offload_optimizer
-        if offload.is_used and states is Home.MODEL:
+        if offload.is_used and states is Placement.MODEL:
             notes.append("offload_optimizer: the states are in host memory in any case, since the model is on the CPU")
         plan = StatesPlan()
-        if states is not Home.MODEL:
+        if states is not Placement.MODEL:
             num_versions = 2 if offload.overlap == "speculative" else 1
             plan = StatesPlan(offload.ratio, in_whole_shards=is_apart, num_versions=num_versions)
-        activations = {"none": Home.MODEL, "cpu": Home.HOST, "nvme": Home.FILE}
+        activations = {"none": Placement.MODEL, "cpu": Placement.HOST, "nvme": Placement.FILE}
         kept = activations[config.activation_checkpointing.offload.device]
         return cls(is_apart, parameters, states, plan, kept, tuple(notes))
 
     @property
     def updates_on_host(self) -> bool:
         """Whether states that are not with the model are updated where they are, and not where the model is."""
-        return self.is_apart and self.states is not Home.MODEL
+        return self.is_apart and self.states is not Placement.MODEL
 
     def updated_apart(self, trained: Sequence[GroupPlan]) -> list[str]:
         """Names of the groups that are updated on the host, while the model is on a device."""
@@ -94,7 +94,7 @@ def copies_for(world: World) -> HostCopies:
     return StreamCopies(world.device)
 
 
-def host_update(config: Config, homes: Homes, world: World) -> HostUpdate | None:
+def host_update(config: Config, homes: OffloadPlan, world: World) -> HostUpdate | None:
     """What updates offloaded states on the host; None: they are updated where the model is."""
     if not homes.updates_on_host:
         return None
@@ -102,25 +102,25 @@ def host_update(config: Config, homes: Homes, world: World) -> HostUpdate | None
     return HostUpdate(copies_for(world), _pool(wanted, world))
 
 
-def offloaded_states(config: Config, homes: Homes, world: World) -> OffloadedStates:
+def offloaded_states(config: Config, homes: OffloadPlan, world: World) -> StateChunks:
     """What keeps the states that are not with the model. Raises OffloadError where the file cannot be made."""
     wanted = config.zero_optimization.offload_optimizer
-    store = file_store(config, world, wanted) if homes.states is Home.FILE else None
-    return OffloadedStates(homes.states_plan, store, _pool(wanted, world))
+    store = file_store(config, world, wanted) if homes.states is Placement.FILE else None
+    return StateChunks(homes.states_plan, store, _pool(wanted, world))
 
 
-def shard_rest(config: Config, homes: Homes, world: World) -> ShardRest:
+def shard_rest(config: Config, homes: OffloadPlan, world: World) -> ShardStore:
     """What keeps the shards of stage 3 while nobody needs them, where they do not stay. Raises OffloadError."""
     wanted = config.zero_optimization.offload_param
-    if homes.parameters is Home.HOST:
-        return ShardRest(HostStore(_pool(wanted, world)))
+    if homes.parameters is Placement.HOST:
+        return ShardStore(HostStore(_pool(wanted, world)))
     store = file_store(config, world, wanted)
-    return ShardRest(StagedStore(store, _pool(wanted, world)) if homes.is_apart else store)
+    return ShardStore(StagedStore(store, _pool(wanted, world)) if homes.is_apart else store)
 
 
-def activation_store(config: Config, homes: Homes, world: World) -> Store:
+def activation_store(config: Config, homes: OffloadPlan, world: World) -> Store:
     """Where activations are between forward and backward, if not where they were made. Raises OffloadError."""
-    if homes.activations is Home.HOST:
+    if homes.activations is Placement.HOST:
         return HostStore(pinned=host_is_pinned(world.device))
     store = file_store(config, world, config.activation_checkpointing.offload)
     return StagedStore(store, HostPool(pinned=host_is_pinned(world.device))) if homes.is_apart else store
@@ -135,23 +135,23 @@ def file_store(
     return FileStore(wanted.nvme_path, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
 
 
-def _home(wanted: str, is_apart: bool) -> Home:
+def _home(wanted: str, is_apart: bool) -> Placement:
     if wanted == "nvme":
-        return Home.FILE
-    return Home.HOST if wanted == "cpu" and is_apart else Home.MODEL
+        return Placement.FILE
+    return Placement.HOST if wanted == "cpu" and is_apart else Placement.MODEL
 
 
-def _home_of_states(config: Config, is_apart: bool, has_rule: bool) -> Home:
+def _home_of_states(config: Config, is_apart: bool, has_rule: bool) -> Placement:
     wanted = config.zero_optimization.offload_optimizer
     if not wanted.is_used:
-        return Home.MODEL
+        return Placement.MODEL
     if wanted.overlap == "speculative" and not has_rule:
         raise ValueError(
             'offload_optimizer.overlap: "speculative" needs one of the optimizers of the config, whose updates it can '
             'take back; found an optimizer of the caller\'s own. Use "none"'
         )
     home = _home(wanted.device, is_apart)
-    if home is not Home.MODEL and not has_rule:
+    if home is not Placement.MODEL and not has_rule:
         other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(
             f'offload_optimizer.device: "{wanted.device}" needs one of the optimizers of the config '

@@ -15,14 +15,19 @@ from ...kernels.dispatch import Backend
 from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import Optimizer, OptimizerParams, Options
 from ...zero.fused_update import FusedUpdate
-from ...zero.master_weights import Masters
+from ...zero.master_weights import MasterWeights
 from ...zero.plan import GroupPlan, Role
 from ...zero.sign_update import SignUpdate
 from ...zero.torch_update import OptimizerFactory, TorchUpdate, another, check_elementwise, record_like
 from ...zero.whole_update import WholeUpdate
 from ..config.config import Config
 
-_MASTERS = {True: Masters.WIDER, False: Masters.NONE, "kahan": Masters.KAHAN, "int8": Masters.SPLIT}
+_MASTERS = {
+    True: MasterWeights.WIDER,
+    False: MasterWeights.NONE,
+    "kahan": MasterWeights.KAHAN,
+    "int8": MasterWeights.SPLIT,
+}
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer] | None
@@ -44,7 +49,7 @@ class OptimizerPlan:
     defaults: dict[str, Any]  # options of a group that does not say them
     fused: FusedUpdate | None
     factory: OptimizerFactory | None  # of the caller's class, where there is no rule that does the same
-    masters: Masters = Masters.WIDER
+    masters: MasterWeights = MasterWeights.WIDER
     seed: int = 0  # of what is rounded at random without masters
 
     @classmethod
@@ -58,7 +63,7 @@ class OptimizerPlan:
         params = list(module.parameters())
         trained = [param for param in params if param.requires_grad]
         backend, seed = optimizer_backend(config), config.seed or 0
-        masters = _MASTERS[config.bf16.masters] if config.bf16.enabled else Masters.WIDER
+        masters = _MASTERS[config.bf16.masters] if config.bf16.enabled else MasterWeights.WIDER
         if choice is None and config.optimizer is None:
             _check_needs_none(config)
             return cls([], {}, FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
@@ -90,7 +95,7 @@ class OptimizerPlan:
         return cls(param_groups, dict(options), update, None, masters, seed)
 
     @classmethod
-    def _like(cls, own: torch.optim.Optimizer, backend: Backend, masters: Masters, seed: int) -> OptimizerPlan:
+    def _like(cls, own: torch.optim.Optimizer, backend: Backend, masters: MasterWeights, seed: int) -> OptimizerPlan:
         # Its own `step` is never called: a scheduler over it would warn. Test: test_torch_schedulers.py.
         own._opt_called = True  # type: ignore[attr-defined]
         record = record_like(own)

@@ -15,10 +15,10 @@ from ...pipe.schedules.passes import complete
 from ...pipe.schedules.schedule import Action, Op, Schedule
 from ...pipe.split.blocks import find_blocks
 from ...pipe.split.split import SplitPlan, plan_split
-from ...zero.domain import Copies
 from ...zero.plan import GroupPlan, UnitPlan
 from ...zero.policy import ZeroPolicy
 from ...zero.scheduled_units import reduction_order
+from ...zero.sharding_spec import Replicas
 from ...zero.unit import Unit
 from ..archive.named_state import UnsplitModel
 from ..config.config import Config
@@ -148,7 +148,7 @@ class PipelinePlan:
             if name not in tied
         }
         shared = [
-            UnitPlan(_TIED.format(name), root, ((name, params[name]),), (Copies(PIPE, places),))
+            UnitPlan(_TIED.format(name), root, ((name, params[name]),), (Replicas(PIPE, places),))
             for name, places in tied.items()
         ]
         found = []

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ...comm import Arrangement
+from ...comm import ParallelDims
 from ...parallel.experts import ExpertPlan
 from ...parallel.plan import TensorPlan
 from ...pipe.split.split import SplitPlan
-from ...zero.domain import Copies, Domain
-from ...zero.plan import Dtypes, ModelPlan, Share, Shares, UnitPlan
+from ...zero.plan import Dtypes, ModelPlan, ParallelShard, ShardCounts, UnitPlan
+from ...zero.sharding_spec import Replicas, ShardingSpec
 from ..config.config import Config
 from .axes import EXPERT, TENSOR
 from .optimizer_plan import OptimizerPlan
@@ -54,14 +54,14 @@ class Splits:
 _Units = tuple[UnitPlan, ...]
 
 
-def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: Callable[[str], int]) -> Shares:
+def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: Callable[[str], int]) -> ShardCounts:
     """What the ranks of a place have of each parameter. place_on: the name of an axis -> where on it."""
 
-    def share(param: nn.Parameter) -> Share:
-        found = Share.all_of(param)
+    def share(param: nn.Parameter) -> ParallelShard:
+        found = ParallelShard.all_of(param)
         if tensor is not None:
             portion, places = tensor.portion(param, place_on(TENSOR))
-            found = Share(portion, (Copies(TENSOR, places, are_added=False),) if len(places) > 1 else ())
+            found = ParallelShard(portion, (Replicas(TENSOR, places, are_added=False),) if len(places) > 1 else ())
         rows = None if experts is None else experts.rows(param, place_on(EXPERT))
         return found if rows is None else replace(found, portion=found.portion.cut(0, *rows), portioned=(EXPERT,))
 
@@ -76,8 +76,8 @@ class Places:
     splits: Splits
     optimizer: OptimizerPlan
     dtypes: Dtypes
-    domain: Domain
-    arrangement: Arrangement
+    domain: ShardingSpec
+    arrangement: ParallelDims
 
     def plans(self, alike: AlikePlaces | None = None) -> tuple[ModelPlan, ...]:
         """Of each place, by stage, then part of the experts, then part of the layers.
@@ -120,7 +120,7 @@ class Places:
 
         return kind
 
-    def _shares(self, of_experts: int, part: int) -> Shares:
+    def _shares(self, of_experts: int, part: int) -> ShardCounts:
         return shares_of(self.splits.tensor, self.splits.experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
 
 

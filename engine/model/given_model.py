@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import World
-from ...model.ledger import Ledger
+from ...model.patches import ModelPatches
 from ...pipe.split.absent import Absent
 from ...watch.log import logger
 from ...zero.released import ReleasedParameter
@@ -113,7 +113,7 @@ def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield several
 
 
-def take(module: nn.Module, ledger: Ledger) -> None:
+def take(module: nn.Module, ledger: ModelPatches) -> None:
     """The module is an engine's from now on, until that is closed. Raises ValueError where it is another one's.
 
     That is where the one is the other, or in it. What is noted is of this object, and not of copies of it. An engine

@@ -12,7 +12,7 @@ from ...comm import World
 from ...kernels.dispatch import Backend, has_triton, is_interpreted
 from ...kernels.fuse import NOT_FOUND, lines_of, replace_modules
 from ...model.compiled import Compiled
-from ...model.ledger import Ledger
+from ...model.patches import ModelPatches
 from ...parallel.tiles import Tiled, Tiles, TilesError
 from ...watch.log import logger
 from ..blueprint.blueprint import Blueprint
@@ -38,7 +38,7 @@ def check_kernels(config: Config, device: torch.device) -> None:
         raise ConfigError([Fault(f"kernels.{key}", "conflict", message) for key in asking])
 
 
-def fuse_modules(module: nn.Module, config: Config, world: World, ledger: Ledger) -> None:
+def fuse_modules(module: nn.Module, config: Config, world: World, ledger: ModelPatches) -> None:
     """Replaces what kernels.fuse_modules asks for, and logs it on rank 0."""
     wanted = config.kernels.fuse_modules
     backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
@@ -94,7 +94,7 @@ def tiles_of(config: Config) -> Tiles:
     return Tiles(wanted.mlp, wanted.loss, wanted.modules, wanted.head, backend)
 
 
-def tile_modules(module: nn.Module, config: Config, world: World, ledger: Ledger) -> Tiled:
+def tile_modules(module: nn.Module, config: Config, world: World, ledger: ModelPatches) -> Tiled:
     """Puts tiles on the model, and logs which on rank 0. Raises ConfigError where there is nothing of that kind."""
 
     def warn(text: str) -> None:
@@ -133,13 +133,13 @@ class PreparedModel:
 
     module: nn.Module
     values: Values
-    ledger: Ledger
+    ledger: ModelPatches
     compiled: Compiled
     tiled: Tiled
     flops: ModelFlops | None
 
     @classmethod
-    def of(cls, model: Model, config: Config, world: World, ledger: Ledger) -> PreparedModel:
+    def of(cls, model: Model, config: Config, world: World, ledger: ModelPatches) -> PreparedModel:
         """A collective. Raises ValueError for what the config cannot do with the model, and where ranks differ."""
         module, values = module_and_values(model, world)
         take(module, ledger)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from ...model.ledger import Ledger
+from ...model.patches import ModelPatches
 from ...model.recomputing import BufferValues, Recomputing, copy_states
 from ...watch.log import logger
 from ...zero.plan import UnitPlan
 
 
-def checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: Ledger) -> None:
+def checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: ModelPatches) -> None:
     """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once.
 
     Not an embedding or a head: next to what a block keeps, they keep nothing that a recomputation would save.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import Axis, Exchange, Mesh
-from ...comm.axis import SoloRoute
-from ...model.ledger import Ledger
+from ...comm import Axis, Collectives, Mesh
+from ...comm.axis import SoloTransport
+from ...model.patches import ModelPatches
 from ...model.recomputing import in_eval_mode
 from ...parallel.randomness import Randomness
 from ...parallel.sequence_attention import SequenceAttention, check_attention
@@ -20,7 +20,7 @@ from ...parallel.sequence_data import (
     IgnoredLabels,
     SequenceData,
     SequenceError,
-    SequencePart,
+    SequenceShard,
     SequenceTrial,
     check_model,
 )
@@ -42,7 +42,7 @@ _OF_LOSS_FN = "; a loss_fn reads nothing of tokens without a label, and shifts n
 class Sequences:
     """A rank's parts of the microbatches, with the attention that sees all of them."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, ledger: Ledger, loss_fn: LossFn, way: str) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, ledger: ModelPatches, loss_fn: LossFn, way: str) -> None:
         """way: sequence_parallel.attention of the config."""
         exchange = self._exchange = mesh.exchange((SEQUENCE,))
         self._device = mesh.world.device
@@ -57,11 +57,11 @@ class Sequences:
         self._tried: set[bool] = set()  # calls with labels, and without
         ledger.hook(module.register_forward_pre_hook(self._check))
 
-    def part(self, batch: Any) -> SequencePart:
+    def part(self, batch: Any) -> SequenceShard:
         """This rank's inputs of the model. Raises SequenceError."""
         return self._seen_by(self._data.part(batch, self._device))
 
-    def part_of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SequencePart:
+    def part_of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SequenceShard:
         """As `part`, of a call by hand. Raises SequenceError where its loss could not be that of the whole."""
         if args:
             raise SequenceError("expected a call with names alone, engine(**batch), found positional arguments")
@@ -74,7 +74,7 @@ class Sequences:
             )
         return part
 
-    def _seen_by(self, part: SequencePart) -> SequencePart:
+    def _seen_by(self, part: SequenceShard) -> SequenceShard:
         if part.whole.is_blind and self._attention.has_eager_ring:
             raise SequenceError(
                 "attention_mask: expected no label where a token sees nothing, found some behind padding that comes "
@@ -100,7 +100,7 @@ class Sequences:
             return x
         return self._exchange.gather(x, 1, "an output of parts")[:, :tokens].contiguous()
 
-    def run(self, part: SequencePart, forward: Callable[[], Any]) -> Any:
+    def run(self, part: SequenceShard, forward: Callable[[], Any]) -> Any:
         """What a forward of the model with these inputs gives.
 
         Ranks have other tokens and other heads, so all that it draws is different on each.
@@ -121,8 +121,8 @@ class Sequences:
     def try_once(
         self,
         batch: Any,
-        loss_of: Callable[[SequencePart], Tensor | None],
-        output_of: Callable[[SequencePart], Any] | None,
+        loss_of: Callable[[SequenceShard], Tensor | None],
+        output_of: Callable[[SequenceShard], Any] | None,
         summed: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
         """Whether tokens meet in attention alone: where each sees itself alone, a loss knows of no other token. And
@@ -159,7 +159,7 @@ class Sequences:
     def _find_ignored(
         self,
         batch: Any,
-        loss_of: Callable[[SequencePart], Tensor | None],
+        loss_of: Callable[[SequenceShard], Tensor | None],
         summed: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
         """Which label the loss ignores, as the calls of torch's losses in it say: a part is filled up with it."""
@@ -181,7 +181,7 @@ class Sequences:
         if num_found:
             self._data.ignored = self._data_by_hand.ignored = total // num_found
 
-    def _seen(self, trial: SequenceTrial, output_of: Callable[[SequencePart], Any], part: SequencePart) -> Tensor:
+    def _seen(self, trial: SequenceTrial, output_of: Callable[[SequenceShard], Any], part: SequenceShard) -> Tensor:
         """() of all that the output says of the token."""
         tokens = trial.one["position_ids"].shape[1]
         found = [one for one in leaves(output_of(part)) if isinstance(one, Tensor) and one.is_floating_point()]
@@ -203,8 +203,8 @@ class Sequences:
     def _data_at(self, place: int, size: int) -> SequenceData:
         """Of a rank that there is not."""
         ranks = tuple(range(size))
-        axis = Axis(SEQUENCE, place, ranks, ranks, SoloRoute(self._device))
-        data = SequenceData(self._module, Exchange(axis), self._has_own_loss)
+        axis = Axis(SEQUENCE, place, ranks, ranks, SoloTransport(self._device))
+        data = SequenceData(self._module, Collectives(axis), self._has_own_loss)
         data.ignored = self._data.ignored
         return data
 

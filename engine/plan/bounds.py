@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 
-from ...comm import Arrangement
+from ...comm import ParallelDims
 from ...pipe.schedules.registry import find_kind
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..blueprint.axes import REPLICA, SECONDARY, SEQUENCE, SHARD, TENSOR
 from ..blueprint.blueprint import Blueprint
-from ..blueprint.footprint import Footprint, Moment
+from ..blueprint.footprint import Footprint, MemoryPhase
 from .choice import Choice, num_chunks
 from .estimate import MachineWork, kept_limit
 from .machine import Machine
-from .profile import Profile, Stretch
+from .profile import ComputePhase, Profile
 from .search import Bound
 
 
@@ -119,7 +119,7 @@ class ModelBytes:
         plan = first.places[0]
         in_blocks = [groups for unit, groups in plan.units if unit.name in blocks]
         padded, numel = sum(one.layout.shard_numel for one in plan.updated), _bytes(plan.updated, lambda one: 1)
-        states = Footprint(first, 0).at(Moment.BETWEEN_STEPS, gathers=False).optimizer
+        states = Footprint(first, 0).at(MemoryPhase.BETWEEN_STEPS, gathers=False).optimizer
         slots = [max(_bytes([one], lambda one: one.reduce_dtype.itemsize) for one in groups) for groups in in_blocks]
         least = min((_bytes(groups, lambda one: 1) for groups in in_blocks), default=0)
         refreshed = _bytes(plan.updated, lambda one: one.dtype.itemsize)
@@ -188,7 +188,7 @@ class Bounds:
         first: Blueprint,
         profile: Callable[[int, int], Profile],
         blocks: Sequence[str],
-        beside: Callable[[bool], Sequence[tuple[int, str, Stretch]]],
+        beside: Callable[[bool], Sequence[tuple[int, str, ComputePhase]]],
     ) -> None:
         """profile: of so many rows and `every`, no part of which is more than that of a run. blocks: names.
 
@@ -339,7 +339,7 @@ class Bounds:
     def _per_byte(self, sizes: _Sizes, names: Sequence[str]) -> float:
         """Seconds of a collective over these axes, for each byte, without latency."""
         axes = (REPLICA, SECONDARY, SHARD, SEQUENCE, TENSOR)
-        arrangement = Arrangement(tuple(zip(axes, sizes, strict=True)), data=())
+        arrangement = ParallelDims(tuple(zip(axes, sizes, strict=True)), data=())
         size, on_host = arrangement.size(names), self._machine.ranks_on_host(arrangement, names)
         return max(0.0, self._machine.collective(2.0, size, on_host) - self._machine.collective(1.0, size, on_host))
 

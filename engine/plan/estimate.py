@@ -12,12 +12,12 @@ from ...offload.activations import BLOCKS_IN_MEMORY
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..blueprint.blueprint import Blueprint, Timing
-from ..blueprint.footprint import Footprint, Moment
-from ..blueprint.offload import Home
+from ..blueprint.footprint import Footprint, MemoryPhase
+from ..blueprint.offload import Placement
 from ..config.config import Config
 from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds
 from .machine import Machine
-from .profile import Profile, ProfilePart, Stretch
+from .profile import ComputePhase, Profile, ProfilePart
 from .step_order import SimulatedTimeline, StepOrder
 
 _CHUNKS_IN_MEMORY = 4  # of states that rest in a file: one comes, one is updated, two leave; buffers are kept then
@@ -137,13 +137,13 @@ class Activations:
     def _limit(self) -> int:
         return kept_limit(self.profile, self.config)
 
-    def at(self, name: str, stretch: Stretch) -> int:
+    def at(self, name: str, stretch: ComputePhase) -> int:
         """While a part computes."""
         part = self.profile.part(name)
         base = self.bases.get(name, 0)
         base = min(base, self._limit) if self.is_offloaded else base
         base += self.profile.cast_bytes
-        waiting = 0 if stretch is Stretch.FORWARD else self._waiting[name] * self._rest_waits
+        waiting = 0 if stretch is ComputePhase.FORWARD else self._waiting[name] * self._rest_waits
         return base + part.peak_bytes(stretch) + waiting
 
     @property
@@ -265,7 +265,7 @@ class StepParts:
         return {**rests.kinds, **most, "loss_bytes": loss}, peak
 
     @cached_property
-    def _moments(self) -> list[tuple[int, int, int, str, Stretch]]:
+    def _moments(self) -> list[tuple[int, int, int, str, ComputePhase]]:
         """(bytes beside those at rest, of them gathered, of them staged, part, what of it)."""
         found = []
         accumulates = self._inner is not None
@@ -304,7 +304,7 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
     footprint = Footprint(blueprint, blueprint.first_rank_of(place))
     groups, share, homes = blueprint.places[place].updated, machine.devices_per_host, blueprint.homes
-    states = footprint.at(Moment.BETWEEN_STEPS, gathers=False).optimizer
+    states = footprint.at(MemoryPhase.BETWEEN_STEPS, gathers=False).optimizer
     elements = sum(group.layout.shard_numel for group in groups)
     passing = sum(
         group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize) for group in groups
@@ -315,7 +315,7 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     if away:
         seconds += machine.moving("update", 2 * away, 2 * away / (machine.host_memory / share))
         seconds += passing / machine.link if homes.is_apart else 0.0
-        if homes.states is Home.FILE:
+        if homes.states is Placement.FILE:
             passes = away / (machine.nvme / share)
             seconds += machine.moving("file read", away, passes) + machine.moving("file write", away, passes)
     return seconds if elements else 0.0
@@ -323,7 +323,7 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
 
 def speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
     """Bytes a second, each way, of those that are offloaded."""
-    is_file = blueprint.homes.activations is Home.FILE
+    is_file = blueprint.homes.activations is Placement.FILE
     return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
 
 
@@ -346,13 +346,13 @@ class Resting:
     @classmethod
     def of(cls, blueprint: Blueprint, footprint: Footprint, place: int = 0) -> Resting:
         plan = blueprint.places[place]
-        between = footprint.at(Moment.BETWEEN_STEPS, gathers=False)
-        reduced = footprint.at(Moment.REDUCED, gathers=False)
-        moments = (Moment.BETWEEN_STEPS, Moment.ACCUMULATING, Moment.REDUCED)
+        between = footprint.at(MemoryPhase.BETWEEN_STEPS, gathers=False)
+        reduced = footprint.at(MemoryPhase.REDUCED, gathers=False)
+        moments = (MemoryPhase.BETWEEN_STEPS, MemoryPhase.ACCUMULATING, MemoryPhase.REDUCED)
         by_group = {
             group.name: tuple(
                 # Where gradients are added up in the shard, it is there from the start of a step.
-                footprint.gradient(group, Moment.REDUCED if footprint.adds_in_place(group) else moment)
+                footprint.gradient(group, MemoryPhase.REDUCED if footprint.adds_in_place(group) else moment)
                 for moment in moments
             )
             for group in plan.trained
@@ -361,7 +361,7 @@ class Resting:
         columns = list(zip(*by_group.values(), strict=True))
         columns = columns if accumulates else columns[::2]
         chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
-        passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.homes.states is Home.FILE else 0
+        passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.homes.states is Placement.FILE else 0
         is_here = not blueprint.homes.is_apart
         buffers = reduced.staging + (passing if is_here else 0)
         copies = {group.name: footprint.copies(group) for group in plan.trained}

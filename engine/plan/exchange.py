@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ...comm import Arrangement, regions_of
+from ...comm import ParallelDims, regions_of
 from ...kernels.quantized_blocks import quantized_bytes
 from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint
-from ..blueprint.offload import Home
+from ..blueprint.offload import Placement
 from .machine import Machine
-from .profile import Exchanged, Profile
+from .profile import CollectiveCall, Profile
 
 LINKS = ("intra", "inter", "pipe")
 """Links of a rank: to others of its host, to other hosts, and, on either, to the next and last stage of a pipeline."""
@@ -55,11 +55,11 @@ class CollectiveCosts:
         nbytes = _weight_bytes(group, group.layout.padded_numel, bits)
         message, machine = self._spread("gather", group.domain.parameters, nbytes), self.machine
         home = self.blueprint.homes.parameters
-        if home is Home.MODEL:
+        if home is Placement.MODEL:
             return message
-        speed = machine.link if home is Home.HOST else min(machine.link, machine.nvme / machine.devices_per_host)
+        speed = machine.link if home is Placement.HOST else min(machine.link, machine.nvme / machine.devices_per_host)
         read = group.shard_bytes / speed
-        read = machine.moving("file read", group.shard_bytes, read) if home is Home.FILE else read
+        read = machine.moving("file read", group.shard_bytes, read) if home is Placement.FILE else read
         return replace(message, seconds=message.seconds + read)
 
     def reduce(self, group: GroupPlan) -> Message:
@@ -126,7 +126,7 @@ def _gradient_bytes(group: GroupPlan, numel: int, bits: int | None) -> int:
 
 @dataclass(frozen=True)
 class Calls:
-    """Seconds and bytes on links of what ranks exchange in the middle of a model: see `comm.Exchange`.
+    """Seconds and bytes on links of what ranks exchange in the middle of a model: see `comm.Collectives`.
 
     | call     | of a whole tensor of n bytes on r ranks, each rank sends |
     |----------|----------------------------------------------------------|
@@ -147,10 +147,10 @@ class Calls:
     def of(cls, profile: Profile, machine: Machine, route: str) -> Calls:
         return cls(machine, profile.sizes, route)
 
-    def seconds(self, calls: Sequence[Exchanged]) -> float:
+    def seconds(self, calls: Sequence[CollectiveCall]) -> float:
         return sum(self._message(call).seconds for call in calls)
 
-    def sent(self, calls: Sequence[Exchanged]) -> dict[str, int]:
+    def sent(self, calls: Sequence[CollectiveCall]) -> dict[str, int]:
         """By link."""
         found = {"intra": 0, "inter": 0}
         for message in map(self._message, calls):
@@ -161,11 +161,11 @@ class Calls:
     @cached_property
     def _axes(self) -> Mapping[str, tuple[int, int]]:
         """By axis: its ranks, and those of them that have one host."""
-        arrangement = Arrangement(self.sizes, data=())
+        arrangement = ParallelDims(self.sizes, data=())
         names = [name for name, _ in self.sizes]
         return {name: (arrangement.size((name,)), self.machine.ranks_on_host(arrangement, (name,))) for name in names}
 
-    def _message(self, call: Exchanged) -> Message:
+    def _message(self, call: CollectiveCall) -> Message:
         size, on_host = self._axes.get(call.axis, (1, 1))
         if call.kind == "swap":
             seconds = self.machine.all_to_all(call.nbytes, size, on_host)

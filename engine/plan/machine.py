@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from ...comm import Arrangement
+from ...comm import ParallelDims
 from .measured import Factors, Measured, Speeds
 from .profile import PRODUCTS, Operation, median_bytes
 
@@ -127,7 +127,7 @@ class Machine:
         """Seconds of the host for a unit or a step, where they were measured."""
         return self.speeds.seconds(name) if self.speeds is not None else 0.0
 
-    def ranks_on_host(self, arrangement: Arrangement, names: Sequence[str]) -> int:
+    def ranks_on_host(self, arrangement: ParallelDims, names: Sequence[str]) -> int:
         """How many ranks that differ on these axes alone have one host."""
         sizes, stride, count = dict(arrangement.sizes), 1, 1
         for name, size in reversed(arrangement.sizes):

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ...model.blocks import find_blocks
-from ...model.ledger import Ledger
-from ...parallel.sequence_data import SequenceError, SequencePart
+from ...model.patches import ModelPatches
+from ...parallel.sequence_data import SequenceError, SequenceShard
 from ...parallel.tiles import Tiles
 from ...zero.hooks import make_gradients_in_place
 from ...zero.plan import Dtypes, UnitPlan
@@ -80,7 +80,7 @@ class MetaRun:
         is_direct: gradients of large weights are written where they are staged, and are no tensors beside it.
         Raises ValueError where the model does not run without values.
         """
-        ledger = Ledger()
+        ledger = ModelPatches()
         tracker = Tracker([*self._model.parameters(), *self._model.buffers()], self._results)
         marks = _Marks(tracker, self._of_units)
         places = _Places(self._model.parameters(), marks)
@@ -136,7 +136,7 @@ class MetaRun:
         marks.enter(START)
         output = split.run(batch, lambda: call(self._model, batch))
         loss = loss_of(output, batch, self._loss_fn)
-        if isinstance(batch, SequencePart) and batch.factor is not None:
+        if isinstance(batch, SequenceShard) and batch.factor is not None:
             loss = loss * batch.factor
         del output
         marks.end_forward()
@@ -144,7 +144,7 @@ class MetaRun:
         del loss
         marks.end()
 
-    def _observe(self, marks: _Marks, ledger: Ledger) -> None:
+    def _observe(self, marks: _Marks, ledger: ModelPatches) -> None:
         for name, module in self._units:
             ledger.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
         if self._after is not None:
@@ -372,7 +372,7 @@ def _after_blocks(model: nn.Module) -> nn.Module | None:
 
 def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
     """A batch of so many rows like those of `batch`, without memory."""
-    if isinstance(batch, SequencePart):
+    if isinstance(batch, SequenceShard):
         return batch.changed(lambda inputs: cast(dict[str, Any], _on_meta(inputs, rows, dtype)))
 
     def make(value: Any) -> Any:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...pipe.schedules.costs import Costs
+from ...pipe.schedules.fast_simulation import FastSimulation, ScheduleOutcome
 from ...pipe.schedules.passes import merge_backward
-from ...pipe.schedules.recurrence import Recurrence, ScheduleOutcome
 from ...pipe.schedules.schedule import Op, Schedule
 from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint
@@ -36,27 +36,27 @@ def simulated_microbatches(num_ranks: int, num_microbatches: int) -> int:
     return min(num_microbatches, _SIMULATED_PER_RANK * num_ranks)
 
 
-def recurrence_of(schedule: Schedule) -> Recurrence:
+def recurrence_of(schedule: Schedule) -> FastSimulation:
     """As its ranks run it: halves of backwards that need not be apart are one."""
     if schedule.has_any(Op.I):
         costs = Costs.uniform(schedule.num_stages)
-        starts = Recurrence(schedule).starts(costs)
+        starts = FastSimulation(schedule).starts(costs)
         actions = [action for row in schedule.actions for action in row]
         schedule = merge_backward(schedule, costs, dict(zip(actions, starts, strict=True)))
-    return Recurrence(schedule)
+    return FastSimulation(schedule)
 
 
 @dataclass(frozen=True)
 class ScheduleRun:
     """A schedule with its costs: of so many microbatches, of which some are simulated."""
 
-    recurrence: Recurrence
+    recurrence: FastSimulation
     costs: Costs
     outcome: ScheduleOutcome
     num_microbatches: int
 
     @classmethod
-    def of(cls, recurrence: Recurrence, costs: Costs, num_microbatches: int) -> ScheduleRun:
+    def of(cls, recurrence: FastSimulation, costs: Costs, num_microbatches: int) -> ScheduleRun:
         return cls(recurrence, costs, recurrence.outcome(costs), num_microbatches)
 
     @property

@@ -22,7 +22,7 @@ from .estimate import Estimate, MachineWork, StepParts
 from .layered import LayeredParts
 from .machine import Machine
 from .pipelined import PipelineParts, ScheduleRun, recurrence_of, simulated_microbatches
-from .profile import Profile, Stretch
+from .profile import ComputePhase, Profile
 from .search import Bound, Found
 from .stages import Stages
 
@@ -259,7 +259,7 @@ class Planner:
             one, other = (self.profile(count, every, degrees=split) for count in (_FIRST, _SECOND))
             return one.extended(other, rows)
 
-        def beside(frees_parameters: bool) -> Sequence[tuple[int, str, Stretch]]:
+        def beside(frees_parameters: bool) -> Sequence[tuple[int, str, ComputePhase]]:
             key = (whole_sequences, frees_parameters)
             return self._memo.once("moments", key, lambda: self._moments(whole_sequences, frees_parameters))
 
@@ -269,7 +269,7 @@ class Planner:
         """In which nothing is divided over data-parallel ranks."""
         return self._memo.once("undivided", split, lambda: self._blueprint(split))
 
-    def _moments(self, split: Choice, frees_parameters: bool) -> Sequence[tuple[int, str, Stretch]]:
+    def _moments(self, split: Choice, frees_parameters: bool) -> Sequence[tuple[int, str, ComputePhase]]:
         """Of groups without padding, so that it is no more than where they are divided otherwise."""
         parts = StepParts(self._of_states(replace(split, stage=3 if frees_parameters else 0)), self.machine)
         groups = parts.blueprint.places[0].groups

@@ -32,7 +32,7 @@ def median_bytes(operations: Sequence[Operation]) -> float:
     return 0.0
 
 
-class Stretch(Enum):
+class ComputePhase(Enum):
     """What a part computes at a moment."""
 
     FORWARD = "forward"
@@ -42,8 +42,8 @@ class Stretch(Enum):
     COLLECTING = "all these are there, and are collected"
 
 
-class Exchanged(NamedTuple):
-    """One call of `comm.Exchange`. nbytes: of the whole tensor. sent: by the rank, as that counts."""
+class CollectiveCall(NamedTuple):
+    """One call of `comm.Collectives`. nbytes: of the whole tensor. sent: by the rank, as that counts."""
 
     axis: str
     kind: Literal["sum", "sum_part", "gather", "swap", "trade"]
@@ -77,28 +77,28 @@ class ProfilePart:
     backward_traffic: int = 0
     forward_operations: tuple[Operation, ...] = ()  # the same call by call; none: not known
     backward_operations: tuple[Operation, ...] = ()
-    forward_exchanges: tuple[Exchanged, ...] = ()  # with ranks that share layers or sequences
-    backward_exchanges: tuple[Exchanged, ...] = ()  # with those of what is computed again
+    forward_exchanges: tuple[CollectiveCall, ...] = ()  # with ranks that share layers or sequences
+    backward_exchanges: tuple[CollectiveCall, ...] = ()  # with those of what is computed again
 
     @property
     def backward_peak_bytes(self) -> int:
         return max(self.backward_start_bytes, self.backward_rest_bytes)
 
-    def peak_bytes(self, stretch: Stretch) -> int:
+    def peak_bytes(self, stretch: ComputePhase) -> int:
         match stretch:
-            case Stretch.FORWARD:
+            case ComputePhase.FORWARD:
                 return self.forward_peak_bytes
-            case Stretch.BACKWARD_START:
+            case ComputePhase.BACKWARD_START:
                 return self.backward_start_bytes
-            case Stretch.BACKWARD_REST:
+            case ComputePhase.BACKWARD_REST:
                 return self.backward_rest_bytes
-            case Stretch.HOLDING:
+            case ComputePhase.HOLDING:
                 return self.holding_peak_bytes
-            case Stretch.COLLECTING:
+            case ComputePhase.COLLECTING:
                 return self.backward_end_bytes + self.gradient_bytes
 
     @property
-    def exchanges(self) -> tuple[Exchanged, ...]:
+    def exchanges(self) -> tuple[CollectiveCall, ...]:
         return self.forward_exchanges + self.backward_exchanges
 
 
@@ -109,7 +109,7 @@ _NOTHING = ProfilePart()
 class Profile:
     """What one rank does of a microbatch of so many rows, by part in the order of the forward.
 
-    sizes: of the axes on which ranks share sequences and layers, as `Arrangement.sizes`.
+    sizes: of the axes on which ranks share sequences and layers, as `ParallelDims.sizes`.
     """
 
     rows: int
@@ -118,7 +118,7 @@ class Profile:
     itemsize: int = 4  # of what is computed in
     cast_bytes: int = 0  # of its inputs in another dtype than they came in
     sizes: tuple[tuple[str, int], ...] = ()
-    slot_bytes: int = 0  # through which the rank's exchanges go: see `MetaRoute`
+    slot_bytes: int = 0  # through which the rank's exchanges go: see `MetaTransport`
 
     def part(self, name: str) -> ProfilePart:
         """A unit that is never run takes nothing."""
@@ -187,7 +187,9 @@ def _on_line(one: ProfilePart, other: ProfilePart, times: float) -> ProfilePart:
     return ProfilePart(**found)
 
 
-def _calls_on_line(one: Sequence[Exchanged], other: Sequence[Exchanged], times: float) -> tuple[Exchanged, ...]:
+def _calls_on_line(
+    one: Sequence[CollectiveCall], other: Sequence[CollectiveCall], times: float
+) -> tuple[CollectiveCall, ...]:
     """None where these are not the same calls: then nothing is known of them."""
     if [call[:2] for call in one] != [call[:2] for call in other]:
         return ()

@@ -1,6 +1,6 @@
 """Ranks that share layers, sequences or experts, where a microbatch runs on the meta device: one, and nobody else.
 
-The run has the layers, the attention and the `Exchange` that a training has. Only the route is another: it moves
+The run has the layers, the attention and the `Collectives` that a training has. Only the route is another: it moves
 nothing, and says what would be moved.
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Exchange, Numels, Pending, Terms, regions_of
-from ...comm.axis import Piece, SoloRoute
-from ...model.ledger import Ledger
+from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Collectives, Numels, Pending, Terms, regions_of
+from ...comm.axis import Chunk, SoloTransport
+from ...model.patches import ModelPatches
 from ...parallel.expert_dispatch import Slots, split_experts
 from ...parallel.experts import ExpertPlan
 from ...parallel.layers import SplitLayers
@@ -26,11 +26,11 @@ from ...parallel.plan import TensorPlan
 from ...parallel.randomness import Randomness
 from ...parallel.sequence_attention import SequenceAttention
 from ...parallel.sequence_data import SequenceData
-from ...parallel.token_parts import TokenParts
+from ...parallel.sequence_regions import SequenceParallelRegions
 from ..blueprint.axes import EXPERT, SEQUENCE, TENSOR
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.places import shares_of
-from .profile import Exchanged
+from .profile import CollectiveCall
 from .tracker import Tracker
 
 _META = torch.device("meta")
@@ -108,8 +108,8 @@ class Shrunk:
     experts: ExpertPlan | None
 
 
-class MetaRoute(SoloRoute):
-    """The route of an axis on which the others are not there; see `Route`.
+class MetaTransport(SoloTransport):
+    """The route of an axis on which the others are not there; see `Transport`.
 
     Memory of the backend's and of the allocator's is what a tracker sees. Slots in shared memory, or that are kept, are
     counted here.
@@ -165,7 +165,7 @@ class MetaRoute(SoloRoute):
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
         return Pending()
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Piece], out: Tensor, what: str) -> Pending:
+    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """A backend takes and gives pieces in the order of the ranks."""
         ranks = [rank for rank, _ in of]
         copies = [torch.empty_like(pieces) for order in (to,) if self._kind == "native" and [*order] != sorted(order)]
@@ -177,11 +177,11 @@ class MetaRoute(SoloRoute):
             self._opened[-1] = self._opened[-1][0], (self.size - 1) * part.nbytes
 
 
-class MetaExchange(Exchange):
-    """An `Exchange` that tells a tracker of its calls."""
+class MetaCollectives(Collectives):
+    """An `Collectives` that tells a tracker of its calls."""
 
     def __init__(self, name: str, size: int, place: int, route: str, tracker: Tracker) -> None:
-        self.route = MetaRoute(route, size, place, tracker)
+        self.route = MetaTransport(route, size, place, tracker)
         super().__init__(Axis(name, place, tuple(range(size)), tuple(range(size)), self.route))
         self._name, self._tracker = name, tracker
 
@@ -207,7 +207,7 @@ class MetaExchange(Exchange):
         return arriving
 
     def _told(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
-        self._tracker.done.exchanges.append(Exchanged(self._name, kind, nbytes, self.bytes_sent - sent_before))
+        self._tracker.done.exchanges.append(CollectiveCall(self._name, kind, nbytes, self.bytes_sent - sent_before))
         return y
 
 
@@ -248,18 +248,18 @@ class SplitModel:
         device: str,
         tiled: frozenset[int],
         tracker: Tracker,
-        ledger: Ledger,
+        ledger: ModelPatches,
     ) -> None:
         """device: as of `MetaRun`. tiled: identities of modules in tiles."""
         self._splits, self._model, self._tracker = splits, model, tracker
-        self._exchanges: list[MetaExchange] = []
+        self._exchanges: list[MetaCollectives] = []
         plan = shrunk.tensor
         if plan is not None:
             exchange = self._exchange(TENSOR, splits.tensor, splits.tensor_place)
             stacks = plan.stacks
             if splits.stages is not None:
                 stacks = tuple(part for stack in plan.stacks for part in stack.cut(splits.stages))
-            parts = TokenParts(stacks, tiled, model, exchange, _Still(), ledger) if stacks else None
+            parts = SequenceParallelRegions(stacks, tiled, model, exchange, _Still(), ledger) if stacks else None
             SplitLayers(plan, model, exchange, None, ledger, parts)
         if shrunk.experts is not None:
             exchange = self._exchange(EXPERT, splits.expert, 0)
@@ -276,16 +276,16 @@ class SplitModel:
         return sum(exchange.route.slot_bytes for exchange in self._exchanges)
 
     @cached_property
-    def _sequence(self) -> MetaExchange:
+    def _sequence(self) -> MetaCollectives:
         return self._exchange(SEQUENCE, self._splits.sequence, 0)
 
-    def _exchange(self, name: str, size: int, place: int) -> MetaExchange:
-        made = MetaExchange(name, size, place, self._splits.route, self._tracker)
+    def _exchange(self, name: str, size: int, place: int) -> MetaCollectives:
+        made = MetaCollectives(name, size, place, self._splits.route, self._tracker)
         self._exchanges.append(made)
         return made
 
     def part(self, batch: Any, rows: int, has_own_loss: bool) -> Any:
-        """This rank's inputs of the model, a `SequencePart` with values where ranks share sequences."""
+        """This rank's inputs of the model, a `SequenceShard` with values where ranks share sequences."""
         if self._attention is None:
             return batch
         return SequenceData(self._model, self._sequence, has_own_loss).part(_with_values(batch, rows), _META)

@@ -10,13 +10,13 @@ import torch
 
 from ...comm import Pending, Progress
 from ...zero.gradient import GroupGradient
-from ...zero.group import Residence, ShardedGroup
+from ...zero.group import ShardedGroup, ShardedState
 from ...zero.plan import GroupPlan, Role
 from ...zero.sequence import UnitSequence
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Blueprint
 from .exchange import CollectiveCosts, Message
-from .profile import Stretch
+from .profile import ComputePhase
 
 
 @dataclass
@@ -74,7 +74,7 @@ class StepPhase:
     """While a part computes: what there is beside the parameters at rest, activations and finished gradients."""
 
     part: str
-    stretch: Stretch
+    stretch: ComputePhase
     gathered_bytes: int
     staged_bytes: int  # gradients on their way, of routes whose messages are the allocator's
     arrived: frozenset[str]  # names of groups whose gradient this backward has made
@@ -167,18 +167,18 @@ class StepOrder:
         if is_backward:
             self._add_moments_of_backward(name, [cast(_Gradient, one).plan for one in unit.gradients] if unit else [])
         else:
-            self._add_moment(name, Stretch.FORWARD, self.staged_bytes)
+            self._add_moment(name, ComputePhase.FORWARD, self.staged_bytes)
         self.most_gathered_bytes = 0
         self.events.append(StepEvent("backward" if is_backward else "forward", name))
 
     def _add_moments_of_backward(self, name: str, arriving: Sequence[GroupPlan]) -> None:
         """Memory for all of a unit's gradients is taken with the first, or when all are there."""
         is_late = any(map(self._is_added_up_apart, arriving))
-        before, after = Stretch.BACKWARD_START, Stretch.BACKWARD_REST
-        self._add_moment(name, Stretch.HOLDING if is_late else before, self.staged_bytes)
+        before, after = ComputePhase.BACKWARD_START, ComputePhase.BACKWARD_REST
+        self._add_moment(name, ComputePhase.HOLDING if is_late else before, self.staged_bytes)
         self._arrived |= {one.name for one in arriving}
         staged = max((one.slot_bytes for one in arriving), default=0) * self._stages_now
-        self._add_moment(name, Stretch.COLLECTING if is_late else after, self.staged_bytes + staged)
+        self._add_moment(name, ComputePhase.COLLECTING if is_late else after, self.staged_bytes + staged)
 
     def _is_added_up_apart(self, group: GroupPlan) -> bool:
         """Whether gradients of a step's microbatches are added up in other memory than `param.grad` and the shard."""
@@ -186,7 +186,7 @@ class StepOrder:
         reduces = self.blueprint.policy.reduces_every_backward
         return accumulates and not reduces and group.is_added_up_flat
 
-    def _add_moment(self, name: str, stretch: Stretch, staged: int) -> None:
+    def _add_moment(self, name: str, stretch: ComputePhase, staged: int) -> None:
         gathered = max(self.most_gathered_bytes, self.gathered_bytes)
         self.moments.append(StepPhase(name, stretch, gathered, staged, frozenset(self._arrived)))
 
@@ -225,29 +225,29 @@ class _Group:
         self.plan = plan
         self.full = torch.empty(0, device=step.blueprint.device if step.blueprint.device == "cpu" else "meta")
         self.frees_memory = step.bytes_of is not None
-        self.residence = Residence.SHARDED if self.frees_memory else Residence.FULL
+        self.residence = ShardedState.SHARDED if self.frees_memory else ShardedState.UNSHARDED
         self._step = step
         self._nbytes = step.bytes_of(plan) if step.bytes_of else 0
         self._started: int | None = None
 
     def start_gather(self) -> None:
-        if self.residence is Residence.SHARDED:
+        if self.residence is ShardedState.SHARDED:
             self._started = self._step._send("gather", self._step.exchange.gather(self.plan))
             self._step._add(self._nbytes)
-            self.residence = Residence.COMING
+            self.residence = ShardedState.UNSHARDING
 
     def gather(self) -> None:
         self.start_gather()
         if self._started is not None:
             self._step._wait(self._started)
         self._started = None
-        self.residence = Residence.FULL
+        self.residence = ShardedState.UNSHARDED
 
     def release(self, holds_shard: bool = False) -> None:
-        if not self.frees_memory or self.residence is Residence.SHARDED:
+        if not self.frees_memory or self.residence is ShardedState.SHARDED:
             return
         self._step._add(-self._nbytes)
-        self.residence, self._started = Residence.SHARDED, None
+        self.residence, self._started = ShardedState.SHARDED, None
 
 
 class _Gradient:

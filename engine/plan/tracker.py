@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..model.model_flops import attention_formulas
-from .profile import Exchanged, Operation
+from .profile import CollectiveCall, Operation
 
 _aten = torch.ops.aten
 _IS_CAUSAL = {  # attention -> which argument says that half of it is not computed
@@ -32,7 +32,7 @@ class Done:
 
     def __init__(self) -> None:
         self.flops = self.traffic = 0
-        self.exchanges: list[Exchanged] = []
+        self.exchanges: list[CollectiveCall] = []
         self._calls: dict[tuple[str, str, int], int] = {}
 
     def add(self, name: str, dtype: str, size: int, count: int = 1) -> None:

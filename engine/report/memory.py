@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.policy import ZeroPolicy
 from ...zero.unit import Unit
-from ..blueprint.footprint import Shares
+from ..blueprint.footprint import ShardCounts
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def predict(
     Source: ZeRO, arXiv 1910.02054, section 5 and figure 1.
     """
     policy = ZeroPolicy.from_stage(stage)
-    shares = Shares.of(
+    shares = ShardCounts.of(
         policy.reduces_every_backward,
         states=shard_size if policy.shards_states else 1,
         parameters=shard_size if policy.frees_parameters else 1,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...watch.log import logger
-from ..blueprint.footprint import Footprint, Moment
+from ..blueprint.footprint import Footprint, MemoryPhase
 from ..step.batch import described, made, of_whole
 from ..step.features import StepFeature, StepResult
 from ..step.parts import Parts
@@ -199,7 +199,7 @@ class MemoryReports(StepFeature):
 
     def _predicted_states(self) -> dict[str, int]:
         footprint = Footprint(self._parts.blueprint, self._parts.mesh.world.rank)
-        moments = [footprint.at(moment, gathers=moment is Moment.REDUCED) for moment in Moment]
+        moments = [footprint.at(moment, gathers=moment is MemoryPhase.REDUCED) for moment in MemoryPhase]
         return {
             "parameter_bytes": max(one.parameters for one in moments) + max(one.gathered for one in moments),
             "gradient_bytes": max(one.gradients for one in moments),

@@ -8,9 +8,9 @@ from typing import Self
 
 from ...comm import BODY, Activity
 from ...zero.averages import Averages
+from .call_guard import CallGuard
 from .features import Access, StepFeature
 from .parts import Parts
-from .turn import Turn
 
 
 class AveragedWeights(StepFeature):
@@ -45,7 +45,7 @@ class AveragedWeights(StepFeature):
             optimizer.averages = Averages(optimizer.shards, decay)
 
     @contextmanager
-    def shown(self, turn: Turn, swap: Callable[[Averages, bool], None]) -> Iterator[None]:
+    def shown(self, turn: CallGuard, swap: Callable[[Averages, bool], None]) -> Iterator[None]:
         """See `Engine.ema_weights`. swap: as `Archive.swap`."""
         averages, features = self._parts.optimizer.averages, self._parts.steps.features
         if averages is None:

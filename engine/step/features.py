@@ -89,7 +89,8 @@ class StepFeature:
         """The caller asks for the update, whose gradients are final."""
 
     def before_update(self) -> None:
-        """Before the sum over ranks, which tells all of a doubt (`StepSoFar.note_doubt`). All ranks are there."""
+        """Before the sum over ranks, which tells all of a doubt (`AccumulationState.note_doubt`). All ranks are
+        there."""
 
     def tells(self) -> Sequence[bool]:
         """Events that this rank knows of, as many on all ranks: the sum tells all ranks. With `hears` beside it."""

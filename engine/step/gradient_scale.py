@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ...parallel.tiled_logits import TiledLogits
+from ...parallel.chunked_logits import ChunkedLogits
 from ...zero.autograd import GraphTask, current_graph_task
 from ...zero.loss_scale import LossScaler
 from ...zero.sequence import StateError
@@ -131,7 +131,7 @@ class GradientScale:
         entered, self._entered = tuple(self._entered), []
 
         def marked(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, TiledLogits):
+            if isinstance(tensor, ChunkedLogits):
                 return tensor.mapped(made_outside)  # a loss of them has the graph of what they are computed from
             return tensor if tensor.grad_fn is None else made_outside(tensor)
 
@@ -240,7 +240,7 @@ def hook_output(output: Any, hook: Callable[[Tensor], Tensor], hook_of_tiled: Ca
     """
 
     def hooked(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, TiledLogits):
+        if isinstance(tensor, ChunkedLogits):
             tensor.hidden.register_hook(hook_of_tiled)  # type: ignore[no-untyped-call]
         elif tensor.grad_fn is not None:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ _Look = tuple[list[Tensor], list[Tensor]]
 """Values as they were remembered, and as they were found: where several times, the first that were others."""
 
 
-class SampledValues:
+class ParameterFingerprints:
     """Tells which parameter of the groups has changed since. Where they are on a device, the host does not wait."""
 
     def __init__(self, groups: Sequence[ShardedGroup]) -> None:
@@ -160,7 +160,7 @@ class ModelGuard(StepFeature):
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
-        self.values = SampledValues(readable if only_steps_change else ())
+        self.values = ParameterFingerprints(readable if only_steps_change else ())
         # Whether another rank may change what is remembered here: it must wait until that is done.
         self._shares_values = copies_are_shared and len(self.values) > 0
         self._versions: list[int] = []

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ...comm import World
 from ...kernels.fused_loss import loss_only
-from ...parallel.sequence_data import SequencePart
-from ...parallel.split_trial import SplitTrial
-from ...parallel.vocabulary import LogitParts
+from ...parallel.sequence_data import SequenceShard
+from ...parallel.split_self_check import SplitSelfCheck
+from ...parallel.vocab_parallel import VocabParallelLogits
 from ...pipe.split.trees import leaves, map_leaves
 from ..model.given_model import LossFn
 from ..model.sequences import Sequences
@@ -29,7 +29,7 @@ class ModelCall:
         self,
         loss_fn: LossFn,
         sequences: Sequences | None,
-        splits: SplitTrial | None,
+        splits: SplitSelfCheck | None,
         world: World,
         dtype: torch.dtype | None,
         rows_per_microbatch: int | None,
@@ -96,7 +96,7 @@ class ModelCall:
         """See `Engine.whole_output`."""
 
         def whole(leaf: Any) -> Any:
-            if isinstance(leaf, LogitParts):
+            if isinstance(leaf, VocabParallelLogits):
                 leaf = leaf.detach().whole()
             if not isinstance(leaf, Tensor):
                 return leaf
@@ -110,9 +110,9 @@ def _weighted(loss: Tensor, factor: float) -> Tensor:
 
 
 def _factor_of(ready: Any) -> float | None:
-    return ready.factor if isinstance(ready, SequencePart) else None
+    return ready.factor if isinstance(ready, SequenceShard) else None
 
 
 def _differentiable(output: Any) -> list[Tensor]:
-    found = (one.own if isinstance(one, LogitParts) else one for one in leaves(output))
+    found = (one.own if isinstance(one, VocabParallelLogits) else one for one in leaves(output))
     return [one for one in found if isinstance(one, Tensor) and one.requires_grad]

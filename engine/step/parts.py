@@ -10,17 +10,17 @@ from typing import Any
 from torch import nn
 
 from ...comm import Mesh
-from ...model.ledger import Ledger
+from ...model.patches import ModelPatches
 from ...offload import ActivationOffload
 from ...zero.optimizer import ShardedOptimizer
 from ..archive.archive import Archive
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
 from ..model.model_flops import ModelFlops
-from .driver import Driver
+from .added_groups import AddedParameterGroups
 from .features import StepFeature
-from .late_groups import LateGroups
 from .learning_rates import LearningRates
+from .runner import Runner
 from .steps import Steps
 
 Prediction = Callable[[Any], tuple[Mapping[str, int], int]]
@@ -34,13 +34,13 @@ class Parts:
     config: Config
     mesh: Mesh
     module: nn.Module
-    driver: Driver
+    driver: Runner
     optimizer: ShardedOptimizer
-    late_groups: LateGroups
+    late_groups: AddedParameterGroups
     activations: ActivationOffload | None  # what moves those of the whole model
     learning_rates: LearningRates
     steps: Steps
-    ledger: Ledger  # what stands on the module
+    ledger: ModelPatches  # what stands on the module
     close_last: Sequence[Callable[[], None]]
     blueprint: Blueprint
     memory_prediction: Prediction | str  # of a memory report; or why there is none

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...model.recomputing import in_eval_mode
-from ...parallel.sequence_data import SequencePart
-from ...parallel.split_trial import SplitTrial
+from ...parallel.sequence_data import SequenceShard
+from ...parallel.split_self_check import SplitSelfCheck
 from ..model.sequences import Sequences
 from .features import StepFeature
 from .parts import Parts
@@ -37,11 +37,11 @@ class SequenceCheck(StepFeature):
     def before_evaluation(self, batch: Any) -> None:
         driver = self._driver
 
-        def ready(part: SequencePart) -> SequencePart:
+        def ready(part: SequenceShard) -> SequenceShard:
             self._steps.begin_use()
             return part.changed(driver.model_call.prepared(self._steps))
 
-        def loss(part: SequencePart) -> Tensor | None:
+        def loss(part: SequenceShard) -> Tensor | None:
             return driver.tried_loss(ready(part))
 
         outputs = (lambda part: driver.tried_output(ready(part))) if driver.passes_output else None
@@ -49,12 +49,12 @@ class SequenceCheck(StepFeature):
 
 
 class SplitCheck(StepFeature):
-    """Whether split layers compute what they do as a whole, in a forward of the first microbatch: see `SplitTrial`.
+    """Whether split layers compute what they do as a whole, in a forward of the first microbatch: see `SplitSelfCheck`.
 
     All ranks at once. Raises ValueError on all of them.
     """
 
-    def __init__(self, trial: SplitTrial, parts: Parts) -> None:
+    def __init__(self, trial: SplitSelfCheck, parts: Parts) -> None:
         self._trial = trial
         self._parts = parts
 

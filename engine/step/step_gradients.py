@@ -12,9 +12,9 @@ from ...zero.sequence import StateError
 from ..archive.parameter_values import ParameterValues
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
+from .accumulation_state import Clipping
+from .gradient_placeholders import GradientPlaceholders
 from .join import Call
-from .shown_gradients import ShownGradients
-from .step_so_far import Clipping
 from .step_sums import SummedStep, sum_step
 from .steps import Steps
 
@@ -31,7 +31,7 @@ class StepGradients:
         self._config = config
         self._mesh = mesh
         self._steps = steps
-        self._shown = steps.features.get(ShownGradients)
+        self._shown = steps.features.get(GradientPlaceholders)
         self._values = values
 
     def gradient(self, param: nn.Parameter | str, is_local: bool) -> Tensor | None:

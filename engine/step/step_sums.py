@@ -28,7 +28,7 @@ from ...offload import OnHost, sent
 from ...zero.gradient import GroupGradient
 from ...zero.plan import Role
 from ...zero.sequence import StateError
-from .step_so_far import Clipping
+from .accumulation_state import Clipping
 
 
 class NonFiniteGradientError(RuntimeError):

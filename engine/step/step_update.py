@@ -11,9 +11,9 @@ from torch import Tensor
 from ...comm import Mesh, Pending
 from ...offload import OffloadError
 from ...zero.gradient import GroupGradient
-from ...zero.group import Residence
+from ...zero.group import ShardedState
 from ...zero.host_update import MAX_LEAVING
-from ...zero.layout import Piece
+from ...zero.layout import ParamShard
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.reductions import OnFinal
 from ...zero.sequence import StateError
@@ -55,7 +55,7 @@ class StepUpdate:
         for one in self.thin:
             one.step, one.unit = lambda: optimizer.counts.num_steps, unclipped_factor
         self._failure = ""  # of an update in the background, on any rank: states are in part those after it
-        self._postponed: list[tuple[ShardState, list[tuple[Piece, Tensor]]]] = []
+        self._postponed: list[tuple[ShardState, list[tuple[ParamShard, Tensor]]]] = []
         self.arriving: deque[GroupGradient] = deque()
         """Final gradients that a speculative update has still to be made with; none when a backward has ended."""
         self.timing = timing
@@ -208,7 +208,7 @@ class StepUpdate:
         """A forward since the backward has left some full parameters, of values that now change."""
         for shard in self._optimizer.shards:
             group = shard.group
-            if group.frees_memory and (group.keeper is not None or group.residence is not Residence.SHARDED):
+            if group.frees_memory and (group.keeper is not None or group.residence is not ShardedState.SHARDED):
                 group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:

@@ -21,10 +21,10 @@ from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
+from .accumulation_state import AccumulationState
 from .features import Access, StepFeatures, StepResult
 from .gradient_scale import GradientScale
 from .join import Call, Join, weighted
-from .step_so_far import StepSoFar
 from .step_sums import StepSums, SummedStep, cleared_error, non_finite_error, sum_step
 from .step_update import StepUpdate
 
@@ -88,7 +88,7 @@ class Steps:
         join: Join,
         features: StepFeatures,
     ) -> None:
-        self.so_far = StepSoFar(config)
+        self.so_far = AccumulationState(config)
         self.last = StepResult(torch.zeros(()), torch.zeros(()), optimizer.lr, loss_scaler.scale, False)
         """What the last step has come to."""
         self.join = join

@@ -16,7 +16,7 @@ from ..checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ..checkpoint.export import export_source
 from ..checkpoint.files import folder_path
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.fragment import Fragment, TensorInfo
+from ..checkpoint.fragment import ChunkView, TensorInfo
 from ..checkpoint.index import Manifest
 from ..checkpoint.values import encode
 from ..checkpoint.writer import write_part
@@ -80,21 +80,21 @@ class _InMemory:
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in values.items()}
         self.bytes_read = 0
 
-    def read(self, fragments: Sequence[Fragment]) -> None:
+    def read(self, fragments: Sequence[ChunkView]) -> None:
         for fragment in fragments:
             fragment.values.copy_(self._values[fragment.name].reshape(-1)[fragment.start : fragment.end])
 
 
-def _fragments(found: DeepSpeedCheckpoint) -> list[Fragment]:
+def _fragments(found: DeepSpeedCheckpoint) -> list[ChunkView]:
     fragments = [
-        Fragment(MODEL + name, tuple(value.shape), 0, value.contiguous().view(-1))
+        ChunkView(MODEL + name, tuple(value.shape), 0, value.contiguous().view(-1))
         for name, value in found.weights.items()
     ]
     for name, states in found.states.items():
         for state, value in states.items():
             shape = tuple(value.shape)
-            fragments.append(Fragment(f"{STATE}{name}.{state}", shape, 0, value.contiguous().view(-1)))
-    fragments.append(Fragment(STEP, (), 0, torch.tensor([float(found.num_updates)])))
+            fragments.append(ChunkView(f"{STATE}{name}.{state}", shape, 0, value.contiguous().view(-1)))
+    fragments.append(ChunkView(STEP, (), 0, torch.tensor([float(found.num_updates)])))
     return fragments
 
 

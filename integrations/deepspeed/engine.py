@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.step.gradient_scale import Root, hear_backwards, hook_output
-from ..engine.step.whole_model import check_loss
+from ..engine.step.model_runner import check_loss
 from . import comm
 from .accelerator import get_accelerator
 from .config import GETTERS, DeepSpeedConfig
@@ -20,7 +20,7 @@ from .dataloader import DeepSpeedDataLoader
 from .messages import UsageError, log_dist
 from .monitors import MonitorMaster
 from .names import listed, refused_attribute
-from .optimizer_view import DeepSpeedOptimizer, LendsStates
+from .optimizer_view import DeepSpeedOptimizer, OffloadsStates
 from .owners import own, own_no_more
 from .saving import Counters, SavingEngine
 from .small import ThroughputTimer
@@ -98,7 +98,7 @@ DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
-class DeepSpeedEngine(LendsStates, SavingEngine):
+class DeepSpeedEngine(OffloadsStates, SavingEngine):
     """What `initialize` returns first.
 
         loss = engine(batch); engine.backward(loss); engine.step()      for each microbatch

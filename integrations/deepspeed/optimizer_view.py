@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..engine.engine import Engine
-from ..engine.step.whole_model import check_loss
+from ..engine.step.model_runner import check_loss
 from .messages import UsageError
 from .parameters import OffloadDeviceEnum, get_z3_leaf_modules
 
@@ -37,7 +37,7 @@ _KINDS = {
 }
 
 
-class LendsStates:
+class OffloadsStates:
     """What DeepSpeed's engine and its optimizer both have."""
 
     @property
@@ -94,7 +94,7 @@ class LossScale:
         return self.dynamic_loss_scale
 
 
-class DeepSpeedOptimizer(LendsStates, torch.optim.Optimizer):
+class DeepSpeedOptimizer(OffloadsStates, torch.optim.Optimizer):
     """`param_groups` are the caller's own: learning rates may be set there. Updates are made by `engine.step()`."""
 
     def __init__(self, engine: Engine, basic: torch.optim.Optimizer | None, zero_grad: Callable[[], None]) -> None:

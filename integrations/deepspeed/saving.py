@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.files import NoCheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.fragment import Fragment
+from ..checkpoint.fragment import ChunkView
 from ..comm import CollectiveError
 from ..engine.archive.run_state import read_client_state, read_training
 from ..engine.engine import Engine
@@ -264,7 +264,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     values: dict[str, Tensor] = {}
     for name, info in found.weights.tensors.items():
         flat = torch.empty(info.shape, dtype=info.dtype).view(-1)
-        found.weights.read([Fragment(name, tuple(info.shape), 0, flat)])
+        found.weights.read([ChunkView(name, tuple(info.shape), 0, flat)])
         values[name] = flat.view(info.shape)
     for alias, name in found.aliases.items():
         values[alias] = values[name]

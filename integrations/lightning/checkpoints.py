@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.fragment import Fragment
+from ..checkpoint.fragment import ChunkView
 from ..checkpoint.safetensors_files import SafetensorsSource
 from ..checkpoint.values import decode
 from ..engine.engine import Engine
@@ -132,7 +132,7 @@ def read_whole(folder: str | os.PathLike[str], weights_only: bool | None = False
 
 def _values(source: Any) -> dict[str, Tensor]:
     values = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Fragment(name, tuple(value.shape), 0, value.view(-1)) for name, value in values.items()])
+    source.read([ChunkView(name, tuple(value.shape), 0, value.view(-1)) for name, value in values.items()])
     return values
 
 

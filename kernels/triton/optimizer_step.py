@@ -240,7 +240,7 @@ def update(
         first += num_programs[-1]
         runs[-1] = (first * tile_numel, runs[-1][1])
     table, is_aligned = shard_table(tuple(rows), device, stream)
-    chosen = OptionRuns.of(runs, steps, optimizer.coefficients_at)
+    chosen = OptionChunks.of(runs, steps, optimizer.coefficients_at)
     by_program = coefficients = None
     if len(chosen.ends) > 1:
         by_program = run_table(chosen.ends, chosen.choices, tile_numel, device, stream)
@@ -302,7 +302,7 @@ def shard_of_program(num_programs: tuple[int, ...], device: torch.device, stream
     return on_device(shards.repeat_interleave(torch.tensor(num_programs)), device)
 
 
-class OptionRuns(NamedTuple):
+class OptionChunks(NamedTuple):
     """Stretches by number; neighbours differ in their coefficients."""
 
     ends: tuple[int, ...]
@@ -312,7 +312,7 @@ class OptionRuns(NamedTuple):
     @staticmethod
     def of(
         runs: Sequence[tuple[int, Options]], steps: Sequence[int], coefficients: Callable[[Options, int], Coefficients]
-    ) -> OptionRuns:
+    ) -> OptionChunks:
         """runs: (end, options), ascending; steps: of each run; coefficients: of options and step.
 
         Stretches with equal coefficients share them, and are one if adjacent.
@@ -335,11 +335,11 @@ class OptionRuns(NamedTuple):
                 continue
             ends.append(end)
             choices.append(choice)
-        return OptionRuns(tuple(ends), tuple(choices), tuple(by_value))
+        return OptionChunks(tuple(ends), tuple(choices), tuple(by_value))
 
 
 @dataclass(frozen=True)
-class RunTable:
+class ChunkTable:
     """Which stretches a program of the kernel meets, on the device."""
 
     ends: Tensor  # (runs,) int64
@@ -350,13 +350,13 @@ class RunTable:
 @lru_cache(maxsize=1024)
 def run_table(
     ends: tuple[int, ...], choices: tuple[int, ...], tile_numel: int, device: torch.device, stream: int
-) -> RunTable:
+) -> ChunkTable:
     """For programs of tile_numel elements each. It follows from the model alone, so it is copied once."""
     ends_tensor = torch.tensor(ends, dtype=torch.int64)
     starts = torch.arange(0, ends[-1], tile_numel)
     first_runs = torch.searchsorted(ends_tensor, starts, right=True, out_int32=True)
     first_runs = torch.cat([first_runs, torch.tensor([len(ends) - 1], dtype=torch.int32)])
-    return RunTable(
+    return ChunkTable(
         on_device(ends_tensor, device),
         on_device(torch.tensor(choices, dtype=torch.int32), device),
         on_device(first_runs, device),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ..hosts.host import Allocation, Host, LaunchError, Meeting, Transport
+from ..hosts.host import AgentTransport, Allocation, Host, LaunchError, Rendezvous
 from ..hosts.names import parse_hosts, read_hostfile, select
 from .kubernetes import find_pod
 from .managers import find_lsf, find_slurm, node_names
@@ -37,7 +37,7 @@ class AllocationRequest:
     nproc: int | Literal["auto"] | None = None
     include: str | None = None
     exclude: str | None = None
-    transport: Transport | None = None
+    transport: AgentTransport | None = None
     num_hosts: int | None = None
     host_index: int | None = None
     meet: str | None = None
@@ -127,7 +127,7 @@ def _named(request: AllocationRequest, environ: Mapping[str, str], full_name: Ca
             f'{source}: "{loopback[0]}" stands beside other hosts, which cannot reach it by that name; write the name '
             "that they know it by"
         )
-    transport: Transport = "ssh"
+    transport: AgentTransport = "ssh"
     if len(hosts) == 1 and (loopback or hosts[0].name in _own_names(full_name)):
         transport = "local"
     elif {host.name for host in hosts} <= set(node_names(environ)):
@@ -152,7 +152,7 @@ def _by_hand(request: AllocationRequest) -> Allocation:
     source = f"--host-index {index} of --num-hosts {count}, meeting at {meet}"
     if count == 1:
         return Allocation(source, "local", hosts)
-    meeting = Meeting(index, address.strip("[]"), int(port), f"by hand {meet}")
+    meeting = Rendezvous(index, address.strip("[]"), int(port), f"by hand {meet}")
     return Allocation(source, "join", hosts, part="agent" if index else "launcher", meeting=meeting)
 
 
@@ -189,7 +189,7 @@ def _applied(found: Allocation, request: AllocationRequest) -> Allocation:
     return found
 
 
-def _with_transport(found: Allocation, transport: Transport | None) -> Allocation:
+def _with_transport(found: Allocation, transport: AgentTransport | None) -> Allocation:
     assert transport is not None
     names = ", ".join(host.name for host in found.hosts[:4])
     if found.transport == "join":

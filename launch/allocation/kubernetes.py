@@ -17,7 +17,7 @@ kubeflow/trainer pkg/runtime/framework/plugins/torch/torch.go; kubernetes.io, "J
 import re
 from collections.abc import Callable, Mapping
 
-from ..hosts.host import Allocation, Host, LaunchError, Meeting, Part
+from ..hosts.host import Allocation, Host, LaunchError, Part, Rendezvous
 from .managers import meeting_port, number
 
 _LAST_NUMBER = re.compile(r"(.*[-.])?(\d+)")
@@ -56,7 +56,7 @@ def _kubeflow(environ: Mapping[str, str], num_hosts: int | None) -> Allocation |
     per_pod = environ.get("PET_NPROC_PER_NODE") or environ.get("PET_N_PROC_PER_NODE") or ""
     return _joined(
         f"{source} at {address}",
-        Meeting(_index(environ, source), address, port, identity),
+        Rendezvous(_index(environ, source), address, port, identity),
         _pod_names(address, pods),
         int(per_pod) if per_pod.isdigit() else None,
         notes,
@@ -93,7 +93,7 @@ def _indexed(environ: Mapping[str, str], num_hosts: int | None, full_name: Calla
     pods = num_hosts or number(environ, "JOB_COMPLETIONS", "indexed Job")
     address = environ.get("MASTER_ADDR") or _first_pod(full_name(), index, pods)
     source = f"indexed Job at {address}"
-    meeting = Meeting(index, address, meeting_port(source, environ), source)
+    meeting = Rendezvous(index, address, meeting_port(source, environ), source)
     return _joined(source, meeting, _pod_names(address, pods), None, [])
 
 
@@ -119,7 +119,7 @@ def _pod_names(address: str, pods: int) -> list[str]:
     return [address, *(f"pod-{index}" for index in range(1, pods))]
 
 
-def _joined(source: str, meeting: Meeting, names: list[str], nproc: int | None, notes: list[str]) -> Allocation:
+def _joined(source: str, meeting: Rendezvous, names: list[str], nproc: int | None, notes: list[str]) -> Allocation:
     if meeting.index >= len(names):
         raise LaunchError(
             f"{source}: this is pod {meeting.index}, but there are {len(names)}, numbered from 0; check --num-hosts"

@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..hosts.host import Allocation, Host, LaunchError, Meeting
+from ..hosts.host import Allocation, Host, LaunchError, Rendezvous
 from ..hosts.names import expand
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
@@ -161,7 +161,7 @@ def _step(environ: Mapping[str, str], source: str) -> Allocation:
         raise LaunchError(f"{source}: SLURM_NODEID={index} is outside of its {len(names)} nodes; say --hosts instead")
     port = meeting_port(source, environ)
     if set(tasks) == {1}:
-        meeting = Meeting(index, names[0], port, source)
+        meeting = Rendezvous(index, names[0], port, source)
         return Allocation(source, "join", hosts, part="agent" if index else "launcher", meeting=meeting)
     rank = number(environ, "SLURM_PROCID", source)
     local_rank = number(environ, "SLURM_LOCALID", source)

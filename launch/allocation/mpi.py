@@ -14,7 +14,7 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 
 from collections.abc import Mapping
 
-from ..hosts.host import Allocation, Host, LaunchError, Meeting
+from ..hosts.host import Allocation, Host, LaunchError, Rendezvous
 from .managers import host_names, meeting_port, node_names, number, rank_variables
 
 _VARIABLES = {
@@ -58,7 +58,7 @@ def _part(name: str, source: str, place: tuple[int, int, int, int], environ: Map
     identity = f"{name} {job}"
     port = meeting_port(identity, environ)
     if local_size == 1:
-        meeting = Meeting(rank, address, port, identity)
+        meeting = Rendezvous(rank, address, port, identity)
         hosts = tuple(Host(host) for host in _names(size, address, environ))
         return Allocation(source, "join", hosts, part="agent" if rank else "launcher", meeting=meeting)
     variables = rank_variables(rank, size, local_rank, local_size, address, port)

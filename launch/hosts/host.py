@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Transport = Literal["local", "ssh", "srun", "mpirun", "join"]
+AgentTransport = Literal["local", "ssh", "srun", "mpirun", "join"]
 Part = Literal["launcher", "agent", "rank"]
 
 # What a host reports of its environment: masks of accelerators, and what a plan sets only where it is not set.
@@ -79,7 +79,7 @@ class HostReport:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the parts of a job that someone else started on every host find each other (transport "join").
 
     index: this host's place among the hosts. The launcher of host 0 listens at `port` on all its addresses, the agents
@@ -105,10 +105,10 @@ class Allocation:
     """
 
     source: str
-    transport: Transport
+    transport: AgentTransport
     hosts: tuple[Host, ...]
     nproc: int | None = None
     notes: tuple[str, ...] = ()
     part: Part = "launcher"
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     rank_environment: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..hosts.host import Allocation, LaunchError
 from ..hosts.plan import JobPlan
-from ..transports.link import Transport
+from ..transports.link import AgentTransport
 from ..wire.loop import Loop
 from .display import say
 from .launcher import Launcher
@@ -34,7 +34,7 @@ class Attempts:
         self,
         request: Request,
         allocation: Allocation,
-        make_transport: Callable[[Allocation], Transport],
+        make_transport: Callable[[Allocation], AgentTransport],
     ) -> None:
         if allocation.transport == "join" and request.max_restarts:
             raise LaunchError(
@@ -119,7 +119,7 @@ class Attempts:
         self._hosts = [host for host in self._hosts if host.name not in names]
 
 
-def planned(request: Request, allocation: Allocation, transport: Transport) -> JobPlan:
+def planned(request: Request, allocation: Allocation, transport: AgentTransport) -> JobPlan:
     """What would run where: asks the hosts what they have, and starts no rank."""
     loop = Loop()
     try:

@@ -17,7 +17,7 @@ from ..agent.orphans import MAGIC, VARIABLE
 from ..agent.process_tree import adopt_orphans, kill_descendants, reap_all
 from ..hosts.host import Allocation, LaunchError
 from ..hosts.plan import JobPlan
-from ..transports.link import Client, Transport
+from ..transports.link import AgentTransport, Client
 from ..wire.loop import Loop
 from ..wire.messages import (
     Ended,
@@ -62,10 +62,10 @@ class _Sweep:
 class Sweeps:
     """All hosts at once; each has its time from `begin` on. say: a line for the user.
 
-    A transport that has no second way to a host is left alone: see `Transport.orphans_command`.
+    A transport that has no second way to a host is left alone: see `AgentTransport.orphans_command`.
     """
 
-    def __init__(self, loop: Loop, transport: Transport, identity: str, say: Callable[[str], None]) -> None:
+    def __init__(self, loop: Loop, transport: AgentTransport, identity: str, say: Callable[[str], None]) -> None:
         self._loop = loop
         self._transport = transport
         self._identity = identity
@@ -118,7 +118,7 @@ class Launcher:
     """The life of one attempt."""
 
     def __init__(
-        self, loop: Loop, request: Request, allocation: Allocation, transport: Transport, attempt: Attempt
+        self, loop: Loop, request: Request, allocation: Allocation, transport: AgentTransport, attempt: Attempt
     ) -> None:
         self._loop = loop
         self._request = request

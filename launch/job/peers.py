@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..hosts.host import LaunchError
-from ..transports.link import Link, Transport
+from ..transports.link import AgentTransport, Link
 from ..wire.channel import Channel
 from ..wire.loop import Loop
 from ..wire.messages import Checked, Held, Hello, Leave, Message, Note, Reached, Welcome
@@ -53,7 +53,7 @@ class Peers:
         self,
         loop: Loop,
         hosts: Sequence[str],
-        transport: Transport,
+        transport: AgentTransport,
         received: Callable[[Peer, Message], None],
         lost: Callable[[Peer, str], None],
         say: Callable[[str], None],

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ..hosts.host import Allocation
 from .join import JoinTransport, LocalTransport
-from .link import Transport
+from .link import AgentTransport
 from .remote import SshTransport, StepTransport, mpirun_command, srun_command
 
 
@@ -15,7 +15,7 @@ def transport_for(
     needs_terminal: bool = True,
     ssh_port: int | None = None,
     ssh_options: Sequence[str] = (),
-) -> Transport:
+) -> AgentTransport:
     """A fresh one, for one attempt.
 
     silence_seconds: after which an agent, or for it the launcher, is lost. needs_terminal: see LocalTransport.

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ..agent.agent import TOKEN_VARIABLE, serve
 from ..agent.process_tree import KILLED_SECONDS, forked, reaped
-from ..hosts.host import LaunchError, Meeting
+from ..hosts.host import LaunchError, Rendezvous
 from ..wire.loop import Loop
 from .link import Events, Link, agent_command
 from .listener import Listener
@@ -90,7 +90,7 @@ class JoinTransport:
     )
 
     def __init__(
-        self, meeting: Meeting, silence_seconds: float, environ: Mapping[str, str], needs_terminal: bool
+        self, meeting: Rendezvous, silence_seconds: float, environ: Mapping[str, str], needs_terminal: bool
     ) -> None:
         self._token = token_of(meeting, environ)
         self._meeting = meeting
@@ -132,12 +132,12 @@ class JoinTransport:
         self._own.close()
 
 
-def token_of(meeting: Meeting, environ: Mapping[str, str]) -> str:
+def token_of(meeting: Rendezvous, environ: Mapping[str, str]) -> str:
     """LOWTIDE_TOKEN if it is set; else made of what all hosts of the job know: against mix-ups, not attackers."""
     return environ.get(TOKEN_VARIABLE) or hashlib.sha256(meeting.identity.encode()).hexdigest()
 
 
-def become_agent(meeting: Meeting, wait_seconds: float, silence_seconds: float) -> NoReturn:
+def become_agent(meeting: Rendezvous, wait_seconds: float, silence_seconds: float) -> NoReturn:
     """Replaces this process by the agent of its host."""
     os.environ[TOKEN_VARIABLE] = token_of(meeting, os.environ)
     where = f"{meeting.address}:{meeting.port}"

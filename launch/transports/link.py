@@ -51,7 +51,7 @@ class Events(Protocol):
         """A line for the user."""
 
 
-class Transport(Protocol):
+class AgentTransport(Protocol):
     """Starts agents.
 
     inherits_terminal: the agent of host 0 has this process's own stdin, stdout and stderr. advice: for the user, where

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...model.ledger import Ledger
+from ...model.patches import ModelPatches
 from .absent import Absent
 from .carried import Name, OuterValues
 from .replay import BLOCK, LeaveForward, Replay, skipped_output
@@ -33,7 +33,7 @@ class _Outer:
 class ReplayedModel:
     """A model that holds the parameters of some stages only, and replays its forward for each of them."""
 
-    def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int], ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int], ledger: ModelPatches) -> None:
         """Takes all parameters of other stages off the model, for good; the ledger takes back how blocks are called."""
         self.module = model
         self._plan = plan
@@ -156,7 +156,7 @@ def _drop_parameters(model: nn.Module, kept: set[str]) -> Mapping[tuple[nn.Modul
     return dropped
 
 
-def _drop_buffers_from_state(model: nn.Module, kept: set[str], ledger: Ledger) -> None:
+def _drop_buffers_from_state(model: nn.Module, kept: set[str], ledger: ModelPatches) -> None:
     """Buffers stay, since masks may be made of them, but only one stage has each in its state dict."""
     for prefix, owner in model.named_modules():
         dropped = {name for name in owner._buffers if (f"{prefix}.{name}" if prefix else name) not in kept}

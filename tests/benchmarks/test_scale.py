@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.recurrence import Recurrence
+from lowtide.pipe.schedules.fast_simulation import FastSimulation
 from lowtide.pipe.schedules.registry import make_schedule
 from tests.kit.ranks import in_a_new_process
 
@@ -35,6 +35,6 @@ def test_many_ranks_are_as_much_work_as_8(ranks: int, blocks: int, tmp_path: Pat
 
 def test_a_pipeline_of_256_stages_has_the_bubble_of_the_closed_form() -> None:
     p, m = 256, 256
-    outcome = Recurrence(make_schedule("1f1b", p, m)).outcome(Costs.uniform(p))
+    outcome = FastSimulation(make_schedule("1f1b", p, m)).outcome(Costs.uniform(p))
     assert 1 - sum(outcome.busy) / (p * outcome.makespan) == pytest.approx((p - 1) / (m + p - 1))
     assert outcome.activation_bytes == tuple(float(p - rank) for rank in range(p))

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.checkpoint.dcp import STEP, OptimizerNames
 from lowtide.checkpoint.files import MANIFEST
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.fragment import Fragment, TensorInfo
+from lowtide.checkpoint.fragment import ChunkView, TensorInfo
 from lowtide.checkpoint.index import Manifest
 from lowtide.checkpoint.writer import write_part
 
@@ -64,11 +64,11 @@ def write(
     saving = target.begin(tag)
     for rank, ranges in enumerate(pieces):
         fragments = [
-            Fragment(f"model.{name}", tuple(tensors[name].shape), start, tensors[name].reshape(-1)[start:end])
+            ChunkView(f"model.{name}", tuple(tensors[name].shape), start, tensors[name].reshape(-1)[start:end])
             for name, (start, end) in ranges.items()
         ]
         if rank == 0:
-            fragments.append(Fragment(STEP, (), 0, torch.ones(1)))
+            fragments.append(ChunkView(STEP, (), 0, torch.ones(1)))
         write_part(saving, rank, fragments, [], {"rank": rank})
     target.commit(manifest_of(tensors, tag, len(pieces), **changes), NO_OPTIMIZER, keep_last)
     return target
@@ -78,7 +78,7 @@ def read_whole(target: CheckpointFolder, name: str, tag: str | None = None) -> T
     source = target.open(tag).weights
     info = source.tensors[name]
     values = torch.empty(info.nbytes // info.dtype.itemsize, dtype=info.dtype)
-    source.read([Fragment(name, info.shape, 0, values)])
+    source.read([ChunkView(name, info.shape, 0, values)])
     return values.view(info.shape)
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lowtide.checkpoint.fragment import boxes_of_range
-from lowtide.offload.box import Box
+from lowtide.offload.box import TensorChunk
 
 NO_LIMIT = 1 << 62
 
 
-def elements_of(box: Box, shape: tuple[int, ...]) -> list[int]:
+def elements_of(box: TensorChunk, shape: tuple[int, ...]) -> list[int]:
     """The places of a box's elements in the flattened tensor, by torch."""
     numbered = torch.arange(math.prod(shape)).view(shape)
     index = tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
@@ -53,12 +53,12 @@ def test_a_range_is_at_most_two_boxes_less_one_for_each_dimension() -> None:
 
 def test_the_drawing_of_the_module() -> None:
     boxes = boxes_of_range((4, 5), 3, 18, NO_LIMIT)
-    assert boxes == [Box((0, 3), (1, 2)), Box((1, 0), (2, 5)), Box((3, 0), (1, 3))]
+    assert boxes == [TensorChunk((0, 3), (1, 2)), TensorChunk((1, 0), (2, 5)), TensorChunk((3, 0), (1, 3))]
 
 
 def test_a_tensor_without_dimensions_is_one_box() -> None:
-    assert boxes_of_range((), 0, 1, 1) == [Box((), ())]
-    assert Box((), ()).numel == 1 and Box((), ()).start_in(()) == 0
+    assert boxes_of_range((), 0, 1, 1) == [TensorChunk((), ())]
+    assert TensorChunk((), ()).numel == 1 and TensorChunk((), ()).start_in(()) == 0
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5, 4)])
@@ -67,7 +67,7 @@ def test_an_empty_range_has_no_box(shape: tuple[int, ...]) -> None:
 
 
 def test_large_boxes_are_cut_along_their_first_long_dimension() -> None:
-    assert boxes_of_range((1, 6, 4), 0, 24, 8) == [Box((0, row, 0), (1, 2, 4)) for row in (0, 2, 4)]
+    assert boxes_of_range((1, 6, 4), 0, 24, 8) == [TensorChunk((0, row, 0), (1, 2, 4)) for row in (0, 2, 4)]
     assert boxes_of_range((2, 10), 0, 20, 4) == [
-        Box((row, column), (1, size)) for row in (0, 1) for column, size in ((0, 4), (4, 4), (8, 2))
+        TensorChunk((row, column), (1, size)) for row in (0, 1) for column, size in ((0, 4), (4, 4), (8, 2))
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.checkpoint import data_file
-from lowtide.checkpoint.data_file import Blocks, DataFile, EndOfFileError, FilePart
+from lowtide.checkpoint.data_file import Blocks, DataFile, EndOfFileError, FileChunk
 from tests.checkpoint.page_cache import forget, resident_pages, supports_direct
 
 BLOCK_BYTES = data_file._BLOCK_BYTES
@@ -34,7 +34,7 @@ def path(tmp_path: Path, content: bytes) -> Path:
 
 def read(file: DataFile, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     memories = [bytearray(high - low) for low, high in ranges]
-    file.read([FilePart(low, memoryview(memory)) for (low, _), memory in zip(ranges, memories, strict=True)])
+    file.read([FileChunk(low, memoryview(memory)) for (low, _), memory in zip(ranges, memories, strict=True)])
     return [bytes(memory) for memory in memories]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.checkpoint.export import READ_BYTES, UNFINISHED, ExportFolder, export_source, parse_bytes, parse_dtype
-from lowtide.checkpoint.fragment import Fragment
+from lowtide.checkpoint.fragment import ChunkView
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, SafetensorsSource, WeightsPlan
 from tests.kit.ranks import RankPool
 from tests.kit.resident import lasting_growth, peak_growth
@@ -181,7 +181,7 @@ def test_an_interrupted_change_is_old_or_new_or_unreadable(
 
 def read_all(source: SafetensorsSource) -> dict[str, Tensor]:
     found = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([Fragment(name, tuple(values.shape), 0, values.view(-1)) for name, values in found.items()])
+    source.read([ChunkView(name, tuple(values.shape), 0, values.view(-1)) for name, values in found.items()])
     return found
 
 

@@ -14,11 +14,11 @@ from lowtide.checkpoint.archive import MAX_VALUES_BYTES, ArchivePlace
 from lowtide.checkpoint.checkpoint import Checkpoint
 from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
 from lowtide.checkpoint.files import CheckpointError
-from lowtide.checkpoint.fragment import Fragment, TensorInfo
+from lowtide.checkpoint.fragment import ChunkView, TensorInfo
 from lowtide.checkpoint.index import Row
 from lowtide.checkpoint.reader import _batches_of, _Common, _Read
 from lowtide.offload import StoredRange
-from lowtide.offload.box import Box
+from lowtide.offload.box import TensorChunk
 from tests.checkpoint.making import read_whole, write
 
 BIG = 3 << 20  # elements of float32: several boxes
@@ -76,7 +76,7 @@ def test_any_range_comes_back_whoever_wrote_its_parts(
             for _ in range(10):
                 low, high = sorted(draw.randint(0, value.numel()) for _ in range(2))
                 memory = torch.empty(high - low, dtype=value.dtype)
-                fragments.append(Fragment(name, tuple(value.shape), low, memory))
+                fragments.append(ChunkView(name, tuple(value.shape), low, memory))
             source.read(fragments, shared)
             for fragment in fragments:
                 assert torch.equal(fragment.values, flat[fragment.start : fragment.end])
@@ -87,7 +87,7 @@ def test_values_are_cast_to_what_they_are_for(tmp_path: Path) -> None:
     source = write(tmp_path, {"w": value}).open().weights
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         memory = torch.empty(60, dtype=dtype)
-        source.read([Fragment("w", (10, 10), 25, memory)])
+        source.read([ChunkView("w", (10, 10), 25, memory)])
         assert torch.equal(memory, value.reshape(-1)[25:85].to(dtype))
 
 
@@ -95,7 +95,7 @@ def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
     value = torch.randn(BIG)
     source = write(tmp_path, {"w": value}).open().weights
     memory = torch.empty(100)
-    source.read([Fragment("w", (BIG,), BIG // 2 + 5, memory)])
+    source.read([ChunkView("w", (BIG,), BIG // 2 + 5, memory)])
     assert torch.equal(memory, value[BIG // 2 + 5 : BIG // 2 + 105])
     assert source.bytes_read == MAX_VALUES_BYTES < value.nbytes
 
@@ -114,10 +114,10 @@ def test_values_in_a_store_are_filled_in_the_order_in_which_they_are_asked_for(t
 
         return open_values
 
-    fragments = [Fragment(name, (40,), 0, StoredRange(40, torch.float32, opener(name))) for name in "ca"]
+    fragments = [ChunkView(name, (40,), 0, StoredRange(40, torch.float32, opener(name))) for name in "ca"]
     memory = torch.zeros(40)
     source = write(tmp_path, values, pieces=[dict.fromkeys(values, (0, 40))]).open().weights
-    source.read([fragments[0], Fragment("b", (40,), 0, memory), fragments[1]], shared)
+    source.read([fragments[0], ChunkView("b", (40,), 0, memory), fragments[1]], shared)
     assert torch.equal(memory, values["b"]) and all(torch.equal(stored[name], values[name]) for name in "ac")
     assert opened == ["c", "a"]
     assert source.bytes_read == 3 * 40 * 4
@@ -129,7 +129,7 @@ def test_a_box_may_be_for_several_fragments_of_several_dtypes(tmp_path: Path, sh
     value = torch.randn(BIG)
     source = write(tmp_path, {"w": value}).open().weights
     memories = [torch.empty(BIG, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
-    source.read([Fragment("w", (BIG,), 0, memory) for memory in memories], shared)
+    source.read([ChunkView("w", (BIG,), 0, memory) for memory in memories], shared)
     assert all(torch.equal(memory, value.to(memory.dtype)) for memory in memories)
 
 
@@ -147,7 +147,7 @@ def test_small_boxes_are_read_together_past_the_cache(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "preadv", counting)
     refused = DataFile(tmp_path / "a" / "__0_0.distcp", Blocks(1))._direct < 0
-    source.read([Fragment(name, (len(memory),), 0, memory) for name, memory in memories.items()], shared=False)
+    source.read([ChunkView(name, (len(memory),), 0, memory) for name, memory in memories.items()], shared=False)
     assert all(torch.equal(memories[name], value) for name, value in values.items())
     if refused:
         pytest.skip("the file system refuses O_DIRECT")
@@ -158,11 +158,11 @@ def reads(*places: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> 
     """places: rank, offset, numel of boxes of float32, which are wanted as dtype."""
     found = []
     for rank, offset, numel in places:
-        row = Row("w", Box((0,), (numel,)), ArchivePlace(offset, numel * 4, offset, 0))
+        row = Row("w", TensorChunk((0,), (numel,)), ArchivePlace(offset, numel * 4, offset, 0))
         info = TensorInfo((numel,), torch.float32)
         memory = torch.empty(numel, dtype=dtype)
         common = [_Common(row.box, row.box, 0)]
-        found.append(_Read(rank, row, info, Fragment("w", (numel,), 0, memory), common))
+        found.append(_Read(rank, row, info, ChunkView("w", (numel,), 0, memory), common))
     return found
 
 
@@ -280,7 +280,7 @@ def test_every_byte_of_a_tensors_values_counts(tmp_path: Path, shared: bool) -> 
             content[place] ^= 1 << (place % 8)
             path.write_bytes(content)
             with pytest.raises(CheckpointError) as caught:
-                source.read([Fragment("w", (8,), 0, torch.empty(8))], shared)
+                source.read([ChunkView("w", (8,), 0, torch.empty(8))], shared)
             assert str(caught.value) == (
                 f"{path}: expected the values of 'model.w' at offset {row.place.values_offset} as they were written, "
                 "found others (the checksum differs): the file is altered"
@@ -317,7 +317,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path, shared: b
     path = target.path / "a" / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError) as caught:
-        source.read([Fragment("w", (3000,), 0, torch.empty(3000))], shared)
+        source.read([ChunkView("w", (3000,), 0, torch.empty(3000))], shared)
     (offset,) = [row.place.values_offset for rank, row in source._rows["w"] if rank == 1]
     assert str(caught.value) == (
         f"{path}: expected 6000 bytes of 'model.w' at offset {offset}, found the end of the file: it is truncated"
@@ -326,7 +326,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path, shared: b
     with pytest.raises(
         CheckpointError, match="_0.distcp: expected a file of the checkpoint, found: No such file".replace(".", "[.]")
     ):
-        source.read([Fragment("w", (3000,), 0, torch.empty(3000))], shared)
+        source.read([ChunkView("w", (3000,), 0, torch.empty(3000))], shared)
 
 
 def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from lowtide.checkpoint.files import INDEX
-from lowtide.checkpoint.fragment import Fragment, TensorInfo
+from lowtide.checkpoint.fragment import ChunkView, TensorInfo
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, DTYPE_NAMES, SafetensorsSource, WeightsPlan
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
-def whole(name: str, values: Tensor, shape: tuple[int, ...]) -> Fragment:
-    return Fragment(name, shape, 0, values.view(-1))
+def whole(name: str, values: Tensor, shape: tuple[int, ...]) -> ChunkView:
+    return ChunkView(name, shape, 0, values.view(-1))
 
 
 def read_all(source: SafetensorsSource) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def test_a_range_costs_its_own_bytes_alone_and_is_cast(tmp_path: Path) -> None:
     assert source.bytes_read == 0
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64), 1):
         part = torch.empty(20, dtype=dtype)
-        source.read([Fragment("w", (11, 13), 17, part)])
+        source.read([ChunkView("w", (11, 13), 17, part)])
         assert torch.equal(part, values.view(-1)[17:37].to(dtype))
         assert source.bytes_read == number * 20 * 4
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide.checkpoint import writer
 from lowtide.checkpoint.checkpoint import Checkpoint
 from lowtide.checkpoint.files import MANIFEST, CheckpointError, check_model_file, check_weights_file
-from lowtide.checkpoint.fragment import Fragment
+from lowtide.checkpoint.fragment import ChunkView
 from tests.checkpoint.making import halves, resign, write
 
 WORDS = "an index file does not fit the others"
@@ -332,7 +332,7 @@ def test_many_mutations_load_what_was_saved_or_are_refused_and_change_nothing(fo
             assert str(error).isprintable(), repr(str(error))
             continue
         found = {key: info for key, info in source.tensors.items() if key in memory}
-        made = (Fragment(key, info.shape, 0, memory[key].view(info.dtype)) for key, info in found.items())
+        made = (ChunkView(key, info.shape, 0, memory[key].view(info.dtype)) for key, info in found.items())
         fragments = [fragment for fragment in made if fragment.numel == math.prod(fragment.shape)]
         try:
             source.read(fragments)

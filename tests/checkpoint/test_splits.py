@@ -14,10 +14,10 @@ from lowtide.checkpoint import writer
 from lowtide.checkpoint.dcp import STEP
 from lowtide.checkpoint.export import ExportFolder
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.fragment import Fragment, TensorInfo, stretches_of
+from lowtide.checkpoint.fragment import ChunkView, TensorInfo, stretches_of
 from lowtide.checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from lowtide.checkpoint.writer import write_part
-from lowtide.offload.box import Box, Portion
+from lowtide.offload.box import TensorChunk, TensorShard
 from tests.checkpoint.making import NO_OPTIMIZER, manifest_of
 from tests.engine.plain_weights import named_state
 
@@ -31,21 +31,21 @@ CUTS: dict[str, tuple[Sequence[int], ...]] = {  # where each dimension is cut
 }
 
 
-def boxes_at(cuts: Sequence[Sequence[int]]) -> list[Box]:
+def boxes_at(cuts: Sequence[Sequence[int]]) -> list[TensorChunk]:
     """The boxes that the cuts divide a tensor of SHAPE into."""
     sides = []
     for size, places in zip(SHAPE, cuts, strict=True):
         edges = (0, *places, size)
         sides.append([(low, high - low) for low, high in itertools.pairwise(edges)])
-    return [Box(*map(tuple, zip(*sides_of_box, strict=True))) for sides_of_box in itertools.product(*sides)]
+    return [TensorChunk(*map(tuple, zip(*sides_of_box, strict=True))) for sides_of_box in itertools.product(*sides)]
 
 
-def shards(box: Box, value: Tensor, count: int) -> Iterator[Fragment]:
+def shards(box: TensorChunk, value: Tensor, count: int) -> Iterator[ChunkView]:
     """Ranges of a box, as ranks that share it have them: copies of its values."""
     flat = value[box.index].flatten().contiguous()
     for part in range(count):
         low, high = (flat.numel() * place // count for place in (part, part + 1))
-        yield Fragment("model.w", SHAPE, low, flat[low:high].clone(), box)
+        yield ChunkView("model.w", SHAPE, low, flat[low:high].clone(), box)
 
 
 @pytest.mark.parametrize("written", CUTS)
@@ -55,7 +55,7 @@ def test_every_split_reads_every_other(tmp_path: Path, monkeypatch: pytest.Monke
     target = CheckpointFolder(tmp_path)
     saving = target.begin("a")
     fragments = [one for box in boxes_at(CUTS[written]) for one in shards(box, value, 3)]
-    fragments.append(Fragment(STEP, (), 0, torch.ones(1)))
+    fragments.append(ChunkView(STEP, (), 0, torch.ones(1)))
     for rank, one in enumerate(fragments):
         write_part(saving, rank, [one], [], {})
     target.commit(manifest_of({"w": value}, "a", len(fragments)), NO_OPTIMIZER, None)
@@ -98,7 +98,7 @@ def test_stretches_are_the_elements_of_a_box() -> None:
             -1
         ).tolist()
         assert all(high < low for (_, high), (low, _) in itertools.pairwise(found)), "as few as can be"
-    assert list(stretches_of(Box((), ()), ())) == [(0, 1)]
+    assert list(stretches_of(TensorChunk((), ()), ())) == [(0, 1)]
 
 
 class Columns(nn.Module):
@@ -112,14 +112,14 @@ class Columns(nn.Module):
 def test_the_slot_of_a_parameter_says_which_box_it_is() -> None:
     """As a layer that is split over ranks has it: the checkpoint knows the whole."""
     whole = torch.randn(6, 8)
-    box = Box((0, 3), (6, 5))
+    box = TensorChunk((0, 3), (6, 5))
     config = {"optimizer": {"type": "adamw"}, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 0}
     engine = lowtide.initialize(Columns(whole[box.index]), config)
     try:
         (group,) = (group for unit in engine._driver.passes.units for group in unit.groups)
         (slot,) = group.layout.slots
-        assert slot.portion == Portion.all_of((6, 5))
-        slots = (dataclasses.replace(slot, portion=Portion((6, 8), (6, 5), ((box, Box.whole((6, 5))),))),)
+        assert slot.portion == TensorShard.all_of((6, 5))
+        slots = (dataclasses.replace(slot, portion=TensorShard((6, 8), (6, 5), ((box, TensorChunk.whole((6, 5))),))),)
         group.layout = dataclasses.replace(group.layout, slots=slots)
         state = named_state(engine)
         assert state.catalog.parameters == {"weight": TensorInfo((6, 8), torch.float32)}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lowtide.comm import Arrangement, Mesh, World
+from lowtide.comm import Mesh, ParallelDims, World
 
-EIGHT = Arrangement((("pipe", 2), ("replica", 2), ("shard", 2)), data=("replica", "shard"))
-UNEVEN = Arrangement((("a", 2), ("b", 1), ("c", 3), ("d", 2)), data=("c", "d"))
+EIGHT = ParallelDims((("pipe", 2), ("replica", 2), ("shard", 2)), data=("replica", "shard"))
+UNEVEN = ParallelDims((("a", 2), ("b", 1), ("c", 3), ("d", 2)), data=("c", "d"))
 
 
 def test_the_last_axis_is_the_fastest() -> None:
@@ -16,7 +16,7 @@ def test_the_last_axis_is_the_fastest() -> None:
 
 
 @pytest.mark.parametrize("arrangement", [EIGHT, UNEVEN], ids=str)
-def test_ranks_and_places_belong_together(arrangement: Arrangement) -> None:
+def test_ranks_and_places_belong_together(arrangement: ParallelDims) -> None:
     names = [name for name, _ in arrangement.sizes]
     for axes in ((), *((name,) for name in names), names[1:], names[::-1], (names[-1], names[0])):
         for rank in range(arrangement.num_ranks):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.comm import Arrangement, Axis, Mesh, Terms, World, regions_of
+from lowtide.comm import Axis, Mesh, ParallelDims, Terms, World, regions_of
 from lowtide.zero.codec import NOTHING, sum_with_held
 from tests.kit.ranks import RankPool
 
@@ -22,9 +22,9 @@ def data(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(numel, generator=generator).to(dtype)
 
 
-def sharded(size: int) -> Arrangement:
+def sharded(size: int) -> ParallelDims:
     """One axis of all ranks."""
-    return Arrangement((("shard", size),), data=("shard",))
+    return ParallelDims((("shard", size),), data=("shard",))
 
 
 def axis_of(route: str) -> tuple[Mesh, Axis]:

@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from lowtide.comm import Arrangement, CollectiveError, Mesh, World
+from lowtide.comm import CollectiveError, Mesh, ParallelDims, World
 from tests.kit.ranks import RankPool
 
 
 def create(route: str, patched: str, replacement: Any) -> tuple[str, str, list[str]]:
     """(route of the mesh, error, files left behind), with one function replaced."""
-    arrangement = Arrangement((("shard", 2),), data=("shard",))
+    arrangement = ParallelDims((("shard", 2),), data=("shard",))
     before = set(os.listdir("/dev/shm"))
     with mock.patch(patched, replacement):
         try:
@@ -117,7 +117,7 @@ def create_on_rank_1(replacement: Any) -> tuple[str, str, list[str]]:
 def reserve_slots(patched: str, replacement: Any, rank: int) -> str:
     """The error of what is mapped after the counters, with one function replaced on `rank`."""
     mesh = Mesh.create(
-        World.join("cpu", 20.0), Arrangement((("shard", 2),), data=("shard",)), "shared_memory", 0, "shard"
+        World.join("cpu", 20.0), ParallelDims((("shard", 2),), data=("shard",)), "shared_memory", 0, "shard"
     )
     fails = mock.patch(patched, replacement) if os.environ["RANK"] == str(rank) else contextlib.nullcontext()
     with fails, pytest.raises(CollectiveError) as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.blueprint.footprint import Moment, bytes_of
+from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 from tests.engine.plain_weights import Adapted
 from tests.kit import models
 from tests.kit.training import ADAMW
@@ -126,7 +126,7 @@ def bytes_at_rest(build: Any, stage: int, config: dict[str, Any]) -> tuple[dict[
     with engine_of(build, stage, **config) as engine:
         run(engine, 0, 1)
         held = engine.memory()
-        said = bytes_of(engine._parts.blueprint, engine.rank, Moment.BETWEEN_STEPS)
+        said = bytes_of(engine._parts.blueprint, engine.rank, MemoryPhase.BETWEEN_STEPS)
         names = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
         own = {ours: getattr(held, theirs) for ours, theirs in names.items()}
         trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.fragment import Fragment
+from lowtide.checkpoint.fragment import ChunkView
 from tests.kit.training import Case
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
@@ -155,7 +155,7 @@ def saved_tensors(folder: Path, tag: str) -> dict[str, Tensor]:
         wanted = []
         for name, info in source.tensors.items():
             values = torch.empty(info.nbytes // info.dtype.itemsize, dtype=info.dtype)
-            wanted.append(Fragment(name, info.shape, 0, values))
+            wanted.append(ChunkView(name, info.shape, 0, values))
             found[prefix + name] = values.view(info.shape)
         source.read(wanted)
     return found

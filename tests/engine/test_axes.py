@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from lowtide.comm import Arrangement, Mesh, World
-from lowtide.engine.blueprint.axes import TENSOR, arrangement_of, domain_of
+from lowtide.comm import Mesh, ParallelDims, World
+from lowtide.engine.blueprint.axes import TENSOR, domain_of, parallel_dims_of
 from lowtide.engine.config.parallel import ParallelConfig, world_faults
 from lowtide.engine.config.zero import ZeroConfig
-from lowtide.zero.domain import Domain
 from lowtide.zero.policy import ZeroPolicy
+from lowtide.zero.sharding_spec import ShardingSpec
 from tests.kit.ranks import RankPool
 
 
-def axes_of(num_ranks: int, stage: int, degrees: dict[str, int], **zero: Any) -> tuple[Arrangement, Domain]:
+def axes_of(num_ranks: int, stage: int, degrees: dict[str, int], **zero: Any) -> tuple[ParallelDims, ShardingSpec]:
     policy = ZeroPolicy.from_stage(stage)
     config = ZeroConfig.model_validate({"stage": stage, **zero})
-    arrangement = arrangement_of(ParallelConfig.model_validate(degrees), config, policy, num_ranks)
+    arrangement = parallel_dims_of(ParallelConfig.model_validate(degrees), config, policy, num_ranks)
     return arrangement, domain_of(policy, arrangement)
 
 

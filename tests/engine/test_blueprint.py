@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.comm.shared_memory import SharedMemoryRoute
+from lowtide.comm.shared_memory import SharedMemoryTransport
 from lowtide.comm.shared_segment import Gather, map_together
-from lowtide.comm.sockets import SocketRoute
+from lowtide.comm.sockets import SocketTransport
 from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import Moment, bytes_of, shared_bytes
+from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of, shared_bytes
 from lowtide.engine.blueprint.optimizer_plan import OptimizerChoice
 from lowtide.engine.config.config import Config
 from lowtide.zero.group import ShardedGroup
@@ -104,7 +104,7 @@ def blueprint_of(config: dict[str, Any], num_ranks: int, optimizer: OptimizerCho
 def said_of(config: dict[str, Any], rank: int, num_ranks: int, optimizer: OptimizerChoice = None) -> Found:
     blueprint = blueprint_of(config, num_ranks, optimizer)
     found: Found = {}
-    for moment in Moment:
+    for moment in MemoryPhase:
         values = asdict(bytes_of(blueprint, rank, moment))
         found |= {f"{kind} {moment.value}": values.pop(kind) for kind in ("gradients", "optimizer")}
         found |= values
@@ -118,7 +118,7 @@ def there_is(config: dict[str, Any], optimizer: OptimizerChoice = None) -> Found
     with shared_memory_counted(mapped):
         engine = lowtide.initialize(model_of(config), config, optimizer=optimizer)
 
-    def look(moment: Moment) -> None:
+    def look(moment: MemoryPhase) -> None:
         memory = engine.memory()
         found[f"gradients {moment.value}"] = memory.gradient_bytes
         found[f"optimizer {moment.value}"] = memory.optimizer_bytes
@@ -127,7 +127,7 @@ def there_is(config: dict[str, Any], optimizer: OptimizerChoice = None) -> Found
         for step in range(STEPS):
             peak[0] = 0  # in the first step, what has just been filled is still on its way to its home
             train(engine, step, look)
-            look(Moment.BETWEEN_STEPS)
+            look(MemoryPhase.BETWEEN_STEPS)
     found["parameters"] = engine.memory().parameter_bytes
     found["gathered"] = peak[0] - found["parameters"] if peak[0] else 0
     found |= bytes_outside(engine)
@@ -144,7 +144,7 @@ def train(engine: lowtide.Engine, step: int, look: Any) -> None:
         return
     for number, part in enumerate(zip(*(one.chunk(accumulation) for one in batch), strict=True), 1):
         engine.backward(engine(*part))
-        look(Moment.REDUCED if number == accumulation else Moment.ACCUMULATING)
+        look(MemoryPhase.REDUCED if number == accumulation else MemoryPhase.ACCUMULATING)
         engine.step()
 
 
@@ -162,9 +162,9 @@ def staging_bytes(engine: lowtide.Engine) -> int:
     """Of this rank's slots, in shared memory or of its own, with what comes to them."""
     memory: list[Tensor] = []
     for route in {id(axis.route): axis.route for axis in engine._mesh._lines.values()}.values():
-        if isinstance(route, SharedMemoryRoute):
+        if isinstance(route, SharedMemoryTransport):
             memory += [slots[route.rank] for slots in route._slots]
-        elif isinstance(route, SocketRoute):
+        elif isinstance(route, SocketTransport):
             memory += route._scratch.values()
     return sum(one.nbytes for one in memory)
 
@@ -199,11 +199,11 @@ def reductions_watched(look: Any) -> Iterator[None]:
 
     def after_collect(self: ScheduledUnits, stage: int) -> None:
         collect(self, stage)
-        look(Moment.ACCUMULATING)
+        look(MemoryPhase.ACCUMULATING)
 
     def after_end(self: ScheduledUnits) -> None:
         end_backward(self)
-        look(Moment.REDUCED)
+        look(MemoryPhase.REDUCED)
 
     with (
         patch.object(ScheduledUnits, "collect", after_collect),

@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide.engine.model.given_model import take
-from lowtide.model.ledger import Ledger
+from lowtide.model.patches import ModelPatches
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool
@@ -117,7 +117,7 @@ def test_a_model_of_an_open_engine_is_not_copied() -> None:
 def test_a_copy_of_an_engines_model_is_no_engines() -> None:
     """While the engine is made."""
     model = nn.Linear(2, 2)
-    take(model, Ledger())
-    take(copy.deepcopy(model), Ledger())
+    take(model, ModelPatches())
+    take(copy.deepcopy(model), ModelPatches())
     with pytest.raises(ValueError, match="this Linear is the model of an engine that is still open"):
-        take(model, Ledger())
+        take(model, ModelPatches())

@@ -71,7 +71,7 @@ def sum_of(weights: Any) -> Tensor:
 MODEL: list[nn.Module] = []
 
 
-class Box:
+class TensorChunk:
     """Hides a parameter from those who look for it among arguments."""
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -92,7 +92,7 @@ def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], st
     param = model.get_parameter(NAME)
     MODEL[:] = [model]
     found = {}
-    for name, read in {**READS, "in an object": lambda p: handle_torch_function(sum_of, (p,), Box(p))}.items():
+    for name, read in {**READS, "in an object": lambda p: handle_torch_function(sum_of, (p,), TensorChunk(p))}.items():
         try:
             found[name] = "nothing", str(read(param))
         except Exception as error:

@@ -9,7 +9,7 @@ from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import ShardUpdate, update_runs, update_shard, update_shards
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
-from lowtide.kernels.triton.optimizer_step import OptionRuns, run_table
+from lowtide.kernels.triton.optimizer_step import OptionChunks, run_table
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES
 
@@ -81,7 +81,7 @@ def test_stretches_that_agree_are_one() -> None:
     coefficients = OPTIMIZERS["adamw"].coefficients
     assert coefficients is not None
     runs = [(0, other), (10, options), (20, twin), (20, other), (30, other), (40, options)]
-    found = OptionRuns.of(runs, [3] * len(runs), coefficients)
+    found = OptionChunks.of(runs, [3] * len(runs), coefficients)
     assert found.ends == (20, 30, 40) and found.choices == (0, 1, 0)
     assert found.coefficients == (coefficients(options, 3), coefficients(other, 3))
 
@@ -90,7 +90,7 @@ def test_whole_numbers_are_no_constants() -> None:
     options = CASES["sgd with momentum"][1] | {"lr": 1, "weight_decay": 0, "dampening": 1, "momentum": 1}
     coefficients = OPTIMIZERS["sgd"].coefficients
     assert coefficients is not None
-    (found,) = OptionRuns.of([(10, options)], [2], coefficients).coefficients
+    (found,) = OptionChunks.of([(10, options)], [2], coefficients).coefficients
     assert found == (0, -1, 1, 0, 0, 1, 0, 0) and all(type(value) is float for value in found)
 
 

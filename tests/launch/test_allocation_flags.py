@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
-from lowtide.launch.hosts.host import Allocation, Host, LaunchError, Meeting
+from lowtide.launch.hosts.host import Allocation, Host, LaunchError, Rendezvous
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 TORCHRUN = {
@@ -102,7 +102,7 @@ def test_a_job_within_a_rank_says_so() -> None:
 def test_launchers_started_by_hand_join(index: int, part: str) -> None:
     found = find(num_hosts=3, host_index=index, meet="node1:23456", nproc=4)
     assert found.hosts == (Host("node1"), Host("host-1"), Host("host-2")) and found.nproc == 4
-    assert found.meeting == Meeting(index, "node1", 23456, "by hand node1:23456")
+    assert found.meeting == Rendezvous(index, "node1", 23456, "by hand node1:23456")
     assert (found.part, found.transport) == (part, "join")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
 from lowtide.launch.allocation.managers import counts
-from lowtide.launch.hosts.host import Allocation, Host, LaunchError, Meeting
+from lowtide.launch.hosts.host import Allocation, Host, LaunchError, Rendezvous
 
 # As sbatch --nodes=3 --gpus-per-node=a100:4 sets it, on the first node.
 BATCH = {
@@ -93,7 +93,7 @@ def test_one_task_a_node_joins(index: str, part: str) -> None:
     found = find(STEP | {"SLURM_NODEID": index, "SLURM_PROCID": index})
     assert (found.part, found.transport, found.hosts) == (part, "join", (Host("gpu08"), Host("gpu09")))
     assert found.meeting is not None and 20000 <= found.meeting.port < 30000
-    assert found.meeting == Meeting(int(index), "gpu08", found.meeting.port, "SLURM job 4711, step 2")
+    assert found.meeting == Rendezvous(int(index), "gpu08", found.meeting.port, "SLURM job 4711, step 2")
 
 
 def test_all_tasks_of_a_step_know_one_port_and_those_of_another_an_other() -> None:

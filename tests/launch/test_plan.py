@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lowtide.launch.hosts.host import Allocation, Device, Host, HostReport, LaunchError, Meeting
+from lowtide.launch.hosts.host import Allocation, Device, Host, HostReport, LaunchError, Rendezvous
 from lowtide.launch.hosts.plan import MAX_SHOWN_RANKS, HostPlan, JobPlan, make_plan, printed_plan
 from lowtide.launch.wire.messages import from_plain, to_plain
 
@@ -66,7 +66,7 @@ def test_ranks_are_numbered_over_hosts_as_torchrun_does() -> None:
         (Allocation("x", "local", (Host("a"),)), None, "127.0.0.1"),
         (Allocation("x", "ssh", (Host("root@a"), Host("b"))), None, "a"),
         (Allocation("x", "ssh", (Host("a"), Host("b"))), "10.0.0.1", "10.0.0.1"),
-        (Allocation("x", "join", (Host("a"), Host("b")), meeting=Meeting(0, "a.svc", 1, "x")), None, "a.svc"),
+        (Allocation("x", "join", (Host("a"), Host("b")), meeting=Rendezvous(0, "a.svc", 1, "x")), None, "a.svc"),
     ],
 )
 def test_the_store_is_where_the_others_reach_the_first_host(

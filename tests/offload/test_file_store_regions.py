@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lowtide.offload.block_file import SECTOR_BYTES, Checksum
-from lowtide.offload.file_store import Regions
+from lowtide.offload.file_store import FileSpace
 
 
 def test_regions_never_overlap_and_free_neighbours_become_one() -> None:
-    regions, chance = Regions(4096), random.Random(0)
+    regions, chance = FileSpace(4096), random.Random(0)
     taken: dict[int, int] = {}  # size by offset
     for _ in range(2000):
         if taken and chance.random() < 0.5:
@@ -31,7 +31,7 @@ def test_regions_never_overlap_and_free_neighbours_become_one() -> None:
 
 
 def test_the_smallest_gap_that_suffices_is_used() -> None:
-    regions = Regions(4096)
+    regions = FileSpace(4096)
     offsets = {nbytes: regions.take(nbytes) for nbytes in (40960, 4096, 8192, 4095, 20480, 100)}
     for nbytes in (40960, 8192, 20480):
         regions.give(offsets[nbytes], nbytes)
@@ -42,7 +42,7 @@ def test_the_smallest_gap_that_suffices_is_used() -> None:
 
 
 def test_an_empty_region_takes_nothing() -> None:
-    regions = Regions(4096)
+    regions = FileSpace(4096)
     regions.give(regions.take(0), 0)
     assert regions.end == 0
 

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.offload import AioOptions, FileStore, HostPool, HostStore, OffloadError, Resident, Store, Transfer, Window
+from lowtide.offload import (
+    AioOptions,
+    FileStore,
+    HostPool,
+    HostStore,
+    Offloadable,
+    OffloadError,
+    Store,
+    Transfer,
+    Window,
+)
 
 SIZES = [5000, 1, 4096, 0, 9001, 4097, 12288, 777, 5000, 5000]
 KEYS = [f"unit {index}" for index in range(len(SIZES))]
@@ -136,8 +146,8 @@ def content(store: Store, keys: list[str] = KEYS, sizes: list[int] = SIZES) -> l
     return outs
 
 
-def residents_in(store: Store, pool: HostPool, keys: list[str] = KEYS, sizes: list[int] = SIZES) -> list[Resident]:
-    return [Resident.of(store, k, partial(pool.take, n), pool.give) for k, n in zip(keys, sizes, strict=True)]
+def residents_in(store: Store, pool: HostPool, keys: list[str] = KEYS, sizes: list[int] = SIZES) -> list[Offloadable]:
+    return [Offloadable.of(store, k, partial(pool.take, n), pool.give) for k, n in zip(keys, sizes, strict=True)]
 
 
 def add_ten(index: int, buffer: Tensor) -> bool:
@@ -146,7 +156,7 @@ def add_ten(index: int, buffer: Tensor) -> bool:
     return True
 
 
-def run(residents: list[Resident], compute: Callable[[int, Tensor], bool], depth: int = 1) -> None:
+def run(residents: list[Offloadable], compute: Callable[[int, Tensor], bool], depth: int = 1) -> None:
     """Calls compute(index, buffer) for each in order; what it returns True for is saved."""
     with Window(depth) as window:
         window.expect(residents)
@@ -296,7 +306,7 @@ def test_what_is_still_being_saved_is_saved_before_it_is_loaded_again() -> None:
         is_taken.append(True)
         return only
 
-    resident = Resident.of(store, "a", take, lambda _: is_taken.clear())
+    resident = Offloadable.of(store, "a", take, lambda _: is_taken.clear())
     with Window(max_leaving=5) as window:
         for number in range(5):
             window.create(resident).fill_(number)
@@ -390,7 +400,7 @@ def test_a_second_version_is_kept_beside_the_first(takes_back: bool) -> None:
 
 def test_what_is_worked_on_where_it_is_needs_no_transfer_and_a_copy_for_its_old_version() -> None:
     values = torch.arange(7.0)
-    resident = Resident("here", lambda: values)
+    resident = Offloadable("here", lambda: values)
     with Window() as window:
         window.expect([resident])
         with window.use(resident) as found:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.comm import Arrangement, Exchange, Mesh, World
+from lowtide.comm import Collectives, Mesh, ParallelDims, World
 from lowtide.parallel.collectives import copied, gathered, joined, parted, scattered, summed
 from lowtide.parallel.sequence_attention import swapped
 from tests.kit.ranks import RankPool
@@ -15,8 +15,8 @@ SHAPES = [(6, 4), (2, 12, 7), (2, 6, 900)]
 NAME = "a layer"
 
 
-def exchange_on(size: int, route: str) -> Exchange:
-    arrangement = Arrangement((("tensor", size),), (), layers=("tensor",))
+def exchange_on(size: int, route: str) -> Collectives:
+    arrangement = ParallelDims((("tensor", size),), (), layers=("tensor",))
     mesh = Mesh.create(World.join("cpu", 20.0), arrangement, route, 1 << 24, "tensor")
     return mesh.exchange(["tensor"])
 

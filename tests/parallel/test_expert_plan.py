@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.model.prepared_model import check_units
-from lowtide.offload import Portion
+from lowtide.offload import TensorShard
 from lowtide.parallel.experts import ExpertPlan
 from lowtide.parallel.sequence_data import SequenceError, check_model
 from lowtide.parallel.tiles import Tiled
@@ -86,7 +86,7 @@ def test_other_experts_are_named() -> None:
 
 def test_a_place_has_the_same_rows_of_what_a_tensor_axis_cuts() -> None:
     whole = torch.arange(4 * 6 * 2).view(4, 6, 2)
-    portion = Portion.along((4, 6, 2), 1, [(0, 1), (3, 5)]).cut(0, 2, 4)
+    portion = TensorShard.along((4, 6, 2), 1, [(0, 1), (3, 5)]).cut(0, 2, 4)
     found = torch.empty(portion.shape, dtype=torch.int64)
     for box, own in portion.boxes:
         found[own.index] = whole[box.index]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowtide.parallel.expert_dispatch import TriedExperts
+from lowtide.parallel.expert_dispatch import ExpertSelfCheck
 from tests.parallel.test_expert_routing import WIDTH, Experts
 
 
@@ -42,7 +42,7 @@ class Dropping(Unweighted):
 
 def tried(module: Experts, dtype: torch.dtype = torch.float32) -> Tensor:
     torch.manual_seed(0)
-    experts = TriedExperts("layers.0", module.to(dtype), module.forward)
+    experts = ExpertSelfCheck("layers.0", module.to(dtype), module.forward)
     rows = torch.randn(7, WIDTH).to(dtype)
     for _ in range(2):
         made = experts(rows, torch.arange(7) % 4)

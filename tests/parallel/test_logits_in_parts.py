@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowtide.parallel.splits import ranges_of
-from lowtide.parallel.vocabulary import LogitParts
+from lowtide.parallel.vocab_parallel import VocabParallelLogits
 from tests.kit.ranks import RankPool
 from tests.parallel.test_collectives import exchange_on
 
@@ -60,7 +60,7 @@ def used_in_parts() -> list[tuple[Tensor, Tensor, Tensor]]:
         x, target = logits()
         own = x[..., low:high].clone().requires_grad_()
         SCALES.clear()
-        loss = use(LogitParts(own, NUMEL, low, exchange), target)
+        loss = use(VocabParallelLogits(own, NUMEL, low, exchange), target)
         loss.backward()
         assert own.grad is not None
         found.append((loss.detach(), own.grad, torch.stack([*SCALES, loss.detach()])))
@@ -76,7 +76,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_in_place_is_refused(name: str) -> None:
-    parts = LogitParts(torch.ones(2, NUMEL), NUMEL, 0, exchange_on(1, "auto"))
+    parts = VocabParallelLogits(torch.ones(2, NUMEL), NUMEL, 0, exchange_on(1, "auto"))
     with pytest.raises(TypeError, match=rf"cannot be changed in place, found {re.escape(name)}; use what gives"):
         CHANGES[name](parts)
 
@@ -84,7 +84,7 @@ def test_a_change_in_place_is_refused(name: str) -> None:
 def target_outside() -> str:
     x, target = logits()
     try:
-        LogitParts(x[0], NUMEL, 0, exchange_on(1, "auto")).cross_entropy(target[0] + NUMEL, -100)
+        VocabParallelLogits(x[0], NUMEL, 0, exchange_on(1, "auto")).cross_entropy(target[0] + NUMEL, -100)
     except IndexError as error:
         return str(error)
     return "no error"

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.comm import Axis, Exchange
-from lowtide.comm.axis import SoloRoute
+from lowtide.comm import Axis, Collectives
+from lowtide.comm.axis import SoloTransport
 from lowtide.parallel import block_attention
 from lowtide.parallel.block_attention import Kind, Scores, Seen
 from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention
@@ -119,9 +119,9 @@ def kinds_of(size: int, tokens: int, place: int, hop: int) -> list[Kind]:
     return [seen.kind(queries, keys) for _, queries, _, keys in _pairs(Ring(exchange, 1, tokens, seen), hop)]
 
 
-def alone_at(size: int, place: int) -> Exchange:
+def alone_at(size: int, place: int) -> Collectives:
     places = tuple(range(size))
-    return Exchange(Axis("sequence", place, places, places, SoloRoute(torch.device("cpu"))))
+    return Collectives(Axis("sequence", place, places, places, SoloTransport(torch.device("cpu"))))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.comm import Axis, Exchange
-from lowtide.comm.axis import SoloRoute
-from lowtide.model.ledger import Ledger
+from lowtide.comm import Axis, Collectives
+from lowtide.comm.axis import SoloTransport
+from lowtide.model.patches import ModelPatches
 from lowtide.parallel.sequence_attention import SequenceAttention, check_attention, sent_heads
 from tests.kit import models
 from tests.kit.ranks import RankPool
@@ -297,8 +297,8 @@ def test_models_whose_sequences_cannot_be_shared_are_errors(ranks: RankPool) -> 
 def test_close_gives_a_model_its_attention_back() -> None:
     for name in ("llama", "Plain"):
         model: Any = MODELS[name]()
-        attention = SequenceAttention(Exchange(Axis("sequence", 0, (0,), (0,), SoloRoute(torch.device("cpu")))))
-        ledger, before = Ledger(), getattr(getattr(model, "config", None), "_attn_implementation", None)
+        attention = SequenceAttention(Collectives(Axis("sequence", 0, (0,), (0,), SoloTransport(torch.device("cpu")))))
+        ledger, before = ModelPatches(), getattr(getattr(model, "config", None), "_attn_implementation", None)
         attention.put_on(model, ledger)
         assert name == "Plain" or model.config._attn_implementation != before
         ledger.close()

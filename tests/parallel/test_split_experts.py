@@ -10,7 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.engine.archive.named_state import taken
 from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import Moment, bytes_of
+from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 from lowtide.engine.config.config import Config
 from lowtide.parallel.experts import ExpertLayout
 from lowtide.parallel.plan import TensorPlan
@@ -94,7 +94,7 @@ def test_the_blueprint_says_the_bytes_of_both_splits(ranks: RankPool) -> None:
     whole: Any = moe.gpt_oss()
     numel = sum(param.numel() for param in whole.model.layers[0].mlp.experts.parameters())
     for rank, (parameters, optimizer, own) in enumerate(ranks(4, bytes_there_are)):
-        said = bytes_of(blueprint, rank, Moment.BETWEEN_STEPS)
+        said = bytes_of(blueprint, rank, MemoryPhase.BETWEEN_STEPS)
         assert (parameters, optimizer) == (said.parameters, said.optimizer), rank
         assert own < 0.29 * numel  # 20 or 24 of 44 columns
 

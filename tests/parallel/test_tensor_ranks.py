@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import Moment, bytes_of
+from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 from lowtide.engine.config.config import Config
 from tests.kit.ranks import RankError, RankPool
 from tests.kit.training import ADAMW, Case, train_all
@@ -201,7 +201,7 @@ def test_the_blueprint_says_the_bytes_of_a_split(ranks: RankPool) -> None:
     blueprint = Blueprint.of(config, others.gpt2(), 2)
     whole = sum(param.numel() * 8 for param in others.gpt2().parameters())
     for rank, found in enumerate(ranks(2, bytes_there_are)):
-        said = bytes_of(blueprint, rank, Moment.BETWEEN_STEPS)
+        said = bytes_of(blueprint, rank, MemoryPhase.BETWEEN_STEPS)
         assert (found["parameters"], found["optimizer"]) == (said.parameters, said.optimizer), rank
         assert found["own"] < 0.55 * whole
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.model.ledger import Ledger
-from lowtide.parallel.tiled_logits import TiledLogits
+from lowtide.model.patches import ModelPatches
+from lowtide.parallel.chunked_logits import ChunkedLogits
 from lowtide.parallel.tiles import Tiles
 from tests.kit import models
 from tests.kit.ranks import RankPool
@@ -148,8 +148,8 @@ def test_a_pipeline_trains_in_tiles(ranks: RankPool) -> None:
     assert ranks(2, over_a_pipeline) == [[], []]
 
 
-def tiled(model: nn.Module, tiles: Tiles) -> tuple[Ledger, list[str]]:
-    ledger, warnings = Ledger(), list[str]()
+def tiled(model: nn.Module, tiles: Tiles) -> tuple[ModelPatches, list[str]]:
+    ledger, warnings = ModelPatches(), list[str]()
     tiles.apply(model, ledger, warnings.append)
     return ledger, warnings
 
@@ -244,7 +244,7 @@ def test_what_reads_logits_gets_them_and_is_named() -> None:
     expected = model(ids)
     _, warnings = tiled(model, Tiles(loss=7))
     logits = model(ids)
-    assert isinstance(logits, TiledLogits) and logits.shape == expected.shape
+    assert isinstance(logits, ChunkedLogits) and logits.shape == expected.shape
     assert torch.equal(logits.argmax(-1), expected.argmax(-1)) and torch.equal(
         logits[:, 3:, :].exp(), expected[:, 3:].exp()
     )

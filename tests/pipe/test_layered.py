@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.comm.sockets import SocketRoute
+from lowtide.comm.sockets import SocketTransport
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.offload.file_store import FileStore
 from lowtide.pipe.split.random_streams import seeds_behind
@@ -155,16 +155,16 @@ def trained(settings: dict[str, Any], accumulation: int) -> lowtide.Engine:
 def sent(settings: dict[str, Any], accumulation: int) -> dict[str, int]:
     """Elements that this rank sends in a step, of one shard of a block each."""
     counted = Counter[str]()
-    plain = SocketRoute._send
+    plain = SocketTransport._send
 
-    def count(self: SocketRoute, tensors: dict[int, Tensor], tag: int, what: str) -> Any:
+    def count(self: SocketTransport, tensors: dict[int, Tensor], tag: int, what: str) -> Any:
         kind = "gather" if what.startswith("gather of") else "reduction" if what.startswith("reduction of") else "other"
         counted[kind] += sum(one.numel() for one in tensors.values())
         return plain(self, tensors, tag, what)
 
     engine = trained(settings, accumulation)
     shard = engine._driver.passes.units[-1].groups[0].layout.shard_numel
-    with patch.object(SocketRoute, "_send", count):
+    with patch.object(SocketTransport, "_send", count):
         engine.train_step(rows_of(1, 2 * accumulation))
     engine.close()
     return {kind: counted[kind] // shard for kind in ("gather", "reduction")}

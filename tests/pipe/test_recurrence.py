@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.recurrence import Recurrence
+from lowtide.pipe.schedules.fast_simulation import FastSimulation
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import Action, Op, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
@@ -33,7 +33,7 @@ def test_a_recurrence_costs_what_is_simulated(name: str, ranks: int) -> None:
             continue
         for chunks in {kind.min_chunks, kind.max_chunks or 3}:
             schedule = make_schedule(name, ranks, microbatches, chunks)
-            recurrence = Recurrence(schedule)
+            recurrence = FastSimulation(schedule)
             for costs in (Costs.uniform(schedule.num_stages, send=0.25), drawn_costs(draw, schedule.num_stages)):
                 found, simulated = recurrence.outcome(costs), simulate(schedule, costs)
                 assert found.makespan == simulated.makespan
@@ -65,7 +65,7 @@ def moments_of(row: Sequence[Action], own: Sequence[int], num_microbatches: int)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_moments_know_what_other_microbatches_hold_and_which_stages_have_ended(name: str) -> None:
     schedule = make_schedule(name, 2, 4, KINDS[name].max_chunks or 2)
-    recurrence = Recurrence(schedule)
+    recurrence = FastSimulation(schedule)
     for found, own, row in zip(recurrence.computing, recurrence.stages, schedule.actions, strict=True):
         columns = np.column_stack([found.codes, found.places, found.held, found.kept, found.begun, found.ended])
         assert {tuple(one) for one in columns.tolist()} == moments_of(row, own, 4)
@@ -75,4 +75,4 @@ def test_ranks_that_wait_for_ever_are_named() -> None:
     rows = ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
     lists = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     with pytest.raises(ScheduleError, match="deadlock, 2 of 2 ranks wait for ever"):
-        Recurrence(Schedule("turned", 2, 2, 2, (0, 1), lists))
+        FastSimulation(Schedule("turned", 2, 2, 2, (0, 1), lists))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.engine.model.deferred import DeferredModel
-from lowtide.model.ledger import Ledger
+from lowtide.model.patches import ModelPatches
 from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages
 from tests.kit import models
@@ -77,7 +77,7 @@ def test_buffers_that_training_changes_are_right_on_their_stage() -> None:
 
 def test_buffers_are_right_where_one_rank_has_the_first_and_the_last_stage() -> None:
     model, plan = Normalized(), plan_split(Normalized(), 3)
-    (first, last), middle = make_stages(Normalized(), plan, [0, 2], Ledger()), Stage(Normalized(), plan, 1)
+    (first, last), middle = make_stages(Normalized(), plan, [0, 2], ModelPatches()), Stage(Normalized(), plan, 1)
     call = lambda model: model(*models.vector_batch(0, 6))  # noqa: E731
     assert staged([first, middle, last], call).differences(whole(model, call)) == []
     merged = first.module.state_dict() | middle.module.state_dict()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowtide.model.ledger import Ledger
+from lowtide.model.patches import ModelPatches
 from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages
@@ -151,7 +151,7 @@ def test_several_stages_of_one_rank_share_a_module(name: str) -> None:
     build, call, _ = CASES[name]
     expected = whole(seeded(build)(), call)
     plan = plan_split(seeded(build)(), 3)
-    outer, inner = make_stages(seeded(build)(), plan, [0, 2], Ledger()), Stage(seeded(build)(), plan, 1)
+    outer, inner = make_stages(seeded(build)(), plan, [0, 2], ModelPatches()), Stage(seeded(build)(), plan, 1)
     assert outer[0].module is outer[1].module
     found = staged([outer[0], inner, outer[1]], call)
     for tied, stages in plan.tied.items():

@@ -21,7 +21,7 @@ from lowtide.engine.plan.planner import Planner
 from lowtide.engine.plan.search import Bound, Found, Result, search, search_all
 from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.recurrence import Recurrence
+from lowtide.pipe.schedules.fast_simulation import FastSimulation
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 
 ADAMW = {"optimizer": {"type": "adamw", "params": {}}, "bf16": {"enabled": True}}
@@ -150,7 +150,7 @@ def test_choices_of_a_model_are_searched_exactly(planner: Planner) -> None:
 def test_a_schedule_that_is_simulated_in_part_takes_as_long() -> None:
     """From twice as many microbatches as ranks on, each takes the time of the busiest rank."""
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"):
-        fewer, whole = (Recurrence(make_schedule(name, 4, count)) for count in (8, 24))
+        fewer, whole = (FastSimulation(make_schedule(name, 4, count)) for count in (8, 24))
         costs = Costs.uniform(len(fewer.crosses))
         assert ScheduleRun.of(fewer, costs, 24).seconds == pytest.approx(
             ScheduleRun.of(whole, costs, 24).seconds, rel=0.02

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import torch
 
 import lowtide
-from lowtide.comm.peers import P2P
-from lowtide.comm.sockets import SocketRoute
+from lowtide.comm.p2p import P2P
+from lowtide.comm.sockets import SocketTransport
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.estimate import MachineWork, estimate
@@ -29,16 +29,16 @@ BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 def sent(config: dict[str, Any]) -> int:
     """In the second step, by gathers and reductions of groups."""
     counted = [0]
-    plain = SocketRoute._send
+    plain = SocketTransport._send
 
-    def count(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+    def count(self: SocketTransport, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
         counted[0] += sum(one.nbytes for one in tensors.values()) if " of unit" in what else 0
         return plain(self, tensors, tag, what)
 
     engine = lowtide.initialize(frozen_gpt(4), config)
     rows = 2 * (engine.config.gradient_accumulation_steps or 1)
     engine.train_step(models.token_batch(0, rows))
-    with patch.object(SocketRoute, "_send", count):
+    with patch.object(SocketTransport, "_send", count):
         engine.train_step(models.token_batch(1, rows))
     engine.close()
     return counted[0]
@@ -92,9 +92,9 @@ def compare_stages(cases: dict[str, dict[str, Any]]) -> list[str]:
 def sent_between_stages(config: dict[str, Any]) -> tuple[int, int]:
     """(between stages, by gathers and reductions of groups)."""
     counted = [0, 0]
-    plain, plain_of_groups = P2P.send, SocketRoute._send
+    plain, plain_of_groups = P2P.send, SocketTransport._send
 
-    def count_of_groups(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+    def count_of_groups(self: SocketTransport, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
         is_counted = " of unit" in what or "tied" in what
         counted[1] += sum(one.nbytes for one in tensors.values()) if is_counted else 0
         return plain_of_groups(self, tensors, tag, what)
@@ -106,7 +106,7 @@ def sent_between_stages(config: dict[str, Any]) -> tuple[int, int]:
     engine = lowtide.initialize(models.tied_gpt(), config)
     batch = models.token_batch(0, 2 * config["gradient_accumulation_steps"])
     engine.train_step(batch)
-    with patch.object(P2P, "send", count), patch.object(SocketRoute, "_send", count_of_groups):
+    with patch.object(P2P, "send", count), patch.object(SocketTransport, "_send", count_of_groups):
         engine.train_step(batch)
     engine.close()
     return counted[0], counted[1]
@@ -159,9 +159,9 @@ def of_experts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """(planned on rank 0, sent) in a step: tokens to experts and back, gradients and parameters of groups."""
     rows = 2 * config["gradient_accumulation_steps"]
     found = {"tokens": 0, "groups": 0}
-    plain = SocketRoute._send
+    plain = SocketTransport._send
 
-    def count(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+    def count(self: SocketTransport, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
         for kind, name in (("tokens", "experts"), ("groups", " of unit")):
             found[kind] += sum(one.nbytes for one in tensors.values()) if name in what else 0
         return plain(self, tensors, tag, what)
@@ -169,7 +169,7 @@ def of_experts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     torch.manual_seed(0)
     engine = lowtide.initialize(ExpertGPT(), config)
     engine.train_step(batch_of_experts(rows))
-    with patch.object(SocketRoute, "_send", count):
+    with patch.object(SocketTransport, "_send", count):
         engine.train_step(batch_of_experts(rows))
     engine.close()
     return {} if engine.rank else planned_of_experts(config), found

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 import lowtide
-from lowtide.comm.sockets import SocketRoute
+from lowtide.comm.sockets import SocketTransport
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.choice import Choice, Space
@@ -52,14 +52,14 @@ def measured(model: str, config: dict[str, Any]) -> tuple[int, int]:
     engine = lowtide.initialize(MODELS[model](), config)
     whole = tuple(torch.cat([one] * config["gradient_accumulation_steps"]) for one in batch_of(model, 0))
     sent = [0]
-    plain = SocketRoute._send
+    plain = SocketTransport._send
 
-    def count(self: SocketRoute, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
+    def count(self: SocketTransport, tensors: dict[int, torch.Tensor], tag: int, what: str) -> Any:
         sent[0] += sum(one.nbytes for one in tensors.values()) if " of unit" in what else 0
         return plain(self, tensors, tag, what)
 
     engine.train_step(whole)
-    with LiveBytes(engine) as live, patch.object(SocketRoute, "_send", count):
+    with LiveBytes(engine) as live, patch.object(SocketTransport, "_send", count):
         engine.train_step(whole)
     engine.close()
     return live.peak, sent[0]

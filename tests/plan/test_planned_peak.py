@@ -20,7 +20,7 @@ from lowtide.engine.model.prepared_model import tiles_of
 from lowtide.engine.plan.estimate import Activations, estimate, writes_gradients
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.profile import Profile, ProfilePart, Stretch
+from lowtide.engine.plan.profile import ComputePhase, Profile, ProfilePart
 from lowtide.zero.policy import ZeroPolicy
 from tests.engine.test_blueprint import staging_bytes
 from tests.engine.test_memory import _has_memory
@@ -300,16 +300,16 @@ def test_gradients_of_the_rest_wait_until_the_backward_has_ended() -> None:
         for name, nbytes in of_rest.items()
     }
 
-    def at(stage: int, accumulation: int, stretch: Stretch) -> list[int]:
+    def at(stage: int, accumulation: int, stretch: ComputePhase) -> list[int]:
         config = Config.load({"gradient_accumulation_steps": accumulation})
         activations = Activations(Profile(1, 1, parts), config, ZeroPolicy.from_stage(stage))
         return [activations.at(name, stretch) for name in parts]
 
     for stage, accumulation in ((0, 1), (3, 1), (2, 2)):
-        assert at(stage, accumulation, Stretch.FORWARD) == [0, 100, 200]
-        assert at(stage, accumulation, Stretch.BACKWARD_START) == [0 + 20 + 2 + 4, 100 + 20 + 4, 200 + 20]
-        assert at(stage, accumulation, Stretch.BACKWARD_REST) == [0 + 30 + 2 + 4, 100 + 30 + 4, 200 + 30]
-    assert at(1, 2, Stretch.BACKWARD_REST) == [0 + 30, 100 + 30, 200 + 30]
+        assert at(stage, accumulation, ComputePhase.FORWARD) == [0, 100, 200]
+        assert at(stage, accumulation, ComputePhase.BACKWARD_START) == [0 + 20 + 2 + 4, 100 + 20 + 4, 200 + 20]
+        assert at(stage, accumulation, ComputePhase.BACKWARD_REST) == [0 + 30 + 2 + 4, 100 + 30 + 4, 200 + 30]
+    assert at(1, 2, ComputePhase.BACKWARD_REST) == [0 + 30, 100 + 30, 200 + 30]
 
 
 def written_ones(configs: list[dict[str, Any]]) -> list[tuple[bool, bool]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import Footprint, Moment
+from lowtide.engine.blueprint.footprint import Footprint, MemoryPhase
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
@@ -126,8 +126,8 @@ def test_gradients_of_a_stage_that_has_ended_are_final_while_another_computes() 
     parts["blocks.0"] = ProfilePart(backward_start_bytes=10**9, holding_peak_bytes=10**9)
     _, peak = memory_by_place(blueprint, Machine(devices_per_host=4, device="cpu"), replace(profile, parts=parts))[0]
     footprint, (first, other) = Footprint(blueprint, 0), blueprint.places[0].trained
-    added, final = footprint.gradient(first, Moment.ACCUMULATING), footprint.gradient(other, Moment.REDUCED)
-    rests = footprint.at(Moment.BETWEEN_STEPS, gathers=False)
+    added, final = footprint.gradient(first, MemoryPhase.ACCUMULATING), footprint.gradient(other, MemoryPhase.REDUCED)
+    rests = footprint.at(MemoryPhase.BETWEEN_STEPS, gathers=False)
     cast = profile.cast_bytes * 4
-    assert final > footprint.gradient(other, Moment.ACCUMULATING)
+    assert final > footprint.gradient(other, MemoryPhase.ACCUMULATING)
     assert peak == rests.parameters + rests.optimizer + rests.staging + added + final + cast + 10**9

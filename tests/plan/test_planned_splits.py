@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.comm.shared_memory import SharedMemoryRoute
+from lowtide.comm.shared_memory import SharedMemoryTransport
 from lowtide.engine.blueprint.axes import EXPERT, SEQUENCE, TENSOR
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import shared_bytes
@@ -125,7 +125,7 @@ def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
         engine.train_step(whole)
     sent = {name: exchange.bytes_sent - before[name] for name, exchange in exchanges.items()}
     apart = exchanges[EXPERT]._axis.route  # data-parallel ranks have another route for gradients
-    slots = sum(slot[apart.rank].nbytes for slot in apart._slots) if isinstance(apart, SharedMemoryRoute) else 0
+    slots = sum(slot[apart.rank].nbytes for slot in apart._slots) if isinstance(apart, SharedMemoryTransport) else 0
     engine.close()
     return live.peak + slots, sent
 
@@ -262,7 +262,7 @@ def shared(parallel: dict[str, int]) -> tuple[int, int, int]:
     slots = sum(
         sum(slot[exchange._axis.route.rank].nbytes for slot in exchange._axis.route._slots)
         for exchange in engine._mesh._exchanges.values()
-        if isinstance(exchange._axis.route, SharedMemoryRoute)
+        if isinstance(exchange._axis.route, SharedMemoryTransport)
     )
     engine.close()
     assert slots == profile.slot_bytes

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lowtide.comm import Arrangement
+from lowtide.comm import ParallelDims
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.choice import Choice
@@ -39,7 +39,7 @@ def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() 
 )
 def test_ranks_of_an_axis_share_hosts_as_they_follow_each_other(names: tuple[str, ...], on_host: int) -> None:
     sizes = (("pipe", 2), ("replica", 2), ("secondary", 4), ("shard", 4))
-    assert Machine(num_hosts=8).ranks_on_host(Arrangement(sizes, ("replica", "secondary", "shard")), names) == on_host
+    assert Machine(num_hosts=8).ranks_on_host(ParallelDims(sizes, ("replica", "secondary", "shard")), names) == on_host
 
 
 def test_a_ring_over_hosts_is_as_fast_as_the_links_that_leave_them() -> None:

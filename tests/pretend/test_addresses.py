@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.comm.native import NativeRoute
-from lowtide.comm.peers import P2P
+from lowtide.comm.native import NativeTransport
+from lowtide.comm.p2p import P2P
 from tests.engine.test_blueprint import BF16, FP32, config_of
 from tests.kit import models
 from tests.kit.ranks import RankPool
@@ -67,9 +67,9 @@ def addresses_seen(module: nn.Module, seen: Seen) -> Iterator[None]:
     def look_at_gradient(name: str, gradient: Tensor) -> None:
         look(f"the gradient of {name}", gradient)
 
-    plain = NativeRoute._start
+    plain = NativeTransport._start
 
-    def start(self: NativeRoute, collective: Any, what: str, *tensors: Tensor) -> Any:
+    def start(self: NativeTransport, collective: Any, what: str, *tensors: Tensor) -> Any:
         look(what, *tensors)
         return plain(self, collective, what, *tensors)
 
@@ -81,7 +81,7 @@ def addresses_seen(module: nn.Module, seen: Seen) -> Iterator[None]:
     for name, param in module.named_parameters():
         handles.append(param.register_hook(partial(look_at_gradient, name)))
     with ExitStack() as stack:
-        stack.enter_context(patch.object(NativeRoute, "_start", start))
+        stack.enter_context(patch.object(NativeTransport, "_start", start))
         for way in ("send", "receive"):
             stack.enter_context(patch.object(P2P, way, partialmethod(message, getattr(P2P, way))))
         yield

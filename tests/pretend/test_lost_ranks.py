@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import lowtide
-from lowtide.comm.overdue import Overdue
+from lowtide.comm.collective_watchdog import CollectiveWatchdog
 from tests.kit.models import linear_chain
 from tests.kit.ranks import RankPool
 from tests.pretend import group
@@ -59,7 +59,7 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(
 
 def test_what_nobody_was_told_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    overdue = Overdue()
+    overdue = CollectiveWatchdog()
     overdue.start(0, torch.device("cpu"), 0.1)
     overdue.begin("gather of unit (rest)", [1], lambda others: "", waits=True)
     deadline = time.monotonic() + 10

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint, Timing
-from lowtide.engine.blueprint.footprint import Footprint, Moment, bytes_of
-from lowtide.engine.blueprint.offload import Home
+from lowtide.engine.blueprint.footprint import Footprint, MemoryPhase, bytes_of
+from lowtide.engine.blueprint.offload import Placement
 from lowtide.engine.config.config import Config
 from lowtide.kernels import optimizer_step
 from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs, value_of
@@ -74,7 +74,7 @@ def blueprint_of(build: Any, config: dict[str, Any], num_ranks: int) -> Blueprin
     return Blueprint.of(Config.load(config).resolve(num_ranks), model, num_ranks, device="pretend")
 
 
-def said_of(blueprint: Blueprint, rank: int, moment: Moment) -> int:
+def said_of(blueprint: Blueprint, rank: int, moment: MemoryPhase) -> int:
     said = bytes_of(blueprint, rank, moment)
     return said.parameters + said.gradients + said.optimizer
 
@@ -84,13 +84,13 @@ def trained_groups(blueprint: Blueprint) -> list[GroupPlan]:
     return [group for plan in blueprint.places for group in plan.trained]
 
 
-def small_bytes(blueprint: Blueprint, moment: Moment) -> int:
+def small_bytes(blueprint: Blueprint, moment: MemoryPhase) -> int:
     """The most that there is beside model states, of which all but the last terms are 0.3 % of a model at most."""
     groups = [group for plan in blueprint.places for group in plan.groups]
     stand_ins = sum(group.dtype.itemsize for group in groups)  # a NaN for parameters that were released
     # Up to 6 elements of each, to tell a change by `.data`: as they were remembered; as they are, and what differs.
     sampled = 6 * sum(len(one.params) * one.dtype.itemsize for one in groups)
-    if moment is Moment.BETWEEN_STEPS:
+    if moment is MemoryPhase.BETWEEN_STEPS:
         return stand_ins + sampled + in_background(blueprint)
     trained = trained_groups(blueprint)
     blocks = sum(group.layout.padded_numel // BLOCK_NUMEL for group in trained)
@@ -134,9 +134,9 @@ def passing(blueprint: Blueprint, rank: int) -> int:
     homes, plan, footprint = blueprint.homes, blueprint.places[blueprint.place_of(rank)], Footprint(blueprint, rank)
     gradients = [one.layout.shard_numel * one.accumulation_dtype.itemsize for one in plan.trained]
     kinds = [gradients, [one.shard_bytes for one in plan.trained]] if homes.updates_on_host else []
-    if homes.parameters is Home.FILE:
+    if homes.parameters is Placement.FILE:
         kinds.append([one.shard_bytes for one in plan.groups])
-    if homes.states is Home.FILE:
+    if homes.states is Placement.FILE:
         kinds.append([nbytes for one in plan.updated for nbytes in footprint.chunks(one)])
     return sum(round_up(nbytes, PAGE) for sizes in kinds for nbytes in sorted(sizes)[-3:])
 
@@ -206,9 +206,9 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
     engine = lowtide.initialize(build(), {**config, "kernels": {"fuse_modules": False}})
     found: Found = {}
 
-    def look(moment: Moment) -> None:
+    def look(moment: MemoryPhase) -> None:
         there, said = allocated() - before, said_of(blueprint, rank, moment)
-        leaving = bytes_of(blueprint, rank).staging * (moment is not Moment.BETWEEN_STEPS)
+        leaving = bytes_of(blueprint, rank).staging * (moment is not MemoryPhase.BETWEEN_STEPS)
         found[moment.value] = said, there, small_bytes(blueprint, moment) + leaving
         outside = bytes_of(blueprint, rank, moment)
         found[f"{moment.value}, in host memory"] = outside.host, bytes_in_host_memory(), passing(blueprint, rank)
@@ -218,13 +218,13 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
     for _ in range(2 + (blueprint.timing is Timing.DELAYED)):  # states are there, and an update in the background
         most, in_update = run(engine, batches, Peak(before), look)
         wait_for_updates()
-        look(Moment.BETWEEN_STEPS)
-    moments = list(Moment) if len(batches) > 1 else [Moment.BETWEEN_STEPS, Moment.REDUCED]
+        look(MemoryPhase.BETWEEN_STEPS)
+    moments = list(MemoryPhase) if len(batches) > 1 else [MemoryPhase.BETWEEN_STEPS, MemoryPhase.REDUCED]
     said = max(bytes_of(blueprint, rank, moment).model for moment in moments)
-    more = small_bytes(blueprint, Moment.REDUCED) + in_a_sum(blueprint)
+    more = small_bytes(blueprint, MemoryPhase.REDUCED) + in_a_sum(blueprint)
     in_flight = len(batches) if blueprint.pipeline is not None else 1
     found["the most"] = said, most, in_flight * working + on_its_way(blueprint) + more
-    said = max(said_of(blueprint, rank, moment) for moment in (Moment.BETWEEN_STEPS, Moment.REDUCED))
+    said = max(said_of(blueprint, rank, moment) for moment in (MemoryPhase.BETWEEN_STEPS, MemoryPhase.REDUCED))
     found["the most in the update"] = said, in_update or said, more + bytes_of(blueprint, rank).staging
     engine.close()
     del engine
@@ -240,7 +240,7 @@ def wait_for_updates() -> None:
 
 
 Batches = list[tuple[Tensor, ...]]
-Look = Callable[[Moment], None]
+Look = Callable[[MemoryPhase], None]
 
 
 def run_step(engine: lowtide.Engine, batches: Batches, peak: Peak, look: Look) -> tuple[int, int]:
@@ -250,7 +250,7 @@ def run_step(engine: lowtide.Engine, batches: Batches, peak: Peak, look: Look) -
         with peak.without_kernels():
             engine.backward(engine(*batch))
         most = max(most, peak.read())
-        look(Moment.REDUCED if number == len(batches) else Moment.ACCUMULATING)
+        look(MemoryPhase.REDUCED if number == len(batches) else MemoryPhase.ACCUMULATING)
         with peak.without_kernels():
             engine.step()
     return most, peak.read()
@@ -259,8 +259,8 @@ def run_step(engine: lowtide.Engine, batches: Batches, peak: Peak, look: Look) -
 def run_pipeline(engine: lowtide.Engine, batches: Batches, peak: Peak, look: Look) -> tuple[int, int]:
     """As `run_step`, of a step that is one call: 0 for the update, which is in the first."""
 
-    def look_between(moment: Moment) -> None:
-        if moment is Moment.REDUCED:  # before it there are activations
+    def look_between(moment: MemoryPhase) -> None:
+        if moment is MemoryPhase.REDUCED:  # before it there are activations
             look(moment)
 
     with peak.without_kernels(), reductions_watched(look_between):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.kernels.linear_layers import LinearLayers, gradient_of, weight_gradient
-from lowtide.model.ledger import Ledger
+from lowtide.model.patches import ModelPatches
 from lowtide.pipe.backward import WeightGradients
 from lowtide.zero import hooks
 from tests.kit.ranks import RankPool
@@ -243,8 +243,8 @@ def test_small_layers_are_left_alone() -> None:
     engine.close()
 
 
-def layers_of(model: nn.Module) -> Ledger:
-    ledger = Ledger()
+def layers_of(model: nn.Module) -> ModelPatches:
+    ledger = ModelPatches()
     LinearLayers(model.modules(), lambda param, dy, x, is_transposed: gradient_of(dy, x, is_transposed), ledger)
     return ledger
 
@@ -267,7 +267,7 @@ def test_a_copy_lets_go_of_its_maker() -> None:
             return gradient_of(dy, x, is_transposed)
 
     layer, maker = nn.Linear(WIDTH, WIDTH), Maker()
-    ledger, alive = Ledger(), weakref.ref(maker)
+    ledger, alive = ModelPatches(), weakref.ref(maker)
     LinearLayers([layer], maker, ledger)
     other = copy.deepcopy(layer)
     ledger.close()
@@ -310,7 +310,7 @@ def test_what_a_linear_layer_can_do_it_still_can(name: str) -> None:
 def test_a_computed_weight_is_not_put_off() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     weight_norm(layer)
-    weights = WeightGradients([layer], Ledger())
+    weights = WeightGradients([layer], ModelPatches())
     with weights.put_off(0):
         layer(torch.ones(2, WIDTH)).sum().backward()
     weights.make(0)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.comm import Axis
 from lowtide.zero.gradient import GroupGradient
-from lowtide.zero.move import Move
+from lowtide.zero.gradient_reducer import GradientReducer
 from lowtide.zero.sequence import UnitSequence
 from tests.kit.grids import pairs
 from tests.kit.models import Chain
@@ -131,9 +131,9 @@ def test_where_gradients_wait_for_the_boundary_they_stay(ranks: RankPool) -> Non
 
 def train_staged_and_not(cases: list[Case], num_refused: int) -> tuple[list[Outcome], list[Outcome]]:
     """num_refused: how often in a backward the slot is said not to be free."""
-    next_slot, asked = Move.next_message, Counter[int]()
+    next_slot, asked = GradientReducer.next_message, Counter[int]()
 
-    def refusing(self: Move, axis: Axis, has_shard: bool) -> Tensor | None:
+    def refusing(self: GradientReducer, axis: Axis, has_shard: bool) -> Tensor | None:
         asked[id(self)] += 1
         return None if asked[id(self)] <= num_refused else next_slot(self, axis, has_shard)
 
@@ -143,7 +143,7 @@ def train_staged_and_not(cases: list[Case], num_refused: int) -> tuple[list[Outc
 
     begin_backward = UnitSequence.begin_backward
     with (
-        mock.patch.object(Move, "next_message", refusing),
+        mock.patch.object(GradientReducer, "next_message", refusing),
         mock.patch.object(UnitSequence, "begin_backward", started),
     ):
         staged = train_all(cases)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import Moment, bytes_of
+from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.zero.low_rank import LowRank, ThinLayout
+from lowtide.zero.powersgd import PowerSGDOptions, ThinLayout
 from tests.engine.saving import Trip, load_trips, save_trips
 from tests.kit.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
 from tests.kit.ranks import RankPool
@@ -118,7 +118,7 @@ def sent(stage: int) -> tuple[list[int], int]:
         engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
         found.append(exchange.bytes_sent - before)
         before = exchange.bytes_sent
-    low_rank = LowRank(RANK, START, 2.0, True, True, 0)
+    low_rank = PowerSGDOptions(RANK, START, 2.0, True, True, 0)
     layouts = [ThinLayout.of(one.group.layout, low_rank) for one in engine.optimizer.shards]
     numel = sum(one.num_first + one.num_second for one in layouts if one.thin)
     engine.close()
@@ -138,7 +138,7 @@ def held(stage: int) -> tuple[int, int]:
         engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
     found = sum(shard.gradient.held_bytes for shard in engine.optimizer.shards)
     blueprint = Blueprint.of(Config.load(case.as_config()).resolve(engine.world_size), short_gpt(), engine.world_size)
-    planned = bytes_of(blueprint, engine.rank, Moment.BETWEEN_STEPS).gradients
+    planned = bytes_of(blueprint, engine.rank, MemoryPhase.BETWEEN_STEPS).gradients
     engine.close()
     return found, planned
 

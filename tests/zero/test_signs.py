@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.comm import regions_of
 from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import Moment, RankBytes, bytes_of
+from lowtide.engine.blueprint.footprint import MemoryPhase, RankBytes, bytes_of
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.kernels.quantized_blocks import packed_signs, unpacked_signs
 from lowtide.watch.log import logger
@@ -182,7 +182,7 @@ def test_a_bit_is_sent_for_each_element(ranks: RankPool) -> None:
 
 def planned_bytes(case: Case, rank: int, size: int) -> RankBytes:
     blueprint = Blueprint.of(Config.load(case.as_config()).resolve(size), case.build(), size)
-    return bytes_of(blueprint, rank, Moment.BETWEEN_STEPS)
+    return bytes_of(blueprint, rank, MemoryPhase.BETWEEN_STEPS)
 
 
 def held(bf16: bool) -> tuple[int, int, int]:

@@ -209,7 +209,7 @@ class Detached(Base):
         return functional.mse_loss(self.last(x), y)
 
 
-class Box:
+class TensorChunk:
     """Holds a tensor where no list or mapping is."""
 
     __slots__ = ("_x", "own")
@@ -220,8 +220,8 @@ class Box:
 
 
 class Boxed(nn.Linear):
-    def forward(self, x: Tensor) -> Box:  # type: ignore[override]
-        return Box(super().forward(x))
+    def forward(self, x: Tensor) -> TensorChunk:  # type: ignore[override]
+        return TensorChunk(super().forward(x))
 
 
 class Objects(Base):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ....comm import Arrangement, Axis, Mesh, World
+from ....comm import Axis, Mesh, ParallelDims, World
 from ....kernels.optimizer_step import update_shard
 from ....kernels.sum_of_squares import squares_by_block
 from ....offload import AioOptions, FileStore, OffloadError, keep_heap
@@ -128,7 +128,7 @@ def _load(store: FileStore, values: torch.Tensor) -> None:
 def _messages(world: World, route: str) -> Curves:
     """Each rank sends to each other one; sizes are what it sends."""
     size = world.size
-    arrangement = Arrangement((("shard", size),), ("shard",))
+    arrangement = ParallelDims((("shard", size),), ("shard",))
     mesh = Mesh.create(world, arrangement, route, 0, "shard")
     try:
         axis = mesh.axes["shard"]

@@ -29,7 +29,7 @@ class Clipping:
         return min(1.0, self.limit / (norm + 1e-6)) if self.is_by_hand or norm > self.limit else 1.0
 
 
-class StepSoFar:
+class AccumulationState:
     """From one update to the next."""
 
     def __init__(self, config: Config) -> None:

@@ -34,7 +34,7 @@ class Arriving:
         return self._out
 
 
-class Exchange:
+class Collectives:
     """Collectives of tensors that were not announced, over the route of an axis.
 
     Each returns when the result is there, but for `trade` and `shift`, which are waited for by what they return. All

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ...zero.unit import Unit
 from ..archive.named_state import UnsplitModel
+from .call_guard import CallGuard
 from .join import Call
 from .model_call import ModelCall
 from .steps import Steps, UnitPasses
-from .turn import Turn
 
 
-class Driver(Protocol):
+class Runner(Protocol):
     """Runs them with the whole model, or by the schedule of a pipeline; the engine does not know which.
 
     Every method is given the steps of the engine, which are told of each backward.
@@ -49,7 +49,7 @@ class Driver(Protocol):
     def take_up(self, units: Sequence[Unit]) -> None:
         """Parameters of some units have gradients from now on. Called on all ranks, whichever units they have."""
 
-    def listen(self, steps: Steps, turn: Turn) -> None:
+    def listen(self, steps: Steps, turn: CallGuard) -> None:
         """Before the first forward: where backwards come from that the engine is not asked for."""
 
     def train(self, steps: Steps, batch: Any) -> None:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..comm import CollectiveError, Exchange
-from ..model.ledger import Ledger
+from ..comm import CollectiveError, Collectives
+from ..model.patches import ModelPatches
 from ..model.recomputing import BufferValues
 from .plan import TensorPlan
 from .splits import LayerSplit, Style, is_linear
@@ -35,7 +35,7 @@ _LISTED = "has a list of experts; put layers that follow each other into a modul
 _CACHE = re.compile("cache", re.IGNORECASE)
 
 
-class SplitTrial:
+class SplitSelfCheck:
     """The modules that are compared, each by its name: of equal ones the first. To be made before layers are split."""
 
     def __init__(
@@ -43,7 +43,7 @@ class SplitTrial:
         plan: TensorPlan,
         model: nn.Module,
         units: Sequence[nn.Module],
-        exchange: Exchange,
+        exchange: Collectives,
         with_all_tokens: Callable[[], AbstractContextManager[object]],
         experts: Sequence[nn.Module] = (),
     ) -> None:
@@ -265,7 +265,7 @@ def distance_of(found: Tensor, right: Tensor) -> float:
 _MOST_APART = 1e-3  # of a difference beside the gradient; ranks that compute the same are apart by roundings at most
 
 
-def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Exchange, ledger: Ledger) -> None:
+def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, ledger: ModelPatches) -> None:
     """Compares the first gradient of each parameter that all ranks have, and then looks no more.
 
     A parameter between a column and a row split that no plan names gets a part of its gradient on each rank, and its
@@ -279,7 +279,7 @@ def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Exchange, ledger:
             ledger.hook(handle)
 
 
-def _compare(name: str, exchange: Exchange, handles: list[Any], gradient: Tensor) -> None:
+def _compare(name: str, exchange: Collectives, handles: list[Any], gradient: Tensor) -> None:
     handles.pop().remove()
     own = gradient.detach().double() if gradient.device.type != "mps" else gradient.detach().float()
     sums = torch.stack([own.sum(), own.abs().sum()]).view(1, 2)

@@ -16,20 +16,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..comm import Axis, Exchange, Pending, regions_of
+from ..comm import Axis, Collectives, Pending, regions_of
 from ..offload import bytes_in_memory
 from .accumulation import Region
 from .codec import Codec
+from .gradient_reducer import GradientReducer, GradientStats
 from .group import ShardedGroup
-from .layout import FlatLayout, Piece
-from .move import Inspection, Move
+from .layout import FlatLayout, ParamShard
 
 LOW_RANK_ERROR = "low_rank_error"
 """State in a checkpoint; the number of its rank follows."""
 
 
 @dataclass(frozen=True)
-class LowRank:
+class PowerSGDOptions:
     """The settings of PowerSGD in the config."""
 
     rank: int
@@ -63,7 +63,7 @@ class ThinLayout:
     plain: tuple[slice, ...]  # of the flat buffer, padding too
 
     @classmethod
-    def of(cls, layout: FlatLayout, low_rank: LowRank) -> ThinLayout:
+    def of(cls, layout: FlatLayout, low_rank: PowerSGDOptions) -> ThinLayout:
         thin = []
         for index, slot in enumerate(layout.slots):
             if len(slot.shape) < 2 or not slot.numel:
@@ -91,14 +91,14 @@ class ThinLayout:
         """Elements of the matrices."""
         return sum(one.rows * one.columns for one in self.thin)
 
-    def kept_numel(self, low_rank: LowRank) -> int:
+    def kept_numel(self, low_rank: PowerSGDOptions) -> int:
         """Elements that are kept between steps: errors and Q."""
         errors = self.num_thin if low_rank.error_feedback else 0
         return errors + (self.num_second if low_rank.warm_start else 0)
 
 
-class LowRankMove(Move):
-    """As `Move`, over the only axis along which data differ. The staged gradient lies in private memory.
+class PowerSGDReducer(GradientReducer):
+    """As `GradientReducer`, over the only axis along which data differ. The staged gradient lies in private memory.
 
     Errors and Q are from the last step that counted: a skipped step does not change them.
     """
@@ -109,8 +109,8 @@ class LowRankMove(Move):
         levels: Sequence[Codec],
         replicas: Codec,
         dtype: torch.dtype,
-        inspection: Inspection,
-        low_rank: LowRank,
+        inspection: GradientStats,
+        low_rank: PowerSGDOptions,
     ) -> None:
         super().__init__(group, levels, replicas, dtype, inspection)
         self._low_rank = low_rank
@@ -223,9 +223,9 @@ class LowRankMove(Move):
                 for one in self._layout.thin
             }
 
-    def rank_states(self) -> Iterator[tuple[Piece, str, Tensor]]:
+    def rank_states(self) -> Iterator[tuple[ParamShard, str, Tensor]]:
         for index, error in self.errors.items():
-            yield Piece(index, 0, 0, error.numel()), f"{LOW_RANK_ERROR}_{self._axis.rank}", error.view(-1)
+            yield ParamShard(index, 0, 0, error.numel()), f"{LOW_RANK_ERROR}_{self._axis.rank}", error.view(-1)
 
     def rank_state_names(self, index: int) -> list[str]:
         return [f"{LOW_RANK_ERROR}_{rank}" for rank in range(self._axis.size)] if index in self.errors else []
@@ -266,7 +266,7 @@ class LowRankMove(Move):
         return self._exchange.sum(values.to(self._stager.dtype), self._name).to(self._wide)
 
     @cached_property
-    def _exchange(self) -> Exchange:
+    def _exchange(self) -> Collectives:
         """A process group apart from the groups' messages: the second message starts when the first has arrived."""
         return self._group.axes.exchange_along(("shard",) if self._group.axes.states.size > 1 else ("replica",))
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...comm import Raised
+from ...comm import ErrorBroadcast
 from ...zero.sequence import StateError
 
 
@@ -16,10 +16,10 @@ def _never() -> bool:
     return False
 
 
-class Turn:
+class CallGuard:
     """The call that an engine makes now. `what` is how users read it: "engine.step()"."""
 
-    def __init__(self, raised: Raised) -> None:
+    def __init__(self, raised: ErrorBroadcast) -> None:
         """raised: tells the other ranks of an error that ends a call."""
         self.raised = raised
         self.is_over = False
@@ -84,13 +84,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def in_turn(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Decorates a public method that must not be called while another call is made: see `Turn.of`."""
+def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Decorates a public method that must not be called while another call is made: see `CallGuard.of`."""
     what = "engine(...)" if method.__name__ == "__call__" else f"engine.{method.__name__}()"
 
     @wraps(method)
     def wrapped(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        turn: Turn = self._turn
+        turn: CallGuard = self._turn
         turn.begin(what)
         try:
             before = turn.raised.enter(what)

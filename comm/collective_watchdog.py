@@ -48,7 +48,7 @@ class _Call(NamedTuple):  # one for each time: a dataclass takes thrice as long 
     stream: torch.Stream | None  # that it is on; None on the CPU, where the host itself waits
 
 
-class Overdue:
+class CollectiveWatchdog:
     """Looks whether the device comes past what the host has started, and aborts what is late. Off until `start`."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Overdue:
             raise self.error
 
     def begin(self, what: str, others: Sequence[int], compare: Callable[[Sequence[int]], str], waits: bool) -> None:
-        """The host begins to start `what`, or to wait for it. compare: as `Trail.compare`.
+        """The host begins to start `what`, or to wait for it. compare: as `FlightRecorder.compare`.
 
         A stream waits for nothing that is started alone: until the next wait, that of the last one is looked at.
         """
@@ -138,7 +138,7 @@ class Overdue:
                 logger.warning("a process group could not be aborted: %s", error)
 
 
-def _watch(overdue: weakref.ref[Overdue], stop: threading.Event, poll_seconds: float) -> None:
+def _watch(overdue: weakref.ref[CollectiveWatchdog], stop: threading.Event, poll_seconds: float) -> None:
     """Until it is stopped, or gone with an engine that nobody has closed."""
     while not stop.wait(poll_seconds):
         there = overdue()

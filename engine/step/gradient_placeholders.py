@@ -15,7 +15,7 @@ from .features import StepFeature
 from .parts import Parts
 
 
-class ShownGradients(StepFeature):
+class GradientPlaceholders(StepFeature):
     """Stand-ins of gradients that are reduced, or were taken out of `param.grad` to be.
 
     What is cleared must be the same on all ranks, each of which has a part of the sum: notes of it (`Steps.cleared`)

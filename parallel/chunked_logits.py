@@ -1,6 +1,6 @@
 """Logits that are not there: what the head of a language model gives, until its cross-entropy is asked for.
 
-    hidden (..., n) -> head -> TiledLogits (..., vocabulary) -> views, float() -> cross_entropy -> loss
+    hidden (..., n) -> head -> ChunkedLogits (..., vocabulary) -> views, float() -> cross_entropy -> loss
                                keeps hidden and weight          act on hidden     linear_cross_entropy, in tiles
 
 [Note: what is lazy] A view of the logits that leaves the vocabulary whole is the head of the same view of `hidden`, and
@@ -18,7 +18,8 @@ No rank has its part of the logits either:
     backward  each tile: x again, d = (exp(x - lse) - onehot(target)) dloss -> dh = d w, dw += d^T h
 
 The gradient of a tile's logits needs what all ranks know, so it is made in the backward, by a second product; what is
-exchanged is that of `_CrossEntropy` in `vocabulary.py`. dh is this rank's part, which is summed in front of the head.
+exchanged is that of `_CrossEntropy` in `vocab_parallel.py`. dh is this rank's part, which is summed in front of the
+head.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from ..comm import Exchange
+from ..comm import Collectives
 from ..kernels.cross_entropy import cross_entropy as fused_cross_entropy
 from ..kernels.dispatch import Backend
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..model.compiled import untraced
-from ..model.ledger import Ledger
+from ..model.patches import ModelPatches
 from .tiled_mlp import tile_of
 
 Warn = Callable[[str], None]
 """Told once of each function that has asked for all logits."""
 
 
-class TiledHead:
-    """Gives a linear layer a forward that makes `TiledLogits` of more tokens than a tile has; a ledger undoes it."""
+class ChunkedHead:
+    """Gives a linear layer a forward that makes `ChunkedLogits` of more tokens than a tile has; a ledger undoes it."""
 
     def __init__(
-        self, name: str, head: nn.Linear, tokens: int | None, backend: Backend, ledger: Ledger, warn: Warn
+        self, name: str, head: nn.Linear, tokens: int | None, backend: Backend, ledger: ModelPatches, warn: Warn
     ) -> None:
         """tokens: of a tile; None: as many as hidden is wide, at least MIN_TILE. backend: of the loss."""
         self.name, self.backend = name, backend
@@ -82,10 +83,10 @@ class TiledHead:
             )
 
 
-class TiledLogits(Tensor):
+class ChunkedLogits(Tensor):
     """hidden weight^T + bias, which nobody has computed. See the top of the file."""
 
-    head: TiledHead
+    head: ChunkedHead
     hidden: Tensor  # (..., n)
     weight: Tensor  # (vocabulary, n)
     bias: Tensor | None
@@ -104,7 +105,7 @@ class TiledLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         made: Any = NotImplemented
-        if isinstance(first, TiledLogits):
+        if isinstance(first, ChunkedLogits):
             if func in _VIEWS:
                 made = _viewed(first, func, args[1:], kwargs)
             elif func in _CASTS:
@@ -118,10 +119,10 @@ class TiledLogits(Tensor):
         if made is not NotImplemented:
             return made
         name = getattr(func, "__name__", str(func))
-        if _is_in_place(name) and isinstance(first, TiledLogits):
+        if _is_in_place(name) and isinstance(first, ChunkedLogits):
             raise RuntimeError(
                 f"tiles.loss: {name} changes the logits of '{first.head.name}' in place, which do not exist as a whole "
-                "(TiledLogits); give the result a name of its own, as logits = logits / 2, or set tiles.loss to 0"
+                "(ChunkedLogits); give the result a name of its own, as logits = logits / 2, or set tiles.loss to 0"
             )
         made_of = partial(computed, function=name)
         return func(*tree_map(made_of, args), **tree_map(made_of, kwargs))
@@ -131,22 +132,24 @@ class TiledLogits(Tensor):
         name = str(func)
         return func(*tree_map(_values(name), args), **tree_map(_values(name), kwargs or {}))
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> TiledLogits:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkedLogits:
         """The logits of other tensors, which `change` has made of those that these are computed from."""
         bias = None if self.bias is None else change(self.bias)
         return logits_of(self.head, change(self.hidden), change(self.weight), bias, self.dtype)
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
-        return f"TiledLogits(of '{self.head.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"ChunkedLogits(of '{self.head.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         self.head.warn("deepcopy")
         return _values_of(self)
 
 
-def logits_of(head: TiledHead, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> TiledLogits:
+def logits_of(
+    head: ChunkedHead, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> ChunkedLogits:
     """dtype: of the logits, as they are read; products are in that of hidden."""
-    made: TiledLogits = _Logits.apply(hidden, weight, bias, dtype)  # type: ignore[no-untyped-call]
+    made: ChunkedLogits = _Logits.apply(hidden, weight, bias, dtype)  # type: ignore[no-untyped-call]
     made.head, made.hidden, made.weight, made.bias = head, hidden, weight, bias
     return made
 
@@ -159,7 +162,7 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         ctx.set_materialize_grads(False)
         shape = (*hidden.shape[:-1], weight.shape[0])
-        made: Tensor = TiledLogits._make_wrapper_subclass(TiledLogits, shape, dtype=dtype, device=hidden.device)
+        made: Tensor = ChunkedLogits._make_wrapper_subclass(ChunkedLogits, shape, dtype=dtype, device=hidden.device)
         return made
 
     @staticmethod
@@ -186,11 +189,11 @@ def _dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
 # -- what is computed without values ------------------------------------------------------------------------------
 
 
-def _again(logits: TiledLogits, hidden: Tensor, dtype: torch.dtype | None = None) -> TiledLogits:
+def _again(logits: ChunkedLogits, hidden: Tensor, dtype: torch.dtype | None = None) -> ChunkedLogits:
     return logits_of(logits.head, hidden, logits.weight, logits.bias, dtype or logits.dtype)
 
 
-def _viewed(logits: TiledLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _viewed(logits: ChunkedLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """A view whose last dimension is the vocabulary; tokens keep their order in it."""
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
@@ -198,7 +201,7 @@ def _viewed(logits: TiledLogits, func: Callable[..., Any], args: Any, kwargs: Ma
     return _again(logits, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
 
 
-def _cast(logits: TiledLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _cast(logits: ChunkedLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """To float32, or to what it is, where it is."""
     wanted = torch.float32 if func is Tensor.float else logits.dtype
     for value in (*args, *kwargs.values()) if func is Tensor.to else ():
@@ -211,7 +214,7 @@ def _cast(logits: TiledLogits, func: Callable[..., Any], args: Any, kwargs: Mapp
     return logits if wanted == logits.dtype else _again(logits, logits.hidden, wanted)
 
 
-def _indexed(logits: TiledLogits, index: Any) -> Any:
+def _indexed(logits: ChunkedLogits, index: Any) -> Any:
     """Tokens that are chosen by slices and numbers, or by one tensor."""
     dims = logits.dim() - 1
     if isinstance(index, Tensor):
@@ -241,7 +244,7 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`functional.cross_entropy`, of class indices without weights of classes."""
-    if not isinstance(input, TiledLogits) or input.dim() != 2 or target.shape != input.shape[:1]:
+    if not isinstance(input, ChunkedLogits) or input.dim() != 2 or target.shape != input.shape[:1]:
         return NotImplemented
     is_plain = weight is None and size_average is None and reduce is None
     if not is_plain or target.dtype not in (torch.int64, torch.int32):
@@ -253,7 +256,7 @@ def _loss(
     return loss if is_cast else loss.to(input.dtype)
 
 
-def _fused_loss(logits: TiledLogits, labels: Tensor, **options: Any) -> Any:
+def _fused_loss(logits: ChunkedLogits, labels: Tensor, **options: Any) -> Any:
     """`kernels.cross_entropy`."""
     hidden, weight = logits.hidden, logits.weight
     columns = -(-weight.shape[0] // 16) * 16
@@ -276,7 +279,7 @@ def _fused_loss(logits: TiledLogits, labels: Tensor, **options: Any) -> Any:
 
 def computed(value: Any, function: str) -> Any:
     """Logits with their graph, in place of those that are not there. function: that asks for them."""
-    if not isinstance(value, TiledLogits):
+    if not isinstance(value, ChunkedLogits):
         return value
     value.head.warn(function)
     return functional.linear(value.hidden, value.weight, value.bias).to(value.dtype)
@@ -284,7 +287,7 @@ def computed(value: Any, function: str) -> Any:
 
 def _values(function: str) -> Callable[[Any], Any]:
     def made(value: Any) -> Any:
-        if not isinstance(value, TiledLogits):
+        if not isinstance(value, ChunkedLogits):
             return value
         value.head.warn(function)
         return _values_of(value)
@@ -292,7 +295,7 @@ def _values(function: str) -> Callable[[Any], Any]:
     return made
 
 
-def _values_of(logits: TiledLogits) -> Tensor:
+def _values_of(logits: ChunkedLogits) -> Tensor:
     with torch.no_grad():
         return functional.linear(logits.hidden, logits.weight, logits.bias).to(logits.dtype)
 
@@ -330,11 +333,11 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
 
 
 def tiled_cross_entropy(
-    logits: TiledLogits,  # (tokens, own), of which nobody has computed any
+    logits: ChunkedLogits,  # (tokens, own), of which nobody has computed any
     target: Tensor,  # (tokens,)
     first: int,
     ignore_index: int,
-    exchange: Exchange,
+    exchange: Collectives,
 ) -> Tensor:
     """(tokens,), 0 where the target is ignored. first: number of the first own logit of the vocabulary."""
     hidden, weight, bias = logits.hidden, logits.weight, logits.bias
@@ -358,7 +361,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         target: Tensor,
         first: int,
         ignore_index: int,
-        exchange: Exchange,
+        exchange: Collectives,
         tile: int,
     ) -> Tensor:
         own = target - first

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..comm import CollectiveError, Exchange
-from ..model.ledger import Ledger
+from ..comm import CollectiveError, Collectives
+from ..model.patches import ModelPatches
 from ..model.recomputing import BufferValues, copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
 from .randomness import CommonDraws, Randomness, draws
-from .stacks import PartWatch, Stack, StackedBlock, StackStarts
+from .region_blocks import PartWatch, RegionBlock, RegionStarts, SequenceParallelRegion
 
 _WIDE, _NARROW = 1e-3, 0.02  # of the largest value: products of other shapes are added in another order
 _RECORDED = ("output_hidden_states", "output_router_logits")
@@ -60,21 +60,21 @@ class _Call:
     wholes: frozenset[int]
 
 
-class TokenParts:
+class SequenceParallelRegions:
     """Puts parts on the stacks of a model; `SplitLayers` asks it what goes into columns and comes out of rows."""
 
     def __init__(
         self,
-        stacks: tuple[Stack, ...],
+        stacks: tuple[SequenceParallelRegion, ...],
         tiled: frozenset[int],
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Collectives,
         randomness: Randomness,
-        ledger: Ledger,
+        ledger: ModelPatches,
     ) -> None:
         """tiled: identities of modules in tiles, whose tiles are of parts."""
         self._exchange, self._randomness = exchange, randomness
-        self._starts = StackStarts()
+        self._starts = RegionStarts()
         self._streams: list[_Stream] = []
         self._tried = set[int]()
         self._is_plain = False
@@ -156,7 +156,7 @@ class TokenParts:
     def _run(
         self,
         stream: _Stream,
-        block: StackedBlock,
+        block: RegionBlock,
         is_first: bool,
         is_last: bool,
         inner: Callable[..., Any],
@@ -209,7 +209,7 @@ class TokenParts:
     def _padded(self, length: int) -> int:
         return -(-length // self._exchange.size) * self._exchange.size
 
-    def _check_follows(self, stream: _Stream, block: StackedBlock, hidden: Tensor, length: int, is_again: bool) -> None:
+    def _check_follows(self, stream: _Stream, block: RegionBlock, hidden: Tensor, length: int, is_again: bool) -> None:
         """Whether it is given what the block before has given, untouched."""
         last = None if stream.last is None else stream.last()
         is_same = last is not None and (hidden is last or hidden.data_ptr() == last.data_ptr())
@@ -240,7 +240,7 @@ class TokenParts:
     # -- the first run --------------------------------------------------------------------------------------------
 
     def _try(
-        self, block: StackedBlock, call: _Call, key: Any, own: Tensor, inner: Callable[..., Any], args: Any, kwargs: Any
+        self, block: RegionBlock, call: _Call, key: Any, own: Tensor, inner: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
         """See [Note: the first run]. Raises ValueError."""
         modes = [(part, part.training) for part in block.module.modules()]
@@ -322,7 +322,7 @@ class TokenParts:
 
         return tuple(map(given, range(len(args)), args)), {name: given(name, value) for name, value in kwargs.items()}
 
-    def _behind_alike(self, block: StackedBlock, module: nn.Module, args: Any, output: Any) -> Any:
+    def _behind_alike(self, block: RegionBlock, module: nn.Module, args: Any, output: Any) -> Any:
         """This rank's part of what all have."""
         if self._is_plain:
             return None
@@ -391,7 +391,7 @@ class TokenParts:
         return scattered(y, self._exchange, y.dim() - 2, name)
 
 
-def _hidden_of(block: StackedBlock, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
+def _hidden_of(block: RegionBlock, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
     """Where among the inputs of a block its tokens are, and these. Raises ValueError."""
     found = next(((at, one) for at, one in enumerate(args) if isinstance(one, Tensor)), None)
     named = ((name, one) for name, one in kwargs.items() if isinstance(one, Tensor))
@@ -405,7 +405,7 @@ def _hidden_of(block: StackedBlock, args: Any, kwargs: Any) -> tuple[Any, Tensor
     return found
 
 
-def _first_of(block: StackedBlock, output: Any) -> Tensor:
+def _first_of(block: RegionBlock, output: Any) -> Tensor:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise ValueError(

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 _NOTHING = object()
 
 
-class Ledger:
+class ModelPatches:
     """Puts things on the modules of a model in order, and takes them off in reverse.
 
     What lies above an entry was put on later, so it may call the entry and is gone before it. Where somebody else has
@@ -27,7 +27,7 @@ class Ledger:
 
     def __reduce__(self) -> Any:
         """Of a copy of a module on which it is noted: nothing stands on that."""
-        return Ledger, ()
+        return ModelPatches, ()
 
     def belongs_to(self, owner: object, close: Callable[[], object]) -> None:
         """close: what ends all that the owner has, this too. It must not hold the owner, and the modules must not."""

@@ -9,7 +9,7 @@ from itertools import chain
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class ParallelDims:
     """Named axes, outermost first: ranks that follow each other differ on the last one.
 
     8 ranks, ("pipe", 2), ("replica", 2), ("shard", 2):        pipe 0    pipe 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..watch.progress import Progress
 from ..watch.record import NUM_CHANNELS
-from .errors import CollectiveError, Raised, no_answer
+from .errors import CollectiveError, ErrorBroadcast, no_answer
 from .world import World
 
 NUM_RECORDED = NUM_CHANNELS - 1  # channels at a time in the record of the progress; the last one is the world's
@@ -22,19 +22,19 @@ _LENGTH = 4
 _WAIT_SECONDS = 0.5
 
 
-class Works:
+class InFlight:
     """What routes and messages do with a backend's work.
 
     | backend                  | `wait` returns                     | a rank that does not come is found by |
     |--------------------------|------------------------------------|---------------------------------------|
     | gloo, MPI                | when the result is there           | `wait` itself, after the timeout      |
-    | NCCL, and other devices' | at once: the current stream waits  | `Overdue`, after the timeout          |
+    | NCCL, and other devices' | at once: the current stream waits  | `CollectiveWatchdog`, after the timeout          |
 
     NCCL's `wait` with a timeout would block the host.
     """
 
     def __init__(self, world: World, compare: Callable[[Sequence[int]], str]) -> None:
-        """compare: as `Trail.compare`."""
+        """compare: as `FlightRecorder.compare`."""
         self._world = world
         self._overdue = world.overdue
         self._compare = compare
@@ -80,7 +80,7 @@ class Works:
         return CollectiveError(text + self._compare(others))
 
 
-class Trail:
+class FlightRecorder:
     """What this rank has done last. Ranks that wait in vain at the same time read each other's through the store."""
 
     def __init__(self, world: World, engine_number: int) -> None:
@@ -109,10 +109,12 @@ class Trail:
         return f" The last collectives: {listed}."
 
 
-class AxisTrail:
+class AxisRecorder:
     """The collectives of one axis: in the trail and, numbered, in the record of this rank's progress."""
 
-    def __init__(self, trail: Trail, raised: Raised, progress: Progress, number: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, trail: FlightRecorder, raised: ErrorBroadcast, progress: Progress, number: int, ranks: Sequence[int]
+    ) -> None:
         """number: of the channel, the same on all `ranks`, which lie at equal distances of each other."""
         self.trail = trail
         self.raised = raised
@@ -132,5 +134,5 @@ class AxisTrail:
         self.progress.wait(what, self._number, sequence, *self._ranks)
 
     def alone(self, ranks: Sequence[int]) -> str:
-        """As `Raised.alone`."""
+        """As `ErrorBroadcast.alone`."""
         return self.raised.alone(self.begun, ranks)

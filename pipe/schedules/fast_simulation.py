@@ -35,7 +35,7 @@ class ScheduleOutcome:
 
 
 @dataclass(frozen=True)
-class ComputeMoments:
+class ComputePhases:
     """The moments of a rank at which it computes, each combination once. Rows are moments, columns its own stages.
 
     held, kept: of other microbatches, those between F and B or I, and between F and B or W.
@@ -49,7 +49,7 @@ class ComputeMoments:
     ended: _Numbers  # 1 where that of its last microbatch has
 
 
-class Recurrence:
+class FastSimulation:
     """A schedule of F, B, I and W. See [Note: recurrence]."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -69,7 +69,7 @@ class Recurrence:
         self._table, self._num_stages = table, schedule.num_stages
 
     @cached_property
-    def computing(self) -> list[ComputeMoments]:
+    def computing(self) -> list[ComputePhases]:
         """By rank."""
         return [_computing(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
 
@@ -213,7 +213,7 @@ def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
     return found
 
 
-def _computing(table: _Table, rank: int, stages: Sequence[int]) -> ComputeMoments:
+def _computing(table: _Table, rank: int, stages: Sequence[int]) -> ComputePhases:
     own, count = slice(table.first[rank], table.first[rank + 1]), len(stages)
     codes, is_stage = table.codes[own, None], table.stage[own, None] == np.array(stages)
     begins = ((codes == 0) & is_stage).astype(np.int64)
@@ -224,4 +224,4 @@ def _computing(table: _Table, rank: int, stages: Sequence[int]) -> ComputeMoment
     num_ended = np.cumsum(ends, axis=0) - ends
     begun, ended = ((num_ended >= least).astype(np.int64) for least in (1, ends.sum(axis=0)))
     found = np.unique(np.concatenate([codes, is_stage.argmax(1)[:, None], held, kept, begun, ended], axis=1), axis=0)
-    return ComputeMoments(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count, 3 * count], axis=1))
+    return ComputePhases(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count, 3 * count], axis=1))

@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from ...comm import Activity
-from ...offload import LentMemory, host_is_pinned
+from ...offload import OffloadedMemory, host_is_pinned
 from ...zero.sequence import StateError
 from .features import Access, StepFeature
 from .parts import Parts
@@ -17,14 +17,14 @@ _PARAMETERS = "parameters"
 _KINDS = ("optimizer", "gradients", _PARAMETERS)
 
 
-class LentStates(StepFeature):
+class OffloadedStates(StepFeature):
     """Takes states off the device, and back. It is on while some are on the host."""
 
     is_on = False
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._memory: dict[str, LentMemory] = {}  # by kind
+        self._memory: dict[str, OffloadedMemory] = {}  # by kind
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
@@ -75,7 +75,7 @@ class LentStates(StepFeature):
         steps.features.turn_on(self)
         for kind in asked:
             if kind not in self._memory:
-                memory = self._memory[kind] = LentMemory(tensors_of(kind), device, pinned)
+                memory = self._memory[kind] = OffloadedMemory(tensors_of(kind), device, pinned)
                 freed += memory.nbytes
         return freed
 

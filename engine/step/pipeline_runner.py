@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Activity, Mesh
-from ...model.ledger import Ledger
+from ...model.patches import ModelPatches
 from ...offload import ActivationOffload
 from ...pipe.executor import Executor
 from ...pipe.schedules.schedule import Action, Schedule
@@ -21,12 +21,12 @@ from ...zero.unit import Unit
 from ..blueprint.axes import PIPE
 from ..blueprint.pipeline_plan import PipelinePlan
 from .batch import replace_tensors
+from .call_guard import CallGuard
 from .features import StepFeature
 from .join import NO_JOIN, Call
 from .model_call import ModelCall
 from .parts import Parts
 from .steps import Steps
-from .turn import Turn
 
 
 class MicrobatchTurns:
@@ -61,8 +61,8 @@ class MicrobatchTurns:
             yield
 
 
-class Pipeline(StepFeature):
-    """A driver for this rank's stages: see `Driver`. All ranks of the pipe axis call the same methods together.
+class PipelineRunner(StepFeature):
+    """A driver for this rank's stages: see `Runner`. All ranks of the pipe axis call the same methods together.
 
     It is a feature too, which tells all ranks of a stage that has failed.
     """
@@ -74,7 +74,7 @@ class Pipeline(StepFeature):
         module: nn.Module,
         units: Sequence[Unit],
         model_call: ModelCall,
-        ledger: Ledger,
+        ledger: ModelPatches,
         turns: MicrobatchTurns | None = None,
     ) -> None:
         """module: the whole model; what other ranks have is taken out of it. turns: layer by layer."""
@@ -123,7 +123,7 @@ class Pipeline(StepFeature):
         for executor in (self._training, self._evaluation):
             executor.messages.forget_kinds()
 
-    def listen(self, steps: Steps, turn: Turn) -> None:
+    def listen(self, steps: Steps, turn: CallGuard) -> None:
         """Its graphs begin and end in its own stages, but for what a loss_fn adds."""
         self._scale = steps.scale
 

@@ -17,7 +17,7 @@ from .group import ShardedGroup
 from .layout import BLOCK_NUMEL
 
 
-class Move:
+class GradientReducer:
     """Sums a group's gradient over the ranks of its domain, with a codec for each axis.
 
         staged --copy--> message --reduce-scatter over `states`--> shard --all-reduce over `replicas`--> shard
@@ -35,7 +35,7 @@ class Move:
         levels: Sequence[Codec],
         replicas: Codec,
         dtype: torch.dtype,
-        inspection: Inspection,
+        inspection: GradientStats,
     ) -> None:
         """levels: codecs of the sum over `states`. replicas: codec of the sum over `replicas`. dtype: of the sum."""
         self._group = group
@@ -193,7 +193,7 @@ class NonFinite:
     what: str = "a NaN or infinite value"
 
 
-class Inspection:
+class GradientStats:
     """Inspects sums while they are in cache, and while each rank's term can still be read.
 
     Results stay on the device and are reduced once a step (`StepFinding`), so nothing waits for a device here. A value

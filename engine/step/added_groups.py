@@ -13,14 +13,14 @@ from ...zero.build import GroupMemories
 from ...zero.group import ShardedGroup
 from ...zero.host_update import HostUpdate
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.placement import ShardRest
+from ...zero.placement import ShardStore
 from ...zero.plan import GroupPlan, Role, plan_group
 from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from ..archive.agreement import no_rank_alone
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.places import shares_of
-from .driver import Driver
+from .runner import Runner
 
 ADDING = "engine.optimizer.add_param_group()"
 
@@ -43,7 +43,7 @@ class _Division:
         return [self.taken] if self.left is None else [self.left, self.taken]
 
 
-class LateGroups:
+class AddedParameterGroups:
     """Gives parameters that no group of the optimizer has what those of a group have: gradients, masters, states.
 
         unit    | updated | frozen                      |
@@ -59,9 +59,9 @@ class LateGroups:
         blueprint: Blueprint,
         mesh: Mesh,
         memories: GroupMemories,
-        driver: Driver,
+        driver: Runner,
         optimizer: ShardedOptimizer,
-        rest: ShardRest | None,
+        rest: ShardStore | None,
         host: HostUpdate | None,
     ) -> None:
         """memories: of this engine's groups. rest, host: as of `ShardedOptimizer`."""

@@ -23,7 +23,7 @@ from .features import StepFeature
 from .parts import Parts
 
 
-class Differs(IntEnum):
+class BatchDifference(IntEnum):
     """What is not the same on all ranks that must have it so."""
 
     NOTHING = 0
@@ -31,7 +31,7 @@ class Differs(IntEnum):
     GENERATORS = 2
 
 
-class SameBatch(StepFeature):
+class BatchConsistencyCheck(StepFeature):
     """A loader that divides its data by rank and world_size gives each of them another part: wrong, and not seen."""
 
     def __init__(self, parts: Parts, axes: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class SameBatch(StepFeature):
         self._axes = tuple(axes)
         self._ranks = mesh.arrangement.ranks(mesh.world.rank, self._axes)
         self._draws = mesh.axes[TENSOR].size > 1 and draws(parts.module)
-        self._differs = Differs.NOTHING  # of the step, as stages know it
+        self._differs = BatchDifference.NOTHING  # of the step, as stages know it
         self._found: Tensor | None = None  # (4,): on how many axes, and ranks, each of _KINDS differed since `read`
         self._kinds: set[Hashable] = set()  # of batches, that were the same
 
@@ -54,7 +54,7 @@ class SameBatch(StepFeature):
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
         if PIPE in self._axes:
             self._differs = self.differ(batches)
-            self._so_far.is_void = self._differs is not Differs.NOTHING
+            self._so_far.is_void = self._differs is not BatchDifference.NOTHING
             self._so_far.note_doubt(self, torch.full((), self._so_far.is_void, device=self._mesh.world.device))
         elif torch.is_grad_enabled() and (found := self.check(batches)) is not None:
             self._so_far.note_doubt(self, found)
@@ -68,7 +68,7 @@ class SameBatch(StepFeature):
             self.refuse(self._differs)
         self.read()
 
-    def differ(self, batches: Sequence[Any]) -> Differs:
+    def differ(self, batches: Sequence[Any]) -> BatchDifference:
         """Whether stages of a pipeline were given other batches, and those beside them: the same on all of them.
 
         Where shapes differ too, stages wait in vain for what is not sent. So the hosts of the pipe axis ask each other
@@ -85,14 +85,14 @@ class SameBatch(StepFeature):
             own = torch.tensor([digest, differ, num_apart], dtype=torch.int64)
             total, others, num_apart = axis.route.sum_small(own.to(self._mesh.world.device), what).tolist()
             differ = total != digest * axis.size or others > 0
-        return Differs.BATCH if differ else Differs.GENERATORS if num_apart else Differs.NOTHING
+        return BatchDifference.BATCH if differ else BatchDifference.GENERATORS if num_apart else BatchDifference.NOTHING
 
     def _generators_differ(self, what: str) -> bool:
         axis, own = self._mesh.axes[TENSOR], self._digest_of_generators()
         total = axis.route.sum_small(torch.tensor([own], device=self._mesh.world.device), what)
         return int(total) != own * axis.size
 
-    def refuse(self, differ: Differs) -> None:
+    def refuse(self, differ: BatchDifference) -> None:
         """Raises ValueError on all ranks where something differs on any: they must fail together, for the next step to
         be the same. A collective."""
         if self._mesh.world.size > len(self._ranks):
@@ -152,8 +152,8 @@ class SameBatch(StepFeature):
             return digest
         return zlib.crc32(torch.get_device_module(device).get_rng_state(device).numpy().data, digest)
 
-    def _error(self, kind: Differs, differ: bool) -> ValueError:
-        if kind is Differs.GENERATORS:
+    def _error(self, kind: BatchDifference, differ: bool) -> ValueError:
+        if kind is BatchDifference.GENERATORS:
             size = self._mesh.axes[TENSOR].size
             return ValueError(
                 f"random generators: expected one state on the {size} ranks of parallel.tensor, "
@@ -169,7 +169,7 @@ class SameBatch(StepFeature):
         )
 
 
-_KINDS = (Differs.BATCH, Differs.GENERATORS)
+_KINDS = (BatchDifference.BATCH, BatchDifference.GENERATORS)
 
 
 def _digest_of(batches: Sequence[Any]) -> int:

@@ -11,30 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import Activity, Mesh, Progress
-from ...model.ledger import Ledger
+from ...model.patches import ModelPatches
 from ...zero.autograd import current_graph_task
 from ...zero.hooks import UnitHooks
 from ...zero.sequence import StateError, UnitSequence
 from ...zero.unit import Unit
 from ..archive.named_state import UnsplitModel
 from .batch import call, forward
+from .call_guard import CallGuard
+from .gradient_placeholders import GradientPlaceholders
 from .gradient_scale import hear_backwards
 from .join import Call
 from .model_call import ModelCall
-from .shown_gradients import ShownGradients
 from .steps import Steps
-from .turn import Turn
 
 
-class Unasked:
+class ImplicitBackward:
     """Makes of each what `engine.backward` is: see `BackwardListener`. Has the engine's turn until autograd is done."""
 
-    def __init__(self, passes: UnitSequence, steps: Steps, turn: Turn, progress: Progress) -> None:
+    def __init__(self, passes: UnitSequence, steps: Steps, turn: CallGuard, progress: Progress) -> None:
         self._passes = passes
         self._steps = steps
         self._turn = turn
         self._progress = progress
-        self._shown = steps.features.get(ShownGradients)
+        self._shown = steps.features.get(GradientPlaceholders)
         self._losses: dict[int, Tensor] = {}  # by the run of autograd that they are of
 
     def known(self, scaled: Tensor, loss: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__}"
 
 
-class WholeModel:
-    """See `Driver`. A microbatch goes forward and backward before the next one."""
+class ModelRunner:
+    """See `Runner`. A microbatch goes forward and backward before the next one."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class WholeModel:
         hooks: UnitHooks,
         model_call: ModelCall,
         mesh: Mesh,
-        ledger: Ledger,
+        ledger: ModelPatches,
     ) -> None:
         """passes: told of all uses by the hooks. ledger: of what hears of backwards."""
         self.passes = passes
@@ -174,8 +174,8 @@ class WholeModel:
         for unit in units:
             self._hooks.hook_params(unit)
 
-    def listen(self, steps: Steps, turn: Turn) -> None:
-        self._unasked = Unasked(self.passes, steps, turn, self._progress)
+    def listen(self, steps: Steps, turn: CallGuard) -> None:
+        self._unasked = ImplicitBackward(self.passes, steps, turn, self._progress)
         self.passes.listen(self._unasked)
         self._ledger.callback(hear_backwards(steps.scale.begin))
 

@@ -1,11 +1,12 @@
 """Logits of which each rank has those of some tokens, and losses over them: no rank has all.
 
 [Note: logits in parts]
-A head that is split over the vocabulary returns `LogitParts` in the place of a tensor. It has the shape of all logits,
-and torch hands its functions over to it (`__torch_function__`): a change of shape before the last dimension, a cast, an
-arithmetic that treats each logit by itself, are done with the rank's own part; `cross_entropy` is computed of all parts
-with three numbers of each token from each rank. So the loss of a Hugging Face model, of nn.CrossEntropyLoss and of a
-loss_fn all come here without a change of theirs. Anything else gets the whole logits, gathered, with a line in the log.
+A head that is split over the vocabulary returns `VocabParallelLogits` in the place of a tensor. It has the shape of all
+logits, and torch hands its functions over to it (`__torch_function__`): a change of shape before the last dimension, a
+cast, an arithmetic that treats each logit by itself, are done with the rank's own part; `cross_entropy` is computed of
+all parts with three numbers of each token from each rank. So the loss of a Hugging Face model, of nn.CrossEntropyLoss
+and of a loss_fn all come here without a change of theirs. Anything else gets the whole logits, gathered, with a line in
+the log.
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
@@ -19,24 +20,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..comm import Exchange
+from ..comm import Collectives
+from .chunked_logits import ChunkedLogits, computed, tiled_cross_entropy
 from .collectives import joined_columns
-from .tiled_logits import TiledLogits, computed, tiled_cross_entropy
 
 _SHAPES = {"contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach", "cpu"}
 _EACH = {"mul", "div", "add", "sub", "neg", "tanh", "clamp", "__mul__", "__truediv__", "__rmul__", "__add__", "__sub__"}
 
 
-class LogitParts:
+class VocabParallelLogits:
     """This rank's part of logits, along their last dimension. See [Note: logits in parts]."""
 
-    def __init__(self, own: Tensor, numel: int, first: int, exchange: Exchange) -> None:
+    def __init__(self, own: Tensor, numel: int, first: int, exchange: Collectives) -> None:
         """own: (..., n), of all (..., numel), from the index `first` on."""
         self.own = own
         self._numel = numel
         self._first = first
         # Behind a call: who marks the tensors of an output goes through the attributes of what is in it.
-        self._through: Callable[[], Exchange] = lambda: exchange
+        self._through: Callable[[], Collectives] = lambda: exchange
 
     # -- as a tensor ----------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class LogitParts:
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        return f"LogitParts(shape={tuple(self.shape)}, own={tuple(self.own.shape)})"
+        return f"VocabParallelLogits(shape={tuple(self.shape)}, own={tuple(self.own.shape)})"
 
     @classmethod
     def __torch_function__(
@@ -156,8 +157,8 @@ class LogitParts:
         """All logits, on every rank. A collective. Ranks with fewer tokens are filled up on the way."""
         return joined_columns(computed(self.own, "what needs all"), self._through(), self._numel, "logits")
 
-    def _with(self, own: Tensor) -> LogitParts:
-        return LogitParts(own, self._numel, self._first, self._through())
+    def _with(self, own: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits(own, self._numel, self._first, self._through())
 
     def cross_entropy(self, target: Tensor, ignore_index: int) -> Tensor:
         """(tokens,) of (tokens, numel): 0 where the target is ignored. Raises IndexError for one that is no token."""
@@ -165,7 +166,7 @@ class LogitParts:
             outside = target[((target < 0) | (target >= self._numel)) & (target != ignore_index)]
             if outside.numel():
                 raise IndexError(f"Target {int(outside[0])} is out of bounds.")  # as torch says it
-        if isinstance(self.own, TiledLogits):
+        if isinstance(self.own, ChunkedLogits):
             return tiled_cross_entropy(self.own, target, self._first, ignore_index, self._through())
         loss: Tensor = _CrossEntropy.apply(self.own, target, self._first, ignore_index, self._through())  # type: ignore[no-untyped-call]
         return loss
@@ -173,14 +174,16 @@ class LogitParts:
 
 def _has_share(value: Any) -> bool:
     """Whether a rank's part of logits uses a part of it, or gives it a part of its gradient."""
-    return isinstance(value, LogitParts) or (isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad))
+    return isinstance(value, VocabParallelLogits) or (
+        isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad)
+    )
 
 
 def _with_all(value: Any) -> Any:
     """All logits in the place of their parts, in sequences too."""
-    if isinstance(value, (list, tuple)) and any(isinstance(one, LogitParts) for one in value):
+    if isinstance(value, (list, tuple)) and any(isinstance(one, VocabParallelLogits) for one in value):
         return type(value)(map(_with_all, value))
-    return value.whole() if isinstance(value, LogitParts) else value
+    return value.whole() if isinstance(value, VocabParallelLogits) else value
 
 
 def _refuse_change(name: str) -> NoReturn:
@@ -191,7 +194,7 @@ def _refuse_change(name: str) -> NoReturn:
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
-    def method(self: LogitParts, *args: Any) -> Any:
+    def method(self: VocabParallelLogits, *args: Any) -> Any:
         return getattr(Tensor, name)(self.whole(), *map(_with_all, args))
 
     return method
@@ -213,7 +216,7 @@ for _name in (
     "abs",
     "iter",
 ):
-    setattr(LogitParts, f"__{_name}__", _of_whole(f"__{_name}__"))  # which Python looks for in the class alone
+    setattr(VocabParallelLogits, f"__{_name}__", _of_whole(f"__{_name}__"))  # which Python looks for in the class alone
 
 
 def _is_covered(
@@ -228,11 +231,16 @@ def _is_covered(
 ) -> bool:
     """Whether it is a loss of indices, each for a row of logits, that all count alike."""
     is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    return is_plain and isinstance(input, LogitParts) and input.dim() == 2 and not target.is_floating_point()
+    return is_plain and isinstance(input, VocabParallelLogits) and input.dim() == 2 and not target.is_floating_point()
 
 
 def _cross_entropy(
-    input: LogitParts, target: Tensor, *args: Any, ignore_index: int = -100, reduction: str = "mean", **kwargs: Any
+    input: VocabParallelLogits,
+    target: Tensor,
+    *args: Any,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    **kwargs: Any,
 ) -> Tensor:
     if len(args) > 2:  # weight, size_average, ignore_index, reduce, reduction
         ignore_index = args[2]
@@ -255,7 +263,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, first: int, ignore_index: int, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, target: Tensor, first: int, ignore_index: int, exchange: Collectives) -> Tensor:
         logits = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         own = target - first
         is_own = (own >= 0) & (own < logits.shape[1]) & (target != ignore_index)

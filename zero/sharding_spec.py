@@ -8,7 +8,7 @@ from ..comm import Mesh
 
 
 @dataclass(frozen=True)
-class Copies:
+class Replicas:
     """Coordinates of an axis that hold equal copies of a group. The first counts it in the norm and saves it.
 
     A weight shared by pipeline stages: each stage reduces the gradient of its uses, and the stages add them up. A
@@ -21,7 +21,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Domain:
+class ShardingSpec:
     """The axes over which a group's states, parameters and gradients are divided.
 
     |                      | states           | parameters      | summed           | copies |
@@ -49,11 +49,11 @@ class Domain:
     states: tuple[str, ...]  # optimizer states and master weights
     parameters: tuple[str, ...]  # parameters between uses: the first axes of `states`, or none if never freed
     summed: tuple[str, ...]  # the gradient: data differ along these axes
-    copies: tuple[Copies, ...] = ()
+    copies: tuple[Replicas, ...] = ()
     portioned: tuple[str, ...] = ()  # data and parts of tensors differ along these axes: experts
     last: tuple[str, ...] = ()  # the axes of `states` that are summed last: between hosts
 
-    def within(self, axes: tuple[str, ...]) -> Domain:
+    def within(self, axes: tuple[str, ...]) -> ShardingSpec:
         """Return the domain of parameters of which the ranks of `axes` hold different parts: no sharding or sum over
         them.
         """
@@ -71,7 +71,7 @@ class Domain:
         )
 
     @property
-    def tied(self) -> tuple[Copies, ...]:
+    def tied(self) -> tuple[Replicas, ...]:
         """Copies whose gradients are added up."""
         return tuple(one for one in self.copies if one.are_added)
 
@@ -96,10 +96,10 @@ class Domain:
         return self.states[len(self.parameters) :]
 
 
-class DomainAxes:
-    """The process groups of a `Domain`."""
+class ShardingAxes:
+    """The process groups of a `ShardingSpec`."""
 
-    def __init__(self, mesh: Mesh, domain: Domain) -> None:
+    def __init__(self, mesh: Mesh, domain: ShardingSpec) -> None:
         self.parameters = mesh.over(domain.parameters)
         self.states = mesh.over(domain.states)
         self.replicas = mesh.over(domain.replicas)
@@ -118,5 +118,5 @@ class DomainAxes:
         """Whether parts of the parameters that rest here are updated by different ranks."""
 
 
-def _is_first(mesh: Mesh, copies: tuple[Copies, ...]) -> bool:
+def _is_first(mesh: Mesh, copies: tuple[Replicas, ...]) -> bool:
     return all(mesh.axes[one.axis].rank == one.places[0] for one in copies)

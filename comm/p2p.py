@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..watch.progress import Progress
-from .axis import Pending, Route
-from .works import Trail, Works
+from .axis import Pending, Transport
+from .in_flight import FlightRecorder, InFlight
 from .world import World
 
 NUM_TAGS = 1 << 20  # what a message's own tag stays below
@@ -39,10 +39,10 @@ class P2P:
         ways: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
         first_tag: int,
         world: World,
-        trail: Trail,
-        works: Works,
+        trail: FlightRecorder,
+        works: InFlight,
         channel: int,
-        on_host: Route,
+        on_host: Transport,
     ) -> None:
         """ranks: the global rank of each place of the axis. channel: for what is waited for, in the record of progress.
 

@@ -2,7 +2,7 @@
 
 [Note: what a stack was begun with]
 A block that is recomputed in a backward has no state of its forward but the number of autograd's node, which says in
-which forward it was. `StackStarts` keeps what each forward was begun with, by the number of the first node of its
+which forward it was. `RegionStarts` keeps what each forward was begun with, by the number of the first node of its
 stack.
 
 [Note: who uses parts of tokens]
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..model.blocks import find_blocks
-from ..offload import Portion
+from ..offload import TensorShard
 from .splits import LayerSplit, ParameterSplit, Style, is_linear
 
 _KEY = "parallel.tensor_sequence"
@@ -33,7 +33,7 @@ _ATTENTION = re.compile("att(entio)?n", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class StackedBlock:
+class RegionBlock:
     """One block.
 
     wholes: its modules that compute columns of what they are given, and so are given all tokens; rows end them.
@@ -49,24 +49,24 @@ class StackedBlock:
 
 
 @dataclass(frozen=True)
-class Stack:
+class SequenceParallelRegion:
     """Blocks that run one behind the other, each on what the one before it gives."""
 
-    blocks: tuple[StackedBlock, ...]
+    blocks: tuple[RegionBlock, ...]
 
-    def cut(self, groups: Sequence[Set[str]]) -> list[Stack]:
+    def cut(self, groups: Sequence[Set[str]]) -> list[SequenceParallelRegion]:
         """Where tokens are whole between groups of blocks, that have these names."""
         found = [tuple(block for block in self.blocks if block.name in names) for names in groups]
-        return [Stack(blocks) for blocks in found if blocks]
+        return [SequenceParallelRegion(blocks) for blocks in found if blocks]
 
 
-def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Stack, ...]:
+def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[SequenceParallelRegion, ...]:
     """The lists of blocks that have split layers in them. Raises ValueError where there is none."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     columns = [layer.module for layer in layers if _takes_columns(layer)]
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
     own = {id(one) for one in columns} - {id(one.module) for one in layers if one.style is Style.GATHERED}
-    found: dict[int, list[StackedBlock]] = {}
+    found: dict[int, list[RegionBlock]] = {}
     for name, module in find_blocks(model):
         inner = {id(part) for part in module.modules() if part is not module}
         parent = parents[id(module)]
@@ -78,13 +78,13 @@ def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Stack, 
         alike = [one for one in givers.values() if not _has(one, own | rows)]
         alike += [one for one in _attentions(module) if not _has(one, {*map(id, columns)} | rows)]
         common = tuple(one for one in wholes if not _has(one, own)) + tuple(alike)
-        found.setdefault(id(parent), []).append(StackedBlock(name, module, wholes, tuple(alike), common))
+        found.setdefault(id(parent), []).append(RegionBlock(name, module, wholes, tuple(alike), common))
     if not found:
         raise ValueError(
             f"{_KEY}: expected blocks in a ModuleList with layers in them that are split by rows, found none "
             f"in {type(model).__name__}; set it to false"
         )
-    return tuple(Stack(tuple(blocks)) for blocks in found.values())
+    return tuple(SequenceParallelRegion(tuple(blocks)) for blocks in found.values())
 
 
 def _has(module: nn.Module, layers: Set[int]) -> bool:
@@ -113,7 +113,7 @@ def _takes_columns(layer: LayerSplit) -> bool:
 
 
 def splits_of_parts(
-    model: nn.Module, stacks: Sequence[Stack], layers: Sequence[LayerSplit], degree: int
+    model: nn.Module, stacks: Sequence[SequenceParallelRegion], layers: Sequence[LayerSplit], degree: int
 ) -> list[LayerSplit]:
     """Parameters of blocks that act on a part of the tokens on each rank: a part of the gradient is there.
 
@@ -138,7 +138,7 @@ def splits_of_parts(
 
 
 def _partial(param: nn.Parameter, degree: int) -> ParameterSplit:
-    return ParameterSplit((Portion.all_of(tuple(param.shape)),) * degree, is_partial=True)
+    return ParameterSplit((TensorShard.all_of(tuple(param.shape)),) * degree, is_partial=True)
 
 
 def _check_elsewhere(model: nn.Module, blocks: set[int], found: Iterable[LayerSplit]) -> None:
@@ -163,7 +163,7 @@ _MOST = 4096
 
 
 @dataclass(frozen=True)
-class StackStart:
+class RegionStart:
     """One. number: of the node of autograd that is made next. seed: of what all ranks draw alike."""
 
     number: int
@@ -171,19 +171,19 @@ class StackStart:
     seed: int
 
 
-class StackStarts:
+class RegionStarts:
     """The last ones."""
 
     def __init__(self) -> None:
-        self._kept: list[StackStart] = []  # those that differ from the one before
+        self._kept: list[RegionStart] = []  # those that differ from the one before
 
     def note(self, length: int, seed: int) -> None:
         """A forward of a stack begins."""
         if not self._kept or (self._kept[-1].length, self._kept[-1].seed) != (length, seed):
-            self._kept.append(StackStart(torch._C._autograd._get_sequence_nr(), length, seed))
+            self._kept.append(RegionStart(torch._C._autograd._get_sequence_nr(), length, seed))
             del self._kept[:-_MOST]
 
-    def of_recomputed(self) -> StackStart:
+    def of_recomputed(self) -> RegionStart:
         """Of the forward that has the node at which autograd is."""
         number = torch._C._current_autograd_node()._sequence_nr()
         at = bisect_right(self._kept, number, key=lambda start: start.number)

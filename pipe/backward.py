@@ -1,9 +1,8 @@
-"""The backward of a stage: the gradients of what it has received, and those of its weights, now or later.
+"""Backward of a pipeline stage: gradients of the received tensors (`Entry`) and of the weights (`WeightGradients`).
 
-The stage before waits for dx alone, so the linear layers of a stage give it at once (I), and keep x and dy until there
-is time for the gradients of their parameters (W). Other parameters (norms, embeddings, convolutions) get their
-gradients in I: they cost little.
-Source: zero bubble pipeline parallelism, arXiv 2401.10241, section 2.
+The previous stage waits for dx alone. So the linear layers of a stage compute dx in I, and keep x and dy for the
+gradients of their parameters in W. Other parameters (norms, embeddings, convolutions) get their gradients in I,
+because these are cheap. Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from .split.carried import Carried
 
 
 class Entry:
-    """What a stage has received for a microbatch, after its forward: until its backward, then with the gradients.
+    """Start of a stage's autograd graph for a microbatch; collects the gradients of the received tensors.
 
-    The graph of the stage's part begins here, with a node that keeps gradients of what came in, and no values. A leaf
-    would hold its values as long as its gradient is waited for, also where the stage has saved nothing of
-    them, or has them in a store.
+    The first node of the graph stores gradients and no values. A leaf tensor would hold its values until backward,
+    even if the stage has not saved them, or has offloaded them.
     """
 
     def __init__(self, received: Carried) -> None:
@@ -34,7 +32,7 @@ class Entry:
         self._found: list[Tensor | None] = []
 
     def opened(self, received: Carried) -> Carried:
-        """The same values, from which the stage's graph comes back here."""
+        """Return the same values as outputs of the graph's first node."""
         needs = self._spec.needs_grad
         values = [tensor for tensor, needed in zip(received.tensors, needs, strict=True) if needed]
         if not values:
@@ -45,7 +43,7 @@ class Entry:
         return Carried(tuple(tensors), self._spec)
 
     def gradients(self) -> list[Tensor]:
-        """Of the tensors that need one: zeros where nothing used them."""
+        """Return a gradient for each tensor that needs a gradient: zeros for a tensor that the stage did not use."""
         shapes = [shape for shape, needed in zip(self._spec.tensors, self._spec.needs_grad, strict=True) if needed]
         found = self._found or [None] * len(shapes)
         return [
@@ -55,7 +53,7 @@ class Entry:
 
 
 class _Begin(torch.autograd.Function):
-    """Values in a list, which autograd does not look into, become the outputs of a node that keeps none of them."""
+    """Make the values outputs of a node that does not save them: autograd does not look into a list of inputs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, found: list[Tensor | None], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -69,23 +67,23 @@ class _Begin(torch.autograd.Function):
         return None, None, None
 
 
-_Entry = tuple[nn.Parameter, Tensor, Tensor | None, bool]
-"""(parameter, dy, x, is its first dimension that of x) of a weight; (parameter, dy, None, False) of a bias."""
+_Products = tuple[nn.Parameter, Tensor, Tensor | None, bool]
+"""(weight, dy, x, is_transposed) of a weight, (bias, dy, None, False) of a bias: arguments of `MakeGradient`."""
 
 
 class WeightGradients:
-    """Puts off the weight gradients of a stage's linear layers while `put_off` is entered, and makes them in `make`."""
+    """Delays the weight gradients of a stage's linear layers from I to W."""
 
     def __init__(self, modules: Iterable[nn.Module], ledger: ModelPatches) -> None:
-        """modules: of the stage."""
-        self._entries: dict[int, list[_Entry]] = {}
-        self._open: list[_Entry] | None = None
+        """modules: those of the stage."""
+        self._delayed: dict[int, list[_Products]] = {}  # by microbatch
+        self._open: list[_Products] | None = None  # of the microbatch whose I runs now
         LinearLayers(modules, self._put, ledger)
 
     @contextmanager
     def put_off(self, microbatch: int) -> Iterator[None]:
-        """In the context the backward of the layers leaves their weights' gradients for `make(microbatch)`."""
-        self._open = self._entries.setdefault(microbatch, [])
+        """Within the context, delay the weight gradients of backward until `make(microbatch)`."""
+        self._open = self._delayed.setdefault(microbatch, [])
         try:
             yield
         finally:
@@ -93,8 +91,8 @@ class WeightGradients:
 
     @torch.no_grad()
     def make(self, microbatch: int) -> None:
-        """Adds to `param.grad` what was put off."""
-        for param, dy, x, is_transposed in self._entries.pop(microbatch, []):
+        """Add the delayed gradients of a microbatch to `param.grad`."""
+        for param, dy, x, is_transposed in self._delayed.pop(microbatch, []):
             gradient = gradient_of(dy, x, is_transposed)
             if param.grad is None:
                 param.grad = gradient.to(param.dtype)
@@ -102,13 +100,14 @@ class WeightGradients:
                 param.grad += gradient
 
     def forget(self) -> None:
-        """Drops what was put off: after an error."""
-        self._entries.clear()
+        """Drop all delayed gradients, after an error."""
+        self._delayed.clear()
 
     def _put(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor | None:
-        """None where the gradient is made later; not where a hook is to see it, as one that sums it over ranks."""
+        """Return the gradient, or keep its factors for W and return None."""
+        # A hook must see the gradient in this backward, for example to sum it over ranks.
         if self._open is None or param._backward_hooks:
             return gradient_of(dy, x, is_transposed)
-        # Kept until W, the graph of x would keep what the stage has received.
+        # Detached: until W, the graph of x would hold the tensors that the stage received.
         self._open.append((param, dy, None if x is None else x.detach(), is_transposed))
         return None

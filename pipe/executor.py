@@ -1,4 +1,8 @@
-"""Runs a rank's list of actions: the only place where a schedule meets tensors."""
+"""Run a rank's list of actions on tensors (`Executor`).
+
+An action goes through the table `_TABLE` to a method. `messages.py` moves tensors between ranks, `stage.py` computes
+forwards, `backward.py` delays weight gradients, and a `StageMemory` gathers, releases and reduces parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from .split.carried import Carried
 from .split.trees import leaves
 from .stage import Stage
 
-_MAX_SENDS = 4  # messages that may have arrived or not; more would hold memory and hide nothing further
+_MAX_SENDS = 4  # messages under way at a time: more would hold memory and hide no more latency
 
 
 Scaled = Callable[[Tensor], Tensor]
-"""The loss of a microbatch, as its backward begins with it."""
+"""Scale the loss of a microbatch before its backward."""
 
 
 def _as_it_is(loss: Tensor) -> Tensor:
@@ -37,37 +41,38 @@ def _nothing_around(action: Action) -> AbstractContextManager[None]:
 
 
 class StageMemory(Protocol):
-    """What happens to parameters and gradients of a stage at the moments that a schedule names."""
+    """Handles parameters and gradients of a stage at the moments that a schedule names."""
 
     def gather(self, stage: int) -> None:
-        """Its parameters are needed soon."""
+        """Start to gather the stage's parameters."""
 
     def use(self, stage: int) -> None:
-        """Something of the stage is computed next, here or on the ranks with other data."""
+        """Wait for the gathered parameters: this rank, or a rank with different data, computes on the stage next."""
 
-    def release(self, stage: int) -> None: ...
+    def release(self, stage: int) -> None:
+        """Free the gathered parameters."""
 
     def collect(self, stage: int) -> None:
-        """The gradients of a microbatch are in `param.grad`, and others will follow."""
+        """Take the gradients of a microbatch from `param.grad`; more microbatches follow."""
 
     def collect_half(self, stage: int) -> None:
-        """Those of an I are, and another microbatch's come before its W: what autograd would round is taken."""
+        """Take the gradients of an I before the next microbatch adds to them and autograd rounds the sum."""
 
     def reduce(self, stage: int) -> None:
-        """Those of the last microbatch are."""
+        """Take the gradients of the last microbatch and reduce them over the data-parallel ranks."""
 
 
 class _Run:
-    """What a run of a schedule holds, by stage and microbatch.
+    """Tensors of a run of a schedule, by (stage, microbatch).
 
-    input               from its arrival until F, and the entry of its gradient until B (or I)
-    output              from F until it is sent; the graph, which needs it or not, from F until B (or I)
-    gradient of output  from its arrival until B (or I)
-    gradient of input   from B (or I) until it is sent
+    input               from arrival to F; the entry that collects its gradient: until B or I
+    output              from F until it is sent; the autograd graph: until B or I
+    gradient of output  from arrival to B or I
+    gradient of input   from B or I until it is sent
     """
 
     def __init__(self, microbatches: Sequence[Any], scaled: Scaled, stages: Iterable[int]) -> None:
-        """scaled: what gradients are of. stages: of this rank."""
+        """stages: those of this rank."""
         self.microbatches = microbatches
         self.scaled = scaled
         self.losses: dict[int, Tensor] = {}  # by microbatch
@@ -77,20 +82,20 @@ class _Run:
         self.gradients: dict[Key, list[Tensor]] = {}
         self.outputs_to_send: dict[Key, Carried] = {}
         self.gradients_to_send: dict[Key, list[Tensor]] = {}
-        self.num_left = Counter(dict.fromkeys(stages, len(microbatches)))  # backwards of each stage
-        self.halves: set[int] = set()  # stages of which an I has gradients in `param.grad`
+        self.num_left = Counter(dict.fromkeys(stages, len(microbatches)))  # backwards left of each stage
+        self.halves: set[int] = set()  # stages with gradients of an I in `param.grad` whose W has not come
 
     @property
     def is_over(self) -> bool:
-        """Whether all that was made has been used."""
+        """True if every tensor has been used or sent."""
         is_used = not (self.inputs or self.entries or self.graphs or self.gradients)
         return is_used and not (self.outputs_to_send or self.gradients_to_send)
 
 
 class Executor:
-    """Does one rank's actions in their order. Training and evaluation differ in the schedule alone.
+    """Executes the actions of a rank in their order. Training and evaluation differ only in the schedule.
 
-    What is held, and until when, say `_Run`, `Messages` and, for x and dy of layers from I until W, `WeightGradients`.
+    Tensors are held by `_Run`, by `Messages` while they travel, and by `WeightGradients` from I to W.
     """
 
     def __init__(
@@ -106,12 +111,13 @@ class Executor:
         ledger: ModelPatches,
         around: Callable[[Action], AbstractContextManager[None]] = _nothing_around,
     ) -> None:
-        """place: this rank's on the pipe axis. forward(module, microbatch) -> output; loss(output, microbatch).
+        """place: this rank's coordinate on the pipe axis. forward(module, microbatch) -> output.
 
-        ledger: of what stands on the stages' modules. around: entered for each F.
+        loss(output, microbatch) -> scalar. ledger: takes the changes of the stages' modules back. around: a context
+        that is entered for each F.
         """
         self.schedule = schedule
-        # (action, start, end), in seconds; it starts when what it needs of other ranks is there.
+        # Called with (action, start, end) in seconds. An action starts when its messages have arrived.
         self.on_action: Callable[[Action, float, float], None] | None = None
         self._actions = schedule.actions[place]
         self._stages = stages
@@ -126,22 +132,23 @@ class Executor:
             index: WeightGradients(_modules_with_parameters(stage), ledger) for index, stage in stages.items() if splits
         }
         self.difference: str | None = None
-        """That in the last run a stage of this rank has returned another thing than for earlier batches of the kind."""
+        """The error text if a stage of this rank returned different shapes than for an earlier batch of equal shapes.
+
+        Of the last run, as `failure` and `has_failed` are."""
         self.failure: Exception | None = None
-        """What a stage of this rank has raised in the last run."""
+        """The exception that a stage of this rank raised."""
         self.has_failed = False
-        """Whether that is so of a stage of this rank, or of one before it, without which it could not run."""
+        """True if a stage of this rank, or an earlier stage that feeds it, raised."""
         self._begin(())
 
     def run(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> list[Tensor]:
-        """Does all actions; gradients of scaled(loss) are added up. Returns the losses, on the rank that has them.
+        """Execute all actions and add up the gradients of scaled(loss). Returns the losses, on the last stage's rank.
 
-        Where `difference` or `has_failed` says so afterwards, nothing of it may count, on no rank: other ranks do not
-        know yet. A stage that has raised computes nothing more, and what others expect of it are zeros, so that they
-        come to the end of the schedule too.
-
-        microbatches: `schedule.num_microbatches` of them, the same on every rank of the pipe axis. Errors say in a note
-        which action they are from. Raises CollectiveError where another rank does not answer.
+        microbatches: `schedule.num_microbatches`, the same on every rank of the pipe axis.
+        If a stage raises, it computes nothing more and sends zeros, so that all ranks reach the end of the schedule.
+        If `difference` or `has_failed` is set afterwards, all ranks must drop the results of this run; the remaining
+        ranks do not know yet.
+        Raises CollectiveError if a rank does not answer. An error has a note with its action.
         """
         assert len(microbatches) == self.schedule.num_microbatches, len(microbatches)
         self.failure, self.has_failed = None, False
@@ -164,13 +171,13 @@ class Executor:
         assert not self.messages.is_any_unused
         losses = [loss for _, loss in sorted(self._run.losses.items())]
         self.difference = self.messages.difference
-        self._begin(())  # lets go of the batch
+        self._begin(())  # frees the batch
         return losses
 
     def pass_by(self) -> list[Tensor]:
-        """Does what other ranks beside this pipeline expect of it, and computes nothing: its gradients are zero.
+        """Take part in the collectives of the data-parallel ranks with zero gradients, and compute nothing.
 
-        On all ranks of the pipe axis alike. Returns no losses.
+        All ranks of the pipe axis must call this together. Returns no losses.
         """
         self.difference, self.failure, self.has_failed = None, None, False
         self._begin(())
@@ -186,7 +193,7 @@ class Executor:
 
     @property
     def num_held(self) -> int:
-        """Microbatches of stages whose graph is held."""
+        """Number of autograd graphs that are held, over stages and microbatches."""
         return len(self._run.graphs)
 
     def _begin(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> None:
@@ -204,20 +211,20 @@ class Executor:
             try:
                 _TABLE[action.op](self, action)
             except CollectiveError:
-                raise  # a rank is lost: nothing that is sent comes to it
+                raise  # a rank is lost, and no message reaches it
             except Exception as error:
                 self._note(error, action)
                 self.failure, self.has_failed = error, True
         elif action.op in _COMPUTED:
-            self._leave_out(action)
+            self._drop_inputs(action)
         elif self.has_failed and action.op in (Op.SEND_F, Op.SEND_B):
             self.messages.send_zeros(action)
         else:
             _TABLE[action.op](self, action)
         self._end_gradients(action)
 
-    def _leave_out(self, action: Action) -> None:
-        """Lets go of what has come for it."""
+    def _drop_inputs(self, action: Action) -> None:
+        """Free the message that arrived for an action that is not computed."""
         if action.op is Op.F:
             self.messages.take_output(_key_of(action))
         elif action.op is not Op.W:
@@ -242,7 +249,7 @@ class Executor:
         if stage.is_last:
             if not (output.requires_grad or self.schedule.is_forward_only):
                 raise ValueError(
-                    "pipeline: expected a loss that requires a gradient, found one that does not; was it computed "
+                    "pipeline: expected a loss with requires_grad=True, found requires_grad=False; was it computed "
                     "under torch.no_grad(), or detached?"
                 )
             run.losses[key[1]] = output.detach()
@@ -292,8 +299,8 @@ class Executor:
         return [*(self._run.gradients.pop(key) if received is None else received)]
 
     def _keep_graph(self, key: Key, outputs: Sequence[Tensor]) -> None:
-        """Keeps the graph without the values of the outputs, which can go as soon as they are sent."""
-        if not self.schedule.is_forward_only:
+        """Hold the graph of the outputs until backward."""
+        if not self.schedule.is_forward_only:  # edges do not hold values: these are freed as soon as they are sent
             self._run.graphs[key] = [get_gradient_edge(tensor) for tensor in outputs]
 
     def _do_send_forward(self, action: Action) -> None:
@@ -322,13 +329,13 @@ def _key_of(action: Action) -> Key:
 
 
 def _modules_with_parameters(stage: Stage) -> list[nn.Module]:
-    """The modules whose weight is the stage's own; one that is computed (a parametrization) is not looked at."""
-    own = {id(param) for _, param in stage.named_parameters()}
-    return [module for module in stage.module.modules() if id(module._parameters.get("weight")) in own]
+    """List the modules whose weight is a parameter of the stage. A computed weight (parametrization) does not count."""
+    params = {id(param) for _, param in stage.named_parameters()}
+    return [module for module in stage.module.modules() if id(module._parameters.get("weight")) in params]
 
 
 def shapes_in(batch: Any) -> Hashable:
-    """Shapes and dtypes of all tensors in a batch, the types of what else is in it, and the names of its parts."""
+    """Describe a batch: its keys, shape and dtype of each tensor, and the type of each value that is no tensor."""
     names = tuple(batch) if isinstance(batch, Mapping) else ()
     shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch)]
     return (names, *shapes)
@@ -348,5 +355,5 @@ _TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.GATHER: lambda self, action: self._memory.gather(action.stage),
     Op.RELEASE: lambda self, action: self._memory.release(action.stage),
     Op.REDUCE: lambda self, action: self._memory.reduce(action.stage),
-    Op.STEP: lambda self, action: None,  # all parameters are updated after the list, by the norm over all stages
+    Op.STEP: lambda self, action: None,  # the engine updates after the list: the norm is over all stages
 }

@@ -1,4 +1,4 @@
-"""A pipeline stage: a module with its own parameters only, and its part of the forward."""
+"""A pipeline stage: a model that holds the parameters of the stage alone, and its part of the forward (`Stage`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ Call = Callable[[nn.Module], Any]
 
 
 class Stage:
-    """One stage of a model that was cut by `plan_split`. See [Note: replay].
+    """A stage of a model that `plan_split` divided. See [Note: replay] in `split/replay.py`.
 
-    `module` is the given model, from which the parameters of other stages have been taken: names are unchanged, and
-    `module.parameters()` are the stage's own (those of all stages of this rank, where it has several). Every stage is
-    given the same batch. Loss and gradients are those of the whole model, bit by bit in float32 at one microbatch;
-    dropout draws other numbers than in the whole model, because a stage does not draw those of the stages before; but
-    with `streams`.
+    `module` is the given model without the parameters of stages on different ranks. Names are unchanged, and
+    `module.parameters()` are the parameters of all stages of this rank. Every stage gets the same batch.
+    Loss and gradients equal those of the whole model, bitwise in float32 with a single microbatch. Dropout draws
+    different numbers, because a stage does not draw the numbers of earlier stages, except with `streams`.
     """
 
     def __init__(
@@ -39,8 +38,8 @@ class Stage:
         replayed: ReplayedModel | None = None,
         streams: RandomStreams | None = None,
     ) -> None:
-        """replayed: what the stages of one rank share; by default the rank has this stage alone, for good. streams:
-        where all stages are on the rank; None: each draws as it comes."""
+        """replayed: shared by the stages of a rank; None if the rank has this stage alone. streams: random numbers
+        per microbatch, if all stages are on this rank; None: each stage draws from the global generators."""
         self._streams = streams
         self.plan = plan
         self.index = index
@@ -64,20 +63,20 @@ class Stage:
         return self.index == self.plan.num_stages - 1
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters, without those of other stages of the rank."""
-        own = set(self.plan.parameters[self.index])
-        return ((name, param) for name, param in self.module.named_parameters() if name in own)
+        """Iterate over the parameters of this stage, a subset of `module.named_parameters()`."""
+        names = set(self.plan.parameters[self.index])
+        return ((name, param) for name, param in self.module.named_parameters() if name in names)
 
     def run(self, call: Call, received: Carried | None = None) -> Any:
-        """This stage's part of `call(module)` for one microbatch.
+        """Run this stage's part of `call(module)` for a microbatch.
 
-        call: calls the module with the microbatch, and may compute a loss of what it returns; it is the same on every
-        stage. On stages that are not the last it does not return.
-        received: from the stage before, tensors as leaves that require grad where `spec.needs_grad` says so.
-        Returns what `call` returns on the last stage, a `Carried` on the others. Forward hooks of modules around the
-        blocks, such as the root, do not run on the others. The first run of a stage that is not the last calls the
-        model twice: once to see what the next stage will lack.
-        Raises ValueError for what cannot be carried or does not arrive, naming block and origin.
+        call: calls the module with the microbatch, and may compute a loss of its output. It is the same on every
+        stage, and returns on the last stage only.
+        received: the previous stage's tensors, as leaves that require grad as `spec.needs_grad` says.
+        Returns the result of `call` on the last stage, and a `Carried` on every earlier stage. On these, forward
+        hooks of modules around the blocks, such as the root, do not run, and the first run calls the model twice: a
+        probe finds the tensors that the next stage lacks.
+        Raises ValueError, with block and origin, for a value that cannot be carried or is missing.
         """
         self._check_received(received)
         outputs = _expanded(received.spec) if received is not None else []
@@ -95,22 +94,22 @@ class Stage:
         return map_leaves(resolved, result)
 
     def _values(self, received: Carried | None) -> OuterValues | None:
-        """Where to keep the values outside the blocks, if this stage or one behind it may need one by its name."""
+        """Return a store for values outside the blocks, if this stage or a later stage may need a value by name."""
         to_bind = received is not None and received.spec.passing
         may_pass = not self.is_last and (not self._needs or any(needs.passing for needs in self._needs.values()))
         return OuterValues() if to_bind or may_pass else None
 
     def _carried(self, call: Call, replay: Replay, leave: LeaveForward, before: Sequence[Any]) -> Carried | None:
-        """What goes to the next stage; None where that has values in it which only another run can keep."""
+        """Collect the tensors for the next stage. None if it needs values by name that this run has not kept."""
         outputs = list(before)
-        for number in replay.blocks:  # a block that was skipped by chance is described as the one before it
+        for number in replay.blocks:  # a block that was skipped by chance is described as its predecessor
             outputs.append(replay.returned[number] if number in replay.returned else outputs[-1] if outputs else None)
         found = list(leaves(map_leaves(resolved, leave.arguments)))
         needs = self._needs_of_next(call, leave, found, outputs)
         if needs.passing and replay.values is None:
             return None
         kept = replay.values.values if replay.values is not None else {}
-        replay.values = None  # what is kept must not outlive the forward
+        replay.values = None  # kept values must not outlive the forward
         tensors: dict[int, tuple[int, Tensor]] = {}
 
         def index_of(tensor: Tensor) -> int:
@@ -134,7 +133,7 @@ class Stage:
         return Carried(sent, self._spec)
 
     def _needs_of_next(self, call: Call, leave: LeaveForward, found: Sequence[Any], outputs: Sequence[Any]) -> Needs:
-        """What the next stage lacks; found out once for each kind of arguments."""
+        """Find the tensors that the next stage lacks, by a probe for each kind of arguments."""
         kinds = tuple(isinstance(leaf, Tensor) for leaf in found)
         key = (leave.block, self.module.training, kinds)
         if key not in self._needs:
@@ -144,8 +143,8 @@ class Stage:
             if theirs != kinds:
                 raise ValueError(
                     f"pipeline: '{self.plan.blocks[leave.block]}' is called with {len(kinds)} arguments on stage "
-                    f"{self.index} and with {len(theirs)} on stage {self.index + 1}, whose forward takes another "
-                    "course; outside its blocks a forward must not depend on what is computed in them"
+                    f"{self.index} and with {len(theirs)} on stage {self.index + 1}: their forwards take different "
+                    "branches. Outside the blocks, a forward must not depend on values that a block computes"
                 )
             self._needs[key] = probe.needs()
             probe.forget()
@@ -155,7 +154,7 @@ class Stage:
         if (received is None) != self.is_first:
             expected = "nothing" if self.is_first else f"the output of stage {self.index - 1}"
             raise ValueError(
-                f"pipeline: stage {self.index} expected {expected} as received, found "
+                f"pipeline: stage {self.index} expected {expected} as `received`, found "
                 f"{'nothing' if received is None else 'a Carried'}"
             )
 
@@ -165,8 +164,8 @@ class Stage:
         if not self.is_last or replay.reached is None:
             raise ValueError(
                 f"pipeline: the forward finished on stage {self.index} without a call of "
-                f"'{blocks[wanted.start]}' ({'its own' if self.is_last else 'the next'} first block); the model must "
-                "call each block itself, as block(...) and not block.forward(...), for every batch"
+                f"'{blocks[wanted.start]}', the first block of {'this' if self.is_last else 'the next'} stage; the "
+                "model must call each block, as block(...) and not block.forward(...), for every batch"
             )
 
 
@@ -177,7 +176,7 @@ def make_stages(
     ledger: ModelPatches,
     streams: RandomStreams | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages of one rank, in the order of `indices`: one module with the parameters of them all."""
+    """Make the stages of a rank, in the order of `indices`. They share a module with the parameters of all of them."""
     replayed = ReplayedModel(model, plan, indices, ledger)
     return tuple(Stage(model, plan, index, replayed, streams) for index in indices)
 
@@ -188,7 +187,7 @@ def _expanded(spec: CarriedSpec) -> list[Any]:
 
 @contextmanager
 def _without_caches(configs: Sequence[Any]) -> Iterator[None]:
-    """Training keeps no keys and values of other stages: `config.use_cache`, where a module has it, is off for now."""
+    """Turn `config.use_cache` off within the context: a stage has no keys and values of the remaining stages."""
     caching = [config for config in configs if getattr(config, "use_cache", None) is True]
     for config in caching:
         config.use_cache = False
@@ -204,9 +203,9 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _check_outputs_of_all_blocks(name: str, module: nn.Module) -> None:
-    """A loss over the outputs of all routers cannot be computed where only some blocks are."""
+    """Refuse a router loss: it needs the outputs of all blocks, and a stage has only some blocks."""
     if getattr(_config_of(module), "output_router_logits", False) is True:
         raise ValueError(
-            f"pipeline: config.output_router_logits of '{name or '(the model)'}' is on: its loss needs the routers of "
-            "all blocks on one rank; set it to False"
+            f"pipeline: config.output_router_logits of '{name or '(the model)'}' is True: this loss needs the routers "
+            "of all blocks on the same rank; set it to False"
         )

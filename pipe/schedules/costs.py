@@ -1,4 +1,4 @@
-"""What each action costs, in time and in bytes: the input of the simulator."""
+"""Time and bytes of each action (`Costs`): the input of the simulator."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .schedule import Action, Op
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs by stage; all times in one unit (seconds, or forwards), all bytes in one unit (bytes, or microbatches)."""
+    """Costs by stage, (num_stages,) each. All times have the same unit (seconds or forwards), and all bytes too."""
 
-    forward: tuple[float, ...]  # (num_stages,) time of F
+    forward: tuple[float, ...]  # time of F
     backward: tuple[float, ...]  # time of B
     input_backward: tuple[float, ...]  # time of I
     weight_backward: tuple[float, ...]  # time of W
-    activation_bytes: tuple[float, ...]  # held from F to B or I, for each microbatch
-    kept_bytes: tuple[float, ...]  # what of it is held on from I to W
+    activation_bytes: tuple[float, ...]  # held from F to B or I, per microbatch
+    kept_bytes: tuple[float, ...]  # the part of activation_bytes that is held from I to W
     parameter_bytes: tuple[float, ...]  # of the stage's full parameters
-    send: float = 0.0  # time from the end of an action to when another rank has what it made
-    collect: tuple[float, ...] = ()  # time after B or W of all microbatches but the last: gradients go to other ranks
-    collect_half: tuple[float, ...] = ()  # time before B or I where a W is still to come: those of the I before it go
+    send: float = 0.0  # time from the end of an action until its output is on the peer rank
+    collect: tuple[float, ...] = ()  # reduction of gradients after B or W, except of a stage's last microbatch
+    collect_half: tuple[float, ...] = ()  # reduction before B or I of the gradients of an I whose W has not come
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -30,16 +30,18 @@ class Costs:
                 continue
             if len(values) != self.num_stages:
                 raise ValueError(
-                    f"{field.name} has {len(values)} values, expected one for each of {self.num_stages} stages"
+                    f"{field.name}: expected a value for each of {self.num_stages} stages, found {len(values)} values"
                 )
             for stage, value in enumerate(values):
                 if value < 0:
-                    raise ValueError(f"{field.name} of stage {stage} is {value:g}, expected 0 or more")
+                    raise ValueError(f"{field.name} of stage {stage}: expected 0 or more, found {value:g}")
         for stage, (kept, whole) in enumerate(zip(self.kept_bytes, self.activation_bytes, strict=True)):
             if kept > whole:
-                raise ValueError(f"kept_bytes of stage {stage} is {kept:g}, more than its activation_bytes ({whole:g})")
+                raise ValueError(
+                    f"kept_bytes of stage {stage}: expected at most activation_bytes, {whole:g}, found {kept:g}"
+                )
         if self.send < 0:
-            raise ValueError(f"send is {self.send:g}, expected 0 or more")
+            raise ValueError(f"send: expected 0 or more, found {self.send:g}")
 
     @property
     def num_stages(self) -> int:
@@ -56,10 +58,10 @@ class Costs:
         backward: float | None = None,  # default: input_backward + weight_backward
         send: float = 0.0,
         activation_bytes: float = 1.0,
-        kept_bytes: float | None = None,  # default: all of it
+        kept_bytes: float | None = None,  # default: activation_bytes
         parameter_bytes: float = 0.0,
     ) -> Costs:
-        """The same costs for every stage; by default one unit of time for each of F, I and W."""
+        """Make the same costs for every stage. By default F, I and W take a unit of time each."""
         whole = input_backward + weight_backward if backward is None else backward
         kept = activation_bytes if kept_bytes is None else kept_bytes
         return cls(
@@ -74,7 +76,7 @@ class Costs:
         )
 
     def time(self, action: Action) -> float:
-        """How long `action` keeps its rank busy, without what is collected beside it: 0 but for F, B, I, W."""
+        """Return the time that `action` keeps its rank busy, without reductions: 0 except for F, B, I and W."""
         if action.op is Op.F:
             return self.forward[action.stage]
         if action.op is Op.B:

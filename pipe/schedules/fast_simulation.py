@@ -1,9 +1,9 @@
-"""A schedule's times as numbers alone: judged again with other costs, at a hundredth of what `simulate` takes.
+"""Fast simulation of a schedule for many costs (`FastSimulation`), in a hundredth of the time of `simulate`.
 
-[Note: recurrence] An action ends at max(end of the one before it on its rank, arrival of what it needs) + its own time.
-In an order in which each comes after both, that is one pass over a list. Order and needs do not depend on the costs, so
-they are made once. Bytes do not depend on times: what a rank holds is so many activations of each of its stages, and
-there are few combinations of them. `simulate` says the same, action by action (tests/pipe/test_recurrence.py).
+[Note: recurrence] An action ends at max(end of its predecessor on the rank, arrival of its input) + its time. In an
+order in which every action comes after both, this is a single pass over a list. The order does not depend on costs, so
+it is made once. Bytes do not depend on times: a rank holds numbers of activations of each of its stages, and few
+combinations of these numbers occur. The results are those of `simulate` (tests/pipe/test_recurrence.py).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ _Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ScheduleOutcome:
-    """What a schedule costs, in the units of its `Costs`; tuples are by rank."""
+    """Time and memory of a schedule, in the units of its `Costs`; tuples are by rank."""
 
     makespan: float
-    busy: tuple[float, ...]  # time that a rank computes
-    activation_bytes: tuple[float, ...]  # the most at a moment
+    busy: tuple[float, ...]  # compute time
+    activation_bytes: tuple[float, ...]  # peak
 
 
 @dataclass(frozen=True)
 class ComputePhases:
-    """The moments of a rank at which it computes, each combination once. Rows are moments, columns its own stages.
+    """The states in which a rank computes, each combination once. Columns are the stages of the rank.
 
-    held, kept: of other microbatches, those between F and B or I, and between F and B or W.
+    held, kept: numbers of microbatches, without the current, between F and B or I, and between F and B or W.
     """
 
     codes: _Numbers  # (moments,) 0 F, 1 B, 2 I, 3 W
-    places: _Numbers  # (moments,) of the stage among the rank's own
-    held: _Numbers
+    places: _Numbers  # (moments,) index of the stage among the stages of the rank
+    held: _Numbers  # (moments, stages), as the fields below
     kept: _Numbers
-    begun: _Numbers  # 1 where a whole backward of the stage has ended
-    ended: _Numbers  # 1 where that of its last microbatch has
+    begun: _Numbers  # 1 if a whole backward of the stage has ended
+    ended: _Numbers  # 1 if the backward of its last microbatch has ended
 
 
 class FastSimulation:
-    """A schedule of F, B, I and W. See [Note: recurrence]."""
+    """A schedule of F, B, I and W, prepared for simulation with many costs. See [Note: recurrence]."""
 
     def __init__(self, schedule: Schedule) -> None:
-        """Raises ScheduleError, as `simulate`, where ranks would wait for each other for ever."""
+        """Order the actions. Raises ScheduleError, as `simulate`, if ranks would wait for each other forever."""
         assert not schedule.has_any(*set(Op).difference(COMPUTE_OPS)) and not schedule.is_forward_only, schedule.name
         self.num_microbatches = schedule.num_microbatches
         self.stages = tuple(map(schedule.stages_of_rank, range(schedule.num_ranks)))
@@ -61,7 +61,7 @@ class FastSimulation:
         table = _Table(schedule)
         order = np.array(_order(table.first.tolist(), table.needs.tolist()), dtype=np.int64)
         if len(order) < len(table.needs):
-            simulate(schedule)  # says who waits for whom
+            simulate(schedule)  # raises the error that shows where each rank waits
         self._order = order.astype(np.int32)
         self._before = table.before[order].astype(np.int32)
         self._needs = table.needs[order].astype(np.int32)
@@ -70,7 +70,7 @@ class FastSimulation:
 
     @cached_property
     def computing(self) -> list[ComputePhases]:
-        """By rank."""
+        """The states in which each rank computes."""
         return [_computing(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
 
     @cached_property
@@ -79,43 +79,44 @@ class FastSimulation:
 
     @cached_property
     def _collections(self) -> _Numbers:
-        """(num_ranks, num_stages) how often a rank collects gradients of each stage."""
+        """(num_ranks, num_stages): how often a rank reduces gradients of each stage."""
         return self._by_rank(self._table.is_collected)
 
     @cached_property
     def halves(self) -> _Numbers:
-        """(num_ranks, num_stages) how often those of an I are collected before its W: not more with more batches."""
+        """(num_ranks, num_stages): how often gradients of an I are reduced before its W. More batches add none."""
         return self._by_rank(self._table.is_behind_half)
 
     def _by_rank(self, is_counted: NDArray[np.bool_]) -> _Numbers:
         table = self._table
         rows = [slice(low, high) for low, high in zip(table.first, table.first[1:], strict=False)]
-        own = [table.stage[row][is_counted[row]] for row in rows]
-        return np.array([np.bincount(stages, minlength=self._num_stages) for stages in own])
+        counted = [table.stage[row][is_counted[row]] for row in rows]
+        return np.array([np.bincount(stages, minlength=self._num_stages) for stages in counted])
 
     @cached_property
     def _held(self) -> list[_Numbers]:
         return [_most_held(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
 
     def outcome(self, costs: Costs) -> ScheduleOutcome:
-        """With these costs. Parameters are not counted."""
+        """Simulate the schedule with these costs. Bytes of parameters are not counted."""
         ends = self._ends(costs)
         whole, kept = np.array(costs.activation_bytes), np.array(costs.kept_bytes)
-        most = []
+        peaks = []
         for stages, counts in zip(self.stages, self._held, strict=True):
-            own = list(stages)
-            most.append(float((counts @ np.concatenate([whole[own] - kept[own], kept[own]])).max()))
-        collect, half = (np.array(some or (0.0,) * self._num_stages) for some in (costs.collect, costs.collect_half))
+            here = list(stages)
+            peaks.append(float((counts @ np.concatenate([whole[here] - kept[here], kept[here]])).max()))
+        none = (0.0,) * self._num_stages
+        collect, half = np.array(costs.collect or none), np.array(costs.collect_half or none)
         busy = self._counts @ _by_kind(costs) + self._collections @ collect + self.halves @ half
-        return ScheduleOutcome(max(ends), tuple(busy.tolist()), tuple(most))
+        return ScheduleOutcome(max(ends), tuple(busy.tolist()), tuple(peaks))
 
     def starts(self, costs: Costs) -> list[float]:
-        """When each action starts, one rank's actions behind those of the one before it."""
+        """Return the start of each action, rank after rank."""
         found: list[float] = (np.array(self._ends(costs)[:-1]) - self._times(costs)).tolist()
         return found
 
     def _times(self, costs: Costs) -> NDArray[np.float64]:
-        """(actions,) in which each keeps its rank busy."""
+        """Return the time that each action keeps its rank busy, (actions,)."""
         table = self._table
         beside = np.zeros(len(table.kinds))
         for collect, is_collected in ((costs.collect_half, table.is_behind_half), (costs.collect, table.is_collected)):
@@ -125,9 +126,9 @@ class FastSimulation:
         return found
 
     def _ends(self, costs: Costs) -> list[float]:
-        """As `starts`, and 0 for what is there from the start."""
+        """Return the end of each action, rank after rank, and a last 0 at the index _NOTHING."""
         times, delays = self._times(costs)[self._order].tolist(), (self._is_sent * costs.send).tolist()
-        ends = [0.0] * (len(times) + 1)  # the last one stands for what is there from the start: _NOTHING
+        ends = [0.0] * (len(times) + 1)  # no predecessor and no input: index _NOTHING = -1, ready at time 0
         lists = (self._order.tolist(), self._before.tolist(), self._needs.tolist(), times, delays)
         for place, before, need, time, delay in zip(*lists, strict=True):
             start, arrival = ends[before], ends[need] + delay
@@ -136,12 +137,12 @@ class FastSimulation:
 
 
 def _by_kind(costs: Costs) -> NDArray[np.float64]:
-    """(4 x num_stages,) seconds."""
+    """Return the times of F of all stages, then of B, I and W, (4 x num_stages,)."""
     return np.array([costs.forward, costs.backward, costs.input_backward, costs.weight_backward]).ravel()
 
 
 class _Table:
-    """All actions of all ranks, one after the other, in columns."""
+    """Columns with a row for each action, rank after rank."""
 
     def __init__(self, schedule: Schedule) -> None:
         actions: list[Action] = [action for row in schedule.actions for action in row]
@@ -153,16 +154,17 @@ class _Table:
         places = np.arange(len(actions))
         self.before = np.where(np.isin(places, self.first), _NOTHING, places - 1)
         whole = (codes == 1) | (codes == 3)
-        self.is_collected = whole.copy()  # but the last of a stage
-        self.is_behind_half = np.zeros_like(whole)  # a B or I whose stage has an I before it, and no W since
+        self.is_collected = whole.copy()  # except the last of a stage
+        self.is_behind_half = np.zeros_like(whole)  # a B or I of a stage whose previous I has no W yet
         for stage in range(schedule.num_stages):
             self.is_collected[np.flatnonzero(whole & (self.stage == stage))[-1]] = False
             backwards = np.flatnonzero((codes > 0) & (self.stage == stage))
             kinds = codes[backwards]
             self.is_behind_half[backwards[1:]] = (kinds[1:] != 3) & (kinds[:-1] == 2)
-        made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), _NOTHING)  # a stage on either side
-        for direction, some in ((0, codes == 0), (1, (codes == 1) | (codes == 2))):
-            made[direction, self.stage[some] + 1, microbatch[some]] = places[some]
+        # (direction, stage + 1, microbatch) -> action; an empty stage at both ends stands for a missing neighbour.
+        made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), _NOTHING)
+        for direction, chosen in ((0, codes == 0), (1, (codes == 1) | (codes == 2))):
+            made[direction, self.stage[chosen] + 1, microbatch[chosen]] = places[chosen]
         forward, weight = codes == 0, codes == 3
         source = np.where(forward, self.stage - 1, self.stage + 1)
         self.needs = np.where(weight, _NOTHING, made[np.where(forward, 0, 1), source + 1, microbatch])
@@ -171,9 +173,10 @@ class _Table:
 
 
 def _order(first: Sequence[int], needs: Sequence[int]) -> list[int]:
-    """One in which each action comes after those before it on its rank, and after what it needs; as far as that goes.
+    """Order the actions so that each comes after its predecessor on the rank and after its input.
 
-    first: (num_ranks + 1,) where each rank's actions begin. needs: (num_actions,).
+    first: (num_ranks + 1,) index of each rank's first action. needs: (num_actions,) index of the input. After a
+    deadlock, the order ends early.
     """
     at, done, order = list(first), bytearray(len(needs)), []
     waiting: dict[int, list[int]] = {}
@@ -196,15 +199,15 @@ def _order(first: Sequence[int], needs: Sequence[int]) -> list[int]:
 
 
 def _counts(table: _Table, num_stages: int) -> _Numbers:
-    """(num_ranks, 4 x num_stages) actions of each kind."""
+    """Count the actions of each op and stage on each rank, (num_ranks, 4 x num_stages)."""
     rows = [table.kinds[low:high] for low, high in zip(table.first, table.first[1:], strict=False)]
     return np.array([np.bincount(row, minlength=len(_CODES) * num_stages) for row in rows])
 
 
 def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
-    """(moments, 2 x stages) microbatches between F and B or I, and between F and B or W, by stage of the rank."""
-    own = slice(table.first[rank], table.first[rank + 1])
-    codes, is_stage = table.codes[own, None], table.stage[own, None] == np.array(stages)
+    """Count microbatches between F and B or I, and between F and B or W, at each F: (moments, 2 x stages)."""
+    row = slice(table.first[rank], table.first[rank + 1])
+    codes, is_stage = table.codes[row, None], table.stage[row, None] == np.array(stages)
     begins = (codes == 0) & is_stage
     until_input, until_weights = ((codes == 1) | (codes == half) for half in (2, 3))
     changes = [begins.astype(np.int64) - (until & is_stage) for until in (until_input, until_weights)]
@@ -214,11 +217,11 @@ def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
 
 
 def _computing(table: _Table, rank: int, stages: Sequence[int]) -> ComputePhases:
-    own, count = slice(table.first[rank], table.first[rank + 1]), len(stages)
-    codes, is_stage = table.codes[own, None], table.stage[own, None] == np.array(stages)
+    row, count = slice(table.first[rank], table.first[rank + 1]), len(stages)
+    codes, is_stage = table.codes[row, None], table.stage[row, None] == np.array(stages)
     begins = ((codes == 0) & is_stage).astype(np.int64)
     input_ends, ends = (((codes == 1) | (codes == half)) & is_stage for half in (2, 3))
-    # Of an action itself, what it makes does not count yet, and what it ends does not count any more.
+    # The current microbatch does not count: neither the activations that its F makes, nor those that its backward ends.
     held = np.cumsum(begins - input_ends, axis=0) - begins
     kept = np.cumsum(begins - ends, axis=0) - begins - ((codes == 2) & is_stage)
     num_ended = np.cumsum(ends, axis=0) - ends

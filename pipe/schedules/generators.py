@@ -1,6 +1,6 @@
-"""Schedules of F, B, I and W: a pure function for each, from ranks, microbatches and chunks (stages on each rank).
+"""Generate schedules of F, B, I and W: a pure function of ranks, microbatches and chunks (stages per rank) for each.
 
-p is the number of ranks, m of microbatches, v of chunks. `registry.py` has the functions by their names.
+p is the number of ranks, m of microbatches, v of chunks. `registry.py` finds the functions by name.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from .schedule import Action, Op, Schedule
 
 _Visit = tuple[int, int]  # (stage, microbatch)
-_Phase = tuple[int, str]  # (how often, pattern of ops and chunks)
+_Phase = tuple[int, str]  # (number of repetitions, pattern of ops and chunks)
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards: one stage a rank, every microbatch in flight at once.
+    """Run all forwards, then all backwards, with a stage per rank and all microbatches in flight.
 
-    Bubble: (p - 1) / (m + p - 1) of the total. Activations: those of m microbatches on every rank.
-    Source: arXiv 1811.06965.
+    Bubble: (p - 1) / (m + p - 1) of the total. Activations: m microbatches on every rank. Source: arXiv 1811.06965.
     """
     microbatches = range(num_microbatches)
     actions = [
@@ -41,11 +40,11 @@ def _schedule(
     )
 
 
-# -- some forwards first, then one forward and one backward by turns --------------------------------------------------
+# -- warm-up forwards, then forwards and backwards in turns -----------------------------------------------------------
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """One stage a rank; rank r has at most p - r microbatches in flight.
+    """Alternate forwards and backwards, with a stage per rank. Rank r has at most p - r microbatches in flight.
 
     Bubble: (p - 1) / (m + p - 1) of the total, as GPipe. Source: PipeDream-Flush, arXiv 2006.09503.
     """
@@ -53,26 +52,26 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """`chunks` stages a rank, placed in turns: stage c * p + r on rank r. Any number of microbatches.
+    """Alternate forwards and backwards of `chunks` stages per rank: stage c * p + r on rank r. Takes any m.
 
-    Bubble: (p - 1) / (v * m) of the time without one, where m is a multiple of p; messages are v times as many.
+    Bubble: (p - 1) / (v * m) of the compute time if p divides m. Sends v times as many messages as 1F1B.
     Source: Megatron-LM, arXiv 2104.04473, section 2.2.
     """
-    # Two forwards more for each rank before the last: the way of a microbatch there, and of its gradient back.
+    # Two more forwards per later rank: the way of a microbatch to the last rank, and of its gradient back.
     round_sizes = _even_rounds(num_ranks, num_microbatches)
     return _looped("interleaved", num_ranks, round_sizes, chunks, actions_per_hop=2)
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B with split backwards: the next rank waits for I alone, and rank r does W r microbatches late.
+    """Run 1F1B with split backwards: the previous rank waits for I alone, and rank r does W r microbatches later.
 
-    Bubble: (p - 1) * (F + I - W) in time at one chunk, with no more activations than 1F1B has on its first rank. More
-    chunks are placed as those of `interleaved`: v of them have 1 / v of the bubble at the same memory.
+    Bubble: (p - 1) * (F + I - W) in time with a chunk per rank, at the activations of 1F1B's first rank. v chunks are
+    placed as in `interleaved`, and have 1 / v of the bubble at the same memory.
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.
     """
     num_full, rest = divmod(num_microbatches, num_ranks)
-    round_sizes = [num_ranks] * num_full + [rest] * (rest > 0)  # the least memory
-    if num_full == 0 or 0 < 2 * rest < num_ranks:  # so few are left over that the last round would cost time
+    round_sizes = [num_ranks] * num_full + [rest] * (rest > 0)  # takes the least memory
+    if num_full == 0 or 0 < 2 * rest < num_ranks:  # a last round of so few microbatches would cost time
         round_sizes = _even_rounds(num_ranks, num_microbatches)
     return _looped("zb-h1", num_ranks, round_sizes, chunks, actions_per_hop=1, splits_backward=True)
 
@@ -85,9 +84,10 @@ def _looped(
     actions_per_hop: int,
     splits_backward: bool = False,
 ) -> Schedule:
-    """Rank r warms up with `actions_per_hop` forwards for each rank behind it, and with those of a round and chunk.
+    """Make a schedule whose stage c * p + r is on rank r.
 
-    round_sizes: how many microbatches pass all stages of a rank together, where a rank has several.
+    Rank r warms up with `actions_per_hop` forwards per later rank, and a round of forwards per chunk except the last.
+    round_sizes: numbers of microbatches that pass all stages of a rank together.
     """
     num_stages = num_ranks * chunks
     actions = []
@@ -99,9 +99,9 @@ def _looped(
 
 
 def _by_turns(forwards: list[_Visit], backwards: list[_Visit], warmup: int, late: int | None) -> list[Action]:
-    """`warmup` forwards, then a forward and a backward by turns, then the backwards that are left.
+    """Order `warmup` forwards, then a forward and a backward in turns, then the remaining backwards.
 
-    late: None for B; for I, each W comes when so many more I have been done.
+    late: the number of I between an I and its W, or None for whole backwards (B).
     """
     warmup = min(warmup, len(forwards))
     actions = [Action(Op.F, *visit) for visit in forwards[:warmup]]
@@ -117,10 +117,10 @@ def _by_turns(forwards: list[_Visit], backwards: list[_Visit], warmup: int, late
 
 
 def _even_rounds(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Round sizes of at least `num_ranks`, as even as can be, the larger ones first: 4 ranks, 10 microbatches: 5, 5.
+    """Choose round sizes of at least p, as even as possible, larger sizes first: 4 ranks, 10 microbatches: 5, 5.
 
-    With p in a round, the second stage of a rank can take the first microbatch when its first stage has done the last.
-    Fewer than p make every rank wait in each round, so what is left over goes into the others.
+    With p microbatches in a round, the second stage of a rank can start the first microbatch when the first stage has
+    finished the last. With fewer than p, every rank waits in each round.
     """
     num_rounds = max(1, num_microbatches // num_ranks)
     least, num_larger = divmod(num_microbatches, num_rounds)
@@ -128,7 +128,7 @@ def _even_rounds(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def _visits(stages: Sequence[int], round_sizes: Sequence[int]) -> tuple[list[_Visit], list[_Visit]]:
-    """The (stage, microbatch) of a rank's forwards and of its backwards, each in order: round by round, stage by stage.
+    """List (stage, microbatch) of a rank's forwards and of its backwards: round by round, stage by stage.
 
     Stages 1 and 3, rounds 2 and 2: forwards 1,0 1,1 3,0 3,1 1,2 1,3 3,2 3,3; backwards 3,0 3,1 1,0 1,1 3,2 3,3 ...
     """
@@ -143,17 +143,17 @@ def _visits(stages: Sequence[int], round_sizes: Sequence[int]) -> tuple[list[_Vi
     return forwards, backwards
 
 
-# -- two stages a rank, placed as a V: written as phases --------------------------------------------------------------
+# -- two stages per rank, placed as a V: written as phases ------------------------------------------------------------
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Two stages a rank, placed as a V, so that the loss is on rank 0, where the first backward starts at once.
+    """Split backwards, with two stages per rank placed as a V: the loss is on rank 0, where backward starts at once.
 
-    Where F, I and W take the same time and m >= 2p - 1, no rank waits between its first and its last action.
-    Activations: 2p of half-size stages on every rank, as 1F1B has on its first.
+    If F, I and W take the same time and m >= 2p - 1, no rank waits between its first and its last action.
+    Activations: 2p half-size stages on every rank, as much as 1F1B on its first rank.
     Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6; arXiv 2405.15362 for V placements.
     """
-    # The phases are those of a full pipeline: of fewer microbatches, what would come later is left out.
+    # The phases of a full pipeline: `_v_shaped` drops the actions of microbatches from m on.
     num_full = max(num_microbatches, 2 * num_ranks - 1)
 
     def phases(rank: int) -> list[_Phase]:
@@ -165,7 +165,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             (num_ranks - rank - 1, "I0 W0 F1 I1 W1"),
             (rank, "I0 I1"),
             (num_ranks - rank, "I0 W0"),
-            (num_full, "W1"),  # those that are left
+            (num_full, "W1"),  # all that remain
             (num_full, "W0"),
         ]
 
@@ -173,18 +173,17 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DualPipe cut in half, so that one copy of the parameters is enough: two stages a rank, as a V; needs m >= 2p.
+    """Run DualPipe in its V form: two stages per rank and a single copy of the parameters. Needs m >= 2p.
 
-    Forwards and whole backwards of the two chunks come in pairs, so that one's messages go while the other
-    computes; halves of the backward are used only where a rank would wait. Activations: 2p + 1 of half-size stages
-    on every rank.
-    Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and the V form published with its code,
-    github.com/deepseek-ai/DualPipe.
+    A forward and a whole backward of the two chunks come in pairs: the messages of a chunk travel while the rank
+    computes on the second chunk. Backwards are split only at places where a rank would wait. Activations: 2p + 1
+    half-size stages on every rank.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and github.com/deepseek-ai/DualPipe for the V form.
     """
 
     def phases(rank: int) -> list[_Phase]:
-        after = num_ranks - rank - 1  # ranks further down the V
-        # rank + 1 pairs of backwards, the second half of them split; an even rank changes in the middle of a pair.
+        after = num_ranks - rank - 1  # number of later ranks
+        # Of rank + 1 pairs of backwards the second half is split. An even rank changes in the middle of a pair.
         whole = (rank + 1) // 2
         return [
             (2 * after, "F0"),
@@ -205,7 +204,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 def _v_shaped(
     name: str, num_ranks: int, num_microbatches: int, phases_of_rank: Callable[[int], list[_Phase]]
 ) -> Schedule:
-    """Stages r and 2p - 1 - r on rank r, without microbatches of `num_microbatches` and above."""
+    """Make a schedule with stages r and 2p - 1 - r on rank r, without actions of microbatches from m on."""
     down = [*range(num_ranks)]
     lists = [_in_phases((rank, 2 * num_ranks - 1 - rank), phases_of_rank(rank)) for rank in down]
     actions = [[action for action in row if (action.microbatch or 0) < num_microbatches] for row in lists]
@@ -213,15 +212,15 @@ def _v_shaped(
 
 
 def _in_phases(stages: tuple[int, int], phases: Sequence[_Phase]) -> list[Action]:
-    """One rank's list, from words such as `F0` and `I1`: op and chunk.
+    """Make a rank's list from words such as `F0` and `I1`: op and chunk.
 
-    Chunk 0 is the stage on the way down the V, chunk 1 that on the way up. Each word takes the next microbatch of its
-    op on that chunk. `W` takes the oldest I whose weights are not done, `W0` and `W1` that of a chunk; a W for which no
-    I is left is passed over.
+    Chunk 0 is the stage on the way down the V, chunk 1 the stage on the way up. Each word takes the next microbatch of
+    its op and chunk. `W` takes the oldest I without a W, `W0` and `W1` the oldest of that chunk. A W without an I is
+    skipped.
     """
     actions: list[Action] = []
     next_forward, next_backward = [0, 0], [0, 0]  # by chunk
-    late: deque[tuple[int, int]] = deque()  # (chunk, microbatch) of each I that W has not followed
+    late: deque[tuple[int, int]] = deque()  # (chunk, microbatch) of each I without a W
     for word in (word for count, pattern in phases for _ in range(count) for word in pattern.split()):
         op = Op[word[0]]
         if op is Op.W:
@@ -241,21 +240,21 @@ def _in_phases(stages: tuple[int, int], phases: Sequence[_Phase]) -> list[Action
     return actions
 
 
-# -- layer by layer on one rank ---------------------------------------------------------------------------------------
+# -- layer by layer on a single rank ----------------------------------------------------------------------------------
 
 
 def layered(num_stages: int, num_microbatches: int, ahead: Sequence[bool] | None = None) -> Schedule:
-    """Every microbatch goes through a stage before any goes through the next, all on one rank, microbatch 0 first.
+    """Run all microbatches through a stage before the next stage, on a single rank, with gathers and reductions.
 
-    With each gather and reduction. ahead: (num_stages,) whether a stage is gathered while the one before it computes,
-    or after it. None: parameters stay where they are.
+    ahead: (num_stages,) True to gather a stage while its predecessor computes, False to gather it after. None: no
+    gathers, because parameters stay where they are.
 
         F    0.0 0.1 0.2  1.0 1.1 1.2  2.0 2.1 2.2
         B                                           2.0 2.1 2.2  1.0 1.1 1.2  0.0 0.1 0.2
-        full 000000000000 1111111111   222222222222222222222222  1111111111   00000000000      (and the next one, ahead)
+        full 000000000000 1111111111   222222222222222222222222  1111111111   00000000000      (and the next, ahead)
 
-    A stage is gathered twice, the last one once, and reduced once. Gradients of a stage add up in the order of the
-    microbatches, as where one microbatch follows the other.
+    A stage is gathered twice, the last stage once. A stage is reduced once. Gradients of a stage add up in the order
+    of the microbatches, as without this schedule.
     Source: layered gradient accumulation, arXiv 2106.02679; vertical scheduling, arXiv 2512.17570 (GreedySnake).
     """
     forward = _pass(Op.F, range(num_stages), num_microbatches, ahead)
@@ -266,12 +265,12 @@ def layered(num_stages: int, num_microbatches: int, ahead: Sequence[bool] | None
 
 
 def layered_evaluation(num_stages: int, ahead: Sequence[bool] | None = None) -> Schedule:
-    """One microbatch forward through all stages."""
+    """Run a microbatch forward through all stages on a single rank."""
     return _schedule("layered, evaluation", 1, [0] * num_stages, [_pass(Op.F, range(num_stages), 1, ahead)])
 
 
 def _pass(op: Op, stages: Sequence[int], num_microbatches: int, ahead: Sequence[bool] | None) -> list[Action]:
-    """Through all stages, each gathered before it and released behind it."""
+    """List the actions of all stages in order, each with its gather before and its release after."""
     row = [] if ahead is None else [Action(Op.GATHER, stages[0])]
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         gather = [] if ahead is None or following is None else [Action(Op.GATHER, following)]

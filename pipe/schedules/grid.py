@@ -1,10 +1,10 @@
-"""A schedule as a picture, rank by time: in text, in a terminal's colours, or as a PNG."""
+"""Draw a schedule, rank by time: as text, in a terminal's colours, or as a PNG."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .schedule import COMPUTE_OPS, Action, Op, Schedule
 from .simulator import Simulation, TimeSlot
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.text import Text
 
-_MOST_PANELS = 12  # a longer grid is drawn to a smaller scale, labels cut
-_TERMINAL = {  # background by op, for even and for odd chunks
+_MAX_PANELS = 12  # a longer grid is drawn to a smaller scale, and its labels are cut
+_TERMINAL = {  # background colours by op, of even and of odd chunks
     Op.F: ("blue", "cyan"),
     Op.B: ("green", "bright_green"),
     Op.I: ("magenta", "bright_magenta"),
@@ -29,41 +29,36 @@ _PAPER = {
 _MEANINGS = {Op.F: "forward", Op.B: "backward", Op.I: "input half", Op.W: "weight half"}
 
 
-class _Cell(NamedTuple):
-    text: str
-    action: Action | None  # None: idle, or the rank's name
+_Cell = tuple[str, Action | None]  # (text, action); no action: idle time, or the name of the rank
 
 
 def text_grid(simulation: Simulation, width: int = 120) -> str:
-    """One line per rank, time from left to right; what is wider than `width` goes on in further panels.
+    """Draw a line per rank, time from left to right. A grid wider than `width` continues in further panels.
 
-    A cell begins with its action and is as long as it takes: `0F0` of stage 0, or `F0` where each rank has one stage.
-    Dots are idle time.
+    A cell begins with its action, and its length is the action's time: `0F0` of stage 0, or `F0` if each rank has a
+    single stage. Dots are idle time.
     """
-    panels = [["".join(cell.text for cell in row).rstrip() for row in panel] for panel in _panels(simulation, width)]
+    panels = [["".join(text for text, _ in row).rstrip() for row in panel] for panel in _panels(simulation, width)]
     return "\n\n".join("\n".join(panel) for panel in panels) + "\n"
 
 
 def colour_grid(simulation: Simulation, width: int = 120) -> Text:
-    """`text_grid` for rich's console: forwards blue, backwards green, their halves magenta and yellow.
-
-    A rank's second stage, its fourth and so on are brighter.
-    """
+    """Draw `text_grid` for rich's console: F blue, B green, I magenta, W yellow; odd chunks of a rank brighter."""
     from rich.text import Text
 
     text = Text(no_wrap=True)
     for number, panel in enumerate(_panels(simulation, width)):
         text.append("\n" if number else "")
         for row in panel:
-            for cell in row:
-                text.append(cell.text.rstrip(" "), _style(simulation.schedule, cell.action))
-                text.append(cell.text[len(cell.text.rstrip(" ")) :])
+            for cell_text, action in row:
+                text.append(cell_text.rstrip(" "), _style(simulation.schedule, action))
+                text.append(cell_text[len(cell_text.rstrip(" ")) :])
             text.append("\n")
     return text
 
 
 def write_png(simulation: Simulation, path: Path) -> None:
-    """Draws the timeline to `path`. Needs matplotlib, an optional dependency; raises ModuleNotFoundError without it."""
+    """Draw the timeline to a PNG file. Raises ModuleNotFoundError without matplotlib, an optional dependency."""
     from matplotlib.figure import Figure
 
     schedule = simulation.schedule
@@ -90,7 +85,7 @@ def write_png(simulation: Simulation, path: Path) -> None:
 
 
 def _draw(axes: Axes, schedule: Schedule, rank: int, slot: TimeSlot, makespan: float) -> None:
-    """One bar, with its microbatch in it where there is room."""
+    """Draw an action as a bar, labelled with its microbatch if the bar is wide enough."""
     width = slot.end - slot.start
     color = _PAPER[slot.action.op][_chunk(schedule, slot.action) % 2]
     axes.barh(rank, width, left=slot.start, height=0.86, color=color, edgecolor="white", linewidth=0.6)
@@ -99,7 +94,7 @@ def _draw(axes: Axes, schedule: Schedule, rank: int, slot: TimeSlot, makespan: f
 
 
 def _chunk(schedule: Schedule, action: Action) -> int:
-    """The how-manieth stage of its rank the action is of."""
+    """Return the index of the action's stage among the stages of its rank."""
     return schedule.stages_of_rank(schedule.rank_of_stage[action.stage]).index(action.stage)
 
 
@@ -110,26 +105,26 @@ def _style(schedule: Schedule, action: Action | None) -> str:
 
 
 def _panels(simulation: Simulation, width: int) -> Iterator[list[list[_Cell]]]:
-    """The grid, cut where a line is full: panels of rows of cells; a cell that is cut goes on in the next panel."""
+    """Cut the grid into panels of rows of cells. A cell at the cut continues in the next panel."""
     num_ranks = simulation.schedule.num_ranks
     names = [f"rank {rank:<{len(str(num_ranks - 1))}}  " for rank in range(num_ranks)]
     room = max(width - len(names[0]), 20)
     scale = _columns_per_time(simulation, room)
     total = max(round(simulation.makespan * scale), 1)
     rows = [_cells(simulation, rank, scale, total) for rank in range(num_ranks)]
-    size = -(-total // -(-total // room))  # panels of one size, none with a few columns that are left
+    size = -(-total // -(-total // room))  # panels of equal size, rather than a last panel of a few columns
     for begin in range(0, total, size):
-        yield [[_Cell(name, None), *_cut(row, begin, begin + size)] for name, row in zip(names, rows, strict=True)]
+        yield [[(name, None), *_cut(row, begin, begin + size)] for name, row in zip(names, rows, strict=True)]
 
 
 def _columns_per_time(simulation: Simulation, room: int) -> float:
-    """So many that the shortest action has room for its label, unless the grid would become too long."""
+    """Choose the scale: the shortest action has room for its label, unless the grid would become too long."""
     slots = [slot for row in simulation.timeline for slot in row if slot.end > slot.start]
     if not slots:
         return 1.0
     shortest = min(slot.end - slot.start for slot in slots)
     longest_label = max(len(_label(simulation.schedule, slot.action)) for slot in slots)
-    return min((longest_label + 1) / shortest, _MOST_PANELS * room / simulation.makespan)
+    return min((longest_label + 1) / shortest, _MAX_PANELS * room / simulation.makespan)
 
 
 def _label(schedule: Schedule, action: Action) -> str:
@@ -137,28 +132,27 @@ def _label(schedule: Schedule, action: Action) -> str:
 
 
 def _cells(simulation: Simulation, rank: int, scale: float, total: int) -> list[_Cell]:
-    """One rank's line: actions as `F0--- `, idle time as dots."""
-    cells = []
+    """Make a rank's line: actions as `F0--- `, idle time as dots."""
+    cells: list[_Cell] = []
     column = 0
     for slot in simulation.timeline[rank]:
         if slot.end == slot.start:
             continue
         begin, end = round(slot.start * scale), round(slot.end * scale)
         if begin > column:
-            cells.append(_Cell("." * (begin - column - 1) + " ", None))
+            cells.append(("." * (begin - column - 1) + " ", None))
         size = max(end - begin - 1, 0)
-        cells.append(_Cell(f"{_label(simulation.schedule, slot.action):-<{size}}"[:size] + " ", slot.action))
+        cells.append((f"{_label(simulation.schedule, slot.action):-<{size}}"[:size] + " ", slot.action))
         column = end
     if total > column:
-        cells.append(_Cell("." * (total - column - 1) + " ", None))
+        cells.append(("." * (total - column - 1) + " ", None))
     return cells
 
 
 def _cut(cells: list[_Cell], begin: int, end: int) -> Iterator[_Cell]:
-    """The part of a line between two columns."""
+    """Cut a line to the columns from `begin` to `end`."""
     column = 0
-    for cell in cells:
-        text = cell.text[max(begin - column, 0) : max(end - column, 0)]
-        if text:
-            yield _Cell(text, cell.action)
-        column += len(cell.text)
+    for text, action in cells:
+        if part := text[max(begin - column, 0) : max(end - column, 0)]:
+            yield part, action
+        column += len(text)

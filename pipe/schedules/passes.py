@@ -1,13 +1,16 @@
-"""Schedule in, schedule out: whole backwards, messages, reduces, steps, gathers, the forward alone."""
+"""Passes over schedules: merge backwards, add messages, gathers and reductions, keep the forwards alone.
 
-from collections import Counter
+`complete` makes the list that the executor runs.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from .costs import Costs
 from .schedule import COMPUTE_OPS, SEND_OPS, Action, Op, Schedule, ScheduleError
 from .simulator import TimeSlot, simulate
 
-_WHOLE = (Op.B, Op.W)  # after it the microbatch's weight gradients are there
+_WHOLE = (Op.B, Op.W)  # ops that complete the weight gradients of a microbatch
 _MESSAGES = {Op.F: (Op.SEND_F, Op.RECV_F), Op.B: (Op.SEND_B, Op.RECV_B), Op.I: (Op.SEND_B, Op.RECV_B)}
 
 
@@ -17,29 +20,24 @@ def complete(
     *,
     gathers: bool = False,
     budget: float | None = None,
-    step: bool = False,
 ) -> Schedule:
-    """All that a rank has to do, from a schedule of F, B, I and W: what the executor runs.
+    """Make the full list of actions from a schedule of F, B, I and W, as the executor runs it.
 
-    Merges the halves of backwards that need not be apart (`merge_backward`), adds messages unless they are there
-    (`add_messages`), gathers within `budget` (`add_gathers`) if `gathers`, REDUCE, and STEP if `step`.
+    If it has no messages, merges halves of backwards at no cost (`merge_backward`) and adds messages (`add_messages`).
+    Adds gathers within `budget` (`add_gathers`) if `gathers`, and reductions (`add_reduces`).
     """
     if not schedule.has_messages:
         schedule = add_messages(merge_backward(schedule, costs or Costs.uniform(schedule.num_stages)), costs)
     if gathers:
         sizes = None if costs is None else costs.parameter_bytes
         schedule = add_gathers(schedule, budget, sizes)
-    if not schedule.is_forward_only:
-        schedule = add_reduces(schedule)
-        if step:
-            schedule = add_steps(schedule)
-    return schedule
+    return schedule if schedule.is_forward_only else add_reduces(schedule)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule in their order, with the messages and gathers that they need: for evaluation."""
+    """Keep the forwards of a schedule in their order, with their messages: for evaluation."""
     if schedule.has_any(Op.GATHER):
-        raise ScheduleError(f"schedule {schedule.name}: take forward_only of a schedule before add_gathers, not after")
+        raise ScheduleError(f"schedule {schedule.name}: expected no gathers; call forward_only before add_gathers")
     ops = (Op.F, Op.SEND_F, Op.RECV_F)
     return schedule.replace_actions([action for action in actions if action.op in ops] for actions in schedule.actions)
 
@@ -47,11 +45,10 @@ def forward_only(schedule: Schedule) -> Schedule:
 def merge_backward(
     schedule: Schedule, costs: Costs | None = None, starts: Mapping[Action, float] | None = None
 ) -> Schedule:
-    """One B in place of each I that its own W follows at once: one walk through the graph in place of two.
+    """Replace an I that is directly followed by its W by a B, which walks the autograd graph once and not twice.
 
-    The stage before then gets its gradient later, after W. With `costs` only those are merged where this does not
-    delay it, because in `simulate`'s timeline it starts later anyway: the makespan stays what it was. starts: of the
-    actions in that timeline, where they are known.
+    The previous stage then gets its gradient later, after W. With `costs`, merges only if this delays no action of
+    `simulate`'s timeline, so the makespan does not change. starts: of the actions in that timeline, if known.
     """
     if costs is not None and starts is None:
         starts = {slot.action: slot.start for slots in simulate(schedule, costs).timeline for slot in slots}
@@ -71,7 +68,7 @@ def merge_backward(
 
 
 def _free_merges(schedule: Schedule, costs: Costs, starts: Mapping[Action, float]) -> set[Action]:
-    """Every I whose gradient is used no earlier than it would be there if W came first."""
+    """Find every I whose gradient would still arrive in time after its W."""
     free = set()
     for action, start in starts.items():
         if action.op is not Op.I:
@@ -87,17 +84,17 @@ def _free_merges(schedule: Schedule, costs: Costs, starts: Mapping[Action, float
 
 
 def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """SEND right after what makes it, RECV on the rank that uses it; nothing between stages of one rank.
+    """Add a SEND directly after the action that makes a message, and a RECV on the rank that uses it.
 
-    [Note: an order that cannot deadlock] The actions of all ranks are put in one order: by the time at which they
-    end in `simulate`'s timeline under `costs`. A message has its place right after the action that made it, and so
-    has its RECV, in the list of the other rank: before all that ends later there. Each rank's list is a part of
-    this one order, and what an action waits for stands before it in the order. So the first action that is not yet
-    done can always be done, even if SEND and RECV block until the other side has come; two ranks send and receive
-    in the same order; and a receive is posted no later than before the action that runs while its message is made.
+    [Note: an order that cannot deadlock] The actions of all ranks are put in a total order: by their end in
+    `simulate`'s timeline under `costs`. SEND and RECV come directly after the action that made the message, RECV in the
+    receiver's list, before all actions that end later there. Each rank's list is a subsequence of the total order, and
+    an action comes after everything that it waits for. So the first action that is not done can always be done, even
+    if SEND and RECV block until the peer comes. Two ranks send and receive in the same order. A receive is posted
+    before the action that runs while the message is made.
     """
     if schedule.has_messages:
-        raise ScheduleError(f"schedule {schedule.name} has sends and receives already")
+        raise ScheduleError(f"schedule {schedule.name}: expected no sends and receives, found some")
     placed: list[list[tuple[float, int, int, Action]]] = [[] for _ in range(schedule.num_ranks)]
     for rank, slots in enumerate(simulate(schedule, costs).timeline):
         for slot in slots:
@@ -110,7 +107,7 @@ def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 
 def _messages_of(schedule: Schedule, rank: int, slot: TimeSlot) -> list[tuple[int, Action]]:
-    """What the end of an action sends: (rank, its action) of both ends; empty if it stays on the rank."""
+    """List (rank, action) of both ends of the message that an action makes; empty if its output stays on the rank."""
     op, stage, microbatch = slot.action.op, slot.action.stage, slot.action.microbatch
     if op not in _MESSAGES:
         return []
@@ -122,7 +119,7 @@ def _messages_of(schedule: Schedule, rank: int, slot: TimeSlot) -> list[tuple[in
 
 
 def add_reduces(schedule: Schedule) -> Schedule:
-    """REDUCE of each stage when the weight gradients of its last microbatch are there, after its send and release."""
+    """Add a REDUCE of each stage when its weight gradients are complete, after the following send and release."""
     if schedule.has_any(Op.REDUCE):
         return schedule
     lists = []
@@ -143,104 +140,82 @@ def add_reduces(schedule: Schedule) -> Schedule:
     return schedule.replace_actions(lists)
 
 
-def add_steps(schedule: Schedule) -> Schedule:
-    """STEP of each stage at the end of its rank's list, when every stage has its gradients: the norm is of all."""
-    if schedule.has_any(Op.STEP):
-        return schedule
-    return schedule.replace_actions(
-        [*actions, *(Action(Op.STEP, stage) for stage in schedule.stages_of_rank(rank))]
-        for rank, actions in enumerate(schedule.actions)
-    )
-
-
 def add_gathers(schedule: Schedule, budget: float | None = None, sizes: Sequence[float] | None = None) -> Schedule:
-    """GATHER before a stage computes, RELEASE after: ZeRO stage 3. At most `budget` gathered at a time on each rank.
+    """Add GATHER before a stage computes and RELEASE after it, for ZeRO stage 3.
 
-    `sizes`: (num_stages,) bytes of each stage's full parameters, with `budget` in bytes; without them each stage
-    counts 1, so that `budget=1` gathers once for each run of uses. None gathers each stage once: before its first
-    use, until its last. When room is needed, the stage goes that is used again last, which needs the fewest gathers
-    there can be where stages are of one size (Belady 1966), and it goes right after the use that it had. A stage is
-    gathered one action ahead, so that its gather runs beside that action, if this throws out no stage which else
-    could stay.
+    budget: gathered parameters of a rank at a time, in the unit of `sizes`; None: gather each stage once, from its
+    first to its last use. sizes: (num_stages,) full parameters of each stage; None: 1 each.
+    If room is needed, the stage with the latest next use is released, directly after its previous use. With stages of
+    equal size, no order needs fewer gathers (Belady 1966). A stage is gathered an action early, to overlap the gather
+    with that action, unless this would release the stage of that action.
     """
     if schedule.has_any(Op.GATHER, Op.RELEASE):
-        raise ScheduleError(f"schedule {schedule.name} has gathers and releases already")
+        raise ScheduleError(f"schedule {schedule.name}: expected no gathers and releases, found some")
     weights = [1.0] * schedule.num_stages if sizes is None else list(sizes)
     limit = float("inf") if budget is None else budget
     for stage, weight in enumerate(weights):
         if weight > limit:
             raise ScheduleError(
-                f"schedule {schedule.name}: stage {stage} has {weight:g} of parameters, more than the budget for "
-                f"gathered parameters ({limit:g}); raise the budget or split the model over more stages"
+                f"schedule {schedule.name}: expected parameters of stage {stage} within the budget for gathered "
+                f"parameters, {limit:g}, found {weight:g}; raise the budget, or split the model over more stages"
             )
-    return schedule.replace_actions(_Cache(actions, weights, limit).actions() for actions in schedule.actions)
+    return schedule.replace_actions(_with_gathers(actions, weights, limit) for actions in schedule.actions)
 
 
-class _Cache:
-    """The gathered stages of one rank, along its list."""
+def _with_gathers(actions: Sequence[Action], sizes: Sequence[float], limit: float) -> list[Action]:
+    """Add gathers and releases to the list of a rank, with gathered stages of at most `limit` in total."""
+    uses = [index for index, action in enumerate(actions) if action.op in COMPUTE_OPS]
+    next_use = _next_uses(actions, uses)
+    last_use: dict[int, int] = {}  # gathered stage -> index of its last use so far
+    gathers: dict[int, list[int]] = defaultdict(list)  # index -> stages to gather before this action
+    releases: dict[int, list[int]] = defaultdict(list)  # index -> stages to release after this action
 
-    def __init__(self, actions: Sequence[Action], weights: Sequence[float], limit: float) -> None:
-        self._actions = actions
-        self._weights = weights
-        self._limit = limit
-        self._uses = [index for index, action in enumerate(actions) if action.op in COMPUTE_OPS]
-        self._next_use = self._next_uses()
-        self._last_use: dict[int, int] = {}  # stage: index in the list; the keys are the gathered stages
-        self._gathers: dict[int, list[int]] = {}  # index in the list: stages to gather before it
-        self._releases: dict[int, list[int]] = {}  # and to release after it
+    def release(stage: int) -> None:
+        index = last_use.pop(stage)
+        while index + 1 < len(actions) and actions[index + 1].op in SEND_OPS:  # a rank waits for this message
+            index += 1
+        releases[index].append(stage)
 
-    def _next_uses(self) -> dict[int, float]:
-        """Of each use, where its stage is used next; infinity after the last."""
-        following: dict[int, int] = {}
-        found: dict[int, float] = {}
-        for index in reversed(self._uses):
-            stage = self._actions[index].stage
-            found[index] = following.get(stage, float("inf"))
-            following[stage] = index
-        return found
-
-    def actions(self) -> list[Action]:
-        """The list with gathers and releases in it."""
-        for position, index in enumerate(self._uses):
-            stage = self._actions[index].stage
-            self._make_room(stage, index, ahead_of=None)
-            self._last_use[stage] = index
-            if position + 1 < len(self._uses):
-                following = self._actions[self._uses[position + 1]].stage
-                self._make_room(following, index, ahead_of=stage)
-            if self._next_use[index] == float("inf"):
-                self._release(stage)
-        row: list[Action] = []
-        for index, action in enumerate(self._actions):
-            row += [Action(Op.GATHER, stage) for stage in self._gathers.get(index, [])]
-            row.append(action)
-            row += [Action(Op.RELEASE, stage) for stage in self._releases.get(index, [])]
-        return row
-
-    def _make_room(self, stage: int, index: int, ahead_of: int | None) -> None:
-        """Gathers `stage` before `index`, unless this would have to throw out `ahead_of`, which is used there."""
-        if stage in self._last_use:
+    def gather(stage: int, index: int, ahead_of: int | None) -> None:
+        """Gather `stage` before action `index`, unless this would release stage `ahead_of`, which is used there."""
+        if stage in last_use:
             return
-        held = sum(self._weights[other] for other in self._last_use)
+        held = sum(sizes[gathered] for gathered in last_use)
         victims: list[int] = []
-        by_next_use = sorted(self._last_use, key=self._when_used_next, reverse=True)
-        while held + self._weights[stage] > self._limit:
+        by_next_use = sorted(last_use, key=lambda gathered: next_use[last_use[gathered]], reverse=True)
+        while held + sizes[stage] > limit:
             victim = by_next_use.pop(0)
             if victim == ahead_of:
                 return
             victims.append(victim)
-            held -= self._weights[victim]
+            held -= sizes[victim]
         for victim in victims:
-            self._release(victim)
-        self._gathers.setdefault(index, []).append(stage)
-        self._last_use[stage] = index  # for a stage gathered ahead: until the next action, which uses it
+            release(victim)
+        gathers[index].append(stage)
+        last_use[stage] = index  # of a stage gathered early: until the next action, which uses it
 
-    def _when_used_next(self, stage: int) -> float:
-        return self._next_use[self._last_use[stage]]
+    for index, following in zip(uses, [*uses[1:], None], strict=True):
+        stage = actions[index].stage
+        gather(stage, index, ahead_of=None)
+        last_use[stage] = index
+        if following is not None:
+            gather(actions[following].stage, index, ahead_of=stage)
+        if next_use[index] == float("inf"):
+            release(stage)
+    row: list[Action] = []
+    for index, action in enumerate(actions):
+        row += [Action(Op.GATHER, stage) for stage in gathers[index]]
+        row.append(action)
+        row += [Action(Op.RELEASE, stage) for stage in releases[index]]
+    return row
 
-    def _release(self, stage: int) -> None:
-        """Frees `stage` after its last use, and after the send of what that made, for which another rank waits."""
-        index = self._last_use.pop(stage)
-        while index + 1 < len(self._actions) and self._actions[index + 1].op in SEND_OPS:
-            index += 1
-        self._releases.setdefault(index, []).append(stage)
+
+def _next_uses(actions: Sequence[Action], uses: Sequence[int]) -> dict[int, float]:
+    """Map each use to the index of its stage's next use; infinity after the last."""
+    following: dict[int, int] = {}
+    found: dict[int, float] = {}
+    for index in reversed(uses):
+        stage = actions[index].stage
+        found[index] = following.get(stage, float("inf"))
+        following[stage] = index
+    return found

@@ -1,4 +1,4 @@
-"""Every schedule by its name, and what it asks for. The only place that knows schedules by name."""
+"""The table of schedules by name (`KINDS`), and `make_schedule`. Only this file knows schedules by name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ScheduleKind:
     name: str
     summary: str
     build: Callable[[int, int, int], Schedule]  # (ranks, microbatches, chunks)
-    min_chunks: int  # stages per rank, the number it has where none is asked for
-    max_chunks: int | None  # None: any number
-    microbatches_per_rank: int = 0  # it needs at least so many for each rank; 0: any number will do
-    splits_backward: bool = False  # it uses I and W
-    is_v: bool = False  # two stages a rank, the first and the last stage on rank 0
+    min_chunks: int  # stages per rank, also the default
+    max_chunks: int | None  # None: no limit
+    microbatches_per_rank: int = 0  # the minimum; 0: any number of microbatches
+    splits_backward: bool = False  # uses I and W
+    is_v: bool = False  # two stages per rank, the first and the last stage on rank 0
 
 
 KINDS = {
@@ -38,7 +38,7 @@ KINDS = {
         ),
         ScheduleKind(
             "1f1b",
-            "one forward, one backward: GPipe's bubble, at most p microbatches in flight",
+            "forwards and backwards in turns: GPipe's bubble, at most p microbatches in flight",
             lambda ranks, microbatches, _: one_f_one_b(ranks, microbatches),
             min_chunks=1,
             max_chunks=1,
@@ -82,11 +82,11 @@ KINDS = {
 
 
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of that name, or from the text file at that path; F, B, I and W alone unless the file has more.
+    """Make the schedule of that name, or read it from the text file at that path.
 
-    `chunks` is the number of stages on each rank; None takes what the schedule has at least. Raises ScheduleError
-    for an unknown name, for counts that the schedule cannot take, and for a file whose schedule is of other counts
-    or cannot run.
+    chunks: stages per rank; None: the schedule's minimum. A schedule from a name has F, B, I and W alone.
+    Raises ScheduleError for an unknown name, for counts that the schedule does not allow, and for a file with
+    different counts or with a schedule that cannot run.
     """
     if is_path(name):
         return _from_file(Path(name), num_ranks, num_microbatches, chunks)
@@ -95,7 +95,7 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int 
 
 
 def check_counts(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleKind:
-    """The row of that name. Raises ScheduleError, as `make_schedule`, for counts that the schedule cannot take."""
+    """Return the row of that name. Raises ScheduleError for counts that the schedule does not allow."""
     _check_positive(name, num_ranks, num_microbatches)
     kind = find_kind(name)
     chunks = kind.min_chunks if chunks is None else chunks
@@ -105,8 +105,8 @@ def check_counts(name: str, num_ranks: int, num_microbatches: int, chunks: int |
     if num_microbatches < least:
         raise ScheduleError(
             f"schedule {name} needs {kind.microbatches_per_rank} microbatches for each rank, at least {least} on "
-            f"{num_ranks} ranks, found {num_microbatches}; set pipeline.microbatches to {least} or more, or take a "
-            f"schedule for any number: {', '.join(_names(lambda other: not other.microbatches_per_rank))}"
+            f"{num_ranks} ranks, found {num_microbatches}; set pipeline.microbatches to {least} or more, or use a "
+            f"schedule for any number: {', '.join(_names(lambda kind: not kind.microbatches_per_rank))}"
         )
     return kind
 
@@ -118,7 +118,7 @@ def _check_positive(name: str, num_ranks: int, num_microbatches: int) -> None:
 
 
 def find_kind(name: str) -> ScheduleKind:
-    """The row of that name. Raises ScheduleError with the name that may be meant."""
+    """Return the row of that name. Raises ScheduleError, with a similar name, for an unknown name."""
     if name not in KINDS:
         close = difflib.get_close_matches(name.lower().replace("_", "-"), KINDS, n=1)
         hint = (
@@ -131,15 +131,15 @@ def find_kind(name: str) -> ScheduleKind:
 
 
 def is_path(name: str) -> bool:
-    """Whether a schedule's name is taken for the path of a text file: it ends in `.txt` or has a separator."""
+    """Tell if a schedule's name is the path of a text file: it ends in `.txt` or has a separator."""
     return name.endswith(".txt") or "/" in name or "\\" in name
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule in the text file at `path`. Raises ScheduleError if it cannot be read or cannot run."""
+    """Read the schedule in the text file at `path`. Raises ScheduleError if it cannot be read or cannot run."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no text, or a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
     try:
         schedule = Schedule.from_text(text)
@@ -147,7 +147,7 @@ def read_schedule(path: Path) -> Schedule:
     except ScheduleError as error:
         raise ScheduleError(f"schedule file {path}: {error}") from error
     if schedule.is_forward_only:
-        raise ScheduleError(f"schedule file {path}: nothing goes backward; a training step needs B, or I and W")
+        raise ScheduleError(f"schedule file {path}: found no backward; a training step needs B, or I and W")
     return schedule
 
 
@@ -161,7 +161,8 @@ def _from_file(path: Path, num_ranks: int, num_microbatches: int, chunks: int | 
     for what, count in expected.items():
         if found[what] != count:
             raise ScheduleError(
-                f"schedule file {path}: it is for {found[what]} {what}, the config asks for {count}; change one of them"
+                f"schedule file {path}: expected {count} {what}, as in the config, found {found[what]}; change the "
+                "file or the config"
             )
     return schedule
 
@@ -170,11 +171,11 @@ def _chunks_text(kind: ScheduleKind, chunks: int) -> str:
     least, most = kind.min_chunks, kind.max_chunks
     wanted = f"{least} or more" if most is None else str(least)
     text = (
-        f"schedule {kind.name} has {wanted} chunk{'s' if wanted != '1' else ''} (stages on each rank), found {chunks}"
+        f"schedule {kind.name} needs {wanted} chunk{'s' if wanted != '1' else ''} (stages on each rank), found {chunks}"
     )
-    fitting = _names(lambda other: other.min_chunks <= chunks <= (other.max_chunks or chunks))
-    others = f", or take a schedule for {chunks}: {', '.join(fitting)}" if fitting else ""
-    return f"{text}; set pipeline.chunks to {least}{others}"
+    fitting = _names(lambda kind: kind.min_chunks <= chunks <= (kind.max_chunks or chunks))
+    choices = f", or use a schedule for {chunks}: {', '.join(fitting)}" if fitting else ""
+    return f"{text}; set pipeline.chunks to {least}{choices}"
 
 
 def _names(fits: Callable[[ScheduleKind], bool]) -> list[str]:

@@ -1,6 +1,6 @@
-"""A pipeline schedule: what each rank does, in which order, as data that goes to a text file and back.
+"""Pipeline schedules as data: a list of actions for each rank (`Schedule`), which a text file can hold.
 
-An action is what a rank does at a moment: an op on a stage, for a microbatch, written `2F0`.
+An `Action` is an op on a stage for a microbatch: `2F0` is stage 2, forward, microbatch 0.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _RANK_KEY = re.compile(r"rank\s+(\d+)")
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made, read or run.
+    """A schedule cannot be made, read or run.
 
-    Says where (line and column of a text, or rank, action and place in the rank's list), what was expected, what was
-    found and what to do; what is wrong with a list of actions is shown in it, with the failing cell marked `>2F0<`.
+    The text has the place (line and column, or rank and action), and shows the rank's list with the action marked
+    `>2F0<`.
     """
 
 
 class Op(enum.Enum):
-    """What is done, and what memory is held from then on.
+    """The operation of an action.
 
-    | op      | of a microbatch | does | memory |
-    |---------|-----|-------------------------------------------------|------------------------------------------|
-    | F       | yes | forward of the stage                            | its activations are held from here       |
-    | B       | yes | backward, gradients of input and of weights     | the activations are freed                |
-    | I       | yes | the half of the backward that gives the input's gradient | what W needs is held, the rest freed |
-    | W       | yes | the half that gives the weights' gradients      | the rest is freed                        |
-    | SEND_F  | yes | starts to send the stage's output to the next stage | the output is held until it is sent  |
-    | RECV_F  | yes | starts to receive the stage's input from the stage before | a buffer is held from here     |
-    | SEND_B  | yes | starts to send the input's gradient to the stage before | as SEND_F                        |
-    | RECV_B  | yes | starts to receive the output's gradient from the next stage | as RECV_F                    |
-    | GATHER  | no  | makes the stage's full parameters               | they are held from here                  |
-    | RELEASE | no  | frees the stage's full parameters               | the shards are left                      |
-    | REDUCE  | no  | sums the stage's gradients over its data-parallel ranks | full gradients may be freed      |
-    | STEP    | no  | updates the stage's parameters                  |                                          |
+    | op      | of a microbatch | does                                               | memory                          |
+    |---------|-----|----------------------------------------------------------------|---------------------------------|
+    | F       | yes | forward of the stage                                           | holds activations from here     |
+    | B       | yes | backward: gradients of input and weights                       | frees the activations           |
+    | I       | yes | half of the backward: gradient of the input                    | keeps only the tensors for W    |
+    | W       | yes | half of the backward: gradients of the weights                 | frees the tensors for W         |
+    | SEND_F  | yes | starts to send the stage's output to the next stage            | holds the output until sent     |
+    | RECV_F  | yes | starts to receive the stage's input from the previous stage    | holds a buffer from here        |
+    | SEND_B  | yes | starts to send the input's gradient to the previous stage      | as SEND_F                       |
+    | RECV_B  | yes | starts to receive the output's gradient from the next stage    | as RECV_F                       |
+    | GATHER  | no  | makes the stage's full parameters                              | holds them from here            |
+    | RELEASE | no  | frees the stage's full parameters                              | the shards remain               |
+    | REDUCE  | no  | sums the stage's gradients over its data-parallel ranks        | full gradients may be freed     |
+    | STEP    | no  | updates the stage's parameters                                 |                                 |
     """
 
     F = "F"
@@ -63,17 +63,17 @@ COMPUTE_OPS = (Op.F, Op.B, Op.I, Op.W)
 BACKWARD_OPS = (Op.B, Op.I, Op.W)
 SEND_OPS = (Op.SEND_F, Op.SEND_B)
 RECV_OPS = (Op.RECV_F, Op.RECV_B)
-STAGE_OPS = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP)  # of a stage as a whole: without a microbatch
+STAGE_OPS = (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP)  # without a microbatch
 
-# How far the other end of a message is from the stage that the action names.
+# Peer stage of a message, relative to the stage of the action.
 _PEER_OFFSETS = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One op on `stage` for `microbatch`, which is None for the ops of a whole stage (`STAGE_OPS`).
+    """An op on `stage` for `microbatch`, which is None for the ops of a whole stage (`STAGE_OPS`).
 
-    A send or receive names the stage of the rank that does it: `1SEND_F0` is received as `2RECV_F0`.
+    A send or receive names a stage of its rank: `1SEND_F0` is received as `2RECV_F0`.
     """
 
     op: Op
@@ -85,16 +85,16 @@ class Action:
 
     @property
     def peer_stage(self) -> int:
-        """The stage at the other end of a send or receive."""
+        """The stage at the remote end of a send or receive."""
         return self.stage + _PEER_OFFSETS[self.op]
 
     @classmethod
     def parse(cls, text: str, line: int = 1, column: int = 1) -> Action:
-        """The action that `text` names, as `str` writes it; `line` and `column` (from 1) are for the error alone."""
+        """Parse an action from the form that `str` writes. line, column: from 1, for the error text."""
         where = f"line {line}, column {column}"
         match = _ACTION.fullmatch(text)
         if match is None:
-            raise ScheduleError(f'{where}: expected an action such as "2F0" (stage, op, microbatch), found "{text}"')
+            raise ScheduleError(f'{where}: expected an action like "2F0" (stage, op, microbatch), found "{text}"')
         stage, name, microbatch = match.groups()
         op = Op.__members__.get(name)
         if op is None:
@@ -102,27 +102,25 @@ class Action:
             hint = f'did you mean "{close[0]}"?' if close else f"the ops are {', '.join(Op.__members__)}"
             raise ScheduleError(f'{where}: unknown op "{name}" in "{text}"; {hint}')
         if op in STAGE_OPS and microbatch:
-            raise ScheduleError(
-                f'{where}: {name} is of a whole stage and takes no microbatch, expected "{stage}{name}", found "{text}"'
-            )
+            raise ScheduleError(f'{where}: {name} takes no microbatch, expected "{stage}{name}", found "{text}"')
         if op not in STAGE_OPS and not microbatch:
-            raise ScheduleError(f'{where}: {name} needs a microbatch, expected "{text}0" or the like, found "{text}"')
+            raise ScheduleError(f'{where}: {name} needs a microbatch, expected for example "{text}0", found "{text}"')
         return cls(op, int(stage), int(microbatch) if microbatch else None)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One list of actions per rank, each done in its order, every rank at its own pace.
+    """A list of actions for each rank. A rank does its actions in order, and waits only for messages.
 
-    Stage 0 takes the batch and the last stage gives the loss; stage s sends to stage s + 1. A rank can hold several
-    stages. Two ways to place them are usual:
+    Stage 0 takes the batch, the last stage computes the loss, and stage s sends to stage s + 1. A rank can have several
+    stages. Two placements are usual:
 
         looped, 2 chunks, 4 ranks         V, 2 chunks, 4 ranks
         rank   0  1  2  3                 rank   0  1  2  3
         stage  0  1  2  3                 stage  0  1  2  3
                4  5  6  7                        7  6  5  4
 
-    As the functions of `registry` give it, a schedule holds only F, B, I and W; `passes` adds the rest.
+    Schedules from `registry` have only F, B, I and W. `passes` adds messages, gathers and reductions.
     """
 
     name: str
@@ -130,22 +128,22 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     rank_of_stage: tuple[int, ...]  # (num_stages,)
-    actions: tuple[tuple[Action, ...], ...]  # (num_ranks, as many as the rank has to do)
+    actions: tuple[tuple[Action, ...], ...]  # by rank
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on `rank`, ascending."""
+        """Return the stages on `rank`, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def crosses(self, stage: int) -> bool:
-        """Whether what `stage` sends to the next stage goes to another rank; False for the last stage."""
+        """Tell if the next stage is on a different rank; False for the last stage."""
         return stage + 1 < self.num_stages and self.rank_of_stage[stage] != self.rank_of_stage[stage + 1]
 
     def peer_rank(self, action: Action) -> int:
-        """The rank at the other end of a send or receive."""
+        """Return the rank at the remote end of a send or receive."""
         return self.rank_of_stage[action.peer_stage]
 
     def has_any(self, *ops: Op) -> bool:
-        """Whether any rank does one of `ops`."""
+        """Tell if the schedule contains any of `ops`."""
         return not self._ops.isdisjoint(ops)
 
     @cached_property
@@ -154,20 +152,20 @@ class Schedule:
 
     @property
     def has_messages(self) -> bool:
-        """Whether sends and receives are in the lists; without them they are understood."""
+        """True if the lists contain sends and receives. Without them, messages are implied."""
         return self.has_any(*SEND_OPS, *RECV_OPS)
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether nothing goes backward, so that activations need not be kept: for evaluation."""
+        """True if there is no backward, so that no activations are held: for evaluation."""
         return not self.has_any(*BACKWARD_OPS)
 
     def replace_actions(self, actions: Iterable[Iterable[Action]]) -> Schedule:
-        """This schedule with other lists, one per rank."""
+        """Return this schedule with new lists, by rank."""
         return dataclasses.replace(self, actions=tuple(map(tuple, actions)))
 
     def to_text(self) -> str:
-        """All of it as text: five lines of header, then a line for each rank. `Schedule.from_text` reads it."""
+        """Write the schedule as text: five header lines, then a line for each rank. `from_text` reads it."""
         lines = [
             f"name: {self.name}",
             f"ranks: {self.num_ranks}",
@@ -180,20 +178,19 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """The schedule that `text` holds.
+        """Read a schedule from text.
 
-        The five header lines come first, in any order. A rank's actions can go over several lines that all begin with
-        its `rank N:`; what follows a `#` is a comment. Raises ScheduleError with line and column. That the lists can
-        run is for `simulate` to say.
+        The five header lines come first, in any order. A rank's actions can take several lines that begin with
+        `rank N:`. A `#` begins a comment. Raises ScheduleError with line and column. `simulate` tells if it can run.
         """
         return _Reader(text).read()
 
 
 class _Reader:
-    """Reads one text, line by line."""
+    """Reads a schedule from text, line by line."""
 
     def __init__(self, text: str) -> None:
-        self._header: dict[str, tuple[str, int, int]] = {}  # key: value, line, column
+        self._header: dict[str, tuple[str, int, int]] = {}  # key -> value, line, column
         self._rows: list[tuple[int, str, int, int]] = []  # rank, actions, line, column
         for line, content in enumerate(text.splitlines(), start=1):
             self._sort_in(content.partition("#")[0], line)
@@ -213,7 +210,7 @@ class _Reader:
             hint = f'did you mean "{close[0]}"?' if close else f"the keys are {', '.join(_KEYS)} and rank N"
             raise ScheduleError(f'line {line}: unknown key "{key}"; {hint}')
         elif key in self._header:
-            raise ScheduleError(f'line {line}: "{key}" stands on line {self._header[key][1]} already')
+            raise ScheduleError(f'line {line}: "{key}" is already on line {self._header[key][1]}')
         else:
             self._header[key] = (value, line, column)
 
@@ -268,12 +265,12 @@ class _Reader:
 
 
 def _words(text: str, column: int) -> Iterator[tuple[str, int]]:
-    """Each word of `text` with the column where it begins; `text` begins at `column`."""
+    """Iterate over (word, its column). column: of the begin of `text`."""
     return ((match[0], column + match.start()) for match in re.finditer(r"\S+", text))
 
 
 def _check_range(action: Action, num_stages: int, num_microbatches: int, where: str) -> None:
     if action.stage >= num_stages:
-        raise ScheduleError(f"{where} names stage {action.stage}, expected one below {num_stages}")
+        raise ScheduleError(f"{where}: expected a stage below {num_stages}, found {action.stage}")
     if action.microbatch is not None and action.microbatch >= num_microbatches:
-        raise ScheduleError(f"{where} names microbatch {action.microbatch}, expected one below {num_microbatches}")
+        raise ScheduleError(f"{where}: expected a microbatch below {num_microbatches}, found {action.microbatch}")

@@ -1,4 +1,4 @@
-"""Judges a schedule without running it: whether it can run, how long it takes, what memory it needs."""
+"""Simulate a schedule: find deadlocks, times and memory without tensors (`simulate`)."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from .costs import Costs
 from .rules import check_rules, excerpt
 from .schedule import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, Schedule, ScheduleError
 
-# What an action waits for, at (stage, microbatch). "forward": F has ended; "backward": B or I has; "arrival of forward"
-# and "arrival of backward": what the stage before or after made is on this stage's rank; "send of forward" and the
-# like: that end of the message is reached.
+# An event that an action waits for, at (stage, microbatch). "forward": F has ended. "backward": B or I has ended.
+# "arrival of forward", "arrival of backward": the tensors of the previous or next stage are on this stage's rank.
+# "send of forward", "receive of forward" and so on: a rank has reached this end of the message.
 _Event = tuple[str, int, int]
 
 _OTHER_ENDS = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
 
 
 class TimeSlot(NamedTuple):
-    """One action in time."""
+    """An action with its times."""
 
     action: Action
     start: float
     end: float
-    order: int  # position in one order of all ranks' actions in which each comes after what it waits for
+    order: int  # index in a total order of all ranks' actions, in which each comes after the events that it waits for
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most of everything that one rank holds at one moment, in the unit of `Costs`."""
+    """Peaks of a rank, in the unit of `Costs`."""
 
     activation_bytes: float
-    parameter_bytes: float  # all stages of the rank, or those gathered at a time
-    total_bytes: float  # of both together: at most their sum
-    in_flight: int  # microbatches of a stage whose backward is to come, over all stages of the rank
+    parameter_bytes: float  # all stages of the rank, or the gathered stages
+    total_bytes: float  # the two may peak at different times, so this is at most their sum
+    in_flight: int  # microbatches between F and B or I, over all stages of the rank
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs. Times and bytes in the units of its `Costs`; tuples are by rank.
+    """Times and memory of a schedule, in the units of its `Costs`; tuples are by rank.
 
-    Two measures of the same idle time are usual in papers: of the total, and of the time without any.
+    Papers measure idle time as a share of the total time (`bubble`), or of the compute time (`overhead`).
     """
 
     schedule: Schedule
@@ -51,12 +51,12 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """Time from the start of the first action to the end of the last one, of all ranks."""
+        """Time from the first start to the last end, over all ranks."""
         return max(slot.end for slots in self.timeline for slot in slots)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank computes."""
+        """Compute time of each rank."""
         return tuple(sum(slot.end - slot.start for slot in slots) for slots in self.timeline)
 
     @property
@@ -67,15 +67,15 @@ class Simulation:
 
     @property
     def overhead(self) -> float:
-        """Time on top of the busiest rank's work, as a share of that work: (p - 1) / m for 1F1B."""
+        """Makespan beyond the busiest rank's work, as a share of that work: (p - 1) / m for 1F1B."""
         work = max(self.busy)
         return self.makespan / work - 1 if work else 0.0
 
     @property
     def waits(self) -> tuple[float, ...]:
-        """Idle time of each rank between its first and its last compute action.
+        """Idle time of each rank between its first and last compute action.
 
-        It is what would remain of the bubble if ranks did not wait for each other between steps.
+        Only this part of the bubble would remain if ranks did not wait for each other between steps.
         """
         waits = []
         for slots, busy in zip(self.timeline, self.busy, strict=True):
@@ -85,19 +85,18 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, blocking: bool = False) -> Simulation:
-    """Runs `schedule` on paper: every rank goes through its list and starts each action as soon as it can.
+    """Simulate `schedule`: every rank starts each action of its list as soon as it can.
 
-    `costs` default to one unit of time for each of F, I and W (B: two) and of memory for each activation. Without
-    sends and receives in the lists, what a stage makes is on the next rank `costs.send` later. With them it is
-    under way when both SEND and RECV are reached, and neither keeps its rank busy; if `blocking`, both ranks wait
-    in them until it is there, as the worst of networks would have it. Links are never full.
-
-    Raises ScheduleError if a rule is broken (`check_rules`) or if ranks wait for each other for ever.
+    costs: default: F, I and W take a unit of time each, B two, and an activation a unit of memory.
+    A stage's output reaches the next rank `costs.send` after its end, or, if the lists have messages, after both SEND
+    and RECV are reached. SEND and RECV do not keep a rank busy, except with `blocking`: both ranks then wait in them
+    until the tensors arrive, as in the worst network. Links have no bandwidth limit.
+    Raises ScheduleError if a rule is broken (`check_rules`), or if ranks wait for each other forever.
     """
     if costs is None:
         costs = Costs.uniform(schedule.num_stages)
     if costs.num_stages != schedule.num_stages:
-        raise ValueError(f"costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
+        raise ValueError(f"expected costs for {schedule.num_stages} stages of the schedule, found {costs.num_stages}")
     check_rules(schedule)
     run = _Run(schedule, costs, blocking)
     run.to_the_end()
@@ -110,11 +109,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, blocking: bool =
 
 
 def peaks_of_rank(schedule: Schedule, costs: Costs, rank: int) -> Peaks:
-    """How much memory a rank's list needs at most. An action's own counts while it runs.
+    """Compute the peak memory of a rank's list. It depends on the order of actions, not on times.
 
-    It follows from the order alone, not from the times. F adds the activations of its stage; B frees them; I frees them
-    but for what W needs; W frees that. In a schedule that only goes forward, F frees its activations when it ends.
-    Buffers of messages are not counted.
+    F adds the activations of its stage, B frees them, I frees them except the tensors for W, and W frees these. In a
+    schedule without backward, F frees its activations at its end. Buffers of messages are not counted.
     """
     forward_only = schedule.is_forward_only
     gathers = schedule.has_any(Op.GATHER)
@@ -145,21 +143,21 @@ def peaks_of_rank(schedule: Schedule, costs: Costs, rank: int) -> Peaks:
 
 
 class _Run:
-    """Each rank goes on until it waits for an event; an event wakes the ranks that wait for it."""
+    """Advances each rank until it waits for an event. An event makes the ranks ready that wait for it."""
 
     def __init__(self, schedule: Schedule, costs: Costs, blocking: bool) -> None:
         self._schedule = schedule
         self._costs = costs
         self._has_messages = schedule.has_messages
         self._blocking = blocking
-        self._happened: dict[_Event, float] = {}  # when
-        self._waiting: dict[_Event, list[int]] = defaultdict(list)  # ranks
-        self._stuck: set[int] = set()  # ranks that wait
+        self._happened: dict[_Event, float] = {}  # event -> time
+        self._waiting: dict[_Event, list[int]] = defaultdict(list)  # event -> ranks
+        self._stuck: set[int] = set()  # all waiting ranks
         self._clock = [0.0] * schedule.num_ranks
         self._order = 0
         whole = (action for row in schedule.actions for action in row if action.op in (Op.B, Op.W))
         self._num_left = Counter(action.stage for action in whole)
-        self._halves: set[int] = set()  # stages of which an I has gradients that no W has completed
+        self._halves: set[int] = set()  # stages with gradients of an I whose W has not come
         self.timeline: list[list[TimeSlot]] = [[] for _ in range(schedule.num_ranks)]
 
     def to_the_end(self) -> None:
@@ -170,7 +168,7 @@ class _Run:
             self._refuse_deadlock()
 
     def _advance(self, rank: int, ready: list[int]) -> None:
-        """Does as much of the rank's list as can be done now."""
+        """Do the rank's actions until it must wait."""
         actions, slots = self._schedule.actions[rank], self.timeline[rank]
         self._stuck.discard(rank)
         while len(slots) < len(actions):
@@ -192,7 +190,7 @@ class _Run:
             self._happen_at_end(action, end, ready)
 
     def _collecting(self, action: Action) -> float:
-        """Before its rank sends on what it made: see `Executor`."""
+        """Return the time of reductions around an action, before its output is sent: as `Executor` does them."""
         costs, stage, seconds = self._costs, action.stage, 0.0
         if action.op in (Op.B, Op.I) and costs.collect_half and stage in self._halves:
             seconds += costs.collect_half[stage]
@@ -205,7 +203,7 @@ class _Run:
         return seconds
 
     def _needed(self, action: Action) -> _Event | None:
-        """The event that `action` cannot come before; what must stand before it in the same list is there."""
+        """Return the event that `action` waits for, beside the earlier actions of its list."""
         op, stage, microbatch = action.op, action.stage, action.microbatch
         if microbatch is None or op is Op.W:
             return None
@@ -219,13 +217,13 @@ class _Run:
         return None
 
     def _from(self, source: int, direction: str, stage: int, microbatch: int) -> _Event:
-        """Where another rank has `source`: its message, or its arrival."""
+        """Return the event by which the output of stage `source` is on the rank of `stage`."""
         if self._schedule.rank_of_stage[source] == self._schedule.rank_of_stage[stage]:
             return (direction, source, microbatch)
         return ("arrival of " + direction, stage, microbatch)
 
     def _happen_at_end(self, action: Action, end: float, ready: list[int]) -> None:
-        """Makes the events that the end of `action` brings."""
+        """Record the events at the end of `action`."""
         op, stage, microbatch = action.op, action.stage, action.microbatch
         if microbatch is None or op is Op.W:
             return
@@ -239,14 +237,14 @@ class _Run:
             self._reach(action, end, ready)
 
     def _deliver(self, stage: int, target: int, direction: str, microbatch: int, end: float, ready: list[int]) -> None:
-        """Without messages in the lists, what was made arrives by itself."""
+        """Without messages in the lists, record the arrival of a stage's output on the next rank."""
         if self._has_messages or not 0 <= target < self._schedule.num_stages:
             return
         if self._schedule.rank_of_stage[stage] != self._schedule.rank_of_stage[target]:
             self._happen(("arrival of " + direction, target, microbatch), end + self._costs.send, ready)
 
     def _reach(self, action: Action, time: float, ready: list[int]) -> None:
-        """A rank comes to a send or receive at `time`; when both have, it arrives."""
+        """Record that a rank comes to a send or receive at `time`. If both ends are reached, the message is sent."""
         if action.microbatch is None or action.op in COMPUTE_OPS:
             return
         side, other = ("send", "receive") if action.op in SEND_OPS else ("receive", "send")
@@ -265,7 +263,7 @@ class _Run:
         ready += self._waiting.pop(event, [])
 
     def _refuse_deadlock(self) -> None:
-        """Raises the error that shows where every rank waits."""
+        """Raise an error that shows where each rank waits."""
         cells = {rank: len(self.timeline[rank]) for rank in sorted(self._stuck)}
         lines = []
         for rank, index in cells.items():
@@ -275,7 +273,7 @@ class _Run:
             if cause.op is Op.B and cause not in self._schedule.actions[owner]:
                 cause = Action(Op.I, cause.stage, cause.microbatch)
             lines.append(f"  rank {rank} waits in {action} for {cause} of rank {owner}")
-        count = f"{len(cells)} of {self._schedule.num_ranks} ranks wait for ever"
+        count = f"{len(cells)} of {self._schedule.num_ranks} ranks wait forever"
         picture = excerpt(self._schedule, cells)
         raise ScheduleError("\n".join((f"schedule {self._schedule.name}: deadlock, {count}", *lines, picture)))
 
@@ -285,12 +283,12 @@ def _direction(op: Op) -> str:
 
 
 def _target(action: Action) -> int:
-    """The stage that a message goes to."""
+    """Return the receiving stage of a message."""
     return action.stage if action.op in RECV_OPS else action.peer_stage
 
 
 def _counterpart(action: Action) -> Action:
-    """What `action` waits for: the same op on the stage before or after, or the other end of a message."""
+    """Return the action that `action` waits for: the same op on a neighbour stage, or the remote end of a message."""
     if action.op in _OTHER_ENDS:
         return Action(_OTHER_ENDS[action.op], action.peer_stage, action.microbatch)
     if action.op is Op.F:

@@ -1,12 +1,12 @@
-"""A tensor that has a shape but no value, for what another pipeline stage computes.
+"""A tensor with a shape and without values, in the place of a tensor that another pipeline stage computes (`Absent`).
 
 [Note: absent tensors]
-A stage replays the model's own forward, and so runs code that uses what only earlier stages have: an embedding, a
-block, an encoder. Such a value is an `Absent`: it tells its shape, dtype and device, so that masks, position ids and
-rotary tables come out as they should; an operation on it gives another `Absent`, found on the meta device. What
-really arrives from the stage before is bound to it (`bind`): from then on it is that tensor, also where the forward
-still holds the old object, as in `x = x + block(x)`. A value that is asked for and never arrives is an error that
-names the parameter or the block that it comes from, and never a wrong number.
+A stage replays the model's forward, so it runs code that uses values of earlier stages: an embedding, a block, an
+encoder. Such a value is an `Absent`. It has shape, dtype and device, so masks, position ids and rotary tables come out
+right. An operation on it runs on the meta device and gives another `Absent`. A tensor that arrives from the previous
+stage is bound to its `Absent` (`bind`), which behaves as that tensor from then on, also where the forward still holds
+the old object, as in `x = x + block(x)`. If code needs values that never arrive, an error names the parameter or the
+block that they come from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IN_PLACE = frozenset(
 class Absent(Tensor):
     """A tensor without a value. See [Note: absent tensors].
 
-    origin: the parameter or block that it comes from.  run: the replay of a forward that it belongs to, or None.
+    origin: name of the parameter or block that it comes from. run: its replay of a forward, or None.
     """
 
     origin: str
@@ -51,12 +51,12 @@ class Absent(Tensor):
         return made
 
     def bind(self, value: Tensor) -> None:
-        """From now on this is `value`, which has the same shape."""
+        """Behave as `value`, a tensor of the same shape, from now on."""
         self._value = value
 
     @property
     def value(self) -> Tensor | None:
-        """What was bound, or None."""
+        """The bound tensor, or None."""
         return self._value
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -83,9 +83,9 @@ class Absent(Tensor):
         target = _written_to(name, args, kwargs)
         if target is not None and not isinstance(target, Absent):
             raise ValueError(
-                f"the forward writes with {name} into a tensor of shape {tuple(target.shape)}, "
-                f"{_not_here(absents[0])}; build the tensor from its parts (torch.cat, torch.where) in place of "
-                "writing into it, or move this code into a block"
+                f"the forward writes with {name} into a tensor of shape {tuple(target.shape)}, with values that "
+                f"{_not_here(absents[0])}; build the tensor from its parts (torch.cat, torch.where), or move this code "
+                "into a block"
             )
         result = _on_meta(func, name, args, kwargs, absents)
         if isinstance(target, Absent) and isinstance(result, Absent) and result.shape == target.shape:
@@ -96,16 +96,16 @@ class Absent(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         leaves = tree_leaves((args, kwargs or {}))
         absent = next(leaf for leaf in leaves if isinstance(leaf, Absent))
-        raise ValueError(f"{func} needs values, {_not_here(absent)}")
+        raise ValueError(f"{func} needs values that {_not_here(absent)}")
 
 
 def resolved(leaf: Any) -> Any:
-    """What was bound to an `Absent`; anything else as it is."""
+    """Replace an `Absent` by its bound tensor, if it has one. Returns any other value unchanged."""
     return leaf._value if isinstance(leaf, Absent) and leaf._value is not None else leaf
 
 
 def is_missing(leaf: Any) -> bool:
-    """Whether it is an `Absent` to which nothing is bound."""
+    """Tell if the value is an `Absent` without a bound tensor."""
     return isinstance(leaf, Absent) and leaf._value is None
 
 
@@ -114,7 +114,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _attribute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Reads or sets an attribute such as `.shape` or `.T`."""
+    """Read or set an attribute such as `.shape` or `.T`."""
     absent: Absent = args[0]
     if absent._value is not None:
         return func(absent._value, *args[1:], **kwargs)
@@ -126,12 +126,12 @@ def _attribute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _stand_in(absent: Absent) -> Tensor:
-    """A real tensor of the same shape, dtype and device, in the memory of one element."""
+    """Make a real tensor of the same shape, dtype and device that takes the memory of a single element."""
     return torch.empty((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
 
 
 def _written_to(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that an operation changes, or None."""
+    """Return the tensor that an operation changes in place, or None."""
     out = kwargs.get("out")
     if isinstance(out, Tensor):
         return out
@@ -140,7 +140,7 @@ def _written_to(name: str, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _on_meta(func: Any, name: str, args: Any, kwargs: Any, absents: list[Absent]) -> Any:
-    """The result of an operation, its tensors absent. Raises ValueError where it needs values."""
+    """Run an operation on the meta device; tensors of the result are absent. Raises ValueError if it needs values."""
     device = absents[0].device
     origin = absents[0].origin
     run = next((absent.run for absent in absents if absent.run is not None), None)
@@ -160,10 +160,10 @@ def _on_meta(func: Any, name: str, args: Any, kwargs: Any, absents: list[Absent]
         with torch.no_grad():
             result = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} needs values, {_not_here(absents[0])} ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{name} needs values that {_not_here(absents[0])} ({str(error).splitlines()[0]})") from error
     return tree_map(from_meta, result)
 
 
 def _not_here(absent: Absent) -> str:
-    where = f"which pipeline stage {absent.run.stage} does not have" if absent.run is not None else "which are not here"
-    return f"{where}: they come from '{absent.origin}' of an earlier or later stage"
+    stage = "this rank" if absent.run is None else f"pipeline stage {absent.run.stage}"
+    return f"{stage} does not have: they come from '{absent.origin}' of an earlier or later stage"

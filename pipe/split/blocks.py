@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, between which it can be split, and how long each of them takes."""
+"""Find the repeated blocks of a model (`find_blocks`), between which it can be split, and measure their time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...model import blocks as model_blocks
 from ...model.blocks import MIN_SHARE_OF_PARAMETERS, numel
 from ...model.recomputing import BufferValues
 
-Blocks = Mapping[str, nn.Module]  # by their names in the model
+Blocks = Mapping[str, nn.Module]  # by name in the model
 _ROUNDS = 5
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """The model's blocks, as ZeRO finds them, in order of registration. Raises ValueError where there are none."""
+    """Find the model's blocks as ZeRO does, in order of registration. Raises ValueError if the model has no blocks."""
     blocks = dict(model_blocks.find_blocks(model))
     if not blocks:
         total = numel(model)
@@ -29,16 +29,16 @@ def find_blocks(model: nn.Module) -> Blocks:
         described = "; ".join(_described(name, module, total) for name, module in lists)
         raise ValueError(
             f"pipeline: {type(model).__name__} has no repeated blocks to split between: expected a ModuleList or "
-            "Sequential whose elements have parameters and repeat one class, with at least "
+            "Sequential with repeated elements of the same class, which hold at least "
             f"{MIN_SHARE_OF_PARAMETERS:.0%} of the model's {total} parameters, found "
             f"{described or 'no ModuleList and no Sequential'}; keep the repeated parts of the model "
-            "in one nn.ModuleList or nn.Sequential"
+            "in a single nn.ModuleList or nn.Sequential"
         )
     return blocks
 
 
 def check_order(blocks: Blocks, called: Sequence[int]) -> None:
-    """Raises ValueError unless a forward called every block once, in order."""
+    """Raise ValueError unless a forward called every block once, in order."""
     if called != list(range(len(blocks))):
         names = list(blocks)
         shown = ", ".join(names[number] for number in called)
@@ -49,10 +49,10 @@ def check_order(blocks: Blocks, called: Sequence[int]) -> None:
 
 
 def seconds_of_blocks(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], Any]) -> list[float]:
-    """Seconds before the first block, then from the entry of each block to that of the next, or to the end.
+    """Measure the seconds before the first block, then from each block's entry to the next entry or the end.
 
-    The median of several forwards without gradients, after one that warms up; random state and buffers are as before.
-    Raises ValueError for a model on the meta device, and where a forward does not call every block once, in order.
+    Returns medians of several forwards without gradients, after a warm-up. Random state and buffers are restored.
+    Raises ValueError for a model on the meta device, or if a forward does not call every block once, in order.
     """
     if any(param.is_meta for param in model.parameters()):
         raise ValueError(

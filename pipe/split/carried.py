@@ -1,10 +1,10 @@
-"""What goes from one pipeline stage to the next for one microbatch.
+"""The tensors that a pipeline stage sends to the next stage for a microbatch (`Carried`), and their description.
 
 [Note: names of values]
-A decoder's embedded tokens may be made before the encoder's blocks; a skip connection joins the outputs of two distant
-blocks. Such a value must pass stages whose first block does not take it as an argument, so it needs a name. Every
-stage runs the same code outside the blocks, with real or absent tensors, and so makes the same calls: a value is
-named by the function that made it and by how many calls of that function came before.
+A decoder's embedded tokens may be made before the encoder's blocks. A skip connection joins the outputs of two distant
+blocks. Such a value must pass through stages whose first block does not take it as an argument, so it needs a name.
+Every stage runs the same code outside the blocks, with real or absent tensors, and so makes the same calls. A value is
+named by the function that made it and by the number of earlier calls of that function.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.overrides import TorchFunctionMode
 from .absent import Absent, is_missing
 from .trees import TensorShape, leaves, map_leaves
 
-Name = tuple[str, int, int]  # function or block, number of its call or of the block, place in the result
+Name = tuple[str, int, int]  # function or block, number of the call or of the block, position in the result
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
 class CarriedSpec:
-    """Small, picklable and comparable: where the tensors belong on the next stage.
+    """Says where the carried tensors belong on the next stage. Small, picklable and comparable.
 
-    block: the block before which the forward was left.
-    tensors: shape and dtype of each tensor.  needs_grad: whether its gradient is to be sent back.
-    slots: (position among the arguments of `block`, index of the tensor).  num_arguments: of which `block` has so many.
-    passing: (name, index of the tensor) of what `block` does not take, and later code needs. [Note: names of values]
-    outputs: what each block before `block` returned, with a `TensorShape` for a tensor: (output, number of blocks).
+    block: the forward was left at the entry of this block. num_arguments: of `block`.
+    tensors: shape and dtype of each tensor. needs_grad: True if its gradient is sent back.
+    slots: (position among the arguments of `block`, index of the tensor).
+    passing: (name, index of the tensor) of values that later code needs and `block` does not take.
+    outputs: (output, number of blocks) of the blocks before `block`, in order; a tensor is a `TensorShape`.
     """
 
     block: str
@@ -48,19 +48,19 @@ class CarriedSpec:
 
 @dataclass(frozen=True)
 class Carried:
-    """The tensors that leave a stage for one microbatch, each once, and what the next stage must know about them."""
+    """The tensors that leave a stage for a microbatch, each once, and their spec."""
 
     tensors: tuple[Tensor, ...]
     spec: CarriedSpec
 
     def detached(self) -> Carried:
-        """The same values as leaves that collect a gradient: what the next stage receives, without a copy."""
+        """Return the same values as leaves that collect a gradient, without a copy, as the next stage receives them."""
         pairs = zip(self.tensors, self.spec.needs_grad, strict=True)
         return Carried(tuple(tensor.detach().requires_grad_(needs) for tensor, needs in pairs), self.spec)
 
 
 def description(output: Any, block: str) -> Any:
-    """A block's output with a `TensorShape` in place of each tensor. Raises ValueError for what cannot be carried."""
+    """Replace each tensor of a block's output by its `TensorShape`. Raises ValueError for a type that is not sent."""
 
     def describe(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -69,7 +69,7 @@ def description(output: Any, block: str) -> Any:
             return leaf
         raise ValueError(
             f"pipeline: expected '{block}' to return tensors, numbers, strings and None, nested in tuples, lists and "
-            f"dictionaries, found {type(leaf).__name__}, which cannot be carried to the next stage"
+            f"dictionaries, found {type(leaf).__name__}, a type that cannot be sent to the next stage"
             + ("; set use_cache to False" if "cache" in type(leaf).__name__.lower() else "")
         )
 
@@ -77,7 +77,7 @@ def description(output: Any, block: str) -> Any:
 
 
 def run_lengths(values: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
-    """(value, how often it comes in a row)."""
+    """Encode values as (value, number of repetitions in a row)."""
     runs: list[tuple[Any, int]] = []
     for value in values:
         if runs and runs[-1][0] == value:
@@ -88,12 +88,12 @@ def run_lengths(values: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
 
 
 class OuterValues(TorchFunctionMode):
-    """Keeps every tensor that a forward makes outside its blocks, by its name; but not while it is `paused`."""
+    """Keeps every tensor that a forward makes outside its blocks, by name. See [Note: names of values]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[Name, Tensor] = {}
-        self.used: set[Name] = set()  # of the values that were missing at the cut, those that were needed behind it
+        self.used: set[Name] = set()  # values that were missing at the cut and needed after it
         self._paused = False
         self._missing: dict[int, Name] | None = None
         self._calls: Counter[str] = Counter()
@@ -103,7 +103,7 @@ class OuterValues(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         function = str(getattr(func, "__name__", func))
-        # What hooks do to parameters without gradients is no part of the forward, and differs between ranks.
+        # Operations in another grad mode are hooks on parameters: no part of the forward, and different between ranks.
         if self._paused or function == "__get__" or torch.is_grad_enabled() != self._with_grad:
             return result
         self.keep(function, self._calls[function], result)
@@ -114,7 +114,7 @@ class OuterValues(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside a block nothing is named."""
+        """Name no values within the context, as inside a block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -122,21 +122,21 @@ class OuterValues(TorchFunctionMode):
             self._paused = before
 
     def keep(self, function: str, number: int, result: Any) -> None:
-        """Names the tensors in what a function or block returned."""
+        """Name the tensors that a function or block returned."""
         for place, leaf in enumerate(leaves(result)):
             if isinstance(leaf, Tensor):
                 self.values[function, number, place] = leaf
 
     def cut(self, arguments: Any) -> None:
-        """The next stage begins here, with `arguments` at hand: from now on, uses of what else is missing count."""
-        at_hand = {id(leaf) for leaf in leaves(arguments)}
+        """Begin to count uses of missing values, except `arguments`, which the next stage receives here."""
+        received = {id(leaf) for leaf in leaves(arguments)}
         self._missing = {
             id(value): name
             for name, value in self.values.items()
-            if isinstance(value, Absent) and is_missing(value) and id(value) not in at_hand
+            if isinstance(value, Absent) and is_missing(value) and id(value) not in received
         }
 
     def use(self, value: Any) -> None:
-        """Something needs the tensors in `value`."""
+        """Count the missing tensors in `value` as used."""
         if self._missing is not None:
             self.used.update(self._missing[id(leaf)] for leaf in leaves(value) if id(leaf) in self._missing)

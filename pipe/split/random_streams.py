@@ -1,4 +1,4 @@
-"""Random numbers of microbatches that take turns."""
+"""Random numbers of microbatches that run interleaved on the same device (`RandomStreams`)."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_States = list[Tensor]  # of the CPU's generator, and of the device's
+_States = list[Tensor]  # of the CPU's generator and, with another device, of its generator
 
 
 class RandomStreams:
-    """A stream for each microbatch, with the numbers of one forward of the whole model.
+    """Gives each microbatch the random numbers of a forward of the whole model.
 
-    Microbatch 0 draws what it would draw if it were alone, and the generators go on behind it. Each other one draws
-    what a forward draws behind `torch.manual_seed(seed)`, with a seed that is made of the state in which the step began
-    (`seeds_behind`). Each stage goes through the forward anew: a block that it skips leaves the state that it left when
-    it was computed, so code outside of blocks draws the same on every stage.
+    Microbatch 0 draws the numbers that it would draw alone, and the generators continue after it. Every later
+    microbatch draws the numbers of a forward after `torch.manual_seed(seed)`, with a seed from `seeds_behind` the state
+    at the begin of the step. Each stage replays the forward: after a skipped block it restores the state that the block
+    left when it was computed, so code outside the blocks draws the same numbers on every stage.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
-        self._first: list[_States | int] = []  # by microbatch, where its forward begins; a number: its seed
-        self._behind: dict[tuple[int, int], _States] = {}  # (microbatch, block)
-        self._last: _States | None = None  # behind the forward of microbatch 0, as far as it has come
+        self._first: list[_States | int] = []  # by microbatch: state or seed at the begin of its forward
+        self._behind: dict[tuple[int, int], _States] = {}  # state after (microbatch, block)
+        self._last: _States | None = None  # state after the latest stage's forward of microbatch 0
         self._microbatch: int | None = None
 
     def begin(self, num_microbatches: int) -> None:
-        """A step begins."""
+        """Begin a step: choose the first state or seed of each microbatch."""
         states = self._now()
         self._first = [states, *seeds_behind(states[0], num_microbatches - 1)]
 
     def end(self) -> None:
-        """All microbatches have gone forward, or none will any more."""
+        """End a step, or give it up: continue the generators after microbatch 0."""
         if self._last is not None:
             self._restore(self._last)
         self._first, self._behind, self._last = [], {}, None
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """What is computed in the context is of that microbatch."""
+        """Draw the numbers of a microbatch within the context."""
         self._microbatch = microbatch
         try:
             yield
@@ -50,10 +50,10 @@ class RandomStreams:
         finally:
             self._microbatch = None
 
-    # -- what a stage calls ---------------------------------------------------------------------------------------
+    # -- calls of a stage -------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """It goes through the forward from its beginning."""
+        """Set the generators to the begin of the microbatch's forward."""
         if self._microbatch is None:
             return
         first = self._first[self._microbatch]
@@ -63,21 +63,21 @@ class RandomStreams:
             self._restore(first)
 
     def computed(self, block: int) -> None:
+        """Keep the state after a block that was computed."""
         if self._microbatch is not None:
             self._behind[self._microbatch, block] = self._now()
 
     def skipped(self, block: int) -> None:
+        """Restore the state after a block that this stage skips."""
         if self._microbatch is not None and (self._microbatch, block) in self._behind:
             self._restore(self._behind[self._microbatch, block])
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
-
     def _now(self) -> _States:
-        own = [torch.get_rng_state()]
-        return own if self._module is None else [*own, self._module.get_rng_state(self._device)]
+        cpu = [torch.get_rng_state()]
+        return cpu if self._module is None else [*cpu, self._module.get_rng_state(self._device)]
 
     def _seed(self, seed: int) -> None:
-        """As `torch.manual_seed`, which also writes down a stack for each kind of device that is not there."""
+        # `torch.manual_seed` would record a stack for each kind of device that is absent.
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
             self._module.manual_seed(seed)
@@ -89,7 +89,7 @@ class RandomStreams:
 
 
 def seeds_behind(state: Tensor, count: int) -> list[int]:
-    """So many numbers that a generator of the CPU draws next, which stays where it is."""
+    """Draw `count` seeds from a copy of the CPU generator's state."""
     generator = torch.Generator()
     generator.set_state(state)
     return [int(torch.empty((), dtype=torch.int64).random_(generator=generator)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""One forward of a model, of which one stage's part is really computed.
+"""A forward of a model in which only the part of a stage is computed (`Replay`).
 
 [Note: replay]
                   stage 0            stage 1             stage 2
@@ -8,12 +8,12 @@
     block 2                          forward is left     computed
     norm, head                                           computed
 
-Every stage calls the whole model. A block before the stage returns what it returned on its own stage, with absent
-tensors (see [Note: absent tensors]). At the stage's first block, what was received is bound to the absent tensors
-among its arguments. At the first block of the next stage the forward is left with an exception that carries that
-block's arguments. So what is carried is all that the block takes and that the next stage cannot compute itself, as the
-output of an encoder or a position bias that block 0 made, and what only later code needs (see [Note: names of values]).
-Masks and the like every stage computes for itself.
+Every stage calls the whole model. A block of an earlier stage returns the same structure as it returned there, with
+absent tensors (see [Note: absent tensors]). At the stage's first block, the received tensors are bound to the absent
+tensors among its arguments. At the first block of the next stage, an exception with that block's arguments leaves the
+forward. The stage sends the arguments that the next stage cannot compute, such as the output of an encoder or a
+position bias from block 0, and values that only later code needs (see [Note: names of values]). Every stage computes
+masks and position ids itself.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .trees import TensorShape, leaves, map_leaves
 BLOCK = "(block)"  # in the name of a value that a block returned
 
 
-class LeaveForward(BaseException):  # no Exception: a model's own `except Exception` must not catch it
-    """Ends a forward at the entry of a block, with the arguments of that block."""
+class LeaveForward(BaseException):  # no Exception: an `except Exception` in the model must not catch it
+    """Leaves a forward at the entry of a block, with the arguments of that block."""
 
     def __init__(self, block: int, arguments: tuple[Any, Any]) -> None:
         super().__init__(block)
@@ -43,10 +43,10 @@ class LeaveForward(BaseException):  # no Exception: a model's own `except Except
 
 
 class Replay:
-    """The state of one forward on one stage.
+    """The state of a forward on a stage.
 
-    outputs: descriptions of what the blocks before the stage returned.  values: where tensors outside the blocks are
-    kept under their names, or None where no stage needs them.  streams: see `RandomStreams`.
+    outputs: descriptions of the outputs of earlier stages' blocks. values: keeps tensors outside the blocks by name;
+    None if no stage needs them. streams: see `RandomStreams`.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Replay:
         self.stage = stage
         self.blocks = plan.blocks_of(stage)
         self.values = values
-        self.returned: dict[int, Any] = {}  # what the stage's own blocks returned, described for the next stage
-        self.reached: int | None = None  # the own block that was called last
-        self._first: int | None = None  # the own block that was called first
+        self.returned: dict[int, Any] = {}  # descriptions of the outputs of this stage's blocks
+        self.reached: int | None = None  # the last called block of this stage
+        self._first: int | None = None  # the first called block of this stage
         self._names = plan.blocks
         self._is_last = stage == plan.num_stages - 1
         self._received = received
@@ -74,18 +74,18 @@ class Replay:
         self._with_grad = torch.is_grad_enabled()
 
     def call_block(self, number: int, inner: Callable[..., Any], args: Any, kwargs: Any, active: bool) -> Any:
-        """What block `number` returns here. active: within the forward, and not in a later recomputation."""
+        """Return the output of block `number`, computed or absent. active: False in a recomputation in backward."""
         if active and self.reached is not None and number < self.reached:
             raise ValueError(
                 f"pipeline: expected a forward that calls the blocks in the order {self._names[0]} ... "
                 f"{self._names[-1]}, found a call of '{self._names[number]}' after '{self._names[self.reached]}'; "
-                "register the blocks in the order of their calls, in one list"
+                "register the blocks in a single list, in the order of their calls"
             )
         if number >= self.blocks.stop:
             if self.reached is None:
                 raise ValueError(
                     f"pipeline: the forward came to '{self._names[number]}' and has called no block of stage "
-                    f"{self.stage} ({self._shown_blocks()}); a stage's blocks may not all be skipped"
+                    f"{self.stage} ({self._shown_blocks()}); it must call at least one block of each stage"
                 )
             raise LeaveForward(number, (args, kwargs))
         if number < self.blocks.start:
@@ -93,12 +93,12 @@ class Replay:
             if active and self._streams is not None:
                 self._streams.skipped(number)
         else:
-            output = self._call_own(number, inner, args, kwargs, active)
+            output = self._compute(number, inner, args, kwargs, active)
         if active and self.values is not None:
             self.values.keep(BLOCK, number, output)
         return output
 
-    def _call_own(self, number: int, inner: Callable[..., Any], args: Any, kwargs: Any, active: bool) -> Any:
+    def _compute(self, number: int, inner: Callable[..., Any], args: Any, kwargs: Any, active: bool) -> Any:
         if active:
             self._first = number if self._first is None else self._first
             self.reached = number
@@ -115,7 +115,7 @@ class Replay:
         return output
 
     def _bind(self, number: int, arguments: Any, received: Carried) -> Any:
-        """The arguments of the stage's first block, with the received tensors in their slots."""
+        """Put the received tensors into the arguments of the stage's first block."""
         spec = received.spec
         found = list(leaves(arguments))
         self._check_arguments(number, len(found), spec)
@@ -133,7 +133,7 @@ class Replay:
             if leaf.shape != value.shape:
                 raise ValueError(
                     f"pipeline: stage {self.stage} received a tensor of shape {tuple(value.shape)} for "
-                    f"'{self._names[number]}', expected {tuple(leaf.shape)}: it belongs to another microbatch"
+                    f"'{self._names[number]}', expected {tuple(leaf.shape)}: it belongs to a different microbatch"
                 )
             leaf.bind(value)
         return value
@@ -142,13 +142,13 @@ class Replay:
         if count != spec.num_arguments:
             raise ValueError(
                 f"pipeline: '{self._names[number]}' takes {count} arguments on stage {self.stage}, but "
-                f"{spec.num_arguments} on the stage before ('{spec.block}'): the stages were given different batches, "
-                "or the forward depends on the rank"
+                f"{spec.num_arguments} on the previous stage ('{spec.block}'): the stages got different batches, or "
+                "the forward depends on the rank"
             )
         if self._with_grad and not torch.is_grad_enabled() and any(spec.needs_grad):
             raise ValueError(
                 f"pipeline: '{self._names[number]}' is called without gradients, as reentrant checkpointing around a "
-                "block does, so that its input would get none; checkpoint with use_reentrant=False, or leave it to "
+                "block does, so its input would get no gradient; checkpoint with use_reentrant=False, or set "
                 "activation_checkpointing in the config"
             )
 
@@ -159,7 +159,7 @@ class Replay:
                 f"pipeline: '{self._names[number]}' {verb} a tensor of shape {tuple(missing.shape)} that stage "
                 f"{self.stage} ({self._shown_blocks()}) does not have: it comes from '{missing.origin}', and "
                 f"'{self._names[self.blocks.start]}' does not take it as an argument; pass it to every block. If a "
-                "module between the blocks makes it, give initialize a sample_batch: it shows where parameters are used"
+                "module between the blocks makes it, give initialize a sample_batch, to observe the use of parameters"
             )
 
     def _shown_blocks(self) -> str:
@@ -167,7 +167,7 @@ class Replay:
 
 
 def skipped_output(described: Any, block: str, device: torch.device, run: Any) -> Any:
-    """What a block that is not computed returns: as described, with absent tensors."""
+    """Make the output of a block that is not computed: as described, with absent tensors."""
 
     def absent(leaf: Any) -> Any:
         return Absent(leaf.shape, leaf.dtype, device, block, run) if isinstance(leaf, TensorShape) else leaf

@@ -1,4 +1,4 @@
-"""A model that holds the parameters of some pipeline stages only, and a probe of what the next stage lacks."""
+"""A model with the parameters of this rank's pipeline stages (`ReplayedModel`), and a `Probe` of the next stage."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .trees import TensorShape, leaves, map_leaves
 
 @dataclass(frozen=True)
 class _Outer:
-    """A parameter outside the blocks, or a buffer beside one: where it hangs, the parameter's first name, its shape."""
+    """A parameter outside the blocks, or a buffer of the same module: attribute of its owner, shape and dtype."""
 
     owner: nn.Module
     attribute: str
-    parameter: str
+    parameter: str  # first name of the parameter in the model
     shape: torch.Size
     dtype: torch.dtype
 
 
 class ReplayedModel:
-    """A model that holds the parameters of some stages only, and replays its forward for each of them."""
+    """Replays a model's forward for the stages of this rank. The model holds the parameters of these stages alone."""
 
     def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int], ledger: ModelPatches) -> None:
-        """Takes all parameters of other stages off the model, for good; the ledger takes back how blocks are called."""
+        """Remove the parameters of all remaining stages for good. The ledger can undo the overrides of the blocks."""
         self.module = model
         self._plan = plan
         self._active: Replay | Probe | None = None
@@ -47,7 +47,7 @@ class ReplayedModel:
         self._examples = _example_of_each_dtype(model)
         for number, block in enumerate(blocks.values()):
             inner = block._compiled_call_impl or block._call_impl
-            # Outside of the block's hooks: those of a skipped block must not run (test_stage_hooks).
+            # Around the block's hooks: hooks of a skipped block must not run (test_stage_hooks).
             ledger.override(block, "_compiled_call_impl", partial(self._call_block, number, inner))
 
     @property
@@ -58,13 +58,13 @@ class ReplayedModel:
         return device
 
     def run(self, replay: Replay, call: Callable[[nn.Module], Any]) -> Any:
-        """What `call` returns, or the `LeaveForward` with which it ended."""
+        """Run the stage's part of `call`. Returns the result, or the `LeaveForward` that left the forward."""
         return self._run(replay, call, set(self._plan.parameters[replay.stage]))
 
-    def _run(self, replay: Replay | Probe, call: Callable[[nn.Module], Any], own: Collection[str]) -> Any:
-        """own: names of the parameters outside of blocks that have values."""
-        assert self._active is None, "a stage runs within another"
-        with self._without_parameters_of_others(replay, own), replay.values or nullcontext():
+    def _run(self, replay: Replay | Probe, call: Callable[[nn.Module], Any], present: Collection[str]) -> Any:
+        """present: names of the parameters outside the blocks that have values."""
+        assert self._active is None, "a stage runs within a stage"
+        with self._only(present, replay), replay.values or nullcontext():
             self._active = replay
             try:
                 return call(self.module)
@@ -74,10 +74,8 @@ class ReplayedModel:
                 self._active = None
 
     def probe(self, probe: Probe, call: Callable[[nn.Module], Any]) -> None:
-        """Runs a probe until the model returns; random state is as it was before.
-
-        Parameters outside of blocks that the next stage alone has may be released at this time: they have no values.
-        """
+        """Run a probe until the model returns, and restore the random state."""
+        # Parameters outside the blocks that the next stage alone has may be released now: they have no values.
         now, following = (set(self._plan.parameters[stage]) for stage in (probe.stage - 1, probe.stage))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -96,7 +94,7 @@ class ReplayedModel:
 
     def _call_block(self, number: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         replay = self._active
-        if replay is None:  # a recomputation in the backward, or a call from outside
+        if replay is None:  # a recomputation in backward, or a call from outside the engine
             replay = next((leaf.run for leaf in leaves((args, kwargs)) if isinstance(leaf, Absent)), None)
         if replay is not None:
             with replay.values.paused() if replay.values is not None else nullcontext():
@@ -106,13 +104,14 @@ class ReplayedModel:
         raise ValueError(
             f"pipeline: '{self._plan.blocks[number]}' is not on this rank, which has stage "
             f"{', '.join(str(stage) for stage in sorted({self._plan.stage_of_block(b) for b in self._local}))} of "
-            f"{self._plan.num_stages}; call the engine, not the module, under a pipeline"
+            f"{self._plan.num_stages}; with a pipeline, call the engine and not the module"
         )
 
     @contextmanager
-    def _without_parameters_of_others(self, replay: Replay | Probe, own: Collection[str]) -> Iterator[None]:
-        """An attribute in `__dict__` hides the parameter of that name."""
-        hidden = [outer for outer in self._outer if outer.parameter not in own]
+    def _only(self, present: Collection[str], replay: Replay | Probe) -> Iterator[None]:
+        """Within the context, parameters outside the blocks that are not in `present` read as absent tensors."""
+        # An attribute in `__dict__` hides the parameter of that name.
+        hidden = [outer for outer in self._outer if outer.parameter not in present]
         dtypes = {dtype: getattr(owner, attribute).dtype for dtype, (owner, attribute) in self._examples.items()}
         device = self.device
         for outer in hidden:
@@ -128,7 +127,8 @@ class ReplayedModel:
 
 
 def _tensors_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[_Outer]:
-    """Parameters, and the buffers of their modules: what is not computed must not count as a batch that was seen."""
+    """List the parameters outside the blocks, and the buffers of their modules."""
+    # Buffers are hidden with their parameters: a batch norm that is not computed must not count the batch.
     inside = {id(part) for block in blocks for part in block.modules()}
     names = {id(param): name for name, param in model.named_parameters()}
     found = []
@@ -144,7 +144,7 @@ def _tensors_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[_Out
 
 
 def _drop_parameters(model: nn.Module, kept: set[str]) -> Mapping[tuple[nn.Module, str], Absent]:
-    """Puts an `Absent` in the place of every parameter that is not kept."""
+    """Put an `Absent` in the place of every parameter that is not kept."""
     names = {id(param): name for name, param in model.named_parameters()}
     dropped = {}
     for owner in model.modules():
@@ -157,7 +157,7 @@ def _drop_parameters(model: nn.Module, kept: set[str]) -> Mapping[tuple[nn.Modul
 
 
 def _drop_buffers_from_state(model: nn.Module, kept: set[str], ledger: ModelPatches) -> None:
-    """Buffers stay, since masks may be made of them, but only one stage has each in its state dict."""
+    """Take the buffers that are not kept out of the state dict. They stay in the model: masks may be made of them."""
     for prefix, owner in model.named_modules():
         dropped = {name for name in owner._buffers if (f"{prefix}.{name}" if prefix else name) not in kept}
         if dropped:
@@ -165,7 +165,7 @@ def _drop_buffers_from_state(model: nn.Module, kept: set[str], ledger: ModelPatc
 
 
 def _example_of_each_dtype(model: nn.Module) -> dict[torch.dtype, tuple[nn.Module, str]]:
-    """A place of a parameter of each dtype: what it has become later tells what became of the others."""
+    """Find (owner, attribute) of a parameter of each dtype. A later cast of this parameter shows the cast of all."""
     examples: dict[torch.dtype, tuple[nn.Module, str]] = {}
     for owner in model.modules():
         for attribute, param in owner._parameters.items():
@@ -176,9 +176,9 @@ def _example_of_each_dtype(model: nn.Module) -> dict[torch.dtype, tuple[nn.Modul
 
 @dataclass(frozen=True)
 class Needs:
-    """positions: of the arguments of the next stage's first block which it lacks.
+    """The values that the next stage lacks.
 
-    passing: the names of values that it lacks, its first block does not take, and code behind that block needs.
+    positions: of arguments of its first block. passing: names of values that only code after its first block needs.
     """
 
     positions: tuple[int, ...]
@@ -186,15 +186,15 @@ class Needs:
 
 
 class Probe:
-    """A forward of the next stage with nothing computed: up to its first block as it will run there.
+    """Runs a forward of the next stage with absent tensors alone, to find the values that it needs.
 
-    From that block on it is a look ahead, in which blocks return what the block before the cut returned, for the names
-    of the values that are still needed. It ends where the model needs a value or returns; what it has missed is an
-    error on the stage that lacks it.
+    Up to the stage's first block, the forward runs as it will run there. From that block on it looks ahead for needed
+    values: blocks return the same shapes as the last block before the cut. The look-ahead ends if the model returns or
+    needs values. A need that it does not reach is an error later, on the stage that lacks the value.
     """
 
     def __init__(self, plan: SplitPlan, stage: int, outputs: Sequence[Any], device: torch.device) -> None:
-        """outputs: descriptions of what the blocks before the stage returned."""
+        """outputs: descriptions of the outputs of earlier stages' blocks."""
         self.stage = stage
         self.values = OuterValues()
         self.arguments: tuple[Any, Any] | None = None  # of the first block
@@ -204,7 +204,7 @@ class Probe:
         self._device = device
 
     def call_block(self, number: int, inner: Callable[..., Any], args: Any, kwargs: Any, active: bool) -> Any:
-        """What block `number` is thought to return."""
+        """Return the assumed output of block `number`."""
         if number < self._first and self.arguments is None:
             output = skipped_output(self._outputs[number], self._names[number], self._device, self)
             self.values.keep(BLOCK, number, output)
@@ -216,19 +216,19 @@ class Probe:
         return skipped_output(_like(self._outputs[-1], (args, kwargs)), self._names[number], self._device, self)
 
     def needs(self) -> Needs:
-        """What was found."""
+        """Return the values that the forward has used and the stage lacks."""
         lacking = [position for position, leaf in enumerate(leaves(self.arguments)) if isinstance(leaf, Absent)]
         return Needs(tuple(lacking), tuple(sorted(self.values.used)))
 
     def forget(self) -> None:
-        """Lets go of the tensors that it has met: absent ones refer to this, so only the garbage collector would, in
-        the midst of a later step, whose addresses would move."""
+        """Free all tensors of the probe."""
+        # Absent tensors refer to the probe: the garbage collector would free them in the middle of a later step.
         self.values.values.clear()
         self.arguments = None
 
 
 def _like(described: Any, arguments: Any) -> Any:
-    """The description with the first tensor as large as the first argument: a decoder's block after an encoder's."""
+    """Give the description's first tensor the shape of the first argument: a decoder's block after an encoder's."""
     first = next((leaf for leaf in leaves(arguments) if isinstance(leaf, Tensor)), None)
     pending = [first] if first is not None else []
 

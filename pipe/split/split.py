@@ -1,4 +1,4 @@
-"""Which parts of a model belong to which pipeline stage."""
+"""Divide a model into pipeline stages (`plan_split` makes a `SplitPlan`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _Cost = Callable[[int, int, int], float]  # of a stage that has blocks begin..en
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A model cut into stages at the entries of blocks: plain data, equal on every rank, picklable.
+    """The division of a model into stages at the entries of blocks. Plain data, equal on every rank, picklable.
 
-    A stage runs its own blocks and the code from its first block to the first block of the next stage; the first
-    stage begins with the forward, the last one ends with it.
+    A stage runs from the entry of its first block to the entry of the next stage's first block. The first stage begins
+    with the forward, and the last stage ends with it.
 
-    blocks: their names, in order.  counts: how many of them each stage has.
-    parameters: by stage, the names of those that it needs, each under its first name, in the model's order.
-    buffers: by stage, the names of those that it owns: each belongs to one stage, for the state dict.
-    tied: parameters that several stages need, with these stages: each has a copy, and their gradients must be summed.
+    blocks: names in order. counts: number of blocks of each stage.
+    parameters: by stage, the names of the parameters that it needs: first names, in the model's order.
+    buffers: by stage, the names of buffers in its state dict. Each buffer belongs to a single stage.
+    tied: parameter -> stages, if several stages need it. Each has a copy, and their gradients must be summed.
     costs: of each stage, in the unit of the balance: parameters or seconds.
     """
 
@@ -42,20 +42,20 @@ class SplitPlan:
         return len(self.counts)
 
     def blocks_of(self, stage: int) -> range:
-        """The indices of the stage's blocks."""
+        """Return the indices of the stage's blocks."""
         ends = tuple(accumulate(self.counts))
         return range(ends[stage] - self.counts[stage], ends[stage])
 
     def names_of(self, stages: Iterable[int]) -> list[set[str]]:
-        """Of each of these stages, the names of its blocks."""
+        """Return the names of the blocks of each of these stages."""
         return [{self.blocks[index] for index in self.blocks_of(stage)} for stage in stages]
 
     def stage_of_block(self, block: int) -> int:
-        """The stage that has block number `block`."""
+        """Return the stage of block number `block`."""
         return next(stage for stage, end in enumerate(accumulate(self.counts)) if block < end)
 
     def stage_at(self, place: int) -> int:
-        """The stage that runs the code before block number `place`, or behind all blocks."""
+        """Return the stage that runs the code before block number `place`, or after all blocks."""
         return self.stage_of_block(place - 1) if place else 0
 
 
@@ -65,14 +65,14 @@ def plan_split(
     balance: str | Sequence[int] = "parameters",
     sample: Call | None = None,
 ) -> SplitPlan:
-    """Divides the blocks among stages so that the costliest stage is as cheap as can be.
+    """Divide the blocks among stages so that the cost of the costliest stage is minimal.
 
     model: may be on the meta device.
-    balance: "parameters"; "time", of a forward, measured here: other ranks must be given this plan and not measure
-    again; or the number of blocks of each stage. Embedding, head and what else lies outside the blocks are counted.
-    sample: calls the model with a batch, as `lambda model: model(**batch)`. With it the places where parameters outside
-    the blocks are used are observed, without it they are read from the source text of the model's forward.
-    Raises ValueError for a model without blocks, more stages than blocks, or a list that does not add up.
+    balance: "parameters"; "time" of a forward; or the number of blocks of each stage. Modules outside the blocks count,
+    such as embedding and head. "time" is measured on this rank: send this plan to all ranks.
+    sample: calls the model with a batch, as `lambda model: model(**batch)`, to observe the places at which parameters
+    outside the blocks are used. Without it, they are read from the source text of the model's forward.
+    Raises ValueError for a model without blocks, more stages than blocks, or a list with the wrong sum.
     """
     blocks = find_blocks(model)
     check_stages(len(blocks), num_stages)
@@ -102,7 +102,7 @@ def plan_split(
 
 
 def _numel_at_places(model: nn.Module, blocks: Blocks, places: Places) -> list[float]:
-    """Parameters before the blocks, then of each block with what is used behind it and before the next."""
+    """Count the parameters used before the blocks, then of each block and the code up to the next block."""
     numels = [0.0] * (len(blocks) + 1)
     numel_of = {id(param): param.numel() for param in model.parameters()}
     for number, block in enumerate(blocks.values(), 1):
@@ -114,7 +114,7 @@ def _numel_at_places(model: nn.Module, blocks: Blocks, places: Places) -> list[f
 
 
 def _assigned(model: nn.Module, blocks: Blocks, counts: Sequence[int], places: Places) -> SplitPlan:
-    """The plan, but for its costs."""
+    """Make the plan without costs."""
     empty = SplitPlan(tuple(blocks), tuple(counts), (), (), {}, ())
     stages_of = {param: {empty.stage_at(place) for place in used_at} for param, used_at in places.items()}
     for number, block in enumerate(blocks.values()):
@@ -134,7 +134,7 @@ def _assigned(model: nn.Module, blocks: Blocks, counts: Sequence[int], places: P
 def _stages_of_buffers(
     model: nn.Module, blocks: Blocks, plan: SplitPlan, stages_of: Mapping[int, set[int]]
 ) -> list[tuple[str, int]]:
-    """(buffer, stage): of a block its stage, else the first stage that has a parameter of the same module, else 0."""
+    """List (buffer, stage): the stage of its block, else the first with a parameter of the same module, else 0."""
     in_block = {id(part): number for number, block in enumerate(blocks.values()) for part in block.modules()}
     found = []
     for name, _buffer in model.named_buffers():
@@ -146,68 +146,67 @@ def _stages_of_buffers(
     return found
 
 
-def partition(costs: Sequence[float], num_stages: int, first: float = 0, last: float = 0) -> tuple[int, ...]:
-    """Numbers of blocks per stage, at least one each, so that the cost of the costliest stage is the least possible.
+def partition(costs: Sequence[float], num_stages: int, first: float = 0) -> tuple[int, ...]:
+    """Choose the number of blocks of each stage, at least 1, with the minimal cost of the costliest stage.
 
-    costs: of each block, not negative.  first, last: what the first and the last stage have to bear beside their
-    blocks. Among the partitions with that largest cost it is one with the least sum of squares, so the rest is even
-    too. Exact, O(blocks^2 x stages).
-    Raises ValueError for more stages than blocks.
+    costs: of each block, at least 0. first: additional cost of the first stage. Among the partitions with the minimal
+    largest cost, it takes the minimal sum of squares, so that the remaining stages are even too.
+    Exact, O(blocks^2 x stages). Raises ValueError for more stages than blocks.
     """
     check_stages(len(costs), num_stages)
     sums = [0.0, *accumulate(float(cost) for cost in costs)]
 
     def cost(stage: int, begin: int, end: int) -> float:
-        return sums[end] - sums[begin] + (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0)
+        return sums[end] - sums[begin] + (first if stage == 0 else 0)
 
     limit = _smallest_limit(len(costs), num_stages, cost)
     return _most_even(len(costs), num_stages, cost, limit * (1 + 1e-12))  # sums are rounded
 
 
 def given_counts(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """An explicit list of numbers of blocks per stage, checked. Raises ValueError where it does not fit."""
+    """Check an explicit list of numbers of blocks per stage. Raises ValueError if it does not fit."""
     shown = " + ".join(str(count) for count in counts)
     if len(counts) != num_stages:
         raise ValueError(
-            f"pipeline: expected one number of blocks for each of {num_stages} stages, found {len(counts)}: "
+            f"pipeline: expected a number of blocks for each of {num_stages} stages, found {len(counts)}: "
             f"{list(counts)}"
         )
     if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
         raise ValueError(f"pipeline: expected at least one block for each stage, found {list(counts)}")
     if sum(counts) != num_blocks:
         raise ValueError(
-            f"pipeline: the numbers of blocks per stage must add up to the model's blocks: {shown} = {sum(counts)} != "
-            f"{num_blocks}"
+            f"pipeline: the numbers of blocks per stage must add up to the model's blocks, found {shown} = "
+            f"{sum(counts)} != {num_blocks}"
         )
     return tuple(counts)
 
 
 def check_stages(num_blocks: int, num_stages: int) -> None:
-    """Raises ValueError unless every stage can have a block."""
+    """Raise ValueError unless every stage can have a block."""
     if not 1 <= num_stages <= num_blocks:
         raise ValueError(
-            f"pipeline: expected 1 to {num_blocks} stages, since the model has {num_blocks} blocks and each stage "
-            f"needs one, found {num_stages}; ask for fewer stages (ranks x chunks), or a model with more blocks"
+            f"pipeline: expected 1 to {num_blocks} stages, because the model has {num_blocks} blocks and each stage "
+            f"needs a block, found {num_stages}; use fewer stages (ranks x chunks), or a model with more blocks"
         )
 
 
 def _smallest_limit(num_blocks: int, num_stages: int, cost: _Cost) -> float:
-    """The least possible cost of the costliest stage."""
+    """Find the minimal cost of the costliest stage."""
     best = [cost(0, 0, end) if end else float("inf") for end in range(num_blocks + 1)]
     for stage in range(1, num_stages):
         following = [float("inf")] * (num_blocks + 1)
         for end in range(stage + 1, num_blocks + 1):
             for begin in range(end - 1, stage - 1, -1):
-                own = cost(stage, begin, end)
-                if own >= following[end]:
+                stage_cost = cost(stage, begin, end)
+                if stage_cost >= following[end]:
                     break  # an earlier begin costs at least as much
-                following[end] = min(following[end], max(best[begin], own))
+                following[end] = min(following[end], max(best[begin], stage_cost))
         best = following
     return best[num_blocks]
 
 
 def _most_even(num_blocks: int, num_stages: int, cost: _Cost, limit: float) -> tuple[int, ...]:
-    """The partition of least sum of squares among those in which no stage costs more than `limit`."""
+    """Find the partition with the minimal sum of squares in which every stage costs at most `limit`."""
     infinite = float("inf")
     best = [cost(0, 0, end) ** 2 if end and cost(0, 0, end) <= limit else infinite for end in range(num_blocks + 1)]
     begins: list[list[int]] = [[0] * (num_blocks + 1)]
@@ -215,11 +214,11 @@ def _most_even(num_blocks: int, num_stages: int, cost: _Cost, limit: float) -> t
         following, chosen = [infinite] * (num_blocks + 1), [0] * (num_blocks + 1)
         for end in range(stage + 1, num_blocks + 1):
             for begin in range(end - 1, stage - 1, -1):
-                own = cost(stage, begin, end)
-                if own > limit:
+                stage_cost = cost(stage, begin, end)
+                if stage_cost > limit:
                     break
-                if best[begin] + own**2 < following[end]:
-                    following[end], chosen[end] = best[begin] + own**2, begin
+                if best[begin] + stage_cost**2 < following[end]:
+                    following[end], chosen[end] = best[begin] + stage_cost**2, begin
         best = following
         begins.append(chosen)
     counts, end = [], num_blocks

@@ -1,4 +1,4 @@
-"""Values nested in tuples, lists, dictionaries and dataclasses, as modules take and return them."""
+"""Traverse values nested in tuples, lists, mappings and dataclasses, as modules take and return them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Shape and dtype of a tensor, which stands in its place in a description."""
+    """Shape and dtype of a tensor, in the place of the tensor in a description."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class TensorShape:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is not a container, in order."""
+    """Iterate over the values that are no containers, in order."""
     parts = _parts(value)
     if parts is None:
         yield value
@@ -34,7 +34,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure of `change(leaf)`; a container in which nothing changes is the same object as before."""
+    """Apply `change` to every leaf. A container whose leaves do not change is returned itself."""
     parts = _parts(value)
     if parts is None:
         return change(value)
@@ -46,7 +46,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 def _parts(value: Any) -> Mapping[Any, Any] | None:
     if value is None or isinstance(value, (Tensor, bool, int, float, str)):
-        return None  # most are such
+        return None  # most values: answer early
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
     if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""Where a model's forward uses the parameters outside its blocks.
+"""Find the places at which a model's forward uses the parameters outside its blocks.
 
-A place is a number of blocks: a parameter used at place k is used after k blocks have begun and before the next one.
-So place 0 is in front of the blocks (an embedding), and with n blocks place n is behind them (a head).
+A parameter used at place k is used after k blocks have begun, and before the next block begins. So place 0 is before
+all blocks (an embedding), and with n blocks place n is after them (a head). `places_by_run` observes a forward,
+`places_by_code` reads its source text.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from torch.utils._pytree import tree_leaves
 from ...model.recomputing import BufferValues
 from .blocks import Blocks, check_order
 
-# What is read of a tensor or a list without a use of its values.
+# Attributes that do not use a tensor's values.
 _METADATA = frozenset(("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda"))
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
-Places = dict[int, set[int]]  # by the identity of a parameter
+Places = dict[int, set[int]]  # by id of a parameter
 
 
 def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
-    """The places at which the source text of the forwards names each parameter outside the blocks.
+    """Find the places at which the source text of the forwards names each parameter outside the blocks.
 
-    What no forward names is placed by the order of registration; what is named in the loop over the blocks is used at
-    every place of the loop.
+    A parameter that no forward names is placed by the order of registration. A parameter that is named in the loop over
+    the blocks is used at every place of the loop.
     """
     index = {id(block): number for number, block in enumerate(blocks.values())}
     places: Places = {}
@@ -43,8 +44,8 @@ def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
             places.setdefault(id(param), set()).update(used_at)
 
     def read(module: nn.Module, begin: int) -> None:
-        """module: holds blocks, and is none. begin: the number of blocks before it."""
-        spans: dict[str, tuple[int, int]] = {}  # (first block, one past the last) of the blocks in a child
+        """Place the parameters of a module that contains blocks. begin: the number of blocks before it."""
+        spans: dict[str, tuple[int, int]] = {}  # child -> (first block, last block + 1)
         for name, child in module.named_children():
             if inside := [index[id(part)] for part in child.modules() if id(part) in index]:
                 spans[name] = min(inside), max(inside) + 1
@@ -57,7 +58,7 @@ def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
             if name not in spans:
                 mark(child.parameters(), named.get(name) or {reached})
         last = max(end for _, end in spans.values())
-        for name, param in module.named_parameters(recurse=False):  # registered apart from modules: no order to read
+        for name, param in module.named_parameters(recurse=False):  # their registration order says nothing
             mark([param], named.get(name) or {begin, last})
 
     read(model, 0)
@@ -65,9 +66,9 @@ def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
 
 
 def places_by_run(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], Any]) -> Places:
-    """The places at which `call(model)` passes each parameter to an operation.
+    """Find the places at which `call(model)` passes each parameter to an operation outside the blocks.
 
-    Raises ValueError where it does not call every block once, in order.
+    Raises ValueError if the forward does not call every block once, in order.
     """
     watch = _Watch({id(param) for param in model.parameters()})
     handles = [
@@ -86,6 +87,8 @@ def places_by_run(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], 
 
 
 class _Watch(TorchFunctionMode):
+    """Records the place of each use of a wanted tensor (by id) outside the blocks."""
+
     def __init__(self, wanted: set[int]) -> None:
         super().__init__()
         self._wanted = wanted
@@ -109,7 +112,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _placed(found: Sequence[Mention], spans: dict[str, tuple[int, int]], begin: int) -> dict[str, set[int]]:
-    """Attribute -> places, by where it stands between the first uses of the attributes that hold blocks."""
+    """Map each attribute to its places, by its position between the first uses of the attributes that hold blocks."""
     called = {mention.name for mention in found if mention.strong}
     loops = {
         loop: spans[mention.name]
@@ -132,9 +135,10 @@ def _placed(found: Sequence[Mention], spans: dict[str, tuple[int, int]], begin: 
 
 @dataclass(frozen=True)
 class Mention:
-    """`self.name` in a forward. loops: those in whose body it stands.
+    """`self.name` in a forward.
 
-    strong: it is called, or looped over: `self.name(...)`, `self.name[0](...)`, `for x in self.name`.
+    strong: it is called or looped over: `self.name(...)`, `self.name[0](...)`, `for x in self.name`.
+    loops: ids of the loops around it.
     """
 
     name: str
@@ -143,9 +147,9 @@ class Mention:
 
 
 def mentions(module: nn.Module) -> list[Mention]:
-    """Every `self.name` in the module's forward and in the methods that it calls, in the order of execution.
+    """List every `self.name` in the module's forward and in the methods that it calls, in the order of execution.
 
-    Both branches of an `if` count. Empty where the source text is not to be had.
+    Both branches of an `if` count. The list is empty if the source text is not available.
     """
     reader = _ForwardReader(module)
     reader.read("forward")
@@ -153,17 +157,17 @@ def mentions(module: nn.Module) -> list[Mention]:
 
 
 class _ForwardReader:
-    """Reads the source text of a forward, and of the methods that it calls."""
+    """Reads the source text of a forward and of the methods that it calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self.found: list[Mention] = []
         self._module = module
-        self._methods: set[str] = set()  # being read or read: each once
+        self._methods: set[str] = set()  # already read
         self._loops: list[int] = []
-        self._functions: dict[str, ast.AST] = {}  # defined in the method that is read, by name
+        self._functions: dict[str, ast.AST] = {}  # local functions of the current method, by name
 
     def read(self, method: str) -> None:
-        """Reads one method of the class, once."""
+        """Read a method of the class, once."""
         if method in self._methods:
             return
         self._methods.add(method)
@@ -174,7 +178,7 @@ class _ForwardReader:
 
     def _visit(self, node: ast.AST, me: str) -> None:
         if isinstance(node, ast.FunctionDef):
-            self._functions[node.name] = node  # runs where it is called, or given to another function
+            self._functions[node.name] = node  # runs where it is called or passed to a function
         elif isinstance(node, ast.Call):
             self._visit_call(node, me)
         elif isinstance(node, _LOOPS):
@@ -208,7 +212,7 @@ class _ForwardReader:
             self._visit(body, me)
 
     def _visit_chain(self, node: ast.AST, me: str, strong: bool) -> None:
-        """`self.a.b[i].c`, called if strong."""
+        """Visit an expression such as `self.a.b[i].c`. strong: it is called."""
         path: list[str] = []
         indexed = False
         while isinstance(node, (ast.Attribute, ast.Subscript)):

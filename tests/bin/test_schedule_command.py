@@ -77,11 +77,11 @@ def test_a_schedule_is_saved_changed_and_shown_again(tmp_path: Path, capsys: pyt
     assert main(["show", str(path)]) == 0
     assert "zb-h1: 2 ranks, 2 stages, 4 microbatches" in capsys.readouterr().out
     assert main(["show", str(path), "--ranks", "4"]) == 1
-    assert "it is for 2 ranks, the config asks for 4" in capsys.readouterr().err
+    assert "expected 4 ranks, as in the config, found 2" in capsys.readouterr().err
     path.write_text(path.read_text().replace(" 1W3", ""))
     assert main(["show", str(path)]) == 1
     err = capsys.readouterr().err
-    assert "leak: what W needs is kept to the end; 1W3 is missing" in err and ">1I3<" in err
+    assert "leak: the tensors for W are held to the end; 1W3 is missing" in err and ">1I3<" in err
 
 
 def test_show_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

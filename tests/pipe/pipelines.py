@@ -4,12 +4,21 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.pipe.schedules.schedule import Action, Op, Schedule
 from tests.kit import models
 from tests.kit.training import Case
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}  # name: chunks
 MICROBATCHES = 4
 TOLERANCE_64 = 1e-9
+
+
+def with_steps(schedule: Schedule) -> Schedule:
+    """Add a STEP of each stage at the end of its rank's list."""
+    return schedule.replace_actions(
+        [*actions, *(Action(Op.STEP, stage) for stage in schedule.stages_of_rank(rank))]
+        for rank, actions in enumerate(schedule.actions)
+    )
 
 
 def deep_gpt() -> models.TinyGPT:

@@ -9,6 +9,7 @@ from lowtide.pipe.schedules.grid import colour_grid, text_grid, write_png
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.simulator import simulate
+from tests.pipe.pipelines import with_steps
 
 
 def test_a_cell_is_as_long_as_its_action_and_dots_are_idle_time() -> None:
@@ -26,7 +27,7 @@ def test_stages_are_named_where_a_rank_has_several() -> None:
 
 def test_all_that_passes_add_takes_no_room() -> None:
     schedule = make_schedule("interleaved", 2, 4)
-    whole = complete(schedule, gathers=True, step=True)
+    whole = with_steps(complete(schedule, gathers=True))
     assert text_grid(simulate(whole)) == text_grid(simulate(schedule))
 
 

@@ -11,8 +11,8 @@ from tests.kit import models
 from tests.kit.ranks import RankPool
 
 TEXT = (
-    "pipeline: expected stage 0 to return for microbatch 0 what it had returned for a batch of the same shapes, "
-    "[(1, 4) torch.float32] for 1 arguments of 'blocks.2' at [0]; found [(1, 2, 4) torch.float32] for 1"
+    "pipeline: stage 0 returned for microbatch 0 other shapes than for an earlier batch of the same shapes: "
+    "expected [(1, 4) torch.float32] for 1 arguments of 'blocks.2' at [0], found [(1, 2, 4) torch.float32] for 1"
 )
 
 

@@ -98,7 +98,7 @@ def steps_of(how: str, timeout_seconds: float) -> list[str]:
 def test_a_loss_without_a_graph(ranks: RankPool) -> None:
     (text, _) = ranks(2, steps_of, "detached", 60.0)[1]
     assert text == (
-        "ValueError: pipeline: expected a loss that requires a gradient, found one that does not; was it computed "
+        "ValueError: pipeline: expected a loss with requires_grad=True, found requires_grad=False; was it computed "
         "under torch.no_grad(), or detached?"
     )
 
@@ -191,7 +191,7 @@ def test_a_layer_between_the_blocks_needs_a_sample_batch(ranks: RankPool) -> Non
     text = ranks(2, layer_between_blocks, False)[1]
     assert text.startswith("ValueError: pipeline: 'blocks.2' takes a tensor of shape (2, 8) that stage 1 ")
     assert text.endswith(
-        "If a module between the blocks makes it, give initialize a sample_batch: it shows where parameters are used"
+        "If a module between the blocks makes it, give initialize a sample_batch, to observe the use of parameters"
     )
 
 

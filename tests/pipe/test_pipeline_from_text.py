@@ -9,7 +9,7 @@ from lowtide.pipe.schedules.registry import make_schedule
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, train_all
-from tests.pipe.pipelines import MICROBATCHES, deep_gpt, pipelined
+from tests.pipe.pipelines import MICROBATCHES, deep_gpt, pipelined, with_steps
 
 SOCKETS = {"communication": {"route": "sockets"}}
 CASE = Case(deep_gpt, models.token_batch, accumulation=MICROBATCHES, steps=1, config=SOCKETS)
@@ -20,7 +20,7 @@ def test_every_part_of_a_schedule_may_be_in_the_file(
     ranks: RankPool, tmp_path: Path, num_ranks: int, stage: int
 ) -> None:
     schedule = make_schedule("zb-v", 2, MICROBATCHES)
-    variants = {"all": complete(schedule, gathers=True, step=True)}
+    variants = {"all": with_steps(complete(schedule, gathers=True))}
     if stage == 0:
         variants |= {"compute": schedule, "messages": complete(schedule)}
     cases = [pipelined(CASE.at(stage), 2, "zb-v")]

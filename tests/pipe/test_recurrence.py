@@ -74,5 +74,5 @@ def test_moments_know_what_other_microbatches_hold_and_which_stages_have_ended(n
 def test_ranks_that_wait_for_ever_are_named() -> None:
     rows = ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
     lists = tuple(tuple(map(Action.parse, row.split())) for row in rows)
-    with pytest.raises(ScheduleError, match="deadlock, 2 of 2 ranks wait for ever"):
+    with pytest.raises(ScheduleError, match="deadlock, 2 of 2 ranks wait forever"):
         FastSimulation(Schedule("turned", 2, 2, 2, (0, 1), lists))

@@ -57,7 +57,7 @@ def test_an_unknown_name_is_refused_with_the_name_that_may_be_meant() -> None:
 def test_too_few_microbatches_are_refused() -> None:
     assert refusal("dualpipe-v", 4, 7) == (
         "schedule dualpipe-v needs 2 microbatches for each rank, at least 8 on 4 ranks, found 7; set "
-        "pipeline.microbatches to 8 or more, or take a schedule for any number: gpipe, 1f1b, interleaved, zb-h1, zb-v"
+        "pipeline.microbatches to 8 or more, or use a schedule for any number: gpipe, 1f1b, interleaved, zb-h1, zb-v"
     )
     assert refusal("1f1b", 4, 0) == "schedule 1f1b: expected at least 1 of microbatches, found 0"
     assert refusal("1f1b", 0, 4) == "schedule 1f1b: expected at least 1 of ranks, found 0"
@@ -65,15 +65,15 @@ def test_too_few_microbatches_are_refused() -> None:
 
 def test_chunks_that_a_schedule_does_not_have_are_refused() -> None:
     assert refusal("zb-v", 4, 8, 1) == (
-        "schedule zb-v has 2 chunks (stages on each rank), found 1; set pipeline.chunks to 2, "
-        "or take a schedule for 1: gpipe, 1f1b, zb-h1"
+        "schedule zb-v needs 2 chunks (stages on each rank), found 1; set pipeline.chunks to 2, "
+        "or use a schedule for 1: gpipe, 1f1b, zb-h1"
     )
     assert refusal("1f1b", 4, 8, 3) == (
-        "schedule 1f1b has 1 chunk (stages on each rank), found 3; set pipeline.chunks to 1, "
-        "or take a schedule for 3: interleaved, zb-h1"
+        "schedule 1f1b needs 1 chunk (stages on each rank), found 3; set pipeline.chunks to 1, "
+        "or use a schedule for 3: interleaved, zb-h1"
     )
     assert refusal("interleaved", 4, 8, 1).startswith(
-        "schedule interleaved has 2 or more chunks (stages on each rank), "
+        "schedule interleaved needs 2 or more chunks (stages on each rank), "
     )
     assert refusal("zb-h1", 4, 8, 0).endswith("found 0; set pipeline.chunks to 1")
 
@@ -90,11 +90,11 @@ def test_a_file_for_other_counts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
     path.write_text(make_schedule("1f1b", 2, 4).to_text())
     assert refusal(str(path), 4, 4) == (
-        f"schedule file {path}: it is for 2 ranks, the config asks for 4; change one of them"
+        f"schedule file {path}: expected 4 ranks, as in the config, found 2; change the file or the config"
     )
-    assert "it is for 2 ranks, the config asks for 1" in refusal(str(path), 1, 4)
-    assert "it is for 4 microbatches, the config asks for 8" in refusal(str(path), 2, 8)
-    assert "it is for 2 stages, the config asks for 4" in refusal(str(path), 2, 4, 2)
+    assert "expected 1 ranks, as in the config, found 2" in refusal(str(path), 1, 4)
+    assert "expected 8 microbatches, as in the config, found 4" in refusal(str(path), 2, 8)
+    assert "expected 4 stages, as in the config, found 2" in refusal(str(path), 2, 4, 2)
 
 
 def test_a_file_that_cannot_be_read_or_run_is_refused(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_read_or_run_is_refused(tmp_path: Path) -> None:
     assert refusal(str(path), 2, 2).startswith(f"schedule file {path} cannot be read: ")
     text = make_schedule("1f1b", 2, 2).to_text()
     path.write_text(text.replace("1B1", ""))
-    assert "rank 1, action 2 (1F1): leak: its activations are kept to the end; 1B1 is missing" in refusal(
+    assert "rank 1, action 2 (1F1): leak: its activations are held to the end; 1B1 is missing" in refusal(
         str(path), 2, 2
     )
     path.write_text(text.replace("1B1", "1Z1"))
@@ -118,6 +118,4 @@ def test_a_file_without_a_backward_is_refused(tmp_path: Path) -> None:
     path.write_text(
         "name: own\nranks: 1\nstages: 1\nmicrobatches: 1\nrank of stage: 0\nrank 0: 0F0\n",
     )
-    assert refusal(str(path), 1, 1) == (
-        f"schedule file {path}: nothing goes backward; a training step needs B, or I and W"
-    )
+    assert refusal(str(path), 1, 1) == (f"schedule file {path}: found no backward; a training step needs B, or I and W")

@@ -86,13 +86,13 @@ def test_a_stage_that_is_larger_than_the_budget_is_refused() -> None:
     with pytest.raises(ScheduleError) as error:
         add_gathers(make_schedule("1f1b", 2, 2), 50.0, [40.0, 60.0])
     assert str(error.value) == (
-        "schedule 1f1b: stage 1 has 60 of parameters, more than the budget for gathered parameters (50); "
-        "raise the budget or split the model over more stages"
+        "schedule 1f1b: expected parameters of stage 1 within the budget for gathered parameters, 50, found 60; "
+        "raise the budget, or split the model over more stages"
     )
 
 
 def test_gathers_are_not_added_twice() -> None:
-    with pytest.raises(ScheduleError, match="schedule 1f1b has gathers and releases already"):
+    with pytest.raises(ScheduleError, match="schedule 1f1b: expected no gathers and releases, found some"):
         add_gathers(add_gathers(make_schedule("1f1b", 2, 2)))
 
 

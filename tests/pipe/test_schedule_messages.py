@@ -173,7 +173,7 @@ def test_the_peer_of_a_message_is_the_other_stage_and_its_rank() -> None:
 
 def test_messages_are_not_added_twice() -> None:
     schedule = add_messages(make_schedule("1f1b", 2, 2))
-    with pytest.raises(ScheduleError, match="schedule 1f1b has sends and receives already"):
+    with pytest.raises(ScheduleError, match="schedule 1f1b: expected no sends and receives, found some"):
         add_messages(schedule)
 
 

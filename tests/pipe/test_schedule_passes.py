@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.passes import add_gathers, add_reduces, add_steps, complete, forward_only, merge_backward
+from lowtide.pipe.schedules.passes import add_gathers, add_reduces, complete, forward_only, merge_backward
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
@@ -71,10 +71,9 @@ def test_no_send_waits_for_a_release_or_a_reduce() -> None:
                 assert not (before.op in (Op.RELEASE, Op.REDUCE) and after.op in (Op.SEND_F, Op.SEND_B))
 
 
-def test_steps_come_at_the_end_of_every_rank() -> None:
-    schedule = add_steps(add_reduces(make_schedule("zb-v", 2, 4)))
-    assert [list(map(str, row[-2:])) for row in schedule.actions] == [["0STEP", "3STEP"], ["1STEP", "2STEP"]]
-    assert add_steps(schedule) == schedule and add_reduces(schedule) == schedule
+def test_reduces_are_not_added_twice() -> None:
+    schedule = add_reduces(make_schedule("zb-v", 2, 4))
+    assert add_reduces(schedule) == schedule
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -88,17 +87,15 @@ def test_the_forward_alone_can_run_with_and_without_messages(name: str) -> None:
 
 
 def test_the_forward_is_not_taken_from_between_gathers() -> None:
-    with pytest.raises(
-        ScheduleError, match="schedule 1f1b: take forward_only of a schedule before add_gathers, not after"
-    ):
+    with pytest.raises(ScheduleError, match="schedule 1f1b: expected no gathers; call forward_only before add_gathers"):
         forward_only(add_gathers(make_schedule("1f1b", 2, 2)))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_complete_schedule_has_all_that_a_rank_does_and_takes_no_longer(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
-    whole = complete(schedule, gathers=True, step=True)
-    assert all(whole.has_any(op) for op in (Op.SEND_F, Op.RECV_B, Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP))
+    whole = complete(schedule, gathers=True)
+    assert all(whole.has_any(op) for op in (Op.SEND_F, Op.RECV_B, Op.GATHER, Op.RELEASE, Op.REDUCE))
     assert simulate(whole).makespan == simulate(schedule).makespan
     plain = complete(schedule)
     assert not plain.has_any(Op.GATHER, Op.STEP) and plain.has_any(Op.REDUCE)

@@ -56,7 +56,7 @@ def test_what_is_collected_after_all_backwards_but_the_last_comes_before_what_is
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4.5, 7.5), ("0B1", 7.5, 9.5)],
         [("1F0", 1, 2), ("1B0", 2, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)],
     ]
-    with pytest.raises(ValueError, match="collect has 1 values, expected one for each of 2 stages"):
+    with pytest.raises(ValueError, match="collect: expected a value for each of 2 stages, found 1 values"):
         replace(Costs.uniform(2), collect=(1.0,))
 
 
@@ -129,9 +129,9 @@ def test_the_peak_of_the_sum_is_at_most_the_sum_of_the_peaks() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"forward": -1.0}, "forward of stage 0 is -1, expected 0 or more"),
-        ({"kept_bytes": 2.0}, "kept_bytes of stage 0 is 2, more than its activation_bytes (1)"),
-        ({"send": -0.5}, "send is -0.5, expected 0 or more"),
+        ({"forward": -1.0}, "forward of stage 0: expected 0 or more, found -1"),
+        ({"kept_bytes": 2.0}, "kept_bytes of stage 0: expected at most activation_bytes, 1, found 2"),
+        ({"send": -0.5}, "send: expected 0 or more, found -0.5"),
     ],
 )
 def test_costs_that_cannot_be_are_refused(change: dict[str, float], message: str) -> None:
@@ -141,5 +141,5 @@ def test_costs_that_cannot_be_are_refused(change: dict[str, float], message: str
 
 
 def test_costs_of_unequal_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="backward has 1 values, expected one for each of 2 stages"):
+    with pytest.raises(ValueError, match="backward: expected a value for each of 2 stages, found 1 values"):
         Costs((1.0, 1.0), (2.0,), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (0.0, 0.0))

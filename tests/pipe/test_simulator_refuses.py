@@ -7,6 +7,7 @@ from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import make_schedule
 from lowtide.pipe.schedules.schedule import Action, Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
+from tests.pipe.pipelines import with_steps
 
 
 def schedule_of(*rows: str, ranks: tuple[int, ...] | None = None, microbatches: int = 1) -> Schedule:
@@ -28,16 +29,16 @@ def refusal(schedule: Schedule, blocking: bool = False) -> str:
         (("0B0 0F0",), "rank 0, action 0 (0B0): the backward comes before 0F0", ">0B0<"),
         (("0F0 0W0 0I0",), "rank 0, action 1 (0W0): the weight half comes before the input half, 0I0", ">0W0<"),
         (("0I0 0F0 0W0",), "rank 0, action 0 (0I0): the backward comes before 0F0", ">0I0<"),
-        (("0F0 0F0 0B0",), "rank 0, action 1 (0F0): it is done at action 0 already", ">0F0<"),
-        (("0F0 0B0 0B0",), "rank 0, action 2 (0B0): it is done at action 1 already", ">0B0<"),
+        (("0F0 0F0 0B0",), "rank 0, action 1 (0F0): it is already done at action 0", ">0F0<"),
+        (("0F0 0B0 0B0",), "rank 0, action 2 (0B0): it is already done at action 1", ">0B0<"),
         (("0F0 0I0 0B0 0W0",), "rank 0, action 2 (0B0): 0I0 has done this backward; B stands for I and W", ">0B0<"),
         (("0F0 0B0 0I0 0W0",), "rank 0, action 2 (0I0): 0B0 has done this backward; B stands for I and W", ">0I0<"),
-        (("0F0 0B0 0F1",), "rank 0, action 2 (0F1): there is no microbatch 1, expected one below 1", ">0F1<"),
-        (("0F0 0B0 1F0",), "rank 0, action 2 (1F0): there is no stage 1, expected one below 1", ">1F0<"),
+        (("0F0 0B0 0F1",), "rank 0, action 2 (0F1): expected a microbatch below 1, found 1", ">0F1<"),
+        (("0F0 0B0 1F0",), "rank 0, action 2 (1F0): expected a stage below 1, found 1", ">1F0<"),
         (("0F0 0B0 1F0", "1F0 1B0"), "rank 0, action 2 (1F0): stage 1 is on rank 1", ">1F0<"),
         (("0F0 0B0", ""), "rank 1, end of its list: 1F0 is missing", ">end<"),
-        (("0F0", "1F0 1B0"), "rank 0, action 0 (0F0): leak: its activations are kept to the end; 0B0 is", ">0F0<"),
-        (("0F0 0I0",), "rank 0, action 1 (0I0): leak: what W needs is kept to the end; 0W0 is missing", ">0I0<"),
+        (("0F0", "1F0 1B0"), "rank 0, action 0 (0F0): leak: its activations are held to the end; 0B0 is", ">0F0<"),
+        (("0F0 0I0",), "rank 0, action 1 (0I0): leak: the tensors for W are held to the end; 0W0 is missing", ">0I0<"),
         (
             ("0GATHER 0F0 0RELEASE 0B0",),
             "rank 0, action 3 (0B0): the parameters of stage 0 are not gathered; put 0",
@@ -53,7 +54,11 @@ def refusal(schedule: Schedule, blocking: bool = False) -> str:
         (("0F0 0REDUCE 0B0",), "the weight gradients of stage 0 are not complete: 0 of 1 microbatches", ">0REDUCE<"),
         (("0F0 0I0 0STEP 0W0",), "the weight gradients of stage 0 are not complete: 0 of 1 microbatches", ">0STEP<"),
         (("0F0 0B0 0STEP 0REDUCE",), "action 3 (0REDUCE): stage 0 has made its step at action 2", ">0REDUCE<"),
-        (("0F0 0B0 0REDUCE", "1F0 1B0"), "rank 1, end of its list: 1REDUCE is missing; other stages have", ">end<"),
+        (
+            ("0F0 0B0 0REDUCE", "1F0 1B0"),
+            "rank 1, end of its list: 1REDUCE is missing, and a stage has REDUCE",
+            ">end<",
+        ),
         (("0F0 0SEND_F0 0B0", "1F0 1B0"), "rank 0, action 2 (0B0): its input is not received; put 0RECV_B0 ", ">0B0<"),
         (("0SEND_F0 0F0 0B0", "1F0 1B0"), "action 0 (0SEND_F0): it is sent before it is made by 0F0", ">0SEND_F0<"),
         (
@@ -62,9 +67,9 @@ def refusal(schedule: Schedule, blocking: bool = False) -> str:
             ">1SEND_B0<",
         ),
         (("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0"), "1SEND_B0 is missing: stage 0 waits for it", ">end<"),
-        (("0F0 0SEND_B0 0B0", "1F0 1B0"), "stage 0 is the first one and has no such neighbour", ">0SEND_B0<"),
+        (("0F0 0SEND_B0 0B0", "1F0 1B0"), "stage 0 is the first stage and has no neighbour there", ">0SEND_B0<"),
         (("0F0 0B0", "1F0 1SEND_F0 1B0"), "its input is not received; put 0RECV_B0 before", ">0B0<"),
-        (("0F0 0SEND_F0 0RECV_B0", "1RECV_F0 1F0"), "nothing goes backward in this schedule", ">0RECV_B0<"),
+        (("0F0 0SEND_F0 0RECV_B0", "1RECV_F0 1F0"), "this schedule has no backward", ">0RECV_B0<"),
     ],
 )
 def test_a_rule_is_broken(rows: tuple[str, ...], message: str, mark: str) -> None:
@@ -75,7 +80,7 @@ def test_a_rule_is_broken(rows: tuple[str, ...], message: str, mark: str) -> Non
 
 def test_a_message_between_stages_of_one_rank_is_refused() -> None:
     text = refusal(schedule_of("0F0 0SEND_F0 1F0 1B0 0B0", ranks=(0, 0)))
-    assert "rank 0, action 1 (0SEND_F0): stage 1 is on this rank too, no message is needed" in text
+    assert "rank 0, action 1 (0SEND_F0): stage 1 is on this rank too and needs no message" in text
 
 
 def test_ranks_that_wait_for_each_other_are_a_deadlock_and_every_one_is_marked() -> None:
@@ -83,7 +88,7 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock_and_every_one_is_marked()
     assert "rank 1, action 0 (1B0): the backward comes before 1F0" in text
     text = refusal(schedule_of("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F1 1F0 1B0 1B1", ranks=(0, 1, 0), microbatches=2))
     assert text == (
-        "schedule own: deadlock, 2 of 2 ranks wait for ever\n"
+        "schedule own: deadlock, 2 of 2 ranks wait forever\n"
         "  rank 0 waits in 2F0 for 1F0 of rank 1\n"
         "  rank 1 waits in 1F1 for 0F1 of rank 0\n"
         "rank 0                         0F0  >2F0<  0F1   2F1   2B0   0B0  ...\n"
@@ -106,7 +111,7 @@ def test_sends_that_block_each_other_are_a_deadlock_only_where_sends_block() -> 
     )
     assert simulate(crossing).makespan == 9  # 0F0 1F0 1B0 1F1 1B1 0B1
     text = refusal(crossing, blocking=True)
-    assert "deadlock, 2 of 2 ranks wait for ever" in text
+    assert "deadlock, 2 of 2 ranks wait forever" in text
     assert "rank 0 waits in 0SEND_F1 for 1RECV_F1 of rank 1" in text
     assert "rank 1 waits in 1SEND_B0 for 0RECV_B0 of rank 0" in text
 
@@ -119,7 +124,8 @@ def test_receives_in_another_order_than_the_sends_are_refused() -> None:
     )
     text = refusal(schedule)
     assert (
-        "rank 1, action 0 (1RECV_F1): rank 0 sends 0SEND_F0 here, expected 1RECV_F0; both must have one order" in text
+        "rank 1, action 0 (1RECV_F1): rank 0 sends 0SEND_F0 here, expected 1RECV_F0; "
+        "sends and receives must be in equal order" in text
     )
     assert ">1RECV_F1<" in text
 
@@ -127,8 +133,8 @@ def test_receives_in_another_order_than_the_sends_are_refused() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ((0, 2), "schedule own: stage 1 is placed on rank 2, expected one below 2"),
-        ((0, 0), "schedule own: rank 1 has no stage; give it one or use fewer ranks"),
+        ((0, 2), "schedule own: stage 1 is placed on rank 2, expected a rank below 2"),
+        ((0, 0), "schedule own: rank 1 has no stage; place a stage on it, or use fewer ranks"),
         ((0,), "schedule own: expected 2 entries in rank_of_stage, found 1"),
     ],
 )
@@ -143,7 +149,7 @@ def test_lists_for_another_number_of_ranks_are_refused() -> None:
 
 def test_any_action_left_out_is_noticed() -> None:
     for name in ("interleaved", "zb-v", "dualpipe-v"):
-        whole = complete(make_schedule(name, 2, 4), gathers=True, budget=1, step=True)
+        whole = with_steps(complete(make_schedule(name, 2, 4), gathers=True, budget=1))
         for rank, actions in enumerate(whole.actions):
             for index in range(len(actions)):
                 rows = list(whole.actions)
@@ -159,7 +165,7 @@ def test_of_many_ranks_and_long_lists_the_picture_shows_what_is_around_the_cell(
     text = refusal(schedule.replace_actions(rows))
     lines = text.splitlines()
     assert lines[0] == (
-        "schedule 1f1b, rank 30, action 91 (30F50): leak: its activations are kept to the end; 30B50 is missing"
+        "schedule 1f1b, rank 30, action 91 (30F50): leak: its activations are held to the end; 30B50 is missing"
     )
     assert [line.split()[1] for line in lines[1:-1]] == [str(rank) for rank in range(22, 38)]
     assert lines[-1] == "(24 more ranks)"
@@ -167,5 +173,5 @@ def test_of_many_ranks_and_long_lists_the_picture_shows_what_is_around_the_cell(
 
 
 def test_costs_for_other_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="costs are for 3 stages, the schedule has 4"):
+    with pytest.raises(ValueError, match="expected costs for 4 stages of the schedule, found 3"):
         simulate(make_schedule("1f1b", 4, 8), Costs.uniform(3))

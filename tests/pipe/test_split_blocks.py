@@ -64,8 +64,9 @@ def test_a_model_without_repeated_blocks_is_an_error_that_says_what_was_found(mo
     total = sum(param.numel() for param in model.parameters())
     text = (
         f"pipeline: {type(model).__name__} has no repeated blocks to split between: expected a ModuleList or "
-        "Sequential whose elements have parameters and repeat one class, with at least 5% of the model's "
-        f"{total} parameters, found {found}; keep the repeated parts of the model in one nn.ModuleList or nn.Sequential"
+        "Sequential with repeated elements of the same class, which hold at least 5% of the model's "
+        f"{total} parameters, found {found}; keep the repeated parts of the model in a single nn.ModuleList or "
+        "nn.Sequential"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         find_blocks(model)

@@ -191,10 +191,10 @@ def test_time_before_and_behind_the_blocks_counts(clock: Clock) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"num_stages": 4}, "expected 1 to 3 stages, since the model has 3 blocks and each stage needs one, found 4"),
+    ({"num_stages": 4}, "expected 1 to 3 stages, because the model has 3 blocks and each stage needs a block, found 4"),
     (
         {"num_stages": 2, "balance": [1, 1]},
-        "the numbers of blocks per stage must add up to the model's blocks: 1 + 1 = 2 != 3",
+        "the numbers of blocks per stage must add up to the model's blocks, found 1 + 1 = 2 != 3",
     ),
     (
         {"num_stages": 2, "balance": "params"},

@@ -79,13 +79,16 @@ READERS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_its_values_are_refused_with_its_origin(name: str) -> None:
-    text = f"{name} needs values, which are not here: they come from 'embedding.weight' of an earlier or later stage"
+    text = (
+        f"{name} needs values that this rank does not have: they come from 'embedding.weight' of an earlier or "
+        "later stage"
+    )
     with pytest.raises(ValueError, match=text):
         READERS[name](absent(1))
 
 
 def test_the_dispatcher_refuses_too() -> None:
-    refusal = pytest.raises(ValueError, match=r"aten.add.* needs values, which are")
+    refusal = pytest.raises(ValueError, match=r"aten.add.* needs values that this rank")
     with torch._C.DisableTorchFunctionSubclass(), refusal:
         absent(2).add(1)
 

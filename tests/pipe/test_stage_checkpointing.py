@@ -58,8 +58,8 @@ def test_reentrant_checkpointing_around_a_block_is_refused_where_its_gradient_wo
             return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     text = (
-        "pipeline: 'blocks.2' is called without gradients, as reentrant checkpointing around a block does, so that its "
-        "input would get none; checkpoint with use_reentrant=False, or leave it to activation_checkpointing in the "
+        "pipeline: 'blocks.2' is called without gradients, as reentrant checkpointing around a block does, so its "
+        "input would get no gradient; checkpoint with use_reentrant=False, or set activation_checkpointing in the "
         "config"
     )
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -58,8 +58,8 @@ class ReturnsCache(ReturnsObject):
 
 @pytest.mark.parametrize(
     ("build", "found"),
-    [(ReturnsObject, "object, which cannot be carried to the next stage"),
-     (ReturnsCache, "DynamicCache, which cannot be carried to the next stage; set use_cache to False")],
+    [(ReturnsObject, "object, a type that cannot be sent to the next stage"),
+     (ReturnsCache, "DynamicCache, a type that cannot be sent to the next stage; set use_cache to False")],
 )  # fmt: skip
 def test_a_block_whose_output_cannot_be_carried(build: Callable[[], nn.Module], found: str) -> None:
     text = "pipeline: expected 'layers.0' to return tensors, numbers, strings and None, nested in tuples, lists and "
@@ -75,8 +75,8 @@ class StopsEarly(models.Mlp):
 
 def test_a_forward_that_does_not_reach_the_blocks_of_the_next_stage() -> None:
     text = (
-        "pipeline: the forward finished on stage 0 without a call of 'layers.1' (the next first block); the model must "
-        "call each block itself, as block(...) and not block.forward(...), for every batch"
+        "pipeline: the forward finished on stage 0 without a call of 'layers.1', the first block of the next stage; "
+        "the model must call each block, as block(...) and not block.forward(...), for every batch"
     )
     with refused(text):
         three(StopsEarly)[0].run(CALL)
@@ -92,7 +92,8 @@ class CallsForward(models.Mlp):
 
 def test_a_forward_that_does_not_reach_the_blocks_of_the_last_stage() -> None:
     output = three()[1].run(CALL, three()[0].run(CALL))
-    with refused("pipeline: the forward finished on stage 2 without a call of 'layers.2' (its own first block)"):
+    text = "pipeline: the forward finished on stage 2 without a call of 'layers.2', the first block of this stage"
+    with refused(text):
         three(CallsForward)[2].run(CALL, output)
 
 
@@ -104,8 +105,8 @@ class SkipsOne(models.Mlp):
 
 def test_a_stage_all_of_whose_blocks_are_skipped() -> None:
     text = (
-        "pipeline: the forward came to 'layers.1' and has called no block of stage 0 (layers.0 to layers.0); a stage's "
-        "blocks may not all be skipped"
+        "pipeline: the forward came to 'layers.1' and has called no block of stage 0 (layers.0 to layers.0); it must "
+        "call at least one block of each stage"
     )
     with refused(text):
         three(SkipsOne)[0].run(CALL)
@@ -122,7 +123,7 @@ class Backwards(models.Mlp):
 def test_blocks_that_are_called_in_another_order() -> None:
     text = (
         "pipeline: expected a forward that calls the blocks in the order layers.0 ... layers.2, found a call of "
-        "'layers.1' after 'layers.2'; register the blocks in the order of their calls, in one list"
+        "'layers.1' after 'layers.2'; register the blocks in a single list, in the order of their calls"
     )
     with refused(text):
         stages_of(Backwards, 2, [1, 2])[1].run(CALL, stages_of(models.Mlp, 2, [1, 2])[0].run(CALL))
@@ -156,7 +157,7 @@ def test_a_loss_that_reads_a_value_of_another_stage() -> None:
             return super().forward(x, y) * float(self.first.bias[0])
 
     text = (
-        "__float__ needs values, which pipeline stage 2 does not have: they come from 'first.bias' of an earlier or "
+        "__float__ needs values that pipeline stage 2 does not have: they come from 'first.bias' of an earlier or "
         "later stage"
     )
     with refused(text):
@@ -171,9 +172,9 @@ def test_a_model_that_writes_absent_values_into_a_tensor() -> None:
             return super().forward(whole, y)
 
     text = (
-        "the forward writes with __setitem__ into a tensor of shape (6, 5), which pipeline stage 1 does not have: they "
-        "come from 'first.weight' of an earlier or later stage; build the tensor from its parts (torch.cat, "
-        "torch.where) in place of writing into it, or move this code into a block"
+        "the forward writes with __setitem__ into a tensor of shape (6, 5), with values that pipeline stage 1 does "
+        "not have: they come from 'first.weight' of an earlier or later stage; build the tensor from its parts "
+        "(torch.cat, torch.where), or move this code into a block"
     )
     with refused(text):
         staged(three(Writes), CALL)
@@ -182,8 +183,8 @@ def test_a_model_that_writes_absent_values_into_a_tensor() -> None:
 def test_a_microbatch_of_another_shape_than_what_was_received() -> None:
     first, second, _ = three()
     output = first.run(CALL)
-    text = "pipeline: stage 1 received a tensor of shape (4, 7) for 'layers.1', expected (6, 7): it belongs to another "
-    with refused(text + "microbatch"):
+    text = "pipeline: stage 1 received a tensor of shape (4, 7) for 'layers.1', expected (6, 7): it belongs to a "
+    with refused(text + "different microbatch"):
         second.run(CALL, Carried((torch.zeros(4, 7),), output.spec))
 
 
@@ -191,8 +192,8 @@ def test_a_microbatch_with_other_arguments_than_on_the_stage_before() -> None:
     first, second, _ = three()
     output = first.run(CALL)
     text = (
-        "pipeline: 'layers.1' takes 1 arguments on stage 1, but 3 on the stage before ('layers.1'): the stages were "
-        "given different batches, or the forward depends on the rank"
+        "pipeline: 'layers.1' takes 1 arguments on stage 1, but 3 on the previous stage ('layers.1'): the stages got "
+        "different batches, or the forward depends on the rank"
     )
     with refused(text):
         second.run(CALL, Carried(output.tensors, replace(output.spec, num_arguments=3)))
@@ -208,8 +209,8 @@ def test_a_forward_that_takes_another_course_where_values_are_absent() -> None:
             return functional.mse_loss(self.last(x), y)
 
     text = (
-        "pipeline: 'layers.1' is called with 1 arguments on stage 0 and with 2 on stage 1, whose forward takes another "
-        "course; outside its blocks a forward must not depend on what is computed in them"
+        "pipeline: 'layers.1' is called with 1 arguments on stage 0 and with 2 on stage 1: their forwards take "
+        "different branches. Outside the blocks, a forward must not depend on values that a block computes"
     )
     with refused(text):
         three(LooksAtItself)[0].run(CALL)
@@ -218,17 +219,17 @@ def test_a_forward_that_takes_another_course_where_values_are_absent() -> None:
 def test_received_on_the_first_stage_or_missing_on_another() -> None:
     first, second, _ = three()
     output = first.run(CALL)
-    with refused("pipeline: stage 0 expected nothing as received, found a Carried"):
+    with refused("pipeline: stage 0 expected nothing as `received`, found a Carried"):
         first.run(CALL, output)
-    with refused("pipeline: stage 1 expected the output of stage 0 as received, found nothing"):
+    with refused("pipeline: stage 1 expected the output of stage 0 as `received`, found nothing"):
         second.run(CALL)
 
 
 def test_a_block_of_another_rank_that_is_called_outside_of_run() -> None:
     stage = three()[1]
     text = (
-        "pipeline: 'layers.0' is not on this rank, which has stage 1 of 3; call the engine, not the module, under a "
-        "pipeline"
+        "pipeline: 'layers.0' is not on this rank, which has stage 1 of 3; with a pipeline, call the engine "
+        "and not the module"
     )
     with refused(text):
         stage.module.get_submodule("layers.0")(torch.zeros(1, 7))

@@ -164,6 +164,6 @@ def test_the_model_checkpoints_its_layers_itself() -> None:
 
 
 def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
-    text = "config.output_router_logits of '.the model.' is on: its loss needs the routers of all blocks on one rank"
+    text = "output_router_logits of '.the model.' is True: this loss needs the routers of all blocks on the same rank"
     with pytest.raises(ValueError, match=text):
         stages_of(builder("MixtralForCausalLM", output_router_logits=True), 2)

@@ -215,7 +215,7 @@ def test_the_last_stage_returns_what_the_call_returns_with_received_values_in_it
     assert torch.equal(output["loss"], expected["loss"]) and output["name"] == "all"
     assert torch.equal(output["states"][2], expected["states"][2])  # what stage 1 received
     assert type(output["states"][2]) is Tensor
-    with pytest.raises(ValueError, match=r"item needs values, which pipeline stage 1 does not have.*'first.weight'"):
+    with pytest.raises(ValueError, match=r"item needs values that pipeline stage 1 does not have.*'first.weight'"):
         output["states"][1].sum().item()
 
 

@@ -109,7 +109,7 @@ def test_what_has_a_folder_may_lie_on_a_drive(folders: tuple[str, ...], found: d
         ),
         (
             {"config": {"parallel": {"pipeline": 4}, "zero_optimization": {"stage": "auto"}}, "world_size": 4},
-            "pipeline: expected 1 to 3 stages, since the model has 3 blocks",
+            "pipeline: expected 1 to 3 stages, because the model has 3 blocks",
         ),
         (
             {

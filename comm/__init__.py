@@ -1,16 +1,16 @@
-"""How ranks talk: the only folder that names `torch.distributed`.
+"""Collectives between ranks. This is the only folder that names `torch.distributed`.
 
-`World` is this process among all of them, an `ParallelDims` gives the ranks places on named axes, a `Mesh` has these by
-name, and an `Axis` moves bytes between its ranks by the fastest route that the machine offers:
+`World` is this process and the default process group. An `ParallelDims` gives each rank coordinates on named axes, a
+`Mesh` holds the axes by name. An `Axis` moves bytes between its ranks over the fastest transport of the machine:
 
-| route         | who                         | gather                        | reduce                                 |
-|---------------|-----------------------------|-------------------------------|----------------------------------------|
-| solo          | an axis of one rank         | nothing to do                 | nothing to do                          |
-| shared memory | CPU ranks of one host       | one copy, read in place       | each rank sums its part of all slots   |
-| sockets       | CPU ranks, any host (gloo)  | point-to-point, missing parts | point-to-point, summed in rank order   |
-| native        | CUDA (nccl), other backends | the backend's own collective  | the backend's own collective           |
+| transport     | used by                       | gather                        | reduce                               |
+|---------------|-------------------------------|-------------------------------|--------------------------------------|
+| solo          | an axis with a single rank    | nothing to do                 | nothing to do                        |
+| shared memory | CPU ranks of a host           | all ranks map the same memory | each rank sums its part of all slots |
+| sockets       | CPU ranks on any hosts (gloo) | point-to-point, missing parts | point-to-point, summed in rank order |
+| native        | CUDA (nccl), other devices    | the backend's collective      | the backend's collective             |
 
-Every route but the native one sums in rank order, so that the result does not depend on how a tensor is split.
+All transports except native sum in rank order, so the result does not depend on how a tensor is sharded.
 """
 
 from ..watch.progress import Activity, Progress

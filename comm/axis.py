@@ -1,4 +1,4 @@
-"""One axis of the mesh as this rank sees it: what every route of it can do, and what a started collective gives."""
+"""An axis of the mesh as seen by this rank, the contract of its transport, and handles of started collectives."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 
 class Pending:
-    """A started collective. `wait` returns when its result may be used; waiting twice is harmless."""
+    """A started collective. After `wait` the result may be used. Further waits do nothing."""
 
     __slots__ = ("_finish", "_poll")
 
     def __init__(self, finish: Callable[[], None] | None = None, poll: Callable[[], bool] | None = None) -> None:
-        """poll: says whether `finish` would return at once; None: that is not known before it has."""
+        """poll: returns True if `finish` would not block. None if that is unknown."""
         self._finish = finish
         self._poll = poll
 
     @property
     def is_done(self) -> bool:
-        """True where it is known that `wait` would not wait."""
+        """True if `wait` is known not to block."""
         return self._finish is None or (self._poll is not None and self._poll())
 
     def wait(self) -> None:
@@ -34,51 +34,54 @@ class Pending:
 
 
 class Terms(NamedTuple):
-    """A started sum over the ranks of an axis: what this rank has to add up.
+    """A started sum over the ranks of an axis, which the caller completes.
 
         arrived.wait()  ->  out[region] = read()[0] + read()[1] + ...  ->  pending = summed()  ->  pending.wait()
 
-    The caller adds, so he may look at the terms, and have his own elsewhere than in his slot.
+    The caller adds, so it can inspect the terms, and its own term need not be in its slot.
     """
 
     arrived: Pending
-    region: slice  # of the result: what this rank sums
+    region: slice  # the part of the result that this rank sums
     read: Callable[[], list[Tensor]]
-    """One term for each rank, in their order, of the size of the region; or a single one, where the backend has summed
-    (`Transport.sums_here` is False). They are there from `arrived` on until `summed`."""
+    """Return the terms of the region in rank order, or a single tensor if the backend has summed (`Transport.sums_here`
+    is False). They are valid between `arrived` and `summed`."""
     summed: Callable[[], Pending | None]
-    """To be called when the region has its sum, which goes to the other ranks then; None: they do not need it."""
+    """Send the sum of the region to the other ranks. Returns None if they do not need it."""
 
 
 Numels = Sequence[Sequence[int]]
-"""Of a swap: numels[i][j] elements that the i-th rank of an axis has for the j-th, alike on all of them."""
+"""Sizes of an all-to-all: rank i sends numels[i][j] elements to rank j. All ranks pass equal values."""
 
 REGION_ALIGNMENT_NUMEL = 1024
 
 
 def regions_of(numel: int, size: int) -> list[slice]:
-    """The region of an all-reduce that each of `size` ranks sums: whole blocks, the last ones shorter or empty."""
+    """Divide `numel` elements into the regions that each rank of an all-reduce sums.
+
+    A region is a whole number of blocks. The last regions may be shorter or empty.
+    """
     part = -(-numel // (size * REGION_ALIGNMENT_NUMEL)) * REGION_ALIGNMENT_NUMEL
     return [slice(min(rank * part, numel), min((rank + 1) * part, numel)) for rank in range(size)]
 
 
 Chunk = tuple[int, int]
-"""A rank of the axis, and which of its pieces: see `Transport.pass_on`."""
+"""(rank on the axis, index of its piece): see `Transport.pass_on`."""
 
 
 class Transport(ABC):
-    """How bytes move between the ranks of an axis. `what` names the operation in error messages.
+    """The transport of an axis. `what` names the operation in errors.
 
-    What is defined here is that of a route whose slots and copies are its process's own.
+    The methods defined here are for transports whose slots and buffers are private to the process.
     """
 
     name: str
-    sums_here = False  # the caller sums, a term of each rank; else the backend has
-    slots_may_lack_own = False  # reductions take a slot without this rank's part, which is in `spare` or `out` then
-    copies_are_shared = False  # buffers from `allocate` are one copy for all ranks of the axis
+    sums_here = False  # if True, the caller sums the terms of all ranks; if False, the backend sums
+    slots_may_lack_own = False  # reductions accept a slot without this rank's part, which is then in `spare` or `out`
+    copies_are_shared = False  # all ranks of the axis map the same memory for buffers from `allocate`
 
     def __init__(self, device: torch.device, rank: int = 0, ranks: Sequence[int] = (0,)) -> None:
-        """device: of buffers and slots. rank: within the axis; ranks: as of `Axis`."""
+        """device: of buffers and slots. rank: on the axis. ranks: as in `Axis`."""
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)
@@ -87,113 +90,115 @@ class Transport(ABC):
 
     @property
     def slot_bytes(self) -> int:
-        """What this rank keeps between operations for slots, and for what comes to them."""
+        """Bytes that this rank keeps between operations for slots and receive buffers."""
         return 0
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """One zero-filled buffer for each (numel, dtype)."""
+        """Make a zero-filled buffer for each (numel, dtype)."""
         return [torch.zeros(numel, dtype=dtype, device=self._device) for numel, dtype in specs]
 
-    def reserve_slots(self, nbytes: int, count: int) -> None:  # noqa: B027 (a slot is made when it is opened)
-        """Makes room for so many slots of so many bytes each, where they are not made when they are opened."""
+    def reserve_slots(self, nbytes: int, count: int) -> None:  # noqa: B027 (most transports make slots when opened)
+        """Allocate `count` slots of `nbytes` each, if the transport does not make them in `open_slot`."""
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """What `open_slot` will give next: it may be written already. None where it is not free yet."""
+        """Return the slot that `open_slot` will return next, to be written early. None if it is still in use."""
         if self._next is None or self._next.numel() != numel or self._next.dtype != dtype:
             self._next = torch.empty(numel, dtype=dtype, device=self._device)
         return self._next
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """A buffer to stage a gradient in, (numel,) of dtype, uninitialized."""
+        """Return an uninitialized buffer to stage a gradient in, (numel,) of dtype."""
         slot, self._next = self.next_slot(numel, dtype), None
         assert slot is not None
         return slot
 
     @abstractmethod
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        """Gather the parts of all ranks: full[part of q] = the `part` of rank q. full: (size * part.numel(),)."""
 
     def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """As `gather`, where `full` is memory of this rank alone."""
+        """Do the same as `gather` if `full` is private memory of this rank."""
         return self.gather(full, part, what)
 
     @abstractmethod
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
-        """Of the sum over ranks of slot[this rank's part]. slot: (size * n,). spare: (n,) or None."""
+        """Start to sum slot[this rank's part] over the ranks. slot: (size * n,). spare: (n,) or None."""
 
     @abstractmethod
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
-        """Of out = sum over ranks of slot."""
+        """Start out = sum over ranks of slot."""
 
     @abstractmethod
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
-        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
+        """All-to-all of uneven parts. `out` and `given` are in rank order."""
 
     @abstractmethod
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are."""
+        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. pieces: (any, ...), unchanged until
+        `wait`.
+        """
 
     @abstractmethod
     def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over ranks of a small int64 vector; also a barrier."""
+        """Sum a small int64 vector over the ranks. Also a barrier."""
 
-    def fence(self, what: str) -> None:  # noqa: B027 (others see writes by messages alone)
-        """Returns when every rank of the axis has come here, where they write to the same memory."""
+    def fence(self, what: str) -> None:  # noqa: B027 (without shared memory there is nothing to order)
+        """Wait until every rank of the axis has arrived, if they write to shared memory."""
 
-    def close(self) -> None:  # noqa: B027 (nothing to let go)
-        """Lets go of the process group, and of buffers."""
+    def close(self) -> None:  # noqa: B027 (nothing to release by default)
+        """Drop the process group and the buffers."""
 
 
 class SoloTransport(Transport):
-    """Collectives of a single rank: nothing to move, and a sum over ranks is the tensor itself."""
+    """The transport of a single rank: nothing moves, and a sum over ranks is the tensor itself."""
 
     name = "solo"
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """full = part, unless they are the same memory already."""
+        """Copy `part` to `full`, unless they share memory."""
         if full.data_ptr() != part.data_ptr():
             full.copy_(part)
         return Pending()
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
-        """The sum is the slot itself."""
+        """Return the slot: it is the sum."""
         return Terms(Pending(), slice(0, slot.numel()), lambda: [slot], lambda: None)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
-        """As `reduce_scatter`."""
+        """Return the slot: it is the sum."""
         return self.reduce_scatter(slot, None, what)
 
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
-        """out = given."""
+        """Copy `given` to `out`."""
         out.copy_(given)
         return Pending()
 
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Pieces of its own."""
+        """Copy pieces of this rank."""
         for one, (_, piece) in zip(out, of, strict=True):
             one.copy_(pieces[piece])
         return Pending()
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The values themselves."""
+        """Return the values."""
         return values
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis, or several that are folded into one: this rank's number on it, and the route between its ranks."""
+    """A mesh axis, or several axes folded into one: this rank's number on it, and the transport between its ranks."""
 
     name: str
     rank: int
-    ranks: tuple[int, ...]  # the global rank of each, ascending: the order of sums
-    places: tuple[int, ...]  # which part of what is divided over the axis each has
+    ranks: tuple[int, ...]  # global ranks, ascending: the order of sums
+    places: tuple[int, ...]  # coordinate of each rank: the part that it has of anything divided over the axis
     route: Transport
 
-    # Cached: a step asks for them some ten times for each block.
+    # Cached: a step reads them some ten times for each block.
 
     @cached_property
     def place(self) -> int:
-        """Which part this rank has."""
+        """This rank's coordinate."""
         return self.places[self.rank]
 
     @cached_property

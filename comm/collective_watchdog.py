@@ -1,15 +1,15 @@
-"""Ends what a device waits for in vain.
+"""A watchdog for collectives of a device.
 
 [Note: a lost rank on a device]
-Where `wait` orders a stream, the host goes on at once. If a rank is lost then, the host comes to stand later, wherever
-it needs a value of the device, in a call of torch's that knows no timeout. torch's own watchdog would end the process
-there, without a word of who waits for whom. So that watchdog is told to leave the process alone
-(`leave_errors_to_us`), and a thread looks when the host has last started something or waited. Where that was the
-timeout ago, and the device has not come past it, the groups are aborted: the streams go on, the host comes back, with
-what no rank has sent, and what it does next of collectives is an error that says who did not come. A host that comes
-back to its own code and not to the engine has read it in the log.
+On a device `wait` orders a stream, so the host continues at once. If a rank is lost, the host blocks later in a call of
+torch without a timeout, as soon as it reads a value from the device. torch's watchdog would end the process then, and
+would not name the missing rank. So torch's watchdog is switched off (`leave_errors_to_us`), and a thread notes when the
+host last started or awaited an operation. If that was more than the timeout ago and the device has not passed the
+operation, the thread aborts the process groups. The streams then run on with undefined data, the host returns, and its
+next collective raises an error that names the missing ranks. The error is also in the log, for a host that
+returns to the user's code instead of the engine.
 
-The device is only asked when the host has been quiet for a while, so a training that goes on pays nothing for it.
+The thread queries the device only after the host has been idle for a while, so it costs a running training nothing.
 """
 
 from __future__ import annotations
@@ -34,38 +34,40 @@ _MAX_POLL_SECONDS = 1.0
 
 
 def leave_errors_to_us() -> None:
-    """Of groups that are made from now on, unless the environment says otherwise: they do not end the process."""
+    """Keep torch from ending the process on a NCCL error, for groups made from now on. The environment takes
+    precedence.
+    """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
-class _Call(NamedTuple):  # one for each time: a dataclass takes thrice as long to make
-    """What the host has last started, or waited for."""
+class _Call(NamedTuple):  # made for each operation: a dataclass takes three times as long to make
+    """The operation that the host last started or awaited."""
 
     what: str
     others: Sequence[int]
     compare: Callable[[Sequence[int]], str]
     since: float
-    stream: torch.Stream | None  # that it is on; None on the CPU, where the host itself waits
+    stream: torch.Stream | None  # None on the CPU, where the host waits
 
 
 class CollectiveWatchdog:
-    """Looks whether the device comes past what the host has started, and aborts what is late. Off until `start`."""
+    """Detects operations that the device does not pass within the timeout, and aborts them. Off until `start`."""
 
     def __init__(self) -> None:
         self.is_on = False
-        """Else `begin`, `end` and `check` have nothing to do."""
+        """If False, `begin`, `end` and `check` do nothing."""
         self.error: CollectiveError | None = None
         self._rank, self._timeout_seconds = 0, 0.0
         self._device = torch.device("cpu")
         self._latest: _Call | None = None
-        self._asked: tuple[_Call, torch.Event] | None = None  # what the device has not come past yet
-        self._is_inside = False  # the host has not come back from it
+        self._asked: tuple[_Call, torch.Event] | None = None  # the event completes when the device passes the call
+        self._is_inside = False  # the host has not returned from the call
         self._is_told = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, rank: int, device: torch.device, timeout_seconds: float) -> None:
-        """To be called once, before the groups of an engine are made."""
+        """Start the thread. Call it once, before the groups of an engine are made."""
         leave_errors_to_us()
         self._rank, self._device, self._timeout_seconds = rank, device, timeout_seconds
         poll = min(timeout_seconds / _POLLS_PER_TIMEOUT, _MAX_POLL_SECONDS)
@@ -75,26 +77,26 @@ class CollectiveWatchdog:
         self.is_on = True
 
     def stop(self) -> None:
-        """Ends the thread. Raises what it has found and nobody was told."""
+        """End the thread. Raises a CollectiveError that was found and not raised yet."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             self.is_on = False
-        self._latest = self._asked = None  # with what it compares
+        self._latest = self._asked = None  # releases `compare`, which refers to the engine
         if not self._is_told:
             self.check()
 
     def check(self) -> None:
-        """Raises CollectiveError where something was aborted."""
+        """Raise CollectiveError if an operation was aborted."""
         if self.error is not None:
             self._is_told = True
             raise self.error
 
     def begin(self, what: str, others: Sequence[int], compare: Callable[[Sequence[int]], str], waits: bool) -> None:
-        """The host begins to start `what`, or to wait for it. compare: as `FlightRecorder.compare`.
+        """Record that the host starts or awaits `what`. compare: see `FlightRecorder.compare`.
 
-        A stream waits for nothing that is started alone: until the next wait, that of the last one is looked at.
+        An operation that is only started blocks no stream, so the stream of the last wait stays under observation.
         """
         if self.is_on:
             self.check()
@@ -105,11 +107,11 @@ class CollectiveWatchdog:
             self._is_inside = True
 
     def end(self) -> None:
-        """It comes back."""
+        """Record that the host has returned from the operation."""
         self._is_inside = False
 
     def look(self, poll_seconds: float) -> bool:
-        """Whether nothing is late. What is late is aborted."""
+        """Abort an operation that is overdue. Returns False if it did."""
         call = self._latest
         if call is None or time.monotonic() - call.since < poll_seconds:
             return True
@@ -134,12 +136,12 @@ class CollectiveWatchdog:
         for group in list(dist.distributed_c10d._world.pg_map):
             try:
                 group.abort()
-            except RuntimeError as error:  # of a backend that cannot
+            except RuntimeError as error:  # the backend has no abort
                 logger.warning("a process group could not be aborted: %s", error)
 
 
 def _watch(overdue: weakref.ref[CollectiveWatchdog], stop: threading.Event, poll_seconds: float) -> None:
-    """Until it is stopped, or gone with an engine that nobody has closed."""
+    """Poll until stopped, or until the engine that owns `overdue` is garbage-collected."""
     while not stop.wait(poll_seconds):
         there = overdue()
         if there is None or not there.look(poll_seconds):

@@ -1,4 +1,4 @@
-"""What the ranks of an axis exchange in the middle of a forward or a backward: tensors of any size, at once."""
+"""Collectives in the middle of a forward or a backward, for tensors of any size."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from torch import Tensor
 
 from .axis import Axis, Numels, Pending, Terms
 
-EXCHANGE_SLOTS = 2  # one is being read by others while the next one is written
+EXCHANGE_SLOTS = 2  # other ranks may still read a slot while the next slot is written
 _LEAST_BYTES = 1 << 16
 
 
 def exchange_slot_bytes(nbytes: int) -> int:
-    """Of a slot through which a tensor of so many bytes goes: a power of two, so that slots are seldom made anew."""
+    """Round up to the size of a slot: a power of two, so slots are seldom reallocated."""
     return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """What other ranks have for this one, on its way."""
+    """A tensor on its way to this rank."""
 
     _out: Tensor
     _pending: Pending
-    _sent: Tensor  # lives until it has gone
+    _sent: Tensor  # kept alive until it is sent
 
     def wait(self) -> Tensor:
-        """It, when it is there."""
+        """Wait for the tensor and return it."""
         self._pending.wait()
         return self._out
 
 
 class Collectives:
-    """Collectives of tensors that were not announced, over the route of an axis.
+    """Collectives for activations and their gradients, over the transport of an axis.
 
-    Each returns when the result is there, but for `trade` and `shift`, which are waited for by what they return. All
-    ranks of the axis make the same calls with the same shapes, as they run the same layers. Terms are added in the
-    order of the ranks, in float32 at least, so all get the same bits. What a call moves goes through slots of the
-    route, which are made larger, by all ranks at once, where a tensor is larger than all before it.
+    All methods return results, except `trade` and `shift`, which return handles. All ranks of the axis run the same
+    layers, so they make the same calls with the same shapes. Sums are added in rank order, in float32 or wider, so all
+    ranks get the same bits. Data goes through slots of the transport. If a tensor is larger than all before it, all
+    ranks enlarge the slots together.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.size = axis.size
         self.place = axis.place
-        self.bytes_sent = 0  # to each other rank together, by the formulas of ring collectives
+        self.bytes_sent = 0  # to all other ranks, by the formulas of ring collectives
         self._axis = axis
         self._slot_bytes = 0
 
     def sum(self, x: Tensor, what: str) -> Tensor:
-        """The sum over the ranks, on each of them: a new tensor, contiguous, of x's shape."""
+        """Sum x over the ranks. Returns a new contiguous tensor of x's shape on each rank."""
         if self.size == 1 or not x.numel():
             return x
         self.bytes_sent += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
@@ -62,7 +62,9 @@ class Collectives:
         return out
 
     def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
-        """This rank's part along `dim` of the sum over the ranks. The size of x there is a multiple of the ranks'."""
+        """Sum x over the ranks and return this rank's part along `dim`, whose size is a multiple of the number of
+        ranks.
+        """
         if self.size == 1:
             return x
         self.bytes_sent += x.numel() * x.element_size() * (self.size - 1) // self.size
@@ -74,7 +76,7 @@ class Collectives:
         return out.transpose(0, dim)
 
     def gather(self, x: Tensor, dim: int, what: str) -> Tensor:
-        """The parts of all ranks, of one shape, one behind the other along `dim`."""
+        """Concatenate the equally shaped parts of all ranks along `dim`."""
         if self.size == 1:
             return x
         self.bytes_sent += x.numel() * x.element_size() * (self.size - 1)
@@ -85,9 +87,10 @@ class Collectives:
         return full.transpose(0, dim)
 
     def swap(self, x: Tensor, what: str) -> Tensor:
-        """x: (ranks, ...), contiguous: what is for each rank. What each has for this one, in the order of the ranks.
+        """All-to-all. x: (ranks, ...), contiguous, a row for each rank. Returns the rows for this rank, in rank order.
 
-        Of fewer ranks, that divide all of them, it is this rank's group of so many neighbours that swaps.
+        If x has fewer rows than the axis has ranks, each group of that many neighbours swaps. The number must divide
+        the size.
         """
         size = x.shape[0]
         if size < self.size:
@@ -97,11 +100,10 @@ class Collectives:
         return self.swap_rows(x, ((1,) * self.size,) * self.size, what)
 
     def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
-        """x: (rows, ...), contiguous, those for one rank behind those for the one before it. The rows for this rank,
-        in the order of the ranks.
+        """All-to-all of uneven rows. x: (rows, ...), contiguous, in the order of their destination ranks.
 
-        counts[i][j]: rows that the i-th rank has for the j-th. All ranks have the same counts, as slots are to hold
-        the most that any of them gives; rows may be few or none.
+        counts[i][j]: rows that rank i sends to rank j, possibly 0. All ranks pass the same counts, since slots have
+        room for the largest sender. Returns the rows for this rank in rank order.
         """
         if self.size == 1:
             return x
@@ -118,10 +120,10 @@ class Collectives:
         return out
 
     def trade(self, pieces: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
-        """Starts to send pieces[n] to the rank at place to[n], and to receive piece of[n][1] of the one at of[n][0].
+        """Start to send pieces[n] to coordinate to[n], and to receive for each (coordinate, index) in `of` a piece.
 
-        pieces: (any, ...), contiguous, of one shape on all ranks, which must stay as they are until `wait`. Several
-        may be under way; they are waited for in the order of their start.
+        pieces: (any, ...), contiguous, of the same shape on all ranks, unchanged until `wait`. Several trades may be in
+        flight. Wait for them in the order of their start.
         """
         piece_bytes = pieces[0].numel() * pieces.element_size()
         self.bytes_sent += piece_bytes * sum(place != self.place for place in to)
@@ -133,13 +135,13 @@ class Collectives:
         return Arriving(out, pending, pieces)
 
     def shift(self, x: Tensor, by: int, what: str) -> Arriving:
-        """Starts to send x, contiguous, to the rank `by` places further on, round the axis. As `trade`."""
+        """Start to send contiguous x to the coordinate `by` places further, cyclically. See `trade`."""
         to, source = (self.place + by) % self.size, (self.place - by) % self.size
         arriving = self.trade(x[None], [to], [(source, 0)], what)
         return replace(arriving, _out=arriving._out[0])
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of what all have: a view."""
+        """Return a view of this rank's part of x along `dim`."""
         size = x.shape[dim] // self.size
         return x.narrow(dim, self.place * size, size)
 
@@ -156,12 +158,12 @@ class Collectives:
 
 
 def _first(x: Tensor, dim: int) -> Tensor:
-    """With `dim` first, contiguous."""
+    """Move `dim` to the front, contiguous."""
     return x.transpose(0, dim).contiguous()
 
 
 def _sum(terms: Terms, out: Tensor) -> None:
-    """out[terms.region] = the sum, when all of `out` has it that the caller gets."""
+    """Write the sum to out[terms.region], then wait until all of `out` has its sum."""
     terms.arrived.wait()
     _add(terms.read(), out[terms.region])
     pending = terms.summed()
@@ -170,7 +172,7 @@ def _sum(terms: Terms, out: Tensor) -> None:
 
 
 def _add(terms: list[Tensor], out: Tensor) -> None:
-    """out = terms[0] + terms[1] + ..., rounded once."""
+    """Compute out = terms[0] + terms[1] + ..., rounded once."""
     if len(terms) == 1:
         out.copy_(terms[0])
     elif len(terms) == 2:

@@ -1,20 +1,21 @@
-"""What a collective raises when a peer is gone, late, or somewhere else; and how ranks tell each other of errors.
+"""The error of a failed collective, and the exchange of errors between ranks.
 
-Others may wait in collectives for a rank that an error has taken out of a call of the engine.
+If an error takes a rank out of a call of the engine, other ranks may wait for it in collectives.
 
 [Note: who raised alone]
-A rank that raises in a forward or a backward says so in the store: how often it has by now, and how many collectives of
-each channel it had begun. All ranks of a channel begin the same ones in the same order. So where a rank waits that has
-raised less often, and has begun more than the other had, it has come past the place of the error without one: nobody
-will come to what it waits for. Where all raise the same error, none of them has come past, and the next step goes on.
+A rank that raises in a forward or a backward writes to the store: its number of errors so far, and how many collectives
+of each channel it has begun. All ranks of a channel begin the same collectives in the same order. Suppose that rank A
+waits, has raised less often than rank B, and has begun more collectives than B had at its error. Then A has passed the
+place of the error without raising it, and B will not come to the collective. If all ranks raise the same error, none of
+them has passed it, and the next step can run.
 
-A call that is not a pass, and a context such as `engine.gathered()`, begin and end together on all ranks. An error in
-one is told with its name and number, even before a collective: a rank that waits inside of the same call, past the
-collectives that the other had begun, waits in vain. An error before the first collective of a call is withdrawn when
-the rank makes the call again.
+A call outside a pass, and a context such as `engine.gathered()`, begin and end together on all ranks. An error in such
+a call is announced with the name and number of the call, even if it precedes the call's first collective. A rank inside
+of the same call that has begun more collectives waits in vain. An error before the first collective of a call is
+withdrawn if the rank makes the call again.
 
-A collective that has failed leaves a channel whose ranks are not at the same one. So a rank that gives up says that
-too, and whoever waits for it gives up as well.
+After a failed collective the ranks of a channel are at different collectives. So a rank that gives up announces that
+too, and the ranks that wait for it give up as well.
 """
 
 from __future__ import annotations
@@ -31,45 +32,44 @@ from dataclasses import dataclass
 from typing import Any
 
 _ALONE = (
-    " It waits for parameters: a forward counts as a call of the engine. One rank alone may run it inside of "
-    "`with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed), which all ranks enter."
+    " The rank waits for parameters: a forward is a call of the engine. To run a forward on a single rank, let all "
+    "ranks enter `with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed) around it."
 )
 UNEVEN = (
-    "All ranks must make the same number of steps: where their data do not end together, put the loop into "
-    "`with engine.join():`, let a DistributedSampler pad them, or end all ranks at the smallest number of batches."
+    "All ranks must make the same number of steps. If their data have different lengths, put the loop into "
+    "`with engine.join():`, pad with a DistributedSampler, or end all ranks at the smallest number of batches."
 )
 
 _POLL_SECONDS = 0.5
-_MOST_LETTERS = 300
+_MAX_CHARACTERS = 300
 _GAVE_UP = " gave up: "
 _NO_FURTHER = (
-    ", and goes no further in this call of the engine, whose collectives are of all ranks; let the error end the job, "
-    "or raise it on all of them"
+    " and left this call of the engine, which needs all ranks. Let the error end the job, or raise it on all ranks."
 )
 BODY = "the body of "
-"""Before the name of a context, where the error is of what the caller does in it."""
+"""Prefix of a context's name if the error comes from the caller's code in the context."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective could not complete. Says which rank waited for which rank, in what, and for how long."""
+    """A collective could not complete. The text names the waiting rank, the missing ranks and the operation."""
 
 
 def no_answer(
     rank: int, what: str, peers: Sequence[int], waited_seconds: float, error: RuntimeError, what_to_do: str = UNEVEN
 ) -> str:
-    """For a backend that does not say whether the others died, left, or are late."""
+    """Write the error for a backend that does not say if its peers died, left, or are late."""
     named = ", ".join(map(str, peers))
-    cause = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without gloo's file and jokes
+    cause = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).split(". ")[0]  # drops gloo's file name and its jokes
     return (
         f"rank {rank} in {what}: no answer from rank {named} after {waited_seconds:.1f} s ({cause}). "
-        "A rank died, has left, or the ranks make different calls of the engine; a slow rank needs a larger "
+        "A rank died, has left, or the ranks make different calls of the engine. A slow rank needs a larger "
         f"communication.timeout_seconds. {what_to_do}" + (_ALONE if what.startswith("gather of") else "")
     )
 
 
 @dataclass(eq=False)
 class Begun:
-    """How many collectives of a channel this rank has begun. number: the channel's, the same on all of its `ranks`."""
+    """Counts the collectives of a channel that this rank has begun. `number` is equal on all `ranks`."""
 
     number: int
     ranks: Sequence[int]
@@ -77,7 +77,10 @@ class Begun:
 
 
 class ErrorBroadcast:
-    """Tells the other ranks of this one's errors, and reads theirs. One of each world."""
+    """Announces this rank's errors to the other ranks and reads theirs. A world has one instance.
+
+    See [Note: who raised alone].
+    """
 
     def __init__(self) -> None:
         self._rank = 0
@@ -87,32 +90,32 @@ class ErrorBroadcast:
         self._mark: list[int] = []
         self._num_told = 0
         self._text, self._begun, self._gave_up = "", dict[int, int](), False
-        self._entered = Counter[str]()  # how often each call was entered, ...
-        self._left = Counter[str]()  # ... and left with an error
+        self._entered = Counter[str]()  # how often each call was entered
+        self._left = Counter[str]()  # how often each call ended with an error
         self._inside: list[str] = []
         self._num_between = 0
-        self._calls: dict[str, tuple[int, int, dict[int, int], str]] = {}  # the last error of each
+        self._calls: dict[str, tuple[int, int, dict[int, int], str]] = {}  # the last error of each call
         self._may_repeat: set[str] = set()
-        self._is_told = False  # the error that ends the innermost call
+        self._is_told = False  # the error of the innermost call is announced
         self._waits: tuple[Begun, float, Callable[[], None]] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.found = ""
-        """Why a wait was ended: see `wait`."""
+        """The reason why the thread ended a wait: see `wait`."""
 
     def start(self, rank: int, store: Any, engine_number: int) -> None:
-        """From now on errors are told. store: that all ranks share."""
+        """Announce errors from now on. store: shared by all ranks."""
         self._rank, self._store, self._prefix = rank, store, f"lowtide/raised/{engine_number}"
 
     def channel(self, number: int, ranks: Sequence[int]) -> Begun:
-        """To be counted from now on."""
+        """Count the collectives of a channel from now on."""
         made = Begun(number, ranks)
         self._channels.append(made)
         return made
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Around a forward, or all that there are in a step: an error that ends it is told."""
+        """Wrap a forward, or all passes of a step. An error that leaves the context is announced."""
         self._mark = self._counts()
         try:
             yield
@@ -121,7 +124,10 @@ class ErrorBroadcast:
             raise
 
     def tell(self, error: BaseException) -> None:
-        """`error` ends a pass. One without a collective is not told of: it may be repeated with another batch."""
+        """Announce an error that ends a pass.
+
+        An error before the first collective is not announced: the pass may be repeated with another batch.
+        """
         self._is_told = True
         begun = self._counts()
         if begun == self._mark and not isinstance(error, CollectiveError):
@@ -134,7 +140,7 @@ class ErrorBroadcast:
 
     @contextmanager
     def call(self, what: str, is_context: bool = False) -> Iterator[None]:
-        """Around a call that all ranks make, or a context that all of them enter. what: "engine.state_dict()"."""
+        """Wrap a call that all ranks make, or a context that all ranks enter. what: such as "engine.state_dict()"."""
         before = self.enter(what)
         try:
             yield
@@ -145,7 +151,7 @@ class ErrorBroadcast:
             self._inside.pop()
 
     def enter(self, what: str) -> list[int]:
-        """As `call`, until `leave`; gives what `fail` asks for."""
+        """Enter a call, until `leave`. Returns an argument of `fail`. Faster than `call`."""
         if what in self._may_repeat:
             self._may_repeat.remove(what)
             del self._calls[what]
@@ -160,10 +166,10 @@ class ErrorBroadcast:
         self._inside.pop()
 
     def fail(self, what: str, error: BaseException, before: list[int], is_context: bool = False) -> None:
-        """`error` ends the call."""
+        """Announce an error that ends the call."""
         if isinstance(error, CollectiveError) and not self._gave_up:
             self.tell(error)
-        if self._is_told and not is_context:  # as one of a pass
+        if self._is_told and not is_context:  # a pass in this call has announced it
             return
         self._left[what] += 1
         self._calls[what] = self._entered[what], self._left[what], self._by_number(), _text_of(error)
@@ -174,7 +180,7 @@ class ErrorBroadcast:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Around what is no part of a step."""
+        """Wrap code that is not part of a step."""
         self._num_between += 1
         try:
             yield
@@ -183,10 +189,10 @@ class ErrorBroadcast:
 
     @property
     def what_to_do(self) -> str:
-        """For the error of a wait in vain: which call all ranks must make."""
+        """Advice for the error of a wait in vain: the call that all ranks must make."""
         if not self._num_between or not self._inside:
             return UNEVEN
-        return f"Every rank must call {self._inside[-1].removeprefix(BODY)}, not one alone."
+        return f"All ranks must call {self._inside[-1].removeprefix(BODY)}."
 
     def _counts(self) -> list[int]:
         return [channel.count for channel in self._channels]
@@ -197,16 +203,16 @@ class ErrorBroadcast:
     def _say(self) -> None:
         if self._store is not None:
             told = json.dumps([self._num_told, self._begun, self._text, self._gave_up, self._calls])
-            with suppress(RuntimeError):  # the rank that keeps the store is gone
+            with suppress(RuntimeError):  # the rank that hosts the store is gone
                 self._store.set(self._key(self._rank), told)
 
     @property
     def last(self) -> tuple[int, str]:
-        """How many errors of passes this rank has told of, and the last one."""
+        """This rank's number of announced errors of passes, and the last of them."""
         return self._num_told, self._text
 
     def check_same(self, told: Sequence[tuple[int, str]], what: str) -> None:
-        """Raises CollectiveError where ranks come to `what` of which some have had an error. told: `last` by rank."""
+        """Raise CollectiveError if ranks with different numbers of errors meet at `what`. told: `last` by rank."""
         rank = max(range(len(told)), key=lambda rank: told[rank][0])
         count, text = told[rank]
         if count == self._num_told and all(other == count for other, _ in told):
@@ -220,7 +226,7 @@ class ErrorBroadcast:
         raise CollectiveError(f"rank {self._rank} in {what}: {raised}{_NO_FURTHER}")
 
     def alone(self, channel: Begun, ranks: Sequence[int]) -> str:
-        """Why this rank waits in vain in a collective of the channel for one of these; "" where that is not known."""
+        """Explain why this rank waits in vain for one of `ranks` in a collective. Returns "" if unknown."""
         if self._store is None:
             return ""
         try:
@@ -237,17 +243,17 @@ class ErrorBroadcast:
                     is_past = begun.get(str(channel.number), 0) < channel.count
                     if is_past and number >= self._entered[what] and times > self._left[what]:
                         return (
-                            f"rank {rank} raised {text}, in {what}, which all ranks must go through together; let the "
-                            "error end the job, or raise it on all of them"
+                            f"rank {rank} raised {text}, in {what}, which all ranks must complete together. Let the "
+                            "error end the job, or raise it on all ranks."
                         )
         except RuntimeError:
-            pass  # as above
+            pass  # the rank that hosts the store is gone
         return ""
 
-    # -- waits that do not look for themselves --------------------------------------------------------------------
+    # -- blocking waits, observed by a thread ---------------------------------------------------------------------
 
     def wait(self, channel: Begun, end: Callable[[], None]) -> None:
-        """This rank begins to wait, until `go_on`. end: called by a thread, lets the wait raise RuntimeError."""
+        """Record that this rank waits, until `go_on`. end: called by the thread, lets the wait raise RuntimeError."""
         self._waits = channel, time.monotonic(), end
         if self._thread is None and self._store is not None:
             arguments = weakref.ref(self), self._stop
@@ -258,7 +264,7 @@ class ErrorBroadcast:
         self._waits = None
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._store = None
         self._stop.set()
         if self._thread is not None:
@@ -266,7 +272,7 @@ class ErrorBroadcast:
             self._thread = None
 
     def look(self) -> None:
-        """Ends a wait that is in vain."""
+        """End the wait if it is in vain."""
         waits = self._waits
         if waits is None or time.monotonic() - waits[1] < _POLL_SECONDS:
             return
@@ -281,11 +287,11 @@ class ErrorBroadcast:
 
 
 def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MOST_LETTERS]
+    return f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MAX_CHARACTERS]
 
 
 def _look(raised: weakref.ref[ErrorBroadcast], stop: threading.Event) -> None:
-    """Until it is closed, or gone with an engine that nobody has closed."""
+    """Poll until closed, or until the engine that owns `raised` is garbage-collected."""
     while not stop.wait(_POLL_SECONDS):
         there = raised()
         if there is None:

@@ -1,4 +1,4 @@
-"""The ranks of a job along named axes, and the routes between them."""
+"""The ranks of a job along named axes, and the transports between them."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ logger = logging.getLogger("lowtide")
 
 T = TypeVar("T")
 
-_MEETING = "the agreement of all ranks on what comes next"
+_MEETING = "the agreement of all ranks on the next action"
 _TAGS_PER_CHANNEL = 1 << 21
-_NUM_TAGGED = 512  # channels at a time; tags are numbers of 31 bits
+_NUM_TAGGED = 512  # channels with distinct tags, since a tag has 31 bits
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a job by name, as `arrangement` has them; `peers` carries messages along one of them."""
+    """The axes of a job by name, laid out by `arrangement`. `peers` carries messages along the pipe axis."""
 
     world: World
     arrangement: ParallelDims
     axes: Mapping[str, Axis]
     peers: P2P
-    _lines: Mapping[tuple[str, ...], Axis]  # each axis, those that are folded of several, and one of this rank alone
-    inner: Mapping[str, Axis]  # those of `create`, with several ranks
-    raised: ErrorBroadcast  # what ranks tell each other of errors in the middle of a call
-    _host: Transport | None  # between all ranks, for values of the host; None: the axes' own are
+    _lines: Mapping[tuple[str, ...], Axis]  # each axis, each fold of axes, and () for this rank alone
+    inner: Mapping[str, Axis]  # the inner axes of `create` that have several ranks
+    raised: ErrorBroadcast
+    _host: Transport | None  # between all ranks, for CPU tensors; None if the axes' transports take CPU tensors
     _host_group: dist.ProcessGroup | None
 
     @classmethod
@@ -61,13 +61,13 @@ class Mesh:
         folds: Sequence[Sequence[str]] = (),
         inner: Sequence[str] = (),
     ) -> Mesh:
-        """Connects the ranks of each axis. A collective.
+        """Connect the ranks of each axis. A collective.
 
-        route: auto, shared_memory, sockets or native. shared_bytes: what one engine takes of a host's shared memory;
-        `auto` does without the shared-memory route where a rank cannot have as much, and the log says why. messages:
-        the axis of `peers`. folds: what `over` will be asked for with more than one axis. inner: axes with a route of
-        its own for what models exchange while gradients are on their way.
-        Raises ValueError where the arrangement is of another number of ranks, or the route is not possible here.
+        route: auto, shared_memory, sockets or native. shared_bytes: the shared memory that an engine takes on a host.
+        If a rank has less, `auto` takes sockets and logs why. messages: the axis of `peers`. folds: the groups of
+        several axes that `over` will be asked for. inner: axes that get a second transport for the collectives of
+        layers, which run while gradients are in flight. Raises ValueError if the arrangement has another number of
+        ranks, or if the transport is not possible here.
         """
         if arrangement.num_ranks != world.size:
             raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
@@ -98,7 +98,7 @@ class Mesh:
         along = (messages,)
         on_host: Transport = axes[along].route if along in axes else SoloTransport(world.device)
         ways = groups.get(along), groups.get(along)
-        if not world.waits_on_host:  # no tags: see `P2P`
+        if not world.waits_on_host:  # [Note: messages without tags] in p2p.py: a group for each direction
             ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
             on_host, _ = _make_host_route(world, arrangement, along, number + 1, trail, raised)
         places = arrangement.ranks(world.rank, along)
@@ -115,16 +115,16 @@ class Mesh:
 
     @property
     def slot_bytes(self) -> int:
-        """What this rank keeps for messages between operations."""
+        """Bytes that this rank's transports keep between operations."""
         routes = {id(axis.route): axis.route for axis in (*self._lines.values(), *self.inner.values())}
         return sum(route.slot_bytes for route in routes.values())
 
     def over(self, names: Sequence[str]) -> Axis:
-        """The axis of all ranks that differ on these axes alone, the first of them dividing first."""
+        """Return the axis of the ranks that differ only on these axes. The first axis divides first."""
         return self._lines[self.arrangement.wide(names)]
 
     def exchange(self, names: Sequence[str]) -> Collectives:
-        """Of tensors that come in the middle of a model, over the ranks of `over(names)`: the same one each time."""
+        """Return the collectives for layers over the ranks of `over(names)`. Every call returns the same object."""
         wide = self.arrangement.wide(names)
         if wide not in self._exchanges:
             own = self.inner.get(wide[0]) if len(wide) == 1 else None
@@ -136,60 +136,62 @@ class Mesh:
         return {}
 
     def place(self, name: str) -> int:
-        """Where on an axis this rank is."""
+        """Return this rank's coordinate on an axis."""
         return self.arrangement.place(self.world.rank, (name,))
 
     @cached_property
     def data_size(self) -> int:
-        """How many data-parallel ranks there are: a global batch has as many shares."""
+        """The number of data-parallel ranks: a global batch has as many shares."""
         return self.arrangement.size(self.arrangement.data)
 
     @cached_property
     def data_rank(self) -> int:
-        """Which of them this rank is."""
+        """This rank's number among the data-parallel ranks."""
         return self.arrangement.place(self.world.rank, self.arrangement.data)
 
     @cached_property
     def has_whole(self) -> bool:
-        """Whether this rank's parameters, with what data-parallel ranks have of them, are the model's: nothing is split
-        over stages or within layers."""
+        """True if nothing is split over stages or within layers.
+
+        Then this rank's parameters, together with their shards on data-parallel ranks, are the whole model.
+        """
         return self.arrangement.size(self.arrangement.summed) == self.world.size
 
     @cached_property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those with the same layers, or parts of them: of a pipeline's place."""
+        """True if this rank is the first among the ranks of its pipeline stage."""
         same = self.arrangement.summed + self.arrangement.layers
         return self.arrangement.place(self.world.rank, same) == 0
 
     @cached_property
     def speaks(self) -> bool:
-        """Whether this rank is the one that tells of what is alike on all that split the same layers, as a loss is."""
+        """True if this rank reports values that are equal on all ranks that split the same layers, like the loss."""
         return self.arrangement.place(self.world.rank, self.arrangement.layers) == 0
 
     @cached_property
     def _summed(self) -> list[Axis]:
-        """Those with several ranks over which gradients are summed, the last first."""
+        """Axes with several ranks over which gradients are summed, the last axis first."""
         return [self.axes[name] for name in reversed(self.arrangement.wide(self.arrangement.summed))]
 
     def sum_small(self, values: Any, what: str) -> Any:
-        """The exact sum over all ranks of a small int64 vector, which is used up; also a barrier."""
+        """Sum a small int64 vector over all ranks. Overwrites `values`. Also a barrier."""
         for name, size in reversed(self.arrangement.sizes):
             if size > 1:
                 values = self.axes[name].route.sum_small(values, what)
         return values
 
     def meet(self, value: T) -> list[T]:
-        """The values of all ranks, by rank; only this rank's where all are equal. A collective, on the host.
+        """Return the values of all ranks, by rank, or only this rank's value if all are equal. A collective on the
+        host.
 
-        Raises CollectiveError where a rank comes here after an error in a pass that other ranks have not had.
-
-        Equal values cost one small sum: all x are equal where n * sum(x^2) = (sum x)^2.
+        Raises CollectiveError if a rank arrives after an error in a pass that other ranks have not had.
         """
         if self.world.size == 1 or self.world.is_simulated:
             return [value]
+        # Equal values cost a single small sum: all x are equal if n * sum(x^2) = (sum x)^2.
         error = self.raised.last
         digest = int.from_bytes(hashlib.blake2b(pickle.dumps((error[0], value)), digest_size=6).digest(), "little")
-        halves = digest & 0xFFFFFF, digest >> 24  # whose squares are summed in 64 bits
+        halves = digest & 0xFFFFFF, digest >> 24  # 24 bits each, so sums of squares fit 64 bits
         mine = torch.tensor([power for half in halves for power in (half, half * half)], dtype=torch.int64)
         sums = (self.sum_small if self._host is None else self._host.sum_small)(mine, _MEETING)
         low, low_squares, high, high_squares = sums.tolist()
@@ -200,12 +202,12 @@ class Mesh:
         return [one for _, one in told]
 
     def fence(self, what: str) -> None:
-        """Returns when every rank with the same parameters has come here, where memory is shared; elsewhere at once."""
+        """Wait until every rank with the same parameters has arrived, if they share memory. Else return at once."""
         for axis in self._summed:
             axis.route.fence(what)
 
     def close(self) -> None:
-        """Lets go of the process groups, and leaves the world: no collective is possible afterwards."""
+        """Drop the process groups and leave the world. No collective is possible afterwards."""
         for axis in (*self._lines.values(), *self.inner.values()):
             axis.route.close()
         if self._host is not None:
@@ -215,18 +217,19 @@ class Mesh:
 
 
 def route_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> str:
-    """solo, shared_memory, sockets or native: what ranks take where there is room for it.
+    """Choose the transport: solo, shared_memory, sockets or native.
 
-    wanted: auto, shared_memory, sockets or native. device: its type. Raises ValueError where that is not possible.
+    wanted: auto, shared_memory, sockets or native. device: its type. Raises ValueError if `wanted` is not possible
+    here.
     """
     if num_ranks == 1:
         return "solo"
     if device != "cpu" and wanted in ("shared_memory", "sockets"):
-        raise ValueError(f'communication.route: "{wanted}" is for CPU ranks; on {device} use "auto"')
+        raise ValueError(f'communication.route: "{wanted}" is for CPU ranks. On {device} use "auto".')
     if wanted == "shared_memory" and num_hosts > 1:
         raise ValueError(
             'communication.route: expected all ranks on one host for "shared_memory", found '
-            f'{num_hosts} hosts; use "auto" or "sockets"'
+            f'{num_hosts} hosts. Use "auto" or "sockets".'
         )
     if wanted != "auto":
         return wanted
@@ -236,8 +239,7 @@ def route_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> str:
 
 
 def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> tuple[str, int, list[int]]:
-    """The route, the first of `num_channels` numbers that no other channel has had on this process group, and the
-    processes of all ranks."""
+    """Agree on the transport, the first of `num_channels` unused channel numbers, and the process ids by rank."""
     if world.size == 1 or world.is_simulated:
         return "solo" if world.size == 1 else "native", 0, []
     route = route_for(wanted, world.device.type, world.size, world.num_hosts)
@@ -247,7 +249,7 @@ def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> t
     told = world.gather_objects((own_fault, end, os.getpid()))
     faults = [(rank, fault) for rank, (fault, _, _) in enumerate(told) if fault]
     if faults and world.rank == 0:
-        logger.warning('communication.route: "auto" takes sockets, since on rank %d %s', *faults[0])
+        logger.warning('communication.route: "auto" uses sockets, because on rank %d %s', *faults[0])
     return "sockets" if faults else route, told[0][1] - num_channels, [pid for _, _, pid in told]
 
 
@@ -256,7 +258,7 @@ def _first_tag(number: int) -> int:
 
 
 def _make_group(world: World, arrangement: ParallelDims, names: Sequence[str]) -> dist.ProcessGroup | None:
-    """The process group of this rank's axis; None where it is alone on it, the default one where all ranks are."""
+    """Return the process group of this rank's axis. None if the axis has a single rank."""
     if 1 < arrangement.size(names) == world.size:
         return dist.group.WORLD
     return _new_group(world, arrangement, names)
@@ -270,7 +272,7 @@ def _make_host_route(
     trail: FlightRecorder,
     raised: ErrorBroadcast,
 ) -> tuple[Transport, dist.ProcessGroup | None]:
-    """For values of the CPU, beside the routes of a device. Messages of gloo, which need no buffers of their own."""
+    """Make a transport for CPU tensors beside the transports of a device: gloo messages, without reserved buffers."""
     ranks = tuple(sorted(arrangement.ranks(world.rank, names)))
     group = _new_group(world, arrangement, names, backend="gloo")
     if group is None:
@@ -284,7 +286,10 @@ def _make_host_route(
 def _new_group(
     world: World, arrangement: ParallelDims, names: Sequence[str], backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """One of its own for this rank's axis; None where it is alone on it. A collective. backend: the default one's."""
+    """Make a process group for this rank's axis. None if the axis has a single rank. A collective.
+
+    backend: None takes the default group's backend.
+    """
     if arrangement.size(names) == 1:
         return None
     every = dict.fromkeys(tuple(sorted(arrangement.ranks(rank, names))) for rank in range(world.size))

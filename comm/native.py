@@ -1,4 +1,4 @@
-"""The backend's own collectives: nccl on CUDA, xccl on XPU, and any backend that is asked for by name."""
+"""Collectives of the process group's backend: nccl on CUDA, xccl on XPU, or a backend that the user names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .in_flight import AxisRecorder, InFlight
 _GATHER, _SCATTER, _REDUCE = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
 _GATHER.asyncOp = _SCATTER.asyncOp = _REDUCE.asyncOp = True
 
-# The group's own methods: torch's functions around them are six calls of Python each.
+# Methods of the group: the public functions of torch.distributed around them cost six Python calls each.
 
 
 def _all_gather(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -34,7 +34,7 @@ def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 class NativeTransport(Transport):
-    """Collectives of the process group's backend, asynchronous; `wait` orders the current stream after them."""
+    """Asynchronous collectives of the backend. `wait` makes the current stream wait, not the host."""
 
     name = "native"
 
@@ -48,7 +48,7 @@ class NativeTransport(Transport):
         channel: AxisRecorder,
         works: InFlight,
     ) -> None:
-        """rank: within the axis; ranks, places: as of `Axis`."""
+        """rank: on the axis. ranks, places: as in `Axis`."""
         super().__init__(device, rank, ranks)
         self._places = None if list(places) == sorted(places) else torch.tensor(places, device=device)
         self._group: dist.ProcessGroup | None = group
@@ -57,16 +57,13 @@ class NativeTransport(Transport):
         self._others = [*ranks[:rank], *ranks[rank + 1 :]]
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """full[part q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        """Gather the parts of all ranks: full[part q] = the `part` of rank q. full: (size * part.numel(),)."""
         assert self._places is None, "nothing is gathered over axes whose parts are in another order"
         return self._start(_all_gather, what, full, part)
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
-        """The sum over ranks of slot[this rank's part]. slot: (size * n,).
-
-        spare: (n,): the sum may be made there.
-        """
-        if self._places is not None:  # the backend gives its parts to the ranks in their order
+        """Sum slot[this rank's part] over the ranks. slot: (size * n,). spare: memory for the sum, (n,), or None."""
+        if self._places is not None:  # the backend scatters in rank order, the slot is in order of coordinates
             slot = slot.view(self.size, -1)[self._places].view(-1)
         if spare is None or spare.dtype != slot.dtype:
             spare = torch.empty(slot.numel() // self.size, dtype=slot.dtype, device=self._device)
@@ -75,15 +72,16 @@ class NativeTransport(Transport):
         return Terms(pending, slice(0, total.numel()), lambda: [total], lambda: None)
 
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
-        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
+        """All-to-all of uneven parts. `out` and `given` are in rank order."""
         received, sent = [row[self.rank] for row in numels], list(numels[self.rank])
         collective = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent, async_op=True)
         return self._start(collective, what, out, given)
 
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are.
+        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. pieces: (any, ...), unchanged until
+        `wait`.
 
-        An all-to-all, of which most parts are empty: every backend has one.
+        An all-to-all whose parts are mostly empty, since every backend has an all-to-all.
         """
         given, taken = sorted(range(len(to)), key=to.__getitem__), sorted(range(len(of)), key=of.__getitem__)
         counts, sources = Counter(to), Counter(rank for rank, _ in of)
@@ -106,17 +104,17 @@ class NativeTransport(Transport):
         return Pending(collect)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
-        """The sum over ranks of slot, all of it on each."""
+        """Sum `slot` over the ranks, whole on each rank."""
         pending = self._start(_all_reduce, what, slot)
         return Terms(pending, slice(0, out.numel()), lambda: [slot], lambda: None)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over ranks of a small int64 vector, in its own memory."""
+        """Sum a small int64 vector over the ranks, in place."""
         self._start(_all_reduce, what, values).wait()
         return values
 
     def close(self) -> None:
-        """Lets go of the process group."""
+        """Drop the process group."""
         self._group = None
 
     def _start(self, collective: Callable[..., Any], what: str, *tensors: Tensor) -> Pending:
@@ -129,7 +127,7 @@ class NativeTransport(Transport):
         if is_recorded:
             self._channel.wait(what, sequence)
         self._works.wait(work, what, self._others)
-        # On CUDA only the stream waits now, and this thread will somewhere later: the record says in what until the
-        # next unit or activity begins.
+        # On an accelerator only the stream waits here. The host blocks later, in some other call: so the record keeps
+        # this collective until the next unit or activity begins.
         if is_recorded and self._device.type == "cpu":
             self._channel.progress.go_on()

@@ -1,4 +1,4 @@
-"""Messages between ranks with the same data and other pipeline stages."""
+"""Point-to-point messages between pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .axis import Pending, Transport
 from .in_flight import FlightRecorder, InFlight
 from .world import World
 
-NUM_TAGS = 1 << 20  # what a message's own tag stays below
-_HEADER_TAG = NUM_TAGS  # objects have the tags above
+NUM_TAGS = 1 << 20  # tags of tensors are below this number
+_HEADER_TAG = NUM_TAGS  # tags of objects start here
 
 
 class P2P:
-    """Sends tensors to and receives them from other places of the pipe axis.
+    """Sends tensors to and receives tensors from other coordinates of the pipe axis.
 
     [Note: messages without tags]
-    gloo tells messages apart by their tags, so they may be received in any order. NCCL has no tags: messages between
-    two ranks match in the order in which they were started, and each keeps the next one of its communicator waiting
-    until both ends have come. So there a communicator has messages of one way alone, to later places or to earlier
-    ones: no two ranks can both wait for the other to receive, and both ways are used at a time. Both ends must start
-    the messages of one way in the same order. All ranks' lists of a schedule are parts of one order (see [Note: an
-    order that cannot deadlock] in pipe/schedules/passes.py), and so is everything else that is sent here. Hence it is
-    also safe where a message blocks the host until its other end has come, as the first one of two ranks does.
-    Source of one group for each way: Megatron-LM, megatron/core/pipeline_parallel/p2p_communication.py.
+    gloo matches messages by tag, so they may be received in any order. NCCL has no tags: it matches the messages
+    between two ranks in the order of their start, and a message blocks its communicator until both ends have started
+    it. So on NCCL each direction has a communicator, and both directions run at the same time. Two ranks can then never
+    wait for each other's receive. Both ends must start the messages of a direction in the same order. This holds since
+    the action lists of all ranks follow a common order (see [Note: an order that cannot deadlock] in
+    pipe/schedules/passes.py), and so do all other messages sent here. For the same reason it is safe if the first
+    message between two ranks blocks the host. Source of a group for each direction: Megatron-LM,
+    megatron/core/pipeline_parallel/p2p_communication.py.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class P2P:
         channel: int,
         on_host: Transport,
     ) -> None:
-        """ranks: the global rank of each place of the axis. channel: for what is waited for, in the record of progress.
+        """ranks: the global rank of each coordinate. channel: the channel of the progress record for waits.
 
-        ways: groups of these ranks, for messages to later places and to earlier ones; None where there is one alone.
-        on_host: between these ranks, for values of the CPU.
+        ways: groups of these ranks for messages to later and to earlier coordinates; None if the axis has a single
+        rank. on_host: a transport between these ranks for CPU tensors.
         """
         self._ranks = ranks
         self._place = ranks.index(world.rank)
@@ -58,26 +58,25 @@ class P2P:
         self._works = works
         self._channel = channel
         self._on_host = on_host
-        # gloo has no messages of a device's tensors
+        # gloo sends CPU tensors only
         self._is_staged = world.waits_on_host and world.device.type != "cpu"
 
     @property
     def progress(self) -> Progress:
-        """The record of what this rank does."""
+        """This rank's progress record."""
         return self._world.progress
 
     def send(self, tensor: Tensor, place: int, tag: int, what: str) -> Pending:
-        """Starts to send a contiguous tensor, which must stay as it is until `wait` returns."""
+        """Start to send a contiguous tensor. Do not change it until `wait` returns."""
         self._trail.note(what)
         if not tensor.numel():
             return Pending()
         work = self._started(dist.isend, tensor.cpu() if self._is_staged else tensor, place, tag, what)
-        # A device's is not asked how far it is: when memory is given back would depend on the time, and so would the
-        # addresses of all that is taken after it.
+        # No poll on a device: memory would be released at a time that varies, and so would all later addresses.
         return Pending(lambda: self._wait(work, place, what), work.is_completed if self._world.waits_on_host else None)
 
     def receive(self, out: Tensor, place: int, tag: int, what: str) -> Pending:
-        """Starts to receive into a contiguous tensor, of the shape and dtype that is sent."""
+        """Start to receive into a contiguous tensor of the sent shape and dtype."""
         self._trail.note(what)
         if not out.numel():
             return Pending()
@@ -92,9 +91,10 @@ class P2P:
         return Pending(finish)
 
     def exchange(self, given: Tensor, out: Tensor, place: int, tag: int, what: str) -> Pending:
-        """Starts to send `given` and to receive `out`, where the other rank does the same.
+        """Start to send `given` and to receive `out` from a rank that does the same.
 
-        The earlier place's comes first. A rank that exchanges with several goes through them in their order.
+        The message of the earlier coordinate goes first. With several partners, call this in the order of their
+        coordinates.
         """
         if place > self._place:
             pending = [self.send(given, place, tag, what), self.receive(out, place, tag, what)]
@@ -108,19 +108,19 @@ class P2P:
         return Pending(finish)
 
     def send_object(self, value: Any, place: int, tag: int, what: str) -> Pending:
-        """Starts to send a small picklable object: shapes, at start-up."""
+        """Start to send a small picklable object, such as shapes at start-up."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
         works = [self._started(dist.isend, part, place, _HEADER_TAG + tag, what) for part in (size, data)]
 
         def wait() -> None:
-            for work, _ in zip(works, (size, data), strict=True):  # the tensors live until they are sent
+            for work, _ in zip(works, (size, data), strict=True):  # keeps the tensors alive until they are sent
                 self._wait(work, place, what)
 
         return Pending(wait)
 
     def receive_object(self, place: int, tag: int, what: str) -> Any:
-        """Waits for an object that was sent with `send_object`."""
+        """Wait for an object from `send_object`."""
         self._trail.note(what)
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._wait(self._started(dist.irecv, size, place, _HEADER_TAG + tag, what), place, what)
@@ -129,18 +129,18 @@ class P2P:
         return pickle.loads(data.cpu().numpy().tobytes())
 
     def sum_on_host(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over the axis of a small int64 vector of the CPU. Waits for its hosts, and for no device."""
+        """Sum a small int64 CPU vector over the axis. Waits for the hosts of the axis, not for a device."""
         total: Tensor = self._on_host.sum_small(values, what)
         return total
 
     def close(self) -> None:
-        """Lets go of the process groups."""
+        """Drop the process groups."""
         self._ways = (None, None)
         self._on_host.close()
 
     @property
     def _device(self) -> torch.device:
-        """Of what is sent."""
+        """The device of the tensors that are sent."""
         return torch.device("cpu") if self._is_staged else self._world.device
 
     def _started(

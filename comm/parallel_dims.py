@@ -1,4 +1,4 @@
-"""Where the ranks of a job stand on its axes: integers only."""
+"""Coordinates of the ranks on the axes of a job. Integers only: no process group."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from itertools import chain
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Named axes, outermost first: ranks that follow each other differ on the last one.
+    """Named axes, outermost first. Consecutive ranks differ on the last axis.
 
     8 ranks, ("pipe", 2), ("replica", 2), ("shard", 2):        pipe 0    pipe 1
                                                      shard ->
                                              replica  0 1       4 5
                                                 |     2 3       6 7
 
-    | ranks that differ alone on | have                                                                              |
-    |----------------------------|-----------------------------------------------------------------------------------|
-    | `data`                     | the same parameters and other data: they are data-parallel to each other; but for |
-    |                            | experts, of which ranks of that axis have other ones                              |
-    | `parts`                    | the same parameters and other parts of the same data: parts of the same sequences |
-    | `layers`                   | parts of the same layers and the same data; what is not split of both is alike    |
-    | the others                 | other layers and the same data: stages of a pipeline                              |
+    | ranks that differ only on | share                                                                          |
+    |---------------------------|--------------------------------------------------------------------------------|
+    | `data`                    | parameters, except experts; each has different samples (data parallel)         |
+    | `parts`                   | parameters and samples; each has a part of the sequences (sequence parallel)   |
+    | `layers`                  | samples and unsplit weights; each has a part of the layers (tensor parallel)   |
+    | the remaining axes        | samples; each has different layers (pipeline stages)                           |
     """
 
     sizes: tuple[tuple[str, int], ...]
-    data: tuple[str, ...]  # names of axes
+    data: tuple[str, ...]
     parts: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Axes over which gradients of the same parameters are summed."""
+        """The axes over which gradients of replicated parameters are summed."""
         return self.data + self.parts
 
     @property
@@ -41,12 +40,12 @@ class ParallelDims:
         return math.prod(size for _, size in self.sizes)
 
     def size(self, names: Sequence[str]) -> int:
-        """How many ranks differ on these axes alone."""
+        """Count the ranks that differ only on these axes."""
         sizes = dict(self.sizes)
         return math.prod(sizes[name] for name in names)
 
     def reach(self, names: Sequence[str]) -> int:
-        """How far apart the first and the last of the ranks are that differ on these axes alone."""
+        """Return the distance from the lowest to the highest rank of those that differ only on these axes."""
         found, stride = 0, 1
         for name, size in reversed(self.sizes):
             found += (size - 1) * stride if name in names else 0
@@ -54,25 +53,25 @@ class ParallelDims:
         return found
 
     def wide(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of the axes that have several ranks."""
+        """Select the axes that have several ranks."""
         sizes = dict(self.sizes)
         return tuple(name for name in names if sizes[name] > 1)
 
     def lines(self, folds: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-        """Each axis that has several ranks, and each fold of several of them."""
+        """List each axis with several ranks, then each fold of several such axes."""
         single = [(name,) for name, size in self.sizes if size > 1]
         folded = dict.fromkeys(self.wide(names) for names in folds)
         return [*single, *(names for names in folded if len(names) > 1)]
 
     def place(self, rank: int, names: Sequence[str]) -> int:
-        """Which of these `rank` is, the last axis the fastest."""
+        """Return the coordinate of `rank` on these axes taken together. The last axis varies fastest."""
         sizes, places, place = dict(self.sizes), self._places(rank), 0
         for name in names:
             place = place * sizes[name] + places[name]
         return place
 
     def ranks(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on these axes alone, by place."""
+        """List the ranks that differ from `rank` only on these axes, by coordinate."""
         sizes, places = dict(self.sizes), self._places(rank)
         strides, stride = {}, 1
         for name, size in reversed(self.sizes):

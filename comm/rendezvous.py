@@ -1,14 +1,14 @@
-"""How the processes of a job find each other: the launcher's variables, a store, the process group.
+"""Rendezvous of the processes of a job: the launcher's variables, a store, the process group.
 
 [Note: one store, many groups]
-A process may make a group, leave it and make the next while another rank has not left the first one. So the store in
-which ranks find each other is kept from group to group, and each group has a part of it to itself: nobody reads what an
-earlier group has written, and whoever is first waits for the others. With a store for each group, the early rank finds
-the old one, whose owner is about to close it; a store that torchrun keeps would have the addresses of the old group.
+A process may leave a group and make the next group while another rank is still in the first group. So all groups of
+these variables share a store, and each group has its prefix: no rank reads the keys of an earlier group, and the first
+rank waits for the rest. With a store for each group, an early rank would find the old store shortly before its owner
+closes it. A store that torchrun keeps would hold addresses of the old group.
 
 [Note: loopback alone]
-torch's own way (env://) has rank 0 listen on all interfaces, whatever MASTER_ADDR says, and whoever connects may read
-and write every key. So the store of a job of one host listens at the loopback address, which nobody outside reaches.
+With torch's env:// rank 0 listens on all interfaces, whatever MASTER_ADDR says, and every client may read and write
+all keys. So the store of a job on a single host listens on the loopback address, which other hosts cannot reach.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from .errors import CollectiveError
 
-# The launcher's variables -> the store that they lead to, and how many groups were made in it. One entry, as global as
-# the default process group; see [Note: one store, many groups].
+# The launcher's variables -> their store, and the number of groups made in it. A single entry, global like the default
+# process group: see [Note: one store, many groups].
 _STORES: dict[tuple[str, ...], tuple[Any, int]] = {}
 
-# The address of the host itself, literally: a name may lead elsewhere on other hosts.
+# Literal addresses: other hosts may resolve "localhost" differently.
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def num_started() -> int:
-    """Of the process group, or, before it is made, those that a launcher has started."""
+    """Return the size of the process group. Before the group exists, return WORLD_SIZE."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -46,18 +46,22 @@ def is_launched() -> bool:
 
 
 def launched_ranks() -> tuple[int, int]:
-    """RANK and WORLD_SIZE of the environment. Raises ValueError where they do not fit."""
+    """Read RANK and WORLD_SIZE from the environment. Raises ValueError if RANK is not in [0, WORLD_SIZE)."""
     found = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
     rank, size = (int(value) if value.isdecimal() else -1 for value in found.values())
     if not 0 <= rank < size and "WORLD_SIZE" in os.environ:
         raise ValueError(
             f"the launcher's environment: expected 0 <= RANK < WORLD_SIZE, found RANK={found['RANK']} and "
-            f"WORLD_SIZE={found['WORLD_SIZE']}; ranks are numbered from 0 to WORLD_SIZE - 1, over all hosts"
+            f"WORLD_SIZE={found['WORLD_SIZE']}. Number the ranks of all hosts from 0 to WORLD_SIZE - 1."
         )
     return rank, size
 
 
 def make_process_group(device: torch.device, timeout_seconds: float) -> None:
+    """Make the default process group from the launcher's variables. Without them it has this process only.
+
+    Raises ValueError if some variables are missing, CollectiveError if a rank does not arrive.
+    """
     backend = backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
     if not is_launched():
@@ -68,7 +72,7 @@ def make_process_group(device: torch.device, timeout_seconds: float) -> None:
     if missing:
         raise ValueError(
             f"the launcher's environment is incomplete: found {', '.join(present)}; missing {', '.join(missing)}. "
-            "Start the script with `lowtide launch` or torchrun, or set all four, or none for a world of one."
+            "Start the script with `lowtide launch` or torchrun, or set all four, or none to run a single process."
         )
     rank, size = launched_ranks()
     started = time.monotonic()
@@ -77,14 +81,14 @@ def make_process_group(device: torch.device, timeout_seconds: float) -> None:
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CollectiveError(
-            f"rank {rank} of {size}: not all ranks came to {place}, in {time.monotonic() - started:.1f} s "
-            f"({str(error).splitlines()[0]}). A rank died or has left, another program listens there, or the ranks "
-            "make different numbers of engines; a slow rank needs a larger communication.timeout_seconds."
+            f"rank {rank} of {size}: not all ranks connected to {place} within {time.monotonic() - started:.1f} s "
+            f"({str(error).splitlines()[0]}). A rank died or has left, another program uses this port, or the ranks "
+            "make different numbers of engines. A slow rank needs a larger communication.timeout_seconds."
         ) from error
 
 
 def _next_store(timeout: timedelta) -> Any:
-    """Where the ranks of the next process group find each other: see [Note: one store, many groups]."""
+    """Return the store of the next process group. See [Note: one store, many groups]."""
     variables = tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)
     if variables not in _STORES:
         _STORES.clear()
@@ -96,22 +100,22 @@ def _next_store(timeout: timedelta) -> Any:
 
 
 def backend_of(device: torch.device) -> str:
-    """The process group that torch has for a device. Raises ValueError where it knows none, and ranks need one."""
+    """Return torch's default backend for a device. Raises ValueError if torch has none and there are several ranks."""
     try:
         return str(dist.get_default_backend_for_device(device))
     except ValueError:
         if is_launched() and os.environ.get("WORLD_SIZE") != "1":
             raise ValueError(
-                f"device: expected one for which torch knows a process group, found {device.type}; import what "
-                "registers it, or call torch.distributed.init_process_group before lowtide.initialize"
+                f"device: torch knows no process group backend for {device.type}. Import the package that registers "
+                "it, or call torch.distributed.init_process_group before lowtide.initialize."
             ) from None
-        return "gloo"  # nobody to speak to
+        return "gloo"  # a single rank sends nothing
 
 
 def loopback_store(timeout: timedelta) -> TCPStore | None:
-    """The store that the launcher's variables describe; rank 0 listens at the loopback address alone.
+    """Make the store that the launcher's variables describe. Rank 0 listens on loopback only.
 
-    None where the job may have other hosts, or where torchrun's agent has the store already.
+    Returns None if the job may have several hosts, or if torchrun's agent already hosts the store.
     """
     address = _LOOPBACK.get(os.environ["MASTER_ADDR"])
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
@@ -124,14 +128,17 @@ def loopback_store(timeout: timedelta) -> TCPStore | None:
         int(os.environ["WORLD_SIZE"]),
         is_master,
         timeout,
-        # A store of this process that still lives at the port is taken again: `_listen` gives none then.
+        # Reuses a store that this process still has at the port. `_listen` returns None then.
         multi_tenant=True,
         master_listen_fd=_listen(address, port) if is_master else None,
     )
 
 
 def _listen(address: str, port: int) -> int | None:
-    """A descriptor for torch to own; None where the port is taken: only torch knows whether by a store of its own."""
+    """Open a listening socket for torch to own. Returns None if the port is taken.
+
+    Only torch knows whether a store of this process has the port.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=1024).detach()

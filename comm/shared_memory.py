@@ -1,18 +1,18 @@
-"""The route between CPU ranks of one host: memory that all of them map.
+"""The transport between CPU ranks of a host: memory that all of them map.
 
 [Note: one copy per host]
-A buffer from `allocate` is one piece of memory that every rank of the axis maps. Each rank writes its own part and
-reads the others' parts in place, so that a gather moves nothing: `fence` after the writes is all it takes.
+All ranks of the axis map the same memory for a buffer from `allocate`. Each rank writes its part and reads the other
+parts in place. So a gather moves nothing, and needs only a `fence` after the writes.
 
 [Note: slots]
-Gradients go through a ring of slots. Slot s of rank r is written by r alone. Operation n uses slot n % count:
+Gradients go through a ring of slots. Only rank r writes slot s of rank r. Operation n uses slot n % count:
 
     rank r:  write slot[r]   -> posted  = n + 1
              wait for all    posted > n;  out[part r] = slot[0][part r] + slot[1][part r] + ...
-             (all-reduce)    slot[r][part r] = out[part r] -> reduced = n + 1;  wait for all; copy the others' parts
-                             (behind the slot's content, where its dtype cannot hold the sum); where `out` itself is
-                             one copy, there is nothing to copy, and reduced tells that the part is there
-             -> consumed = n + 1; a slot is written again when every rank has consumed what was in it
+             (all-reduce)    slot[r][part r] = out[part r] -> reduced = n + 1;  wait for all; copy the other parts.
+                             If the slot's dtype cannot hold the sum, the sum goes behind the slot's content.
+                             If all ranks map `out`, nothing is copied: `reduced` says that the part is in `out`.
+             -> consumed = n + 1. The slot is written again after every rank has consumed its content.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .shared_segment import (
     page_aligned,
 )
 
-_LINE_BYTES = 64  # of the cache
+_CACHE_LINE_BYTES = 64
 
 
 def counters_bytes(size: int) -> int:
-    """What a route between so many ranks takes before it is used."""
+    """Return the bytes that the transport between `size` ranks takes before its first use."""
     return page_aligned(8 * size * (COUNTERS_NUMEL + MAIL_NUMEL))
 
 
@@ -67,9 +67,9 @@ class SharedMemoryTransport(Transport):
         timeout_seconds: float,
         channel: AxisRecorder,
     ) -> None:
-        """rank: within the axis. ranks, places: as of `Axis`. pids: of their processes, by rank.
+        """rank: on the axis. ranks, places: as in `Axis`. pids: process ids by rank.
 
-        exchange: gives every rank's value, a barrier too; needed until they share memory.
+        exchange: gathers a value from every rank, also a barrier. Used until the ranks share memory.
         """
         super().__init__(torch.device("cpu"), rank, ranks)
         self._places = places
@@ -80,15 +80,15 @@ class SharedMemoryTransport(Transport):
         self._counters = SharedCounters(control[:mail_start], rank, ranks, pids, timeout_seconds, channel)
         self._mail = SharedMail(control[mail_start:mail_end], rank, ranks, self._counters, channel)
         self._slots: list[list[Tensor]] = []  # [slot][rank]: (capacity_bytes,) uint8
-        self._common: set[int] = set()  # addresses of what `allocate` has mapped
+        self._common: set[int] = set()  # addresses of buffers from `allocate`
         self._num_opened = 0
-        self._sequence = 0  # of the newest reduction
+        self._sequence = 0  # of the newest collective
         self._num_fenced = 0
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """One zero-filled buffer for each (numel, dtype), shared by the ranks of the axis."""
+        """Map a zero-filled buffer for each (numel, dtype) into all ranks of the axis."""
         sizes = [page_aligned(numel * dtype.itemsize) for numel, dtype in specs]
         if not sum(sizes):
             return [torch.empty(0, dtype=dtype) for _, dtype in specs]
@@ -102,11 +102,11 @@ class SharedMemoryTransport(Transport):
 
     @property
     def slot_bytes(self) -> int:
-        """This rank's own, in the memory that all share."""
+        """Bytes of this rank's slots in the shared memory."""
         return sum(slots[self.rank].nbytes for slots in self._slots)
 
     def reserve_slots(self, nbytes: int, count: int) -> None:
-        """Makes the ring of slots, each of them large enough for nbytes: content, and a sum of a wider dtype."""
+        """Map the ring of slots, each with room for nbytes: the content, and a sum of a wider dtype."""
         capacity = page_aligned(nbytes)
         segment = self._map(count * self.size * capacity, "gradients")
         grid = segment.view(count, self.size, capacity)
@@ -118,11 +118,11 @@ class SharedMemoryTransport(Transport):
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """Nothing moves: `full` is the one copy that all ranks read. See [Note: one copy per host]."""
+        """Do nothing: all ranks read the same `full`. See [Note: one copy per host]."""
         return Pending()
 
     def gather_copies(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """As `gather`, where `full` is memory of this rank alone: each `part` goes through a slot."""
+        """Gather into private memory of this rank. Each `part` goes through a slot."""
         slot = self.open_slot(part.numel(), part.dtype, what)
         slot.copy_(part)
         number, arrived = self._post(what)
@@ -136,13 +136,13 @@ class SharedMemoryTransport(Transport):
         return Pending(collect)
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """What `open_slot` will give next: it may be written already. None where not all have consumed it yet."""
+        """Return the slot that `open_slot` will return next, to be written early. None if a rank still reads it."""
         if not self._counters.has_come(CONSUMED, self._num_opened - len(self._slots) + 1):
             return None
         return self._slots[self._num_opened % len(self._slots)][self.rank][: numel * dtype.itemsize].view(dtype)
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """This rank's next slot, (numel,) of dtype, uninitialized; waits until all have consumed its old content."""
+        """Return this rank's next slot, (numel,) of dtype, uninitialized, as soon as no rank reads its old content."""
         self._sequence = self._channel.begin(what)
         self._counters.wait_for(CONSUMED, self._num_opened - len(self._slots) + 1, what, self._sequence)
         slot = self.next_slot(numel, dtype)
@@ -151,7 +151,7 @@ class SharedMemoryTransport(Transport):
         return slot
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
-        """Of the sum over ranks of slot[this rank's part]. slot: (size * n,)."""
+        """Start to sum slot[this rank's part] over the ranks. slot: (size * n,)."""
         number, arrived = self._post(what)
         numel = slot.numel() // self.size
         place = self._places[self.rank]
@@ -163,10 +163,7 @@ class SharedMemoryTransport(Transport):
         return Terms(arrived, slice(0, numel), lambda: self._views(number, slot, mine), summed)
 
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
-        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too.
-
-        Slots have room for the largest `given` of all ranks.
-        """
+        """All-to-all of uneven parts, in rank order. Slots must have room for the largest `given` of all ranks."""
         slot = self.open_slot(given.numel(), given.dtype, what)
         own_start = sum(numels[self.rank][: self.rank])
         own = slice(own_start, own_start + numels[self.rank][self.rank])
@@ -187,14 +184,14 @@ class SharedMemoryTransport(Transport):
         return Pending(collect)
 
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """out[n] = the piece of[n]. pieces: (any, ...), as many on each rank, that others may read.
+        """Read the piece of[n] into out[n]. pieces: (any, ...), of the same shape on all ranks.
 
-        Several may be under way, and are waited for in the order of their start.
+        Several calls may be in flight. Wait for them in the order of their start.
         """
         slot = self.open_slot(pieces.numel(), pieces.dtype, what)
         slot.view(pieces.shape).copy_(pieces)
         number, arrived = self._post(what)
-        theirs = self._views(number, slot, slice(None))  # now: the slots may be others before they are read
+        theirs = self._views(number, slot, slice(None))  # made now, since `reserve_slots` may replace the slots
 
         def collect() -> None:
             arrived.wait()
@@ -205,10 +202,11 @@ class SharedMemoryTransport(Transport):
         return Pending(collect)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
-        """Of out = sum over ranks of slot. Each rank sums its region of all slots, and reads the others' sums.
+        """Start out = sum over ranks of slot. Each rank sums its region of all slots and reads the sums of the other
+        ranks.
 
-        Where `out` is memory of `allocate`, each sum is written once, for all ranks; before it is written anew they
-        must have come to a fence or a barrier.
+        If `out` is from `allocate`, each sum is written once for all ranks. Before it is written again, all ranks must
+        pass a fence or a barrier.
         """
         number, arrived = self._post(what)
         sequence = self._sequence
@@ -232,24 +230,24 @@ class SharedMemoryTransport(Transport):
         return Terms(arrived, mine, lambda: self._views(number, slot, mine), summed)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over ranks of a small int64 vector; also a barrier."""
+        """Sum a small int64 vector over the ranks. Also a barrier."""
         return torch.cat([self._mail.sum(part, what) for part in torch.split(values, LETTER_NUMEL)])
 
     def fence(self, what: str) -> None:
-        """Returns when every rank of the axis has come here: what they wrote before can be read."""
+        """Wait until every rank of the axis has arrived. Their earlier writes can then be read."""
         sequence = self._channel.begin(what)
         self._num_fenced += 1
         self._counters.store(FENCED, self._num_fenced)
         self._counters.wait_for(FENCED, self._num_fenced, what, sequence)
 
     def close(self) -> None:
-        """Says goodbye to the others; the mapped memory stays with those who hold it."""
+        """Tell the other ranks that this rank has left. Mapped memory lives as long as its tensors."""
         self._counters.close()
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
     def _post(self, what: str) -> tuple[int, Pending]:
-        """Shows the others the newest slot. Its number, and when theirs are there."""
+        """Publish the newest slot. Returns its number and a handle that waits for the slots of all ranks."""
         posted, sequence = self._num_opened, self._sequence
         counters = self._counters
         counters.store(POSTED, posted)
@@ -259,32 +257,32 @@ class SharedMemoryTransport(Transport):
         return posted - 1, arrived
 
     def _views(self, number: int, slot: Tensor, part: slice) -> list[Tensor]:
-        """A part of the slots of all ranks."""
+        """View a part of the slots of all ranks."""
         return [self._slot_of(rank, number, slot.numel(), slot.dtype)[part] for rank in range(self.size)]
 
     def _slot_of(self, rank: int, number: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What a rank has shown in its slot, (numel,)."""
+        """View the slot of a rank, (numel,)."""
         return self._slots[number % len(self._slots)][rank][: numel * dtype.itemsize].view(dtype)
 
     def _sums_of(self, rank: int, number: int, slot: Tensor, out: Tensor, region: slice) -> Tensor:
-        """Where `rank` leaves its region of an all-reduce for the others, in a dtype that holds it exactly."""
+        """View the memory where `rank` publishes its sum of an all-reduce, in a dtype that holds it exactly."""
         whole = self._slots[number % len(self._slots)][rank]
         slot_bytes = slot.numel() * slot.dtype.itemsize
         if torch.promote_types(slot.dtype, out.dtype) == slot.dtype:
             return whole[:slot_bytes].view(slot.dtype)[region]
-        start = -(-slot_bytes // _LINE_BYTES) * _LINE_BYTES
+        start = -(-slot_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         numel = region.stop - region.start
         return whole[start : start + numel * out.dtype.itemsize].view(out.dtype)
 
 
 def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[int], channel: AxisRecorder) -> Gather:
-    """For what ranks tell each other before they share any memory."""
+    """Make a gather from `exchange`, for use before the ranks share memory."""
 
     def gather(value: Any, what: str) -> list[Any]:
         started = time.monotonic()
         try:
             return exchange(value)
-        except RuntimeError as error:  # of gloo: a rank is late or gone
+        except RuntimeError as error:  # from gloo: a rank is late or gone
             others = [other for other in ranks if other != ranks[rank]]
             text = no_answer(ranks[rank], what, others, time.monotonic() - started, error)
             raise CollectiveError(text + channel.trail.compare(others)) from error

@@ -1,10 +1,10 @@
-"""Memory of a host that the CPU ranks of one axis map: its files, counters of how far each has come, and mail.
+"""Memory of a host that the CPU ranks of an axis map: files, progress counters, and mail.
 
-A file is unlinked as soon as every rank has mapped it: nothing is left behind, whatever kills the job.
+A file is unlinked as soon as all ranks have mapped it, so a killed job leaves nothing behind.
 
 [Note: ordering of stores]
-A counter is stored after the data that it announces. Between the two lies at least one release and acquire of a lock
-(torch gives up the interpreter's lock around a copy), which orders them on every processor.
+A counter is stored after the data that it announces. Between the two stores a lock is released and acquired (torch
+releases the GIL around a copy), which orders them on every processor.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from .in_flight import AxisRecorder
 
 FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
-COUNTERS_NUMEL = 64  # one rank's counters fill lines of the cache that no other rank writes
+COUNTERS_NUMEL = 64  # each rank's counters fill whole cache lines, which no other rank writes
 POSTED, REDUCED, CONSUMED, MAILED, FENCED, _LEFT = range(6)
 _LIVENESS_SECONDS = 0.2
 _IN_PEACE, _AFTER_ERROR = 1, 2  # values of _LEFT
-# What has become of a rank that others wait for, as users read it.
-_DIED = "died. Its own output says why."
-_FAILED = "left after an error. Its own output says which."
+# The fate of a missing rank, for errors.
+_DIED = "died. See the output of that rank."
+_FAILED = "left after an error. See the output of that rank."
 _HAS_LEFT = "has left: it closed its engine, or its script came to an end."
-_BOX_NUMEL = 256  # the last one names the call
+_BOX_NUMEL = 256  # the last element identifies the call
 LETTER_NUMEL = _BOX_NUMEL - 1
-"""Numbers that a rank can give at a time."""
-MAIL_NUMEL = 2 * _BOX_NUMEL  # of a rank: one box is read while the other is filled
+"""Numbers that a rank can send in a call."""
+MAIL_NUMEL = 2 * _BOX_NUMEL  # two boxes for each rank: it fills a box while other ranks read the previous box
 Gather = Callable[[Any, str], list[Any]]
-"""A value, and what it is of in errors -> every rank's, in the order of the ranks; a barrier too."""
+"""(value, name of the operation for errors) -> the values of all ranks in rank order. Also a barrier."""
 
 
 def page_aligned(nbytes: int) -> int:
-    """nbytes rounded up to whole pages."""
+    """Round up to whole pages."""
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def free_shared_bytes() -> int:
-    """Bytes that can still be taken from shared memory on this host; 0 where it has none."""
+    """Return the free bytes of shared memory on this host; 0 if it has none."""
     try:
         stat = os.statvfs(FOLDER)
     except OSError:
@@ -60,20 +60,20 @@ def free_shared_bytes() -> int:
 
 
 def shared_memory_fault(nbytes: int) -> str:
-    """Why nbytes cannot be taken from shared memory by this process; "" where they can."""
+    """Explain why this process cannot take nbytes of shared memory. Returns "" if it can."""
     free = free_shared_bytes()
     if free <= nbytes:
         return f"{FOLDER} has {free:,} bytes free, and {nbytes:,} are needed"
-    path, fault = _create_file(_PAGE_BYTES, "a first page")  # it may be read-only
+    path, fault = _create_file(_PAGE_BYTES, "a first page")  # /dev/shm may be read-only
     if path:
         os.unlink(path)
     return fault
 
 
 def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gather: Gather) -> Tensor:
-    """(nbytes,) uint8, zero-filled, that all ranks have. A collective. Raises CollectiveError on all if one cannot.
+    """Map zero-filled memory, (nbytes,) uint8, into all ranks. A collective.
 
-    rank, ranks: as of `Axis`.
+    rank, ranks: as in `Axis`. Raises CollectiveError on all ranks if a rank fails.
     """
     what = f"room in shared memory for {purpose}"
     path, fault = _create_file(nbytes, purpose) if rank == 0 else ("", "")
@@ -86,7 +86,7 @@ def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gat
     except RuntimeError as error:
         fault = (
             f"shared memory for {purpose}: rank {ranks[rank]} cannot map {path} "
-            f"({str(error).splitlines()[0]}); use the sockets route"
+            f'({str(error).splitlines()[0]}). Set "communication": {{"route": "sockets"}}.'
         )
     faults = [fault for fault in gather(fault, what) if fault]
     if rank == 0:
@@ -101,9 +101,12 @@ def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except OSError as error:
-        return "", f"shared memory for {purpose}: cannot create a file in {FOLDER} ({error}); use the sockets route"
+        return "", (
+            f"shared memory for {purpose}: cannot create a file in {FOLDER} ({error}). "
+            'Set "communication": {"route": "sockets"}.'
+        )
     try:
-        # Reserves the pages now: a full /dev/shm is an error here, and not a bus error at some later store.
+        # Reserves the pages now, so a full /dev/shm is an error here instead of a bus error at a later store.
         os.posix_fallocate(handle, 0, nbytes)
     except OSError:
         os.unlink(path)
@@ -117,7 +120,7 @@ def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
 
 
 class SharedCounters:
-    """A row of counters for each rank, which it alone writes: they only grow. See [Note: ordering of stores]."""
+    """A row of growing counters for each rank. Only the rank writes its row. See [Note: ordering of stores]."""
 
     def __init__(
         self,
@@ -128,29 +131,33 @@ class SharedCounters:
         timeout_seconds: float,
         channel: AxisRecorder,
     ) -> None:
-        """memory: (size * COUNTERS_NUMEL,) int64, zero. rank, ranks: as of `Axis`. pids: of the ranks."""
+        """memory: (size * COUNTERS_NUMEL,) int64, zero. rank, ranks: as in `Axis`. pids: of all ranks."""
         self._values = memory.numpy().reshape(len(ranks), COUNTERS_NUMEL)
         self._rank = rank
         self._ranks = ranks
         self._processes = [psutil.Process(pid) for pid in pids]
         self._timeout_seconds = timeout_seconds
         self._channel = channel
-        # Called by `close`, and at the end of a script that has not closed its engine.
+        # Runs in `close`, or at interpreter exit if the script has not closed its engine.
         self._say_goodbye = weakref.finalize(self, _say_goodbye, self._values[rank], os.getpid())
 
     def store(self, counter: int, value: int) -> None:
-        """This rank has come so far."""
+        """Set a counter of this rank."""
         self._values[self._rank, counter] = value
 
     def has_come(self, counter: int, target: int) -> bool:
-        """Whether the counter of every rank has reached target."""
+        """Return True if the counter of every rank has reached target."""
         return bool(self._values[:, counter].min() >= target)
 
     def wait_for(self, counter: int, target: int, what: str, sequence: int) -> None:
-        """Returns when the counter of every rank has reached target. sequence: of the collective, for the record."""
+        """Wait until the counter of every rank has reached target. sequence: of the collective, for the progress
+        record.
+
+        Raises CollectiveError if a missing rank died, left, failed, or exceeds the timeout.
+        """
         self._channel.trail.note(what)
         column = self._values[:, counter]
-        for _ in range(200):
+        for _ in range(200):  # most waits are short: yield before sleeping
             if column.min() >= target:
                 return
             os.sched_yield()
@@ -169,15 +176,15 @@ class SharedCounters:
             self._channel.progress.go_on()
 
     def close(self) -> None:
-        """This rank stores nothing more, and says so."""
+        """Tell the other ranks that this rank stores nothing more."""
         self._say_goodbye()
 
     def _check_peers(self, column: np.ndarray[Any, Any], target: int, waited_seconds: float, what: str) -> None:
         fates = {rank: self._fate(rank) for rank in np.flatnonzero(column < target).tolist()}
-        # Looked at again: a rank may have come here, and gone, since.
+        # Read again: since the first read a rank may have arrived and left.
         late = {self._ranks[rank]: fate for rank, fate in fates.items() if column[rank] < target}
         here = f"rank {self._ranks[self._rank]} in {what}"
-        for fate in (_DIED, _FAILED, _HAS_LEFT):  # the likely cause first
+        for fate in (_DIED, _FAILED, _HAS_LEFT):  # the likely root cause first
             gone = ", ".join(str(rank) for rank, found in late.items() if found == fate)
             if gone:
                 advice = f" {self._channel.raised.what_to_do}" if fate == _HAS_LEFT else ""
@@ -186,27 +193,27 @@ class SharedCounters:
             raise CollectiveError(f"{here}: {found}")
         if late and waited_seconds > self._timeout_seconds:
             raise CollectiveError(
-                f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but "
-                "elsewhere. Do all ranks run the same calls of the engine in the same order? "
+                f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but not "
+                "in this call. Do all ranks make the same calls of the engine in the same order? "
                 f"A slow rank needs a larger communication.timeout_seconds. {self._channel.raised.what_to_do}"
                 + self._channel.trail.compare(list(late))
             )
 
     def _fate(self, rank: int) -> str:
-        """Why nothing more can come from a rank of the axis; "": it is alive, and has not left."""
+        """Explain why a rank of the axis cannot arrive any more. Returns "" if it is alive and has not left."""
         if goodbye := self._values[rank, _LEFT]:
             return _FAILED if goodbye == _AFTER_ERROR else _HAS_LEFT
         return "" if _is_alive(self._processes[rank]) else _DIED
 
 
 def _say_goodbye(counters: np.ndarray[Any, Any], pid: int) -> None:
-    """counters: this rank's row. Does nothing in a process that was forked from the rank's own."""
+    """Mark this rank's row of counters as left. Does nothing in a forked child process."""
     if os.getpid() == pid:
         counters[_LEFT] = _AFTER_ERROR if _is_failing() else _IN_PEACE
 
 
 def _is_failing() -> bool:
-    """Whether an exception ends this program, or the block in which the engine is closed."""
+    """Return True if an exception ends this program, or the block that closes the engine."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     is_end = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
     return error is not None and not is_end
@@ -220,12 +227,15 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 class SharedMail:
-    """Every call is a barrier, and an error on a rank whose others came to another one."""
+    """Exchanges small values through shared memory. Every call is a barrier.
+
+    A rank raises CollectiveError if another rank arrives with a different call.
+    """
 
     def __init__(
         self, memory: Tensor, rank: int, ranks: Sequence[int], counters: SharedCounters, channel: AxisRecorder
     ) -> None:
-        """memory: (size * MAIL_NUMEL,) int64. rank, ranks: as of `Axis`."""
+        """memory: (size * MAIL_NUMEL,) int64. rank, ranks: as in `Axis`."""
         self._boxes = memory.view(2, len(ranks), _BOX_NUMEL)
         self._rank = rank
         self._ranks = ranks
@@ -234,11 +244,11 @@ class SharedMail:
         self._num_mailed = 0
 
     def sum(self, values: Tensor, what: str) -> Tensor:
-        """Over the ranks. values: (n,) int64, at most LETTER_NUMEL."""
+        """Sum over the ranks. values: (n,) int64, at most LETTER_NUMEL."""
         return self._swap(values, what).sum(dim=0)
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value: short texts and numbers."""
+        """Gather a short picklable value from every rank."""
         written, room = pickle.dumps(value), 8 * LETTER_NUMEL
         if len(written) > room:
             raise ValueError(f"expected at most {room} bytes in {what}, found {len(written)}")
@@ -246,7 +256,7 @@ class SharedMail:
         return [pickle.loads(row.tobytes()) for row in everyone.numpy()]
 
     def _swap(self, values: Tensor, what: str) -> Tensor:
-        """(ranks, n): what each has given, to be read before the next but one. values: (n,) int64."""
+        """Gather (n,) int64 from all ranks into (ranks, n), valid until the next call but one."""
         sequence = self._channel.begin(what)
         box = self._boxes[self._num_mailed % 2]
         box[self._rank, : values.numel()].copy_(values)
@@ -257,8 +267,8 @@ class SharedMail:
         if not bool((box[:, -1] == name).all()):
             others = [rank for rank, theirs in zip(self._ranks, box[:, -1].tolist(), strict=True) if theirs != name]
             raise CollectiveError(
-                f"rank {self._ranks[self._rank]} in {what}: rank {', '.join(map(str, others))} came to another call of "
-                "the engine. All ranks must make the same calls in the same order."
+                f"rank {self._ranks[self._rank]} in {what}: rank {', '.join(map(str, others))} made a different call "
+                "of the engine. All ranks must make the same calls in the same order."
                 + self._channel.trail.compare(others)
             )
         return box[:, : values.numel()]

@@ -1,8 +1,8 @@
-"""The route between CPU ranks on any hosts: gloo's point-to-point messages.
+"""The transport between CPU ranks on any hosts: gloo's point-to-point messages.
 
-Gloo's own all-gather and reduce-scatter reach a third of what its point-to-point messages do (DESIGN 9), and they sum
-in an order that depends on the split. Here each rank sends every other rank just the part that is missing there, and
-sums what it receives in rank order.
+gloo's all-gather and reduce-scatter reach a third of the bandwidth of its point-to-point messages (DESIGN 9), and their
+order of sums depends on the number of parts. Here each rank sends to every other rank only the part that it lacks, and
+sums the received parts in rank order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .world import break_connections, note_broken
 
 _TAGS_PER_NAME = 1 << 11
 _NUM_NAMES = (1 << 10) - 1
-_NO_TAG = _NUM_NAMES * _TAGS_PER_NAME  # that no operation has
+_NO_TAG = _NUM_NAMES * _TAGS_PER_NAME  # above the tags of operations
 
 
 class SocketTransport(Transport):
-    """Collectives made of point-to-point messages; every message of an operation carries the operation's tag."""
+    """Collectives made of point-to-point messages. All messages of an operation carry its tag."""
 
     name = "sockets"
     sums_here = True
@@ -43,7 +43,7 @@ class SocketTransport(Transport):
         timeout_seconds: float,
         channel: AxisRecorder,
     ) -> None:
-        """rank: within the axis; ranks, places: as of `Axis`; first_tag: keeps two engines in a process apart."""
+        """rank: on the axis. ranks, places: as in `Axis`. first_tag: separates the engines of a process."""
         super().__init__(torch.device("cpu"), rank, ranks)
         self._places = places
         self._group: dist.ProcessGroup | None = group
@@ -57,11 +57,11 @@ class SocketTransport(Transport):
 
     @property
     def slot_bytes(self) -> int:
-        """Slots and what comes to them are kept at the largest size that was asked for."""
+        """Bytes of slots and receive buffers, each at the largest size so far."""
         return sum(one.nbytes for one in self._scratch.values())
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
-        """full[part of q] = the `part` of rank q, for every q. full: (size * part.numel(),)."""
+        """Gather the parts of all ranks: full[part q] = the `part` of rank q. full: (size * part.numel(),)."""
         parts = full.view(self.size, part.numel())
         tag, sequence = self._next_operation(what)
         works = self._receive({peer: parts[self._places[peer]] for peer in self._peers}, tag, what)
@@ -72,22 +72,20 @@ class SocketTransport(Transport):
         return Pending(lambda: self._wait(works, what, sequence))
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What `open_slot` will give next: it may be written already."""
+        """Return the slot that `open_slot` will return next, to be written early."""
         return self._buffer(f"slot {(self._num_slots_opened + 1) % 3}", numel, dtype)
 
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """A buffer to stage a gradient in, (numel,) of dtype, uninitialized.
-
-        Three in turn: one being filled, and two whose messages may still be on their way.
-        """
+        """Return an uninitialized buffer to stage a gradient in, (numel,) of dtype."""
+        # Three in turn: while a slot is filled, messages of the two before it may be in flight.
         slot = self.next_slot(numel, dtype)
         self._num_slots_opened += 1
         return slot
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
-        """Of the sum over ranks of slot[this rank's part]. slot: (size * n,).
+        """Start to sum slot[this rank's part] over the ranks. slot: (size * n,).
 
-        Or ((size - 1) * n,), the parts of the others alone; this rank's own is in `spare` then, (n,).
+        If the slot is ((size - 1) * n,), it has the parts of the other ranks, and `spare`, (n,), has this rank's part.
         """
         lacks_own = spare is not None and slot.numel() < self.size * spare.numel()
         numel = slot.numel() // (self.size - lacks_own)
@@ -100,7 +98,7 @@ class SocketTransport(Transport):
         return Terms(arrived, slice(0, numel), lambda: terms, lambda: None)
 
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
-        """out = what each rank has given for this one, in their order; `given` is in the order of the ranks too."""
+        """All-to-all of uneven parts. `out` and `given` are in rank order."""
         tag, sequence = self._next_operation(what)
         parts = torch.split(out, [row[self.rank] for row in numels])
         sent = torch.split(given, list(numels[self.rank]))
@@ -110,13 +108,15 @@ class SocketTransport(Transport):
         return Pending(lambda: self._wait(works, what, sequence))
 
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """pieces[n] goes to rank to[n], and out[n] = the piece of[n]. pieces: (any, ...), which stay as they are."""
+        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. pieces: (any, ...), unchanged until
+        `wait`.
+        """
         tag, sequence = self._next_operation(what)
         works: list[dist.Work] = []
         for (rank, piece), one in sorted(zip(of, out, strict=True), key=lambda pair: pair[0]):
             if rank == self.rank:
                 one.copy_(pieces[piece])
-            else:  # several of one rank match in their order
+            else:  # messages of the same tag match in the order of their start
                 works += self._receive({rank: one}, tag, what)
         for rank, one in zip(to, pieces, strict=True):
             if rank != self.rank:
@@ -124,9 +124,9 @@ class SocketTransport(Transport):
         return Pending(lambda: self._wait(works, what, sequence))
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
-        """Of out = sum over ranks of slot. Each rank sums its region and sends the sum to the others.
+        """Start out = sum over ranks of slot. Each rank sums its region and sends the sum to the other ranks.
 
-        slot: as `out`, or without this rank's region, which is in `out` then.
+        slot: the size of `out`, or without this rank's region, which is then in `out`.
         """
         bounds = regions_of(out.numel(), self.size)
         regions = [out[region] for region in bounds]
@@ -146,8 +146,8 @@ class SocketTransport(Transport):
         return Terms(arrived, bounds[self.rank], lambda: terms, send)
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:
-        """The exact sum over ranks of a small int64 vector; also a barrier."""
-        # Messages and not gloo's all-reduce, whose threads hold a tensor for a while after it; [Note: threads at exit].
+        """Sum a small int64 vector over the ranks. Also a barrier."""
+        # Messages, since threads of gloo's all-reduce keep the tensor after it: [Note: threads at exit] in world.py.
         tag, sequence = self._next_operation(what)
         everyone = torch.empty(self.size, values.numel(), dtype=values.dtype)
         everyone[self.rank].copy_(values)
@@ -157,12 +157,12 @@ class SocketTransport(Transport):
         return everyone.sum(dim=0)
 
     def close(self) -> None:
-        """Lets go of the process group, and of the buffers."""
+        """Drop the process group and the buffers."""
         self._group = None
         self._scratch.clear()
 
     def _exchange_parts(self, parts: Sequence[Tensor], what: str) -> tuple[list[Tensor], Pending]:
-        """Sends each rank its part; receives every rank's version of this rank's part."""
+        """Send each rank its part. Returns the terms of this rank's part in rank order, and a handle."""
         mine = parts[self.rank]
         numel = mine.numel()
         tag, sequence = self._next_operation(what)
@@ -184,11 +184,8 @@ class SocketTransport(Transport):
         return buffer[:nbytes].view(dtype)
 
     def _next_operation(self, what: str) -> tuple[int, int]:
-        """Tag and sequence.
-
-        A tag is of number and name: where ranks are not at the same operation, nothing comes, rather than something
-        else.
-        """
+        """Return the tag and the sequence number of the next operation."""
+        # The tag includes the name, so ranks at different operations time out instead of receiving wrong data.
         sequence = self._channel.begin(what)
         name = zlib.crc32(what.encode()) % _NUM_NAMES
         tag = self._first_tag + name * _TAGS_PER_NAME + self._num_operations % _TAGS_PER_NAME
@@ -208,7 +205,7 @@ class SocketTransport(Transport):
             works = [
                 start(tensor, self.ranks[peer], self._group, tag) for peer, tensor in tensors.items() if tensor.numel()
             ]
-        except RuntimeError as error:  # the other end of a connection is gone
+        except RuntimeError as error:  # the peer closed the connection
             raise self._error(what, 0.0, error) from error
         return [work for work in works if work is not None]
 

@@ -1,10 +1,10 @@
-"""This process among all processes of the job: rank, device, small objects, and what ends with an engine.
+"""This process among all processes of the job: rank, device, and the exchange of small objects.
 
 [Note: threads at exit]
-The threads of a gloo group end when its last reference goes. One that lives on into the interpreter's shutdown, with a
-tensor of a finished collective in its hands, aborts the process. So `leave` must drop the last reference: routes let go
-of their group in `close`, and `torch.distributed.nn.functional`, which binds the default group as a default argument
-when it is imported, is imported here, before there is one.
+The threads of a gloo group end when its last reference is dropped. If a thread lives into the interpreter's shutdown
+and holds a tensor of a finished collective, it aborts the process. So `leave` must drop the last reference. Transports
+drop their group in `close`. `torch.distributed.nn.functional` binds the default group as a default argument when it is
+imported, so it is imported here, before the group exists.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from .collective_watchdog import CollectiveWatchdog, leave_errors_to_us
 from .errors import Begun, CollectiveError, ErrorBroadcast, no_answer
 from .rendezvous import is_launched, launched_ranks, make_process_group
 
-# How many worlds use a process group that `join` made. As global as the default process group itself, whose end it
-# decides; weak, because a last reference would keep the group's threads alive.
+# How many worlds use a process group that `join` made. Global like the default process group, which ends with the last
+# user. Weak, because a reference would keep the group's threads alive.
 _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-# The process groups whose connections a failed collective has ended, and its error. As global as these groups.
+# Process groups whose connections a failed collective has ended, and its error. Global like the groups.
 _BROKEN: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 _LENGTH_BYTES = 8
-_FIRST_BYTES = 256  # of each rank in the first collective; most of what ranks tell each other is shorter
-_NO_TAG = (1 << 31) - 1  # that no message has
-_CHANNEL = NUM_CHANNELS - 1  # of the record of the progress; the others are those of axes
-_HOST_BACKENDS = ("gloo", "mpi", "fake")  # whose `wait` returns when the result is there
+_FIRST_BYTES = 256  # of each rank in the first collective: most objects are shorter
+_NO_TAG = (1 << 31) - 1  # above the tags of messages
+_CHANNEL = NUM_CHANNELS - 1  # of the progress record; the channels below belong to axes
+_HOST_BACKENDS = ("gloo", "mpi", "fake")  # their `wait` blocks the host until the result is ready
 _WITHOUT_FLOAT64 = {"mps"}
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is.
+    """This process and the default process group.
 
-    `owns_process_group` says whether the default process group is one that `join` made; the last to `leave` ends it.
-    `began_alone`: it was made without a launcher, just now. `progress` is the record of what this process does; off,
-    where neither a launcher nor the config asks for it.
+    `owns_process_group`: `join` made the default process group, and the last world to `leave` destroys it.
+    `began_alone`: the group was made just now, without a launcher. `progress`: the record of this process, off unless a
+    launcher or the config asks for it.
     """
 
     rank: int
@@ -66,17 +66,14 @@ class World:
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
     overdue: CollectiveWatchdog = field(default_factory=CollectiveWatchdog, compare=False)
-    raised: ErrorBroadcast = field(
-        default_factory=ErrorBroadcast, compare=False
-    )  # what ranks tell each other of errors in a call
+    raised: ErrorBroadcast = field(default_factory=ErrorBroadcast, compare=False)
 
     @classmethod
     def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
-        """Uses the default process group that exists, or makes one from the launcher's environment variables.
+        """Use the existing default process group, or make it from the launcher's environment variables.
 
-        With neither it is a world of one, for which a process group without network is made.
-        Raises ValueError where some of the launcher's variables are set and others are missing, CollectiveError where
-        another rank does not come.
+        Without both, make a group of this process only, without network. Raises ValueError if some of the launcher's
+        variables are missing, CollectiveError if a rank does not arrive.
         """
         chosen = _choose_device(device)
         progress = Progress.of_this_process()
@@ -104,14 +101,14 @@ class World:
         return world
 
     def settle(self) -> None:
-        """Returns when the device has done what it was given. A rank that is lost meanwhile is told of in `leave`."""
+        """Wait until the device is idle. If a rank is lost meanwhile, `leave` raises."""
         if self.size > 1 and not self.waits_on_host and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def leave(self) -> None:
-        """Destroys the default process group where `join` made it and nobody else is in it. To be called once.
+        """Destroy the default process group if `join` made it and no other world uses it. Call it once.
 
-        Raises CollectiveError where a rank was found lost and nobody was told.
+        Raises CollectiveError if a lost rank was found and not reported yet.
         """
         self.raised.close()
         self.watchdog.stop()
@@ -130,7 +127,7 @@ class World:
 
     @cached_property
     def waits_on_host(self) -> bool:
-        """Whether `wait` of the backend for `device` returns when the result is there; else it orders a stream."""
+        """True if `wait` of the device's backend blocks the host. False if it orders a stream."""
         backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
         return backends.get(self.device.type) in _HOST_BACKENDS
 
@@ -145,14 +142,14 @@ class World:
         return self.backend == "fake"
 
     def gather_objects(self, value: object) -> list[Any]:
-        """The value of every rank, by rank. For start-up and error paths: small picklable objects."""
+        """Gather a small picklable object from every rank, by rank. For start-up and error paths."""
         if self.size == 1 or self.is_simulated:
             return [value] * self.size if self.size < 4096 else [value]
         with self._waiting("an exchange of objects"):
             return gather_objects(value)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """One rank's value on every rank."""
+        """Return the object of rank `source` on every rank."""
         if self.size == 1 or self.is_simulated:
             return value
         values = [value]
@@ -161,17 +158,17 @@ class World:
         return values[0]
 
     def broadcast_tensor(self, value: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """One rank's values on every rank, on `device`; every rank passes a tensor of the same shape and dtype."""
+        """Return the tensor of rank `source` on every rank, on `device`. All ranks pass the same shape and dtype."""
         if self.size == 1 or self.is_simulated:
             return value
-        # A copy: what is passed may be expanded, strided, or the user's own.
+        # A copy, since the argument may be expanded, strided, or the user's tensor.
         buffer = value.to(self.device, copy=True).contiguous()
         with self._waiting(f"a broadcast of rank {source}'s values"):
             dist.broadcast(buffer, src=source)
         return buffer
 
     def broadcast_tensors(self, values: Sequence[torch.Tensor], source: int = 0) -> list[torch.Tensor]:
-        """As `broadcast_tensor` of each, of one dtype, in one message."""
+        """Broadcast several tensors of the same dtype in a single message."""
         if len(values) == 1 or self.size == 1 or self.is_simulated:
             return [self.broadcast_tensor(value, source) for value in values]
         together = self.broadcast_tensor(torch.cat([value.flatten().to(self.device) for value in values]), source)
@@ -179,15 +176,15 @@ class World:
         return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
     def assemble(self, parts: torch.Tensor) -> torch.Tensor:
-        """What all ranks have together, on every rank, bit by bit.
+        """Combine disjoint parts of a tensor on every rank, bit by bit.
 
-        parts: (n,) on `device`, what this rank has, and zero elsewhere; it is written to. No element is on two ranks.
+        parts: (n,) on `device`, with this rank's elements, and zero in all other places. Overwritten.
         """
         self.sum(parts.view(torch.int32 if parts.element_size() % 4 == 0 else torch.uint8), "the parts of a tensor")
         return parts
 
     def sum(self, terms: torch.Tensor, what: str) -> torch.Tensor:
-        """Of a tensor on `device` of each rank, which is written to."""
+        """Sum a tensor on `device` over the ranks, in place."""
         if self.size > 1 and not self.is_simulated:
             with self._waiting(what):
                 dist.all_reduce(terms)
@@ -195,14 +192,15 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            device_ids = None if self.waits_on_host else [self.device.index or 0]  # torch warns where it has to guess
+            device_ids = None if self.waits_on_host else [self.device.index or 0]  # without it torch warns
             with self._waiting("a barrier"):
                 dist.barrier(device_ids=device_ids)
 
     def watch(self, step_timeout_seconds: float | None) -> None:
-        """How long a step may take; None: no limit.
+        """Limit the time of a step. None: no limit.
 
-        Past it a launcher that keeps a record says who waits for whom; without one this rank says what it does.
+        If a step exceeds it, the launcher that reads the records reports who waits for whom. Without a launcher this
+        rank logs its activity.
         """
         self.progress.set_limit(step_timeout_seconds)
         if step_timeout_seconds is not None and not self.progress.is_on:
@@ -242,7 +240,7 @@ class World:
 
     @cached_property
     def hosts(self) -> list[str]:
-        """By rank, the host that it is on: told apart by boot identity and memory namespace, not only by name."""
+        """The host of each rank, identified by boot id and memory namespace, since names may be equal."""
         return self.gather_objects(_host_identity())
 
     @property
@@ -251,9 +249,9 @@ class World:
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of every rank of the group, by rank: small picklable objects.
+    """Gather a small picklable object from every rank of the group, by rank.
 
-    One collective where all of them are small, else a second one; `dist.all_gather_object` has two, one of sizes.
+    Takes a single collective if all objects are small, else two. `dist.all_gather_object` always takes two.
     """
     written = pickle.dumps(value)
     begins = len(written).to_bytes(_LENGTH_BYTES, "little") + written
@@ -265,7 +263,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 
 
 def _gather_bytes(content: bytes, count: int, group: dist.ProcessGroup | None) -> list[bytes]:
-    """So many bytes of every rank's content, which is filled with zeros, or cut off."""
+    """Gather `count` bytes of every rank's content, truncated or padded with zeros."""
     device = dist.distributed_c10d._get_object_coll_device(group)
     own = torch.frombuffer(bytearray(content[:count].ljust(count, b"\0")), dtype=torch.uint8).to(device)
     everyone = torch.empty(dist.get_world_size(group), count, dtype=torch.uint8, device=device)
@@ -274,9 +272,9 @@ def _gather_bytes(content: bytes, count: int, group: dist.ProcessGroup | None) -
 
 
 def _choose_device(device: str) -> torch.device:
-    """The device of this rank: the CPU, or its own among those of the accelerator that torch knows here.
+    """Choose this rank's device: the CPU, or one of the accelerators that torch finds.
 
-    device: auto, cpu, or an accelerator's name, such as cuda or xpu. Raises ValueError for one that is not there.
+    device: auto, cpu, or an accelerator such as cuda or xpu. Raises ValueError if it is not available.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device == "cpu" or (device == "auto" and (accelerator is None or accelerator.type in _WITHOUT_FLOAT64)):
@@ -284,10 +282,10 @@ def _choose_device(device: str) -> torch.device:
     if device != "auto":
         name, _, index = device.partition(":")
         if name in _WITHOUT_FLOAT64:
-            raise ValueError(f'device: expected one with float64, in which norms are summed, found "{name}"; set "cpu"')
+            raise ValueError(f'device: "{name}" has no float64, which norms need. Set "device": "cpu".')
         if accelerator is None or name != accelerator.type:
-            there = f'only the CPU and "{accelerator.type}"' if accelerator is not None else "none beside the CPU"
-            raise ValueError(f'device: expected a {name} device, found {there} that torch can use; set "device": "cpu"')
+            there = f'the CPU and "{accelerator.type}"' if accelerator is not None else "only the CPU"
+            raise ValueError(f'device: expected a {name} device, but torch finds {there}. Set "device": "cpu".')
         if index:
             return torch.device(name, int(index))
     assert accelerator is not None
@@ -295,25 +293,24 @@ def _choose_device(device: str) -> torch.device:
 
 
 def _device_index(kind: str, num_visible: int) -> int:
-    """The number of this rank's own device among those that the process sees.
+    """Return the index of this rank's device among the devices that the process sees.
 
-    It is LOCAL_RANK, unless the process sees one device alone: then that was chosen for it by whoever has set its mask
-    (srun --gpus-per-task=1). Raises ValueError where there are fewer devices than ranks.
+    The index is LOCAL_RANK, except if the process sees a single device. Raises ValueError if ranks outnumber devices.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if num_visible == 1:
+    if num_visible == 1:  # a mask has chosen it for this rank (srun --gpus-per-task=1)
         return 0
     if local_rank >= num_visible:
-        mask = "CUDA_VISIBLE_DEVICES" if kind == "cuda" else "the mask of its devices"
+        mask = "CUDA_VISIBLE_DEVICES" if kind == "cuda" else "the device mask"
         raise ValueError(
-            f"device: expected a {kind} device for local rank {local_rank}, found {num_visible} devices that this "
-            f'process may use; start fewer ranks on each host, change {mask}, or set "device": "cpu"'
+            f"device: expected a {kind} device for local rank {local_rank}, but this process sees {num_visible} "
+            f'devices. Start fewer ranks on each host, change {mask}, or set "device": "cpu".'
         )
     return local_rank
 
 
 def note_broken(group: dist.ProcessGroup | None, why: str) -> None:
-    """A collective of the group has failed: its connections are gone."""
+    """Mark a process group as broken: a collective of it has failed, and its connections are gone."""
     if group is not None:
         _BROKEN.setdefault(group, why.splitlines()[0])
 
@@ -321,15 +318,15 @@ def note_broken(group: dist.ProcessGroup | None, why: str) -> None:
 def _refuse_broken(group: dist.ProcessGroup | None) -> None:
     if group in _BROKEN:
         raise CollectiveError(
-            f"rank {dist.get_rank()}: the process group is broken for good, since a collective of it has failed "
-            f"({_BROKEN[group]}); no engine can use it any more. Start the job again from a checkpoint; or, if all "
-            "ranks are alive, close every engine, destroy the process group, and make another one on all ranks"
+            f"rank {dist.get_rank()}: no engine can use the process group any more, because a collective of it has "
+            f"failed ({_BROKEN[group]}). Restart the job from a checkpoint. If all ranks are alive, they can also "
+            "close every engine, destroy the process group, and make a new group."
         )
 
 
 def break_connections(group: dist.ProcessGroup | None, others: Sequence[int], tag: int) -> None:
-    """Ends those of a gloo group, and what waits for them: gloo does so after a wait in vain. tag: of no message."""
-    for peer in others:
+    """End the connections of a gloo group, and so all waits on them. tag: unused by messages."""
+    for peer in others:  # gloo closes a connection when a receive on it times out
         with suppress(RuntimeError):
             nothing = dist.irecv(torch.empty(1), peer, group, tag)
             if nothing is not None:

@@ -43,13 +43,13 @@ def test_a_named_device_is_taken_as_it_is(devices: pytest.MonkeyPatch) -> None:
 
 def test_more_ranks_than_devices_are_told(devices: pytest.MonkeyPatch) -> None:
     devices.setenv("LOCAL_RANK", "4")
-    with pytest.raises(ValueError, match="expected a cuda device for local rank 4, found 4 devices that this process"):
+    with pytest.raises(ValueError, match="expected a cuda device for local rank 4, but this process sees 4 devices"):
         _choose_device("auto")
 
 
-ONLY_CPU = 'expected a {} device, found none beside the CPU that torch can use; set "device": "cpu"'
-OTHER = 'expected a xpu device, found only the CPU and "cuda" that torch can use; set "device": "cpu"'
-NO_FLOAT64 = 'expected one with float64, in which norms are summed, found "mps"; set "cpu"'
+ONLY_CPU = 'expected a {} device, but torch finds only the CPU. Set "device": "cpu".'
+OTHER = 'expected a xpu device, but torch finds the CPU and "cuda". Set "device": "cpu".'
+NO_FLOAT64 = 'device: "mps" has no float64, which norms need. Set "device": "cpu".'
 
 
 @pytest.mark.parametrize(
@@ -87,5 +87,5 @@ def test_the_process_group_is_the_one_that_torch_has(
 
 def test_ranks_on_a_device_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="device: expected one for which torch knows a process group, found mtia"):
+    with pytest.raises(ValueError, match="device: torch knows no process group backend for mtia"):
         backend_of(torch.device("mtia"))

@@ -97,7 +97,7 @@ def test_auto_takes_sockets_on_all_ranks_where_one_gets_no_shared_memory(
     found = ranks(2, create_with_log, f"lowtide.comm.shared_segment.{patched}", replacement)
     assert [name for name, _ in found] == ["sockets", "sockets"]
     assert [len(said) for _, said in found] == [1, 0]
-    assert found[0][1][0].startswith(f'communication.route: "auto" takes sockets, since on rank 1 {why}')
+    assert found[0][1][0].startswith(f'communication.route: "auto" uses sockets, because on rank 1 {why}')
 
 
 def cannot_map(*args: Any, **kwargs: Any) -> None:
@@ -107,7 +107,9 @@ def cannot_map(*args: Any, **kwargs: Any) -> None:
 def test_shared_memory_that_one_rank_cannot_map_is_an_error_on_every_rank(ranks: RankPool) -> None:
     for _, text, left in ranks(2, create_on_rank_1, cannot_map):
         assert text.startswith("shared memory for counters: rank 1 cannot map /dev/shm/lowtide-") and left == []
-        assert text.endswith("(unable to open file: Permission denied (13)); use the sockets route")
+        assert text.endswith(
+            '(unable to open file: Permission denied (13)). Set "communication": {"route": "sockets"}.'
+        )
 
 
 def create_on_rank_1(replacement: Any) -> tuple[str, str, list[str]]:

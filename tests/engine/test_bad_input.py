@@ -252,8 +252,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "half a launcher": (
         incomplete_launch,
         "ValueError: the launcher's environment is incomplete: found RANK, MASTER_ADDR; missing WORLD_SIZE, "
-        "MASTER_PORT. Start the script with `lowtide launch` or torchrun, or set all four, or none for a "
-        "world of one.",
+        "MASTER_PORT. Start the script with `lowtide launch` or torchrun, or set all four, or none to "
+        "run a single process.",
     ),
     "replaced after initialize": (
         replaced_by_hand,

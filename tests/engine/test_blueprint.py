@@ -361,7 +361,7 @@ def test_routes(device: str, num_hosts: int, wanted: str, route: str) -> None:
     ("device", "num_hosts", "wanted", "said"),
     [
         ("cpu", 2, "shared_memory", 'expected all ranks on one host for "shared_memory", found 2 hosts'),
-        ("cuda", 1, "sockets", '"sockets" is for CPU ranks; on cuda use "auto"'),
+        ("cuda", 1, "sockets", '"sockets" is for CPU ranks. On cuda use "auto".'),
     ],
 )
 def test_routes_that_are_not_possible(device: str, num_hosts: int, wanted: str, said: str) -> None:

@@ -99,7 +99,7 @@ def evaluate_alone(route: str) -> str:
 @pytest.mark.parametrize(
     ("route", "text"),
     [
-        ("shared_memory", "Do all ranks run the same calls of the engine in the same order?"),
+        ("shared_memory", "Do all ranks make the same calls of the engine in the same order?"),
         ("sockets", "or the ranks make different calls of the engine"),
     ],
 )
@@ -138,7 +138,7 @@ def agree_on_one_rank() -> str:
 def test_small_sums_of_different_calls_are_not_mixed(ranks: RankPool) -> None:
     for rank, text in enumerate(ranks(2, agree_on_one_rank)):
         what, other = ("engine.agree()", 1) if rank == 0 else ("the mean of the loss", 0)
-        assert text.startswith(f"rank {rank} in {what}: rank {other} came to another call of the engine.")
+        assert text.startswith(f"rank {rank} in {what}: rank {other} made a different call of the engine.")
 
 
 def test_how_ranks_agree_is_one_of_two() -> None:

@@ -121,7 +121,7 @@ def lines(text: str) -> list[str]:
     return [line.rpartition(" for ")[0] or line for line in text.splitlines()[:-1]] + text.splitlines()[-1:]
 
 
-AGREEMENT = "waiting in the agreement of all ranks on what comes next ("
+AGREEMENT = "waiting in the agreement of all ranks on the next action ("
 
 
 def test_a_wait_before_gathers_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path: Path) -> None:

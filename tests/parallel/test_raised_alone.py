@@ -62,7 +62,7 @@ def three_steps(route: str, failing: tuple[int, ...], axis: str) -> list[str]:
 def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool, route: str, axis: str) -> None:
     (_, other, later), (_, own, again) = ranks(2, three_steps, route, (1,), axis)
     assert own == "mine, in block 1"
-    assert "rank 1 raised ValueError: mine, in block 1, and goes no further in this call of the engine" in other
+    assert "rank 1 raised ValueError: mine, in block 1 and left this call of the engine, which needs all ranks" in other
     assert "rank 0" in again and "no answer" not in later
     for text in (other, later, again):
         assert "waited 120 s" not in text and "Timed out" not in text
@@ -146,5 +146,7 @@ def two_engines(route: str) -> str:
 
 def test_the_next_engine_says_that_the_group_is_broken(ranks: RankPool) -> None:
     told, _ = ranks(2, two_engines, "sockets")
-    assert told.startswith("rank 0: the process group is broken for good, since a collective of it has failed (")
-    assert "Start the job again from a checkpoint" in told
+    assert told.startswith(
+        "rank 0: no engine can use the process group any more, because a collective of it has failed ("
+    )
+    assert "Restart the job from a checkpoint" in told

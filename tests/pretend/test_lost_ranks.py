@@ -70,7 +70,7 @@ def test_what_nobody_was_told_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch
     ) as caught:
         overdue.stop()
     assert str(caught.value).endswith(
-        "One rank alone may run it inside of `with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed), "
-        "which all ranks enter."
+        "To run a forward on a single rank, let all ranks enter `with engine.gathered():` (zero.GatheredParameters in "
+        "lowtide.deepspeed) around it."
     )
     overdue.stop()  # once

@@ -1,1 +1,1 @@
-"""How one model is shared: layers, sequences and experts over an axis of the mesh, and tokens over tiles."""
+"""Splits a model over ranks: layers, sequences and experts over a mesh axis, and tokens into tiles."""

@@ -1,14 +1,15 @@
 """Attention of a block of queries to a block of keys, as one part of a softmax over more keys.
 
-| block    | what its queries see   | computed by                                                                    |
-|----------|------------------------|--------------------------------------------------------------------------------|
-| EMPTY    | nothing                | nobody                                                                         |
-| FULL     | all of its keys        | torch's flash attention, where it takes the device and the dtype               |
-| DIAGONAL | keys up to themselves  | the same                                                                       |
-| PARTIAL  | what a mask says       | the formula, some queries at a time: their scores are all that is there        |
+| block    | its queries see       | computed by                                                        |
+|----------|-----------------------|--------------------------------------------------------------------|
+| EMPTY    | no key                | skipped                                                            |
+| FULL     | all of its keys       | torch's flash attention if it takes the device and the dtype       |
+| DIAGONAL | keys up to themselves | the same                                                           |
+| PARTIAL  | keys of a mask        | the formula, some queries at a time, so that few scores exist      |
 
-Forward gives each query's output over these keys alone, and the logarithm of the sum of exp(scores). Backward takes the
-output and that logarithm over all keys: with them P = exp(scores - lse) is the softmax over all, and blocks add up.
+Forward returns the output of each query over these keys alone, and log(sum(exp(scores))). Backward takes the output and
+that logarithm over all keys. With them P = exp(scores - lse) is the softmax over all keys, so the gradients of blocks
+add up.
 Source: FlashAttention-2, arXiv 2307.08691, sections 2.3 and 3.1.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from .sequence_data import AttentionContext
 
-_MOST_SCORES = {"cpu": 1 << 20}  # at a time, by the formula
+_MOST_SCORES = {"cpu": 1 << 20}  # at a time, in the formula
 _MOST_SCORES_ELSEWHERE = 1 << 24
 _MIX = 0x9E3779B97F4A7C15
 _FLASH_DTYPES = {
@@ -34,7 +35,7 @@ _FLASH_DTYPES = {
 
 
 class Kind(Enum):
-    """Of a block: see the table at the top of the file."""
+    """The kinds of a block, in the table at the top of the file."""
 
     EMPTY = auto()
     FULL = auto()
@@ -44,14 +45,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """Which tokens of a whole a token may look at. window: how many up to itself; None: all."""
+    """The keys that a token may look at. window: how many tokens up to itself; None: all."""
 
     whole: AttentionContext
     is_causal: bool
     window: int | None
 
     def kind(self, queries: range, keys: range) -> Kind:
-        """Of the block of these tokens."""
+        """Return the kind of a block."""
         first, last = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start  # least and largest distance
         length = keys.stop if self.whole.length is None or self.is_causal else self.whole.length
         if (self.is_causal and last < 0) or (self.window is not None and first >= self.window) or keys.start >= length:
@@ -65,11 +66,11 @@ class Seen:
         return Kind.DIAGONAL if queries == keys else Kind.PARTIAL
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """(rows or 1, queries, keys) bool, True where a query may look."""
+        """Return (rows or 1, queries, keys) bool, True if a query may look at a key."""
         return self.whole.mask(queries, keys, self.is_causal, self.window, device)
 
     def _by_values(self, queries: range, keys: range) -> Kind:
-        """EMPTY, PARTIAL or FULL."""
+        """Return EMPTY, PARTIAL or FULL, from padding and packed sequences."""
         kinds = []
         if (padding := self.whole.keys) is not None:
             kinds.append(_of_padding(padding[:, keys.start : keys.stop]))
@@ -79,14 +80,14 @@ class Seen:
 
 
 def _of_padding(keys: Tensor) -> Kind:
-    """keys: (rows, keys) bool. A device is not asked, here and below: it would be waited for."""
+    """keys: (rows, keys) bool. A device tensor counts as PARTIAL, since reading it would wait for the device."""
     if keys.device.type != "cpu":
         return Kind.PARTIAL
     return Kind.FULL if bool(keys.all()) else Kind.PARTIAL if bool(keys.any()) else Kind.EMPTY
 
 
 def _of_packed(queries: Tensor, keys: Tensor) -> Kind:
-    """Of numbers of sequences, which grow along a row, but for what was added behind it."""
+    """Sequence numbers grow along a row, except in the padding behind it. A device tensor counts as PARTIAL."""
     if keys.device.type != "cpu":
         return Kind.PARTIAL
     if bool((keys.amax(1) < queries.amin(1)).all()):
@@ -97,9 +98,9 @@ def _of_packed(queries: Tensor, keys: Tensor) -> Kind:
 
 @dataclass(frozen=True)
 class Scores:
-    """What attention makes of the products of queries and keys. seed: of what dropout draws.
+    """Attention of a block: scale, mask and dropout of the scores. seed: of dropout.
 
-    device: the type of which kernels are taken; None: that of the tensors.
+    device: the type whose kernels are used; None: that of the tensors.
     """
 
     seen: Seen
@@ -109,7 +110,7 @@ class Scores:
     device: str | None = None
 
     def device_of(self, query: Tensor) -> str:
-        """The type of which kernels are taken."""
+        """Return the device type whose kernels are used."""
         return self.device or query.device.type
 
     def forward(
@@ -117,10 +118,13 @@ class Scores:
         query: Tensor,  # (rows, heads, queries, size)
         key: Tensor,  # (rows, heads of keys, keys, size)
         value: Tensor,
-        queries: range,  # which tokens these are
+        queries: range,  # token numbers
         keys: range,
     ) -> tuple[Tensor, Tensor] | None:
-        """(rows, heads, queries, size of values), and (rows, heads, queries) in float32 at least; None of no keys."""
+        """Return output (rows, heads, queries, value size) and lse (rows, heads, queries), or None for an EMPTY block.
+
+        lse has at least 32 bits.
+        """
         kind = self.seen.kind(queries, keys)
         if kind is Kind.EMPTY:
             return None
@@ -141,16 +145,16 @@ class Scores:
 
     def backward(
         self,
-        grad: Tensor,  # of the output, as `query`
+        grad: Tensor,  # of the output, in the shape of `query`
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        out: Tensor,  # over all keys, as `query`
+        out: Tensor,  # over all keys, in the shape of `query`
         lse: Tensor,  # (rows, heads, queries), over all keys
         queries: range,
         keys: range,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What this block adds to the gradients of query, key and value, in any dtype; None: nothing."""
+        """Return this block's terms of the gradients of query, key and value, in any dtype; None for an EMPTY block."""
         kind = self.seen.kind(queries, keys)
         if kind is Kind.EMPTY:
             return None
@@ -178,8 +182,10 @@ class Scores:
     def _chunks(
         self, kind: Kind, query: Tensor, key: Tensor, queries: range, keys: range
     ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Some queries at a time: which, their scores (rows, heads of keys, queries of all its heads, keys), and what
-        dropout multiplies weights with."""
+        """Yield some queries at a time: their slice, their scores and the dropout factors of their weights.
+
+        Scores: (rows, key heads, queries of all heads of a key, keys).
+        """
         rows, heads, numel, _ = query.shape
         most = _MOST_SCORES.get(self.device_of(query), _MOST_SCORES_ELSEWHERE)
         step = max(1, most // (rows * heads * len(keys)))
@@ -193,7 +199,7 @@ class Scores:
             yield part, scores, self._kept(scores, queries[part], keys)
 
     def _kept(self, scores: Tensor, queries: range, keys: range) -> Tensor | None:
-        """The same one in the backward, which has the same chunks."""
+        """Draw the dropout factors. Forward and backward have the same chunks, so they draw the same numbers."""
         if not self.dropout:
             return None
         generator = torch.Generator(scores.device)
@@ -230,13 +236,14 @@ class Scores:
         heads, is_causal = key.shape[1], kind is Kind.DIAGONAL
         folded, key, value = _alike(kind, query, key, value)
         grad, out = grad.reshape(folded.shape), out.reshape(folded.shape)
-        lse = lse.contiguous().view(folded.shape[:3])  # a device's kernel takes no strides of it
+        lse = lse.contiguous().view(folded.shape[:3])  # the device kernel ignores its strides
         if self.device_of(query) == "cpu":
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, folded, key, value, out, lse, 0.0, is_causal, scale=self.scale
             )
         else:
-            random = [torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ())]  # not read
+            # seed and offset of dropout: required, but not read without dropout
+            random = [torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ())]
             lengths = folded.shape[2], key.shape[2]
             found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad, folded, key, value, out, lse, None, None, *lengths, 0.0, is_causal, *random,
@@ -248,7 +255,7 @@ class Scores:
 
 
 class Outputs:
-    """The outputs over all keys that have come: (rows, heads, queries, size of values), wide, and their `lse`."""
+    """The outputs over all keys so far, (rows, heads, queries, value size) in a wide dtype, and their `lse`."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
         wide = accumulated(query.dtype)
@@ -256,7 +263,7 @@ class Outputs:
         self.lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
 
     def add(self, part: slice, out: Tensor, lse: Tensor) -> None:
-        """Of those queries, over other keys than before."""
+        """Add the outputs of some queries over further keys."""
         total = torch.logaddexp(self.lse[:, :, part], lse)
         had, more = (_weights(one[..., None], total) for one in (self.lse[:, :, part], lse))
         self.out[:, :, part].mul_(had).addcmul_(out.to(self.out.dtype), more)
@@ -264,17 +271,19 @@ class Outputs:
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """In what outputs and gradients are added up."""
+    """Return the dtype in which outputs and gradients are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), and 0 where a query sees nothing."""
+    """Return exp(scores - lse), and 0 for a query that sees no key."""
     return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp_()
 
 
 def _alike(kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With as many heads. Queries of all heads of a key are one sequence, where each sees the same keys."""
+    """Return query, key and value with as many heads. In a FULL block the queries of all heads of a key form one
+    sequence.
+    """
     heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     if groups == 1:
         return query, key, value
@@ -284,13 +293,13 @@ def _alike(kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 def _chunk(x: Tensor, part: slice, heads: int) -> Tensor:
-    """(rows, heads of keys, heads of each, some queries, size): a view."""
+    """Return a view (rows, key heads, heads of each key, some queries, size)."""
     x = x[:, :, part]
     return x.view(x.shape[0], heads, -1, *x.shape[2:])
 
 
 def _folded(x: Tensor, part: slice, heads: int) -> Tensor:
-    """(rows, heads of keys, some queries of all its heads, size)."""
+    """Return (rows, key heads, some queries of all heads of a key, size)."""
     return _chunk(x, part, heads).flatten(2, 3)
 
 

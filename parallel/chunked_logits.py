@@ -1,25 +1,25 @@
-"""Logits that are not there: what the head of a language model gives, until its cross-entropy is asked for.
+"""Logits that are not computed until a loss or another function needs them.
 
     hidden (..., n) -> head -> ChunkedLogits (..., vocabulary) -> views, float() -> cross_entropy -> loss
                                keeps hidden and weight          act on hidden     linear_cross_entropy, in tiles
 
-[Note: what is lazy] A view of the logits that leaves the vocabulary whole is the head of the same view of `hidden`, and
-so it is made: shifting, flattening, masking, widening. `functional.cross_entropy` of class indices, by whomever it is
-called (a Hugging Face model's loss, a user's own), is then computed a tile of tokens at a time from the head's weight.
-Anything else needs values: it gets the logits as they would have been, with their graph, and a warning says who asked.
-A change in place is refused, since it would be lost. What goes past Python's functions (an autograd.Function on logits)
-comes to the same values and gradients in `__torch_dispatch__` and `_Logits`.
+[Note: lazy functions] A view of the logits that keeps the vocabulary whole equals the head of the same view of
+`hidden`, so it stays lazy: shifting, flattening, masking, widening. `functional.cross_entropy` of class indices, called
+by a Hugging Face model or by the user, is then computed from the head's weight, a tile of tokens at a time. Any other
+function gets computed logits with their graph, and a warning names the function. A change in place is refused, since it
+would be lost. Code below Python's functions (an autograd.Function on logits) gets the same values and gradients from
+`__torch_dispatch__` and `_Logits`.
 
-[Note: tiles of a head that ranks share]
-No rank has its part of the logits either:
+[Note: tiles of a split head]
+With a vocabulary that is split over ranks, no rank holds its part of the logits either:
 
-    forward   each tile: x = h w^T -> its largest, the sum of exponentials beside it, the target's     (tokens, 3)
-              one gather of these three numbers -> loss, and lse = log sum_v exp x[t, v] of all ranks
+    forward   each tile: x = h w^T -> maximum, sum of exponentials relative to it, the target's logit   (tokens, 3)
+              a gather of these three numbers -> loss, and lse = log sum_v exp x[t, v] of all ranks
     backward  each tile: x again, d = (exp(x - lse) - onehot(target)) dloss -> dh = d w, dw += d^T h
 
-The gradient of a tile's logits needs what all ranks know, so it is made in the backward, by a second product; what is
-exchanged is that of `_CrossEntropy` in `vocab_parallel.py`. dh is this rank's part, which is summed in front of the
-head.
+The gradient of a tile's logits needs lse of all ranks, so the backward computes it, with a second product. The
+collective is the same as in `_CrossEntropy` of `vocab_parallel.py`. dh is a term of a sum over the ranks; the head's
+input sums it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from ..model.patches import ModelPatches
 from .tiled_mlp import tile_of
 
 Warn = Callable[[str], None]
-"""Told once of each function that has asked for all logits."""
+"""Takes a warning, once for each function that needs computed logits."""
 
 
 class ChunkedHead:
-    """Gives a linear layer a forward that makes `ChunkedLogits` of more tokens than a tile has; a ledger undoes it."""
+    """Replaces a linear layer's forward: more tokens than a tile give `ChunkedLogits`."""
 
     def __init__(
         self, name: str, head: nn.Linear, tokens: int | None, backend: Backend, ledger: ModelPatches, warn: Warn
     ) -> None:
-        """tokens: of a tile; None: as many as hidden is wide, at least MIN_TILE. backend: of the loss."""
+        """tokens: of a tile; None: the width of hidden, at least MIN_TILE. backend: of the loss."""
         self.name, self.backend = name, backend
         self._tokens = tokens
         self._warn = warn
@@ -67,7 +67,7 @@ class ChunkedHead:
         weight: Tensor = head.weight
         bias: Tensor | None = head.bias
         if not torch.is_grad_enabled():
-            # They may be released before a loss behind the model reads them. Logits would be larger than this copy.
+            # A ZeRO unit may release them before the loss reads them. The copy is smaller than the logits.
             weight, bias = weight.clone(), None if bias is None else bias.clone()
         return logits_of(self, hidden, weight, bias, _dtype_of(hidden, weight))
 
@@ -84,7 +84,7 @@ class ChunkedHead:
 
 
 class ChunkedLogits(Tensor):
-    """hidden weight^T + bias, which nobody has computed. See the top of the file."""
+    """hidden weight^T + bias, not computed. See the top of the file."""
 
     head: ChunkedHead
     hidden: Tensor  # (..., n)
@@ -133,7 +133,7 @@ class ChunkedLogits(Tensor):
         return func(*tree_map(_values(name), args), **tree_map(_values(name), kwargs or {}))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkedLogits:
-        """The logits of other tensors, which `change` has made of those that these are computed from."""
+        """Return the logits of other tensors: `change` of hidden, weight and bias."""
         bias = None if self.bias is None else change(self.bias)
         return logits_of(self.head, change(self.hidden), change(self.weight), bias, self.dtype)
 
@@ -148,14 +148,14 @@ class ChunkedLogits(Tensor):
 def logits_of(
     head: ChunkedHead, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> ChunkedLogits:
-    """dtype: of the logits, as they are read; products are in that of hidden."""
+    """Return lazy logits. dtype: of the logits as a reader sees them; products are in the dtype of hidden."""
     made: ChunkedLogits = _Logits.apply(hidden, weight, bias, dtype)  # type: ignore[no-untyped-call]
     made.head, made.hidden, made.weight, made.bias = head, hidden, weight, bias
     return made
 
 
 class _Logits(torch.autograd.Function):
-    """The graph of logits that somebody reads past Python's functions."""
+    """The graph of logits that code below Python's functions reads."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -179,14 +179,14 @@ class _Logits(torch.autograd.Function):
 
 
 def _dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Of torch's linear layer."""
+    """Return the output dtype of torch's linear layer."""
     kind = hidden.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return hidden.dtype
 
 
-# -- what is computed without values ------------------------------------------------------------------------------
+# -- lazy functions -----------------------------------------------------------------------------------------------
 
 
 def _again(logits: ChunkedLogits, hidden: Tensor, dtype: torch.dtype | None = None) -> ChunkedLogits:
@@ -194,7 +194,7 @@ def _again(logits: ChunkedLogits, hidden: Tensor, dtype: torch.dtype | None = No
 
 
 def _viewed(logits: ChunkedLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A view whose last dimension is the vocabulary; tokens keep their order in it."""
+    """Return a view whose last dimension is the vocabulary, else NotImplemented. Tokens keep their order."""
     shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
         return NotImplemented
@@ -202,7 +202,7 @@ def _viewed(logits: ChunkedLogits, func: Callable[..., Any], args: Any, kwargs: 
 
 
 def _cast(logits: ChunkedLogits, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """To float32, or to what it is, where it is."""
+    """Cast to float32 or to the present dtype, else return NotImplemented."""
     wanted = torch.float32 if func is Tensor.float else logits.dtype
     for value in (*args, *kwargs.values()) if func is Tensor.to else ():
         if isinstance(value, torch.dtype):
@@ -215,7 +215,7 @@ def _cast(logits: ChunkedLogits, func: Callable[..., Any], args: Any, kwargs: Ma
 
 
 def _indexed(logits: ChunkedLogits, index: Any) -> Any:
-    """Tokens that are chosen by slices and numbers, or by one tensor."""
+    """Choose tokens by slices and numbers, or by one tensor, else return NotImplemented."""
     dims = logits.dim() - 1
     if isinstance(index, Tensor):
         covers = index.dim() if index.dtype == torch.bool else 1
@@ -243,7 +243,7 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`functional.cross_entropy`, of class indices without weights of classes."""
+    """Compute `functional.cross_entropy` of class indices without class weights, else return NotImplemented."""
     if not isinstance(input, ChunkedLogits) or input.dim() != 2 or target.shape != input.shape[:1]:
         return NotImplemented
     is_plain = weight is None and size_average is None and reduce is None
@@ -257,7 +257,7 @@ def _loss(
 
 
 def _fused_loss(logits: ChunkedLogits, labels: Tensor, **options: Any) -> Any:
-    """`kernels.cross_entropy`."""
+    """Compute `kernels.cross_entropy` from the head's weight."""
     hidden, weight = logits.hidden, logits.weight
     columns = -(-weight.shape[0] // 16) * 16
     product = _dtype_of(hidden, weight)
@@ -274,11 +274,11 @@ def _fused_loss(logits: ChunkedLogits, labels: Tensor, **options: Any) -> Any:
     )
 
 
-# -- what needs values --------------------------------------------------------------------------------------------
+# -- functions that need values -----------------------------------------------------------------------------------
 
 
 def computed(value: Any, function: str) -> Any:
-    """Logits with their graph, in place of those that are not there. function: that asks for them."""
+    """Compute a lazy value, with its graph. function: the function that needs it."""
     if not isinstance(value, ChunkedLogits):
         return value
     value.head.warn(function)
@@ -333,13 +333,16 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
 
 
 def tiled_cross_entropy(
-    logits: ChunkedLogits,  # (tokens, own), of which nobody has computed any
+    logits: ChunkedLogits,  # (tokens, local vocabulary)
     target: Tensor,  # (tokens,)
     first: int,
     ignore_index: int,
     exchange: Collectives,
 ) -> Tensor:
-    """(tokens,), 0 where the target is ignored. first: number of the first own logit of the vocabulary."""
+    """Return (tokens,) losses, 0 for an ignored target. first: index of the first local logit in the vocabulary.
+
+    See [Note: tiles of a split head].
+    """
     hidden, weight, bias = logits.hidden, logits.weight, logits.bias
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
@@ -418,6 +421,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _tiles(count: int, tile: int) -> Iterator[slice]:
-    """Of about one size."""
+    """Return slices of about equal size."""
     size = -(-count // max(-(-count // tile), 1))
     return (slice(at, at + size) for at in range(0, count, size)) if count else iter(())

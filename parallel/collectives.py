@@ -1,18 +1,18 @@
-"""Collectives in the middle of a model, which autograd goes through.
+"""Collectives inside a model that autograd differentiates.
 
-| function    | forward              | backward             | where                                                |
-|-------------|----------------------|----------------------|------------------------------------------------------|
-| `copied`    | x                    | sum over the ranks   | before columns: all ranks have x                     |
-| `summed`    | sum over the ranks   | dy                   | behind rows: all ranks get y                         |
-| `gathered`  | all parts            | own part of the sum  | before columns: each rank has a part of the sequence |
-| `scattered` | own part of the sum  | all parts            | behind rows: each rank gets a part of the sequence   |
-| `joined`    | all parts            | own part             | each rank has a part, and then all compute the same  |
-| `parted`    | own part             | all parts            | all ranks have x, and each goes on with a part       |
+| function    | forward                 | backward                | use                                                |
+|-------------|-------------------------|-------------------------|----------------------------------------------------|
+| `copied`    | x                       | sum over the ranks      | before columns: all ranks have x                   |
+| `summed`    | sum over the ranks      | dy                      | behind rows: all ranks get y                       |
+| `gathered`  | all parts               | local part of the sum   | before columns: each rank has a part of the tokens |
+| `scattered` | local part of the sum   | all parts               | behind rows: each rank gets a part of the tokens   |
+| `joined`    | all parts               | local part              | from parts to ranks that compute the same          |
+| `parted`    | local part              | all parts               | from a tensor that all ranks have to parts         |
 
-Source: Megatron-LM, arXiv 1909.08053, section 3 (f, g), and arXiv 2205.05198, section 4.2 (g and its conjugate). A
-gradient of what all ranks have is the whole gradient on each of them, on both sides of each function.
+The gradient of a tensor that all ranks have is the whole gradient on each rank, on both sides of each function.
+`gathered_and_joined` returns both results in the same memory, from a single collective.
 
-`gathered_and_joined` gives what both give, in the same memory, of one collective.
+Source: Megatron-LM, arXiv 1909.08053, section 3 (f, g), and arXiv 2205.05198, section 4.2 (g and its conjugate).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _WithBackward(torch.autograd.Function):
 
 
 def with_backward(x: Tensor, forward: _Change, backward: _Change) -> Tensor:
-    """forward(x), whose gradient is backward(dy). forward must not keep x."""
+    """Return forward(x) with backward(dy) as its gradient. forward must not keep x."""
     y: Tensor = _WithBackward.apply(x, forward, backward)  # type: ignore[no-untyped-call]  # as torch has it
     return y
 
@@ -70,19 +70,19 @@ class _GatheredAndJoined(torch.autograd.Function):
 
 
 def copied(x: Tensor, exchange: Collectives, what: str) -> Tensor:
-    """x, of which the ranks use different things. what: the layer, in error messages; also of the others."""
+    """Return x for different uses on the ranks. what: the layer in error messages, here and below."""
     if is_missing(x):
         return x
     return _applied(x, lambda x: x.view_as(x), lambda dy: exchange.sum(dy, f"the gradient of the input of {what}"))
 
 
 def summed(x: Tensor, exchange: Collectives, what: str) -> Tensor:
-    """The sum of the ranks' x, on all of them."""
+    """Return the sum of x over the ranks, on all ranks."""
     return x if is_missing(x) else _applied(x, lambda x: exchange.sum(x, f"the output of {what}"), lambda dy: dy)
 
 
 def gathered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
-    """The parts x of all ranks, which then use different things of it."""
+    """Return the parts x of all ranks, for different uses on the ranks."""
     return _applied(
         x,
         lambda x: exchange.gather(x, dim, f"the input of {what}"),
@@ -91,23 +91,23 @@ def gathered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
 
 
 def gathered_and_joined(x: Tensor, exchange: Collectives, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
-    """The first `length` of the parts x of all ranks: for what is different on each rank, and for what is the same."""
+    """Return the first `length` tokens of all parts twice: for different uses, and for equal use on all ranks."""
     with torch._C.DisableTorchFunction():
         found: tuple[Tensor, Tensor] = _GatheredAndJoined.apply(x, exchange, dim, length, what)  # type: ignore[no-untyped-call]
     return found
 
 
 def scattered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
-    """This rank's part of the sum of the ranks' x."""
+    """Return this rank's part of the sum of x over the ranks."""
     return _applied(
         x,
-        lambda x: exchange.sum_part(x, dim, f"the output of {what}").contiguous(),  # as a layer gives it
+        lambda x: exchange.sum_part(x, dim, f"the output of {what}").contiguous(),
         lambda dy: exchange.gather(dy, dim, f"the gradient of the output of {what}"),
     )
 
 
 def joined(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
-    """The parts x of all ranks, which then compute the same of it."""
+    """Return the parts x of all ranks, for equal use on all ranks."""
     return _applied(
         x,
         lambda x: exchange.gather(x, dim, f"the output of {what}").contiguous(),
@@ -116,7 +116,7 @@ def joined(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
 
 
 def joined_columns(x: Tensor, exchange: Collectives, numel: int, what: str) -> Tensor:
-    """All `numel` of the last dimension, of which each rank has its part by `ranges_of`: filled up on the way."""
+    """Join the last dimension, `numel` wide, from parts by `ranges_of`. Uneven parts are padded for the collective."""
     bounds = ranges_of(numel, exchange.size)
     most = -(-numel // exchange.size)
     dim = x.dim() - 1
@@ -127,14 +127,14 @@ def joined_columns(x: Tensor, exchange: Collectives, numel: int, what: str) -> T
 
 
 def parted_columns(x: Tensor, exchange: Collectives, what: str) -> Tensor:
-    """This rank's columns, by `ranges_of`, of an x that all have."""
+    """Return this rank's columns, by `ranges_of`, of an x that all ranks have."""
     numel = x.shape[-1]
     low, high = ranges_of(numel, exchange.size)[exchange.place]
     return _applied(x, lambda x: x[..., low:high].contiguous(), lambda dy: joined_columns(dy, exchange, numel, what))
 
 
 def parted(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
-    """This rank's part of an x that all have."""
+    """Return this rank's part of an x that all ranks have."""
     return _applied(
         x,
         lambda x: exchange.part(x, dim).contiguous(),
@@ -143,7 +143,7 @@ def parted(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
 
 
 def lengthened(x: Tensor, dim: int, size: int) -> Tensor:
-    """x with zeros behind it along `dim`, so that there are `size`."""
+    """Pad x with zeros at the end of `dim` to `size`."""
     return _lengthened(x, dim, size - x.shape[dim])
 
 
@@ -152,6 +152,6 @@ def _lengthened(x: Tensor, dim: int, more: int) -> Tensor:
 
 
 def _applied(x: Tensor, forward: _Change, backward: _Change) -> Tensor:
-    """What it moves is seen by nobody who watches the functions of a forward: as a stage of a pipeline, for names."""
+    """Apply hidden from modes that trace torch functions, for example the trace of a pipeline stage."""
     with torch._C.DisableTorchFunction():
         return with_backward(resolved(x), forward, backward)

@@ -1,42 +1,42 @@
-"""Tokens go where their experts are, and what these make of them comes back.
+"""Sends tokens to the ranks of their experts, and the expert outputs back.
 
 [Note: the way of a token]
-Ranks of an expert axis have other tokens, and rank p has the experts [p n, (p + 1) n) of each layer.
+The ranks of an expert axis have different tokens. Rank p has the experts [p n, (p + 1) n) of each layer.
 
-    counts         to all ranks: each knows then who gives how many rows, with how many choices, to whom
-    dispatch       a row for each token and rank that has some of its experts, with these choices and their weights
-    experts        the module's own forward, of a row for each choice, numbered from 0, of weight 1
-    combine        weight times row, summed for each token where its experts are; these rows go back
-    output         the sum over the ranks, where the token is
+    counts         gathered on all ranks: how many rows and choices each rank sends to each rank
+    dispatch       a row for each token and rank with some of its experts, with these choices and their weights
+    experts        the module's original forward: a row for each choice, experts numbered from 0, weight 1
+    combine        weight times row, summed for each token on the rank of its experts; these rows go back
+    output         the sum over the ranks, on the rank of the token
 
-Rows and choices are in the order of [Note: slots]. Backward is the same way: the gradient of
-combine goes to the experts, those of rows and weights come back, by the counts of the forward.
+[Note: slots] has the order of rows and choices. The backward takes the same way: the gradient of combine goes to the
+experts, and the gradients of rows and weights come back, with the counts of the forward.
 
-All ranks exchange in each layer, whatever they have: no token, no choice of an expert here. A rank to which nobody
-comes has an output of no rows, whose gradient gives zeros to its parameters, so that its backward exchanges as others'
-do. A recomputation exchanges again, on all ranks in the same backward.
-Source: the all-to-all of GShard, arXiv 2006.16668, section 3.2; without its capacity, since rows are counted first. A
-token once for each rank: DeepSeek-V3, arXiv 2412.19437, section 3.2.2.
+All ranks exchange in each layer, even if they have no token or no chosen expert. A rank that receives no rows returns
+an output without rows, whose gradient gives zeros to its parameters, so that its backward also exchanges. A
+recomputation exchanges again, on all ranks in the same backward.
+Source: the all-to-all of GShard, arXiv 2006.16668, section 3.2, without its capacity, since rows are counted first. A
+token goes once to each rank: DeepSeek-V3, arXiv 2412.19437, section 3.2.2.
 
 [Note: slots]
 One layer, two ranks with experts 0 1 | 2 3, tokens a b c d of this rank with two choices each:
 
     choices             a0 a2   b2 b3   c0 c1   d1 d3
-    rows for rank 0     c a d           those with the most choices there first
-      slot 0            c0 a0 d1        each row's first choice there
-      slot 1            c1              its second one: of the first rows alone
+    rows for rank 0     c a d           tokens with the most choices there come first
+      slot 0            c0 a0 d1        the first choice of each row on that rank
+      slot 1            c1              the second choice, for the first rows only
     rows for rank 1     b a d
       slot 0            b2 a2 d3
       slot 1            b3
 
-So the numbers of choices in each slot, which are the numbers of rows too (slot 0), say which choice is of which row,
-and are all that ranks tell each other before. Weights go with the choices, and what experts make of a row is summed
-where they are: one row comes back. Within a slot each row is there once, so sums are made in one order.
+So the number of choices in each slot tells the row of each choice. Slot 0 also counts the rows. Ranks exchange only
+these numbers beforehand. Weights travel with the choices, and the expert outputs of a row are summed before they go
+back, so a single row returns. A row occurs once within a slot, so the order of sums is fixed.
 
-[Note: rows that are tried]
-Rows of other ranks' tokens come without their weights, each with one choice. So the output for a row must depend on
-that row and its expert alone, and be in proportion to the weight. `ExpertSelfCheck` looks at the first rows that come:
-half of the rows with half of the weight tell.
+[Note: the check of rows]
+Rows of other ranks' tokens arrive without their weights, each with one choice. So the output for a row must depend on
+that row and its expert alone, and be proportional to the weight. `ExpertSelfCheck` checks this with the first rows: it
+runs half of the rows again with half of the weight.
 """
 
 from __future__ import annotations
@@ -57,11 +57,15 @@ from ..model.recomputing import BufferValues
 from ..offload import sent
 from .collectives import with_backward
 from .experts import ExpertLayer, ExpertPlan
-from .split_self_check import MOST_NARROW, distance_of, random_states
+from .randomness import random_states
+from .split_self_check import MOST_NARROW, distance_of
 
 
 class ExpertSelfCheck:
-    """The forward of a layer's module, of rows with one choice each. Raises ValueError where it cannot be split."""
+    """The forward of an expert module for rows with one choice each. Raises ValueError if the module cannot be split.
+
+    See [Note: the check of rows].
+    """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Tensor]) -> None:
         self._name = name
@@ -70,13 +74,13 @@ class ExpertSelfCheck:
         self._is_tried = False
 
     def __call__(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """rows: (rows, width), at least one, experts: (rows,) int64 -> (rows, width), of weight 1."""
+        """rows: (rows, width), at least one; experts: (rows,) int64 -> (rows, width), for weight 1."""
         if self._is_tried or rows.is_meta:
             return self._made(rows, experts, 1.0)
-        before = random_states(self._module)
+        before = random_states(rows.device)
         made = self._made(rows, experts, 1.0)
         self._is_tried = True
-        if all(map(torch.equal, before, random_states(self._module))):  # else two calls are not alike
+        if all(map(torch.equal, before, random_states(rows.device))):  # else two calls differ anyway
             self._try(rows, experts, made.detach())
         return made
 
@@ -96,23 +100,22 @@ class ExpertSelfCheck:
             found = distance_of(self._made(rows[:num], experts[:num], 0.5), made[:num] * 0.5)
         if found > MOST_NARROW:
             raise ValueError(
-                f"'{self._name}': expected an output for each row of that row and its expert alone, in proportion to "
-                f"the weight, found one {found:.0%} of its size off for half of the rows with half of the weight: "
-                "write it as the sum over k of weight times what the expert makes of the row, or set parallel.expert "
-                "to 1"
+                f"'{self._name}': expected an output that depends on its row and expert alone and is proportional to "
+                f"the weight, found it off by {found:.0%} for half of the rows with half of the weight; write the "
+                "output as the sum over k of weight times expert(row), or set parallel.expert to 1"
             )
 
 
 Slots = tuple[tuple[tuple[int, ...], ...], ...]
-"""Slots[i][j][n]: choices in slot n of what the i-th rank has for the j-th."""
+"""Slots[i][j][n]: number of choices in slot n that rank i sends to rank j."""
 
 
 @dataclass(frozen=True)
 class TokenWay:
-    """Where the tokens of one forward go, and come from.
+    """The exchange of one forward.
 
-    tokens: (sent rows,) int64, by rank. choices: (sent choices,) int64, of the flat choices, by rank and slot. slots:
-    of all ranks.
+    tokens: (sent rows,) int64, by rank. choices: (sent choices,) int64, indices of flat choices, by rank and slot.
+    slots: of all ranks.
     """
 
     exchange: Collectives
@@ -124,15 +127,17 @@ class TokenWay:
     slots: Slots
 
     def rows_there(self, x: Tensor, what: str) -> Tensor:
-        """x: (sent rows, width) -> (received rows, width)."""
+        """Send (sent rows, width) to (received rows, width)."""
         return self.exchange.swap_rows(x, self._rows, f"{what} of {self.what}")
 
     def rows_back(self, y: Tensor, what: str) -> Tensor:
-        """The opposite of `rows_there`."""
+        """Send (received rows, width) back to (sent rows, width)."""
         return self.exchange.swap_rows(y.contiguous(), _turned(self._rows), f"{what} of {self.what}")
 
     def choices_there(self, numbers: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """(sent choices,) int32, of experts, and their weights -> (received choices,) of both, in one message."""
+        """Send int32 expert numbers and weights, (sent choices,) each, in one message. Returns (received choices,) of
+        both.
+        """
         both = torch.cat([one.unsqueeze(1).contiguous().view(torch.uint8) for one in (numbers, weights)], dim=1)
         came = self.exchange.swap_rows(both, self._choices, f"choices of {self.what}")
         parts = torch.split(came, [numbers.element_size(), weights.element_size()], dim=1)
@@ -140,15 +145,15 @@ class TokenWay:
         found = [
             part.clone(memory_format=torch.contiguous_format).view(kind)[:, 0]
             for part, kind in zip(parts, kinds, strict=True)
-        ]  # aligned
+        ]  # clones are aligned for their dtype
         return found[0], found[1]
 
     def choices_back(self, y: Tensor, what: str) -> Tensor:
-        """(received choices,) -> (sent choices,)."""
+        """Send (received choices,) back to (sent choices,)."""
         return self.exchange.swap_rows(y.contiguous(), _turned(self._choices), f"{what} of {self.what}")
 
     def summed_at_home(self, rows: Tensor) -> Tensor:
-        """rows: (sent rows, width) -> (tokens, width), over the ranks to which a token has gone."""
+        """Sum (sent rows, width) to (tokens, width), over the ranks that a token was sent to."""
         total = rows.new_zeros(self.num_tokens, rows.shape[1], dtype=_wide(rows.dtype))
         ends = list(accumulate(self._rows[self.exchange.place]))
         for low, high in zip([0, *ends[:-1]], ends, strict=True):  # a token is in the rows of a rank once
@@ -180,7 +185,7 @@ class TokenWay:
 
     @cached_property
     def _of_slots(self) -> list[list[tuple[int, int, int]]]:
-        """Of received choices, by slot: (the first of them, the first row, how many) of each rank that sent some."""
+        """For each slot: (first received choice, first row, count) of each rank that sent some."""
         found: list[list[tuple[int, int, int]]] = [[] for _ in self.slots[0][0]]
         choice = row = 0
         for slots in (of_rank[self.exchange.place] for of_rank in self.slots):
@@ -203,7 +208,7 @@ class TokenWay:
         return [self._numbers([(choice, count) for choice, _, count in one]) for one in self._of_slots if one]
 
     def _numbers(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """(first, how many) -> all of them, one behind the other."""
+        """Concatenate ranges of (first, count) to a tensor of numbers."""
         device = self.tokens.device
         if device.type == "meta":
             return torch.empty(sum(count for _, count in ranges), dtype=torch.int64, device=device)
@@ -216,25 +221,26 @@ def _turned(counts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are made."""
+    """Return the dtype of sums."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def order_of(choices: Tensor, own: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """choices: (tokens, k), numbers of experts, of which each rank has `own` -> what is sent, as [Note: slots] has it.
+    """Return the order of rows and choices in [Note: slots], without a value read by the host.
 
-    (ranks, tokens) tokens in the order of the rows for each rank, of which the first go; (tokens * k,) the flat choices
-    in theirs, of which the first go; (ranks, k) int64, the choices of each slot. No value is read by the host.
+    choices: (tokens, k), expert numbers, of which each rank has `own`. Returns (ranks, tokens), the order of tokens for
+    each rank, of which a prefix is sent; (tokens * k,), the order of flat choices, of which a prefix is sent; (ranks,
+    k) int64, the choices in each slot.
     """
     tokens, k = choices.shape
     rank_of = choices.long().div(own, rounding_mode="floor")
-    rank_of = rank_of.where((rank_of >= 0) & (rank_of < size), size)  # size: of no expert
+    rank_of = rank_of.where((rank_of >= 0) & (rank_of < size), size)  # size: a choice of no expert
     is_there = rank_of.unsqueeze(0) == torch.arange(size, device=choices.device).view(-1, 1, 1)  # (ranks, tokens, k)
     numbers = is_there.sum(2)
     order = torch.argsort(numbers, dim=1, descending=True, stable=True)
     slots = (numbers.unsqueeze(2) > torch.arange(k, device=choices.device)).sum(1)
     places = torch.empty_like(order).scatter_(1, order, torch.arange(tokens, device=order.device).expand_as(order))
-    # Of each choice: how many of its token went to its rank before it, and where its token stands there.
+    # For each choice: how many choices of its token precede it on its rank, and the row of its token there.
     slot = ((is_there.cumsum(2) - 1) * is_there).sum(0)
     place = (places.unsqueeze(2) * is_there).sum(0)
     key = (rank_of * k + slot) * max(tokens, 1) + place
@@ -242,8 +248,10 @@ def order_of(choices: Tensor, own: int, size: int) -> tuple[Tensor, Tensor, Tens
 
 
 class Dispatched(torch.autograd.Function):
-    """(tokens, width), (tokens, k) weights, (sent choices,) numbers of experts of their rank -> (received rows, width),
-    (received choices,) weights and numbers."""
+    """Send (tokens, width), (tokens, k) weights and (sent choices,) expert numbers to the ranks of the experts.
+
+    Returns (received rows, width), (received choices,) weights and numbers.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, numbers: Tensor, way: TokenWay) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,10 +278,10 @@ def _counted(slots: Tensor, num_tokens: int) -> Slots:
 
 
 def split_experts(plan: ExpertPlan, exchange: Collectives, ledger: ModelPatches, read: _Read = _counted) -> None:
-    """Puts the exchange on all layers of the plan, whose modules have this rank's experts alone.
+    """Install the exchange on all layers of the plan. Their modules have this rank's experts alone.
 
-    read: (ranks, ranks, k) int64 of choices in each slot that each has for each, and how many tokens this rank has ->
-    the numbers; given where tensors have no values.
+    read: turns the (ranks, ranks, k) int64 counts and this rank's number of tokens into `Slots`; the planner replaces
+    it for tensors without values.
     """
     for layer in plan.layers:
         experts = ExpertSelfCheck(layer.name, layer.module, layer.module.forward)
@@ -284,7 +292,7 @@ def split_experts(plan: ExpertPlan, exchange: Collectives, ledger: ModelPatches,
 
 
 def _called(layer: ExpertLayer, forward: _Forward, *args: Any, **kwargs: Any) -> Tensor:
-    """torch.compile of a function that is not to be traced would trace it; of one that calls it, it does not."""
+    """Call a function that torch.compile must not trace. Put on a module directly, it would be traced."""
     return forward(*args, *(kwargs[name] for name in layer.inputs[len(args) :]))
 
 
@@ -297,7 +305,7 @@ def _forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """What the layer computes with all experts, of any leading dimensions."""
+    """Return the layer's output for all experts, with any leading dimensions."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     k = top_k_index.shape[-1]
     way, numbers = _way_of(layer, exchange, top_k_index.reshape(-1, k), read)
@@ -308,7 +316,7 @@ def _forward(
     dtype = made.dtype
 
     def combine(made: Tensor) -> Tensor:
-        """(received choices, width), weighted -> (tokens, width): sums of what the experts of all ranks have made."""
+        """(received choices, width), weighted -> (tokens, width), summed over the experts of all ranks."""
         return way.summed_at_home(way.rows_back(way.summed(made).to(hidden_states.dtype), "outputs"))
 
     def combine_backward(dy: Tensor) -> Tensor:
@@ -318,7 +326,7 @@ def _forward(
 
 
 def _way_of(layer: ExpertLayer, exchange: Collectives, choices: Tensor, read: _Read) -> tuple[TokenWay, Tensor]:
-    """choices: (tokens, k) -> with (sent choices,) int32 experts of their rank, from 0.
+    """Return the exchange for (tokens, k) choices, and the int32 numbers of sent choices among their rank's experts.
 
     The host waits for the device here, and nowhere else in the layer.
     """
@@ -334,7 +342,7 @@ def _way_of(layer: ExpertLayer, exchange: Collectives, choices: Tensor, read: _R
 
 
 def _made(layer: ExpertLayer, experts: ExpertSelfCheck, rows: Tensor, numbers: Tensor) -> Tensor:
-    """What this rank's experts make of the rows that have come."""
+    """Run this rank's experts on the received rows."""
     if not len(rows):
         params = [param for param in layer.module.parameters() if param.requires_grad]
         nothing: Tensor = NoRows.apply(rows, True, *params)  # type: ignore[no-untyped-call]  # as torch has it
@@ -343,11 +351,13 @@ def _made(layer: ExpertLayer, experts: ExpertSelfCheck, rows: Tensor, numbers: T
 
 
 class NoRows(torch.autograd.Function):
-    """No rows, made by parameters: their backward exchanges as that of other ranks does."""
+    """An output without rows that depends on parameters, so that its backward exchanges like the backward of other
+    ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gives_zeros: bool, *params: Tensor) -> Tensor:
-        """gives_zeros: parameters get a gradient of zeros; else none."""
+        """gives_zeros: parameters get a gradient of zeros, else none."""
         ctx.like = [(param.shape, param.dtype, param.device) if gives_zeros else None for param in params]
         return rows.view_as(rows)
 

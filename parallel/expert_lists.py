@@ -1,18 +1,18 @@
-"""Experts in an `nn.ModuleList`, each called on its tokens by the code of the module that has the list.
+"""Splits experts in an `nn.ModuleList`, which the code of the surrounding module calls on their tokens.
 
-[Note: asked, then answered]
-Which expert is called with which rows only that code knows, and ranks call other experts, in other numbers. So the
-forward of the block that has the list is run twice, with stand-ins in the list:
+[Note: two runs]
+Only that code knows the rows of each call, and ranks call different experts a different number of times. So the forward
+of the block around the list runs twice, with stand-ins in the list:
 
-    asked       a stand-in keeps the rows that it is given, and gives zeros
-    exchange    the rows of all calls go where their experts are, and come back
-    answered    the same calls, in the same order: each gives what its expert has made of its rows
+    first run     a stand-in records its rows and returns zeros
+    exchange      the rows of all calls go to the ranks of their experts, and the outputs come back
+    second run    the same calls in the same order: each returns the output of its expert
 
-Gradients of the answers go through the exchange to the rows that were asked for, and from these into the block's input;
-weights of choices, and what else is computed in the block, have theirs from the second run. What is behind experts in
-the first run is thrown away. So a block must give its experts the same rows in both runs: random numbers are set back,
-and rows that depend on what another expert has made are an error in the first forward. Each row goes to the rank that
-has its expert, and comes back (`Way`).
+Gradients of the outputs go through the exchange to the recorded rows, and from them to the block's input. Routing
+weights and other computations in the block get their gradients from the second run. Results behind the experts in the
+first run are dropped. So a block must call its experts with the same rows in both runs: random generators are set back,
+and rows that depend on the output of another expert are an error in the first forward. Each row goes to the rank of its
+expert and comes back (`Way`).
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from ..model.patches import ModelPatches
 from .collectives import with_backward
 from .expert_dispatch import ExpertSelfCheck, NoRows
 from .experts import ExpertList
-from .split_self_check import random_states
+from .randomness import random_states, set_random_states
 
 
 @dataclass(frozen=True)
 class Way:
-    """Where the rows of one forward go. order: these by expert."""
+    """The exchange of one forward. order: of the rows, by expert."""
 
     exchange: Collectives
     what: str
     order: Tensor  # (sent,) int64
-    counts: tuple[tuple[int, ...], ...]  # counts[i][j]: rows that the i-th rank has for the j-th
-    experts: Tensor  # (received,) int64: of this rank, from 0
+    counts: tuple[tuple[int, ...], ...]  # counts[i][j]: rows that rank i sends to rank j
+    experts: Tensor  # (received,) int64: this rank's experts, from 0
 
     def there(self, x: Tensor, what: str) -> Tensor:
-        """x: (sent, width) in the order of the choices -> (received, width)."""
+        """Send (sent, width), in the order of the choices, to (received, width)."""
         return self.exchange.swap_rows(x, self.counts, f"{what} of {self.what}")
 
     def back(self, y: Tensor, what: str) -> Tensor:
-        """The opposite of `there`."""
+        """Send (received, width) back to (sent, width)."""
         counts = tuple(zip(*self.counts, strict=True))
         return self.exchange.swap_rows(y.contiguous(), counts, f"{what} of {self.what}")
 
     def placed(self, rows: Tensor) -> Tensor:
-        """rows: (sent, width), in that order -> as they were."""
+        """Return rows, (sent, width) in the order of the choices, in their original order."""
         out = torch.empty_like(rows)
         out[self.order] = rows
         return out
@@ -66,7 +66,7 @@ _Run = Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
 
 
 class ListedExperts:
-    """One list on one rank, which has the values of some of its experts; the others are empty here."""
+    """A list on one rank, which has the values of some of its experts. The parameters of the rest are empty."""
 
     def __init__(self, layer: ExpertList, exchange: Collectives, ledger: ModelPatches) -> None:
         self._layer, self._exchange = layer, exchange
@@ -85,13 +85,13 @@ class ListedExperts:
         name = self._layer.name
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.is_floating_point()]
         if not inputs:
-            raise ValueError(f"'{name}': expected tokens among what its block is given, found no tensor of numbers")
+            raise ValueError(f"'{name}': expected tokens as an input of its block, found no floating-point tensor")
         x = inputs[0]
-        states, versions = random_states(self._layer.block), self._versions()
+        states, versions = random_states(x.device), self._versions()
         calls: list[tuple[int, Tensor]] = []
         self._run(partial(_ask, name, x, calls), args, kwargs)
         self._check_buffers(versions)
-        _set_random(self._layer.block, states)
+        set_random_states(x.device, states)
         made = self._exchanged(x, calls)
         ends = list(accumulate(one.numel() // x.shape[-1] for _, one in calls))
         number = iter(range(len(calls)))
@@ -103,7 +103,7 @@ class ListedExperts:
             if not self._is_compared and not torch.equal(calls[at][1], rows):
                 raise ValueError(_CHANGED.format(name=name))
             own = made[ends[at] - rows.numel() // x.shape[-1] : ends[at]]
-            return own.clone().view(rows.shape)  # which the block may change in place
+            return own.clone().view(rows.shape)  # a clone, since the block may change it in place
 
         out = self._run(answer, args, kwargs)
         if next(number, None) is not None:
@@ -112,7 +112,7 @@ class ListedExperts:
         return _tied(out, made)
 
     def _run(self, call: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's forward, with stand-ins in the list."""
+        """Run the block's forward with stand-ins in the list."""
         modules = self._layer.block._modules
         real = modules[self._layer.key]
         modules[self._layer.key] = nn.ModuleList(
@@ -124,7 +124,7 @@ class ListedExperts:
             modules[self._layer.key] = real
 
     def _exchanged(self, x: Tensor, calls: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """(rows, width): what experts of all ranks make of the rows of these calls, in their order."""
+        """Return (rows, width), the outputs of experts of all ranks for the rows of these calls, in order."""
         width = x.shape[-1]
         rows = torch.cat([x.reshape(-1, width)[:0], *(one.reshape(-1, width) for _, one in calls)])
         numels = torch.tensor([one.numel() // width for _, one in calls], dtype=torch.int64, device=x.device)
@@ -143,15 +143,16 @@ class ListedExperts:
         )
 
     def _way(self, choices: Tensor, called: Tensor) -> tuple[Way, list[bool]]:
-        """choices: (rows,), called: (calls,) -> where rows go, and which of the own experts any rank has called.
+        """Return the exchange, and whether any rank calls each of this rank's experts. choices: (rows,); called:
+        (calls,).
 
-        An expert that is called with no rows has a gradient of zeros, one that nobody calls has none. The host waits
-        for the device here.
+        An expert that is called with no rows gets a gradient of zeros; an expert that no rank calls gets none. The host
+        waits for the device here.
         """
         exchange, num_experts = self._exchange, self._layer.num_experts
         size, own = exchange.size, num_experts // exchange.size
         counts = torch.bincount(choices, minlength=num_experts) * 2
-        counts[called] += 1
+        counts[called] += 1  # the lowest bit says that the expert is called, perhaps with no rows
         what = f"the counts of {self._layer.name}"
         every = exchange.gather(counts, 0, what).view(size, size, own).tolist()
         by_rank = tuple(tuple(sum(one // 2 for one in there) for there in row) for row in every)
@@ -181,7 +182,9 @@ class ListedExperts:
         return made
 
     def _computed(self, rows: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-        """As the forward of a module with all experts: rows (rows, width), choices and weights (rows, 1)."""
+        """Run the experts as the forward of a module with all experts: rows (rows, width), choices and weights (rows,
+        1).
+        """
         order = torch.sort(choices[:, 0], stable=True).indices
         counts = torch.bincount(choices[:, 0], minlength=len(self._own)).tolist()
         parts = zip(self._own, torch.split(rows[order], counts), strict=True)
@@ -194,20 +197,20 @@ class ListedExperts:
     def _check_buffers(self, before: list[int]) -> None:
         if self._versions() != before:
             raise ValueError(
-                f"'{self._layer.name}': expected a block whose forward changes no buffer, found one that does: experts "
-                "in a list are split by running it twice; make the experts one module with parameters of shape "
+                f"'{self._layer.name}': expected a block that changes no buffer in its forward, since experts in a "
+                "list run their block twice, found a changed buffer; use a single module with parameters of shape "
                 "(experts, ..., ...), or set parallel.expert to 1"
             )
 
 
 _CHANGED = (
-    "'{name}': expected a block that calls the same experts with the same rows each time, found other ones when it was "
-    "run with what they had made: experts in a list are split by running it twice; set parallel.expert to 1"
+    "'{name}': expected a block that calls the same experts with the same rows in each run, since experts in a list "
+    "run their block twice, found different calls in the second run; set parallel.expert to 1"
 )
 
 
 class _StandIn(nn.Module):
-    """In the place of an expert, while its block runs."""
+    """Replaces an expert while its block runs."""
 
     def __init__(self, name: str, call: Callable[[tuple[Any, ...], dict[str, Any]], Tensor]) -> None:
         super().__init__()
@@ -218,13 +221,13 @@ class _StandIn(nn.Module):
 
     def __getattr__(self, key: str) -> Any:
         raise AttributeError(
-            f"'{self._name}': expected experts that are only called, found a use of their '{key}': the values of most "
-            "are on other ranks; set parallel.expert to 1"
+            f"'{self._name}': expected that experts are only called, found a use of their '{key}', whose values are on "
+            "different ranks; set parallel.expert to 1"
         )
 
 
 def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As of `expert_dispatch.py`: torch.compile would trace the function itself."""
+    """Call a function that torch.compile must not trace, as `_called` in `expert_dispatch.py`."""
     return forward(*args, **kwargs)
 
 
@@ -242,7 +245,7 @@ def _ask(
 
 
 def _rows(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The one tensor that an expert is called with."""
+    """Return the one tensor that an expert is called with."""
     given = [*args, *kwargs.values()]
     if len(given) == 1 and isinstance(given[0], Tensor) and given[0].dim():
         rows: Tensor = given[0]
@@ -250,27 +253,20 @@ def _rows(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return rows
     found = ", ".join(f"{one.dtype} {tuple(one.shape)}" if isinstance(one, Tensor) else repr(one) for one in given)
     raise ValueError(
-        f"'{name}': expected experts that are called with their tokens alone, {x.dtype} (..., {x.shape[-1]}) as the "
-        f"block's input, found a call with {found}; set parallel.expert to 1"
+        f"'{name}': expected experts that take only tokens, {x.dtype} (..., {x.shape[-1]}) like the block's input, "
+        f"found a call with {found}; set parallel.expert to 1"
     )
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"'{name}': expected its experts to be called through the list, by the block that has it, found a call of one "
-        "whose values are on another rank; set parallel.expert to 1"
+        f"'{name}': expected that its block calls experts through the list, found a direct call of an expert that is "
+        "on a different rank; set parallel.expert to 1"
     )
 
 
-def _set_random(module: nn.Module, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        device = next(module.parameters()).device
-        torch.get_device_module(device).set_rng_state(states[1], device)
-
-
 def _tied(out: Any, made: Tensor) -> Any:
-    """What the block gives, whose gradient reaches the exchange on each rank: on one that has called nobody too."""
+    """Let the gradient of the block's output reach the exchange on each rank, even on a rank that called no expert."""
     leaves, tree = tree_flatten(out)
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -280,10 +276,10 @@ def _tied(out: Any, made: Tensor) -> Any:
 
 
 class _Tied(torch.autograd.Function):
-    """The first of two, with a gradient of zeros for the second.
+    """Returns the first of two tensors, with a gradient of zeros for the second.
 
-    What is saved is not used: recomputation ends behind the last tensor that was saved, which on each rank is to be
-    behind the exchange (`test_experts_in_lists_beside_what_else_there_is`).
+    The saved tensor is not used. It makes a recomputation run past the exchange on each rank, since a recomputation
+    stops behind the last saved tensor (`test_experts_in_lists_beside_what_else_there_is`).
     """
 
     @staticmethod

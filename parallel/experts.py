@@ -1,7 +1,7 @@
-"""Which layers of a model have experts that ranks share, and what each place has of their parameters.
+"""Finds the expert layers of a model and computes each rank's part of their parameters, as integers.
 
 `ExpertPlan` gives whole experts to the ranks of an expert axis. `ExpertLayout` gives columns of all experts to the
-ranks of a tensor axis. Integers only.
+ranks of a tensor axis.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ _SIGNATURE = "forward(hidden_states, top_k_index, top_k_weights)"
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One module with all experts of a layer: parameters with a row for each, and a forward that gets the choices.
+    """A module with all experts of a layer: parameters with a row for each expert, and a forward that takes the
+    routing.
 
-    hidden_states: (tokens, width), top_k_index: (tokens, k), the number of an expert, or that of all for none,
-    top_k_weights: (tokens, k) -> (tokens, width), the sum over k of weight times what the expert makes of the token.
+    hidden_states: (tokens, width); top_k_index: (tokens, k), expert numbers, or `num_experts` for no expert;
+    top_k_weights: (tokens, k) -> (tokens, width), the sum over k of weight times expert(token).
     """
 
     name: str
     module: nn.Module
     num_experts: int
-    parameters: tuple[str, ...]  # names in it of those that have a row for each expert
+    parameters: tuple[str, ...]  # names of the parameters with a row for each expert
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """What the module calls its inputs."""
+        """The input names of the module's forward."""
         return inputs_of(self.module)
 
     @cached_property
     def counts(self) -> tuple[str, ...]:
-        """Attributes by which the module knows how many experts it has."""
+        """Attributes that hold the number of experts."""
         return tuple(
             key
             for key, value in vars(self.module).items()
@@ -54,11 +55,11 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class ExpertList:
-    """An `nn.ModuleList` of experts of one shape, of which the module that has it calls each with its tokens."""
+    """An `nn.ModuleList` of equal experts; the module that has the list calls each expert with its tokens."""
 
     name: str
-    block: nn.Module  # that has it
-    key: str  # its name there
+    block: nn.Module  # the module that has the list
+    key: str  # the name of the list in the block
     experts: tuple[nn.Module, ...]
 
     @property
@@ -68,38 +69,38 @@ class ExpertList:
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """The layers whose experts are split over so many places, each with as many; the others have all that they have."""
+    """The expert layers that are split over `degree` ranks, with an equal number of experts on each."""
 
     degree: int
     layers: tuple[ExpertLayer, ...]
-    left_whole: tuple[str, ...]  # names of experts that are neither one module nor a list, with a star for numbers
+    left_whole: tuple[str, ...]  # modules named "experts" of neither kind, with a star for numbers
     lists: tuple[ExpertList, ...] = ()
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """Whose forward exchanges tokens."""
+        """The modules whose forward exchanges tokens."""
         return *(layer.module for layer in self.layers), *(layer.block for layer in self.lists)
 
     @classmethod
     def of(cls, model: nn.Module, degree: int) -> ExpertPlan:
-        """Raises ValueError, with names or the equation, where experts cannot be split so."""
+        """Plan the split of a model. Raises ValueError if its experts cannot be split."""
         layers = [layer for name, module in model.named_modules() if (layer := layer_of(name, module)) is not None]
         lists = list(_lists_of(model))
         others = tuple(dict.fromkeys(_others(model, layers, lists)))
         if not layers and not lists:
-            found = f"those of {', '.join(others)}, which are not one module" if others else "none"
+            found = f"only {', '.join(others)}, of an unknown form" if others else "none"
             raise ValueError(
-                f"parallel.expert: expected a model with experts to split over {degree} ranks, found {found}: experts "
-                f"of a layer are one module with parameters of shape (experts, ..., ...) and {_SIGNATURE}, as those of "
-                "transformers are, or modules of one shape in an nn.ModuleList named experts; write them so, or set "
-                "parallel.expert to 1"
+                f"parallel.expert: expected a model with experts to split over {degree} ranks, found {found}. The "
+                "experts of a layer must be a single module with parameters of shape (experts, ..., ...) and "
+                f"{_SIGNATURE}, as in transformers, or equal modules in an nn.ModuleList named experts. Change the "
+                "model, or set parallel.expert to 1"
             )
         sizes = [(one.name, one.num_experts) for one in layers] + [(one.name, one.num_experts) for one in lists]
         for name, num_experts in sizes:
             if num_experts % degree:
                 raise ValueError(
-                    f"parallel.expert: experts({num_experts}) / expert({degree}) of '{name}' does not "
-                    f"hold; set parallel.expert to a divisor of {num_experts}"
+                    f"parallel.expert: '{name}': experts({num_experts}) % expert({degree}) = {num_experts % degree}; "
+                    f"set parallel.expert to a divisor of {num_experts}"
                 )
         _check_shared(model, layers)
         _check_rows(layers)
@@ -107,9 +108,9 @@ class ExpertPlan:
         return cls(degree, tuple(layers), others, tuple(lists))
 
     def rows(self, param: nn.Parameter, place: int) -> tuple[int, int] | None:
-        """Which rows [low, high) of a parameter a place has; None where it is not an expert's.
+        """Return the rows [low, high) of a parameter that rank `place` has, or None if it belongs to no expert.
 
-        Of an expert in a list all or none.
+        A parameter of an expert in a list is on a single rank: all rows or none.
         """
         if id(param) in self._listed:
             number, num_experts = self._listed[id(param)]
@@ -127,7 +128,7 @@ class ExpertPlan:
 
     @cached_property
     def _listed(self) -> Mapping[int, tuple[int, int]]:
-        """By identity of a parameter: the number of its expert, and how many there are."""
+        """By identity of a parameter: the number of its expert, and the number of experts."""
         return {
             id(param): (number, layer.num_experts)
             for layer in self.lists
@@ -137,7 +138,7 @@ class ExpertPlan:
 
 
 def layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
-    """None where the module is not all experts of a layer."""
+    """Return the module as an ExpertLayer, or None if it does not hold all experts of a layer."""
     own = {key: param for key, param in module._parameters.items() if param is not None}
     nums = {param.shape[0] for param in own.values() if param.dim() == 3}
     if len(nums) != 1 or not _takes_choices(module):
@@ -153,7 +154,7 @@ def _takes_choices(module: nn.Module) -> bool:
 
 
 def inputs_of(module: nn.Module) -> tuple[str, ...]:
-    """What a module calls its inputs."""
+    """Return the input names of a module's forward."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
@@ -174,7 +175,7 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _check_lists(model: nn.Module, lists: list[ExpertList]) -> None:
-    """Raises ValueError where an expert has what cannot be on one rank alone."""
+    """Raise ValueError if experts of a list share parameters or have buffers: they could not be on separate ranks."""
     for layer in lists:
         inside = {id(module) for expert in layer.experts for module in expert.modules()}
         found = {id(param): "" for expert in layer.experts for param in expert.parameters()}
@@ -186,22 +187,21 @@ def _check_lists(model: nn.Module, lists: list[ExpertList]) -> None:
             if id(param) in found and id(module) not in inside
         ]
         if elsewhere or number != len(found):
-            what = f"'{elsewhere[0]}', which is one of them" if elsewhere else "one that several of them have"
+            what = f"the same parameter at '{elsewhere[0]}'" if elsewhere else "a parameter that several experts share"
             raise ValueError(
-                f"parallel.expert: expected parameters of '{layer.name}' that each expert alone has, found {what}; "
-                "give that a parameter of its own, or set parallel.expert to 1"
+                f"parallel.expert: expected experts of '{layer.name}' that share no parameter, found {what}; use "
+                "separate parameters, or set parallel.expert to 1"
             )
         for key, tensor in (*layer.experts[0].named_parameters(), *layer.experts[0].named_buffers()):
             if not isinstance(tensor, nn.Parameter) or not tensor.dim():
                 raise ValueError(
-                    f"parallel.expert: expected experts of '{layer.name}' with parameters that have dimensions alone, "
-                    f"found '{key}' of shape {tuple(tensor.shape)}"
-                    f"{'' if isinstance(tensor, nn.Parameter) else ', a buffer'}; set parallel.expert to 1"
+                    f"parallel.expert: expected experts of '{layer.name}' without buffers and scalar parameters, "
+                    f"found '{key}' of shape {tuple(tensor.shape)}; set parallel.expert to 1"
                 )
 
 
 def _others(model: nn.Module, layers: list[ExpertLayer], lists: list[ExpertList]) -> Iterator[str]:
-    """Modules that are called as experts are, and are none of the layers."""
+    """Yield modules that are named "experts" and are none of the layers."""
     known = {id(layer.module) for layer in layers} | {id(layer.block._modules[layer.key]) for layer in lists}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "experts" and id(module) not in known:
@@ -209,22 +209,22 @@ def _others(model: nn.Module, layers: list[ExpertLayer], lists: list[ExpertList]
 
 
 def _check_shared(model: nn.Module, layers: list[ExpertLayer]) -> None:
-    """Raises ValueError where a module that is not split has a parameter of one that is."""
+    """Raise ValueError if a module that is not split shares a parameter with a split layer."""
     owner = {id(layer.module.get_parameter(key)): layer for layer in layers for key in layer.parameters}
     for name, module in model.named_modules():
         for key, param in module._parameters.items():
             layer = owner.get(id(param)) if param is not None else None
             if layer is not None and not any(module is other.module for other in layers):
                 raise ValueError(
-                    f"parallel.expert: expected parameters of '{layer.name}' that it alone has, found '{name}.{key}', "
-                    "which is one of them; give that a parameter of its own"
+                    f"parallel.expert: expected that '{layer.name}' shares no parameter, found the same parameter at "
+                    f"'{name}.{key}'; use separate parameters"
                 )
 
 
 def _check_rows(layers: list[ExpertLayer]) -> None:
-    """Raises ValueError where a buffer, or a module inside, has rows of experts too: they would stay whole.
+    """Raise ValueError if a buffer or an inner parameter has a row for each expert, since it would stay whole.
 
-    A size that the experts' own parameters have behind their rows is taken for a width.
+    A size equal to the number of experts is taken for a width if the experts' parameters have it behind their rows.
     """
     for layer in layers:
         split = [layer.module.get_parameter(key) for key in layer.parameters]
@@ -234,26 +234,27 @@ def _check_rows(layers: list[ExpertLayer]) -> None:
             has_rows = tensor.dim() > 0 and tensor.shape[0] == layer.num_experts and layer.num_experts not in sizes
             if has_rows and id(tensor) not in known:
                 raise ValueError(
-                    f"parallel.expert: expected what has a row for each expert of '{layer.name}' to be a parameter of "
-                    f"that module itself, found '{layer.name}.{key}' of shape {tuple(tensor.shape)}, which would stay "
-                    "whole; make it one (with requires_grad=False in place of a buffer), or set parallel.expert to 1"
+                    f"parallel.expert: '{layer.name}.{key}' of shape {tuple(tensor.shape)} has a row for each expert, "
+                    f"but is no direct parameter of '{layer.name}', so it would stay whole; make it a direct parameter "
+                    "(with requires_grad=False in place of a buffer), or set parallel.expert to 1"
                 )
 
 
-_ALIGNED = 8  # columns: 16 bytes of two-byte elements, as grouped matrix products want them
+_ALIGNED = 8  # columns, or 16 bytes of two-byte elements: the alignment of grouped matrix products
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Parameters of a module with all experts of a layer: up to a width between, an activation, and down from it.
+    """Parameters of a module with all experts of a layer: up to an inner width I, an activation, and down again.
 
-    | for E experts, H wide, I between      | up, and its bias                    | down, and its bias   |
-    |---------------------------------------|-------------------------------------|----------------------|
-    | as linear layers have them            | (E, n I, H), (E, n I)               | (E, H, I), (E, H)    |
-    | transposed                            | (E, H, n I), (E, n I)               | (E, I, H), (E, H)    |
+    | E experts, width H, inner width I | up, and its bias      | down, and its bias |
+    |-----------------------------------|-----------------------|--------------------|
+    | layout of nn.Linear               | (E, n I, H), (E, n I) | (E, H, I), (E, H)  |
+    | transposed                        | (E, H, n I), (E, n I) | (E, I, H), (E, H)  |
 
-    n is 2 with a gate, whose columns come before those of the values, or alternate with them. A rank has some of I:
-    what its experts give is a part of a sum. Source: what `use_experts_implementation` of transformers says of a class.
+    n is 2 with a gate; gate columns come before the value columns, or alternate with them. A rank has some of I, so the
+    output of its experts is a term of a sum. Source: the attributes that `use_experts_implementation` of transformers
+    sets on a class.
     """
 
     up: str
@@ -264,7 +265,7 @@ class ExpertLayout:
 
     @classmethod
     def of(cls, module: nn.Module) -> ExpertLayout | None:
-        """None where the module does not say it, or has more than this."""
+        """Return the layout of a module, or None if the module does not declare it or has further parameters."""
         said = [getattr(module, key, None) for key in ("has_gate", "has_bias", "is_concatenated", "is_transposed")]
         if any(type(value) is not bool for value in said) or getattr(module, "has_post_expert_norm", False):
             return None
@@ -289,13 +290,13 @@ class ExpertLayout:
         return cls(up, width, bool(is_gated), bool(is_concatenated), bool(is_transposed))
 
     def ranges(self, degree: int) -> list[tuple[int, int]]:
-        """[low, high) of the width, by place: as even as can be, in steps that grouped products take."""
+        """Return [low, high) of I for each rank: as even as possible, in steps that grouped products accept."""
         step = math.gcd(self.width, _ALIGNED)
         step = step if self.width // step >= degree else 1
         return [(low * step, high * step) for low, high in ranges_of(self.width // step, degree)]
 
     def split(self, name: str, module: nn.Module, degree: int) -> LayerSplit:
-        """The bias behind stays whole, and is added once."""
+        """Split the parameters. The down bias stays whole and is added once."""
         ranges = self.ranges(degree)
         dims = {self.up: 2 if self.is_transposed else 1, f"{self.up}_bias": 1}
         found = {}
@@ -311,7 +312,7 @@ class ExpertLayout:
         return LayerSplit(name, module, Style.EXPERTS, found, tuple(ranges))
 
     def _columns(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Of `up`, for [low, high) of the width."""
+        """Return the columns of `up` for [low, high) of I."""
         if not self.is_gated:
             return [(low, high)]
         if self.is_concatenated:

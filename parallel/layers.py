@@ -1,7 +1,7 @@
-"""Puts the splits of layers on a model: inputs are shared out, outputs are brought together.
+"""Installs the splits of layers on a model: a rank gets its part of the inputs, and outputs are summed or gathered.
 
-`SplitLayers` does so for linear layers, embeddings and heads. `ExpertSums` does so for experts of which each rank has
-some columns: the outputs are summed once for a layer.
+`SplitLayers` handles linear layers, embeddings and heads. `ExpertSums` handles experts of which each rank has some
+columns: their outputs are summed once per layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..comm import Collectives
 from ..model.patches import ModelPatches
-from .collectives import copied, gathered, joined_columns, parted_columns, scattered, summed
+from .collectives import copied, gathered, joined_columns, parted_columns, scattered, summed, with_backward
 from .experts import inputs_of
 from .plan import TensorPlan
 from .randomness import Randomness
@@ -29,17 +29,17 @@ _BIAS = "down_proj_bias"
 
 
 class ExpertSums:
-    """One module of experts on one rank: `copied` in front, of tokens and weights of their choices; `summed` behind.
+    """Experts of one module on one rank: `copied` for tokens and routing weights before it, `summed` behind it.
 
-    Where a rank has a part of the tokens, they are gathered with their choices, and the sum is scattered: experts take
-    each token by itself, so that any order of them will do. Hooks lie around the exchange of tokens with other ranks
-    of an expert axis, which sends each token's row once, and not what is summed of it.
+    If a rank has a part of the tokens, the tokens are gathered with their choices and the sum is scattered. Experts
+    treat each token alone, so any order of tokens is correct. These hooks lie outside the token exchange of an expert
+    axis, so that exchange sends each token's row once and only the local terms of the sum.
     """
 
     def __init__(
         self, layer: LayerSplit, exchange: Collectives, parts: SequenceParallelRegions | None, ledger: ModelPatches
     ) -> None:
-        """Before the exchange of tokens is put on the module."""
+        """Must run before the token exchange is installed on the module."""
         self._layer, self._exchange, self._parts = layer, exchange, parts
         module = layer.module
         self._inputs = inputs_of(module)
@@ -71,43 +71,33 @@ class ExpertSums:
 
 
 def _without_bias(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The first rank adds it; here the module computes with zeros, and the bias gets its gradient, as it does there."""
+    """Run a module with its output bias as zeros, since the first rank adds it. The bias still gets its gradient."""
     bias: Any = module._parameters[_BIAS]
-    module._parameters[_BIAS] = _Unadded.apply(bias)  # type: ignore[no-untyped-call]  # as torch has it
+    module._parameters[_BIAS] = with_backward(bias, torch.zeros_like, lambda dy: dy)  # type: ignore[assignment]
     try:
         return forward(*args, **kwargs)
     finally:
         module._parameters[_BIAS] = bias
 
 
-class _Unadded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
-        return dy[0]
-
-
 class SplitLayers:
     """The split layers of a model on one rank.
 
-    | style      | in front                       | behind                                                      |
-    |------------|--------------------------------|-------------------------------------------------------------|
-    | column     | `copied`, once for all layers  | nothing: the next layer takes columns                       |
-    |            | that are given the same tensor |                                                             |
-    | gathered   | as column                      | `joined`                                                    |
-    | row        | nothing                        | `summed`, then the bias                                     |
-    | vocabulary | an embedding looks up its own  | `summed`; a head's logits stay in parts                     |
-    | experts    | `copied`: see `ExpertSums`     | `summed`, for all experts of a layer at once                |
-    | partial    | nothing                        | a hook on the parameters adds up the gradients of all ranks |
+    | style      | before the layer                  | behind the layer                                       |
+    |------------|-----------------------------------|--------------------------------------------------------|
+    | column     | `copied`, once for all layers     | nothing: the next layer takes columns                  |
+    |            | with the same input tensor        |                                                        |
+    | gathered   | as column                         | `joined`                                               |
+    | row        | nothing                           | `summed`, then the bias                                |
+    | vocabulary | an embedding looks up local rows  | `summed`; the logits of a head stay in parts           |
+    | experts    | `copied`: see `ExpertSums`        | `summed`, for all experts of a layer at once           |
+    | partial    | nothing                           | a hook on each parameter sums the gradients of ranks   |
 
-    Where a rank has a part of the tokens between splits (`SequenceParallelRegions`), they are gathered in place of
-    `copied` and scattered in place of `summed`.
+    If a rank has a part of the tokens between splits (`SequenceParallelRegions`), a gather replaces `copied` and a
+    scatter replaces `summed`.
 
-    Layers with hooks alone compute as they did: what else takes their forward (gradients in place, weight gradients
-    that are put off) goes on to do so. Row splits with a bias and split embeddings have a forward of ours.
+    Most layers get hooks only, so that other replacements of their forward (gradients in place, delayed weight
+    gradients) keep working. Row splits with a bias and split embeddings get a new forward.
     """
 
     def __init__(
@@ -119,11 +109,11 @@ class SplitLayers:
         ledger: ModelPatches,
         parts: SequenceParallelRegions | None = None,
     ) -> None:
-        """Parameters have their local shapes, or will have them before the first forward."""
+        """Parameters have their local shapes, or get them before the first forward."""
         self._exchange = exchange
         self._randomness = randomness
         self._parts = parts
-        self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # what was copied, and the copy, until rows
+        self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # (input, its copy), until the next row split
         parents = {id(child): module for module in model.modules() for child in module.children()}
         self._put_on_adapters(plan, model, parents, ledger)
         for layer in plan.layers:
@@ -135,11 +125,11 @@ class SplitLayers:
         ledger.hook(model.register_forward_hook(self._forget, always_call=True))
         if randomness is not None:
             ledger.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
-            # After an error too: what comes is compared.
+            # also after an error: a self-check compares the next random numbers
             ledger.hook(model.register_forward_hook(lambda *_: randomness.return_to_common(), always_call=True))
 
     def _forget(self, *_: object) -> None:
-        """What is held between columns and rows would keep the graph of a forward."""
+        """Drop the copy between columns and rows, since it would keep the graph of a forward alive."""
         self._last = None
 
     def _put(self, layer: LayerSplit, parent: nn.Module, ledger: ModelPatches) -> None:
@@ -171,8 +161,7 @@ class SplitLayers:
     def _put_on_adapters(
         self, plan: TensorPlan, model: nn.Module, parents: dict[int, nn.Module], ledger: ModelPatches
     ) -> None:
-        """Random numbers are those of all where an adapter sees what all have, and the rank's own where it sees a
-        part of it."""
+        """Draw from the common stream if an adapter sees whole tensors, else from the private stream."""
         styles = {id(layer.module): layer.style for layer in plan.layers}
         self._in_adapters = {id(part) for one in model.modules() if is_lora(one) for part in one.modules()}
         randomness = self._randomness
@@ -190,18 +179,18 @@ class SplitLayers:
                 ledger.hook(wrapper.register_forward_hook(back))
 
     def _override_sizes(self, plan: TensorPlan, ledger: ModelPatches) -> None:
-        """What a layer says of its own size is that of its part, as users of it print and check."""
+        """Set the sizes that a layer reports to those of its part, since users print and check them."""
         for layer in plan.layers:
-            own = layer.parameters.get("weight")
-            if own is None or isinstance(layer.module, nn.Embedding) or layer.style is Style.PARTIAL:
+            weight = layer.parameters.get("weight")
+            if weight is None or isinstance(layer.module, nn.Embedding) or layer.style is Style.PARTIAL:
                 continue
-            sizes = own.portions[self._exchange.place].shape
+            sizes = weight.portions[self._exchange.place].shape
             names = ("nx", "nf") if layer.is_transposed else ("out_features", "in_features")
             for name, size in zip(names, sizes, strict=True):
                 ledger.override(layer.module, name, size)
 
     def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, ledger: ModelPatches) -> None:
-        """The row without a gradient, by its number among the rank's."""
+        """Set `padding_idx` to its local row number, or to None if another rank has the row."""
         if module.padding_idx is not None:
             own, count = module.padding_idx - first, layer.parameters["weight"].portions[self._exchange.place].shape[0]
             ledger.override(module, "padding_idx", own if 0 <= own < count else None)
@@ -211,13 +200,13 @@ class SplitLayers:
     def _before_columns(self, layer: LayerSplit, parent: nn.Module, module: nn.Module, args: Any) -> Any:
         if not args:
             raise ValueError(
-                f"'{layer.name}': expected its input as a positional argument, which is how a split layer takes it, "
-                "found none; call the layer as layer(x)"
+                f"'{layer.name}': a split layer expects its input as a positional argument, found none; call it as "
+                "layer(x)"
             )
         parts = self._parts_around(module)
         x = None if parts is None else parts.for_columns(args[0], module, layer.name)
         if x is None:
-            # An adapter has one beside that of the layers that share an input.
+            # An adapter gets a copy of its own, apart from the copy for layers with the same input.
             x = self._copied(args[0], layer.name, is_kept=id(parent) not in self._in_adapters or is_lora(parent))
         is_drawn = layer.style is Style.COLUMN and parent.training and id(module) not in self._in_adapters
         if parts is None and self._randomness is not None and is_drawn:
@@ -225,18 +214,18 @@ class SplitLayers:
         return x, *args[1:]
 
     def _parts_around(self, module: nn.Module) -> SequenceParallelRegions | None:
-        """Those that a layer is computed with now."""
+        """Return the token parts that a layer computes with now, or None."""
         return self._parts if self._parts is not None and self._parts.has(module) and not self._parts.is_plain else None
 
     def _copied(self, x: Tensor, what: str, is_kept: bool = True) -> Tensor:
-        """Once for each tensor: queries, keys and values of one input give one sum of its gradient."""
+        """Copy each tensor once: queries, keys and values of one input give a single sum of its gradient."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self._last is not None and self._last[0]() is x:
             return self._last[1]
         copy = copied(x, self._exchange, what)
         if is_kept:
-            self._last = weakref.ref(x), copy  # autograd may hold a view of it alone
+            self._last = weakref.ref(x), copy  # the copy too: autograd may hold only a view of it
         return copy
 
     def _behind_gathered(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
@@ -255,8 +244,8 @@ class SplitLayers:
             return None
         if x.shape[-1] != whole:
             raise ValueError(
-                f"'{layer.name}': expected {high - low} inputs, this rank's part of {whole}, found {x.shape[-1]}; is "
-                "the layer before it split by columns?"
+                f"'{layer.name}': expected {high - low} inputs (this rank's part of {whole}), found {x.shape[-1]}; "
+                "check that the layer before it is split by columns"
             )
         return parted_columns(x, self._exchange, layer.name), *args[1:]
 
@@ -289,23 +278,23 @@ class SplitLayers:
     ) -> Tensor:
         own = ids - first
         is_own = (own >= 0) & (own < layer.parameters["weight"].portions[self._exchange.place].shape[0])
-        is_outside = (ids < 0) | (ids >= numel)  # an index outside of each rank's rows then, and torch's error
+        is_outside = (ids < 0) | (ids >= numel)  # gets an index outside every rank's rows, so torch raises its error
         found = inner(own.where(is_own, is_outside * numel))
         total = summed(found * is_own[..., None], self._exchange, layer.name)
-        # A stage of a pipeline knows what other stages make by the functions that make it, which it sees as they do.
+        # A pipeline stage that traces this forward must see a torch function that makes the result.
         return total.view_as(total) if torch._C._len_torch_function_stack() else total
 
     def _before_logits(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
         return self._copied(args[0], layer.name), *args[1:]
 
     def _behind_logits(self, first: int, numel: int, module: nn.Module, args: Any, own: Tensor) -> VocabParallelLogits:
-        """own: of tiles too, which give logits that nobody has computed yet."""
+        """Wrap local logits. They may be tiled logits that are not computed yet."""
         return VocabParallelLogits(own, numel, first, self._exchange)
 
     # -- whole parameters -----------------------------------------------------------------------------------------
 
     def _added_up(self, layer: LayerSplit, key: str, gradient: Tensor) -> Tensor:
-        """Of all ranks that have the same of the parameter, with the same bits on each."""
+        """Sum a gradient over the ranks that have the same part of the parameter, with the same bits on each."""
         split, what = layer.parameters[key], f"the gradient of '{layer.name}.{key}'"
         portion = split.portions[self._exchange.place]
         if portion.is_all:
@@ -336,7 +325,7 @@ def _return(randomness: Randomness) -> Callable[..., None]:
 
 
 def _hook_gradient(param: nn.Parameter, hook: Any, ledger: ModelPatches) -> None:
-    """On a parameter that may be frozen now, and trained later."""
+    """Register a hook on a parameter that may be frozen now and trained later."""
     is_trained = param.requires_grad
     param.requires_grad_(True)
     ledger.hook(param.register_hook(hook))  # type: ignore[no-untyped-call]  # as torch has it

@@ -1,6 +1,6 @@
-"""Which layers of a model are split over the ranks of a tensor axis, and what each place has of their parameters.
+"""Chooses the layers that are split over the ranks of a tensor axis, and computes each rank's part of their parameters.
 
-The styles come from the config, from the model's own plan, or from the names of common families of models.
+A style comes from the config, else from the model's own plan, else from the layer names of common model families.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OF_HUGGING_FACE = {
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "partial",
 }
-"""A style of `_tp_plan` in transformers: ours. Those of experts are not needed: see `ExpertLayout`."""
+"""Styles of `_tp_plan` in transformers -> our styles. `ExpertLayout` replaces their styles of experts."""
 
 _COLUMNS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_attn", "query", "key", "value", "q", "k", "v"), "column"),
@@ -58,14 +58,14 @@ _COLUMNS = {
 }
 _ROWS = {"o_proj", "out_proj", "c_proj", "o", "down_proj", "fc2", "wo", "w2", "down", "dense_4h_to_h"}
 _ROWS |= {"out_lin", "lin2", "linear2", "fc_out"}
-_OF_KEYS = {"k_proj", "v_proj", "key", "value", "k", "v"}  # perhaps of fewer heads than queries
-_FUSED = {"c_attn": "column/3"}  # GPT-2, whose halves for cross-attention are queries and keys
+_OF_KEYS = {"k_proj", "v_proj", "key", "value", "k", "v"}  # may have fewer heads than queries
+_FUSED = {"c_attn": "column/3"}  # GPT-2; in its cross-attention c_attn has two parts, keys and values
 _PARTS = {"self": {"query", "key", "value"}, "attention": {"query", "key", "value"}, "intermediate": {"dense"}}
 _BETWEEN = {"q_norm", "k_norm", "q_layernorm", "k_layernorm"}
 
 
 def plan_of_model(model: nn.Module) -> dict[str, str]:
-    """Pattern -> style, of a Hugging Face model that has a plan of its own; empty elsewhere."""
+    """Return pattern -> style of the plan that a Hugging Face model ships with, or an empty dict."""
     plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
@@ -73,7 +73,7 @@ def plan_of_model(model: nn.Module) -> dict[str, str]:
 
 
 def plan_by_names(model: nn.Module) -> dict[str, str]:
-    """Name of a layer -> style: modules of which some layers have names of columns and others of rows."""
+    """Return layer name -> style for modules with layer names of both columns and rows."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         children = {key: base_of(child) for key, child in module.named_children()}
@@ -96,7 +96,7 @@ def plan_by_names(model: nn.Module) -> dict[str, str]:
 
 
 def _in_parts(children: Mapping[str, nn.Module]) -> tuple[dict[str, str], dict[str, str]]:
-    """Columns and rows of a block of BERT's kind, where they are in modules beside each other."""
+    """Return columns and rows of a BERT block, which has them in separate modules."""
     behind = getattr(children.get("output"), "dense", None)
     behind = base_of(behind) if isinstance(behind, nn.Module) else None
     for part, names in _PARTS.items():
@@ -107,7 +107,7 @@ def _in_parts(children: Mapping[str, nn.Module]) -> tuple[dict[str, str], dict[s
 
 
 def _fit(parent: nn.Module, columns: Mapping[str, str], rows: Mapping[str, str]) -> bool:
-    """Whether columns are as wide as the rows behind them: else one is several layers, in an order nobody says."""
+    """Return whether columns are as wide as the rows behind them. If not, a layer fuses several in an unknown order."""
     layers = {key: base_of(parent.get_submodule(key)) for key in (*columns, *rows)}
     inputs = {width_in(layers[key]) for key in rows}
     outputs = {
@@ -144,34 +144,35 @@ def _ask(model: nn.Module, method: str) -> Any:
     ask = getattr(model, method, None)
     try:
         return ask() if callable(ask) else None
-    except NotImplementedError:  # as transformers says that there is none
+    except NotImplementedError:  # transformers: the model has none
         return None
 
 
-_LARGE_SHARE, _LARGE_NUMEL = 0.01, 1 << 12  # of a model's parameters: a layer that is worth a warning where it is whole
+_LARGE_SHARE, _LARGE_NUMEL = 0.01, 1 << 12  # from this part of all parameters on, a layer that stays whole is reported
 _KEY = "tensor_parallel.plan"
 _STYLES = ", ".join(f'"{style.value}"' for style in Style)
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The layers that are split, over so many ranks; parameters by identity, those of other layers are whole."""
+    """The layers that are split over `degree` ranks. Parameters are keyed by identity; the rest are whole."""
 
     degree: int
     layers: tuple[LayerSplit, ...]
     heads: tuple[Heads, ...]
     parameters: Mapping[int, ParameterSplit]
-    left_whole: tuple[str, ...]  # names of large layers that nothing matches
-    stacks: tuple[SequenceParallelRegion, ...] = ()  # of blocks between which a rank has a part of the tokens
-    guessed: frozenset[str] = frozenset()  # layers whose style no plan of Hugging Face's and no family of theirs says
+    left_whole: tuple[str, ...]  # names of large layers without a style
+    stacks: tuple[SequenceParallelRegion, ...] = ()  # blocks between which a rank has a part of the tokens
+    guessed: frozenset[str] = frozenset()  # layers whose style does not come from a model of transformers
 
     @classmethod
     def of(
         cls, model: nn.Module, degree: int, wanted: Mapping[str, str] | None = None, has_parts: bool = False
     ) -> TensorPlan:
-        """wanted: pattern of names -> style, before all that the model and its names say. has_parts: of the tokens.
+        """Plan the split of a model. Raises ValueError, with names or the equation, if a layer cannot be split.
 
-        Raises ValueError, with names or the equation, for a layer that cannot be split so.
+        wanted: name pattern -> style, before all other sources. has_parts: ranks have parts of the tokens between
+        blocks.
         """
         styles = _styles(model, wanted or {})
         layers, heads = [], []
@@ -187,8 +188,8 @@ class TensorPlan:
             heads += [] if of_attention is None else [of_attention]
         if not any(layer.style is not Style.PARTIAL for layer in layers):
             raise ValueError(
-                f"parallel.tensor: expected a model with layers to split over {degree} ranks, found none by the names "
-                f'of common families; name them: "tensor_parallel": {{"plan": {{"layers.*.mlp.up": "column"}}}}'
+                f"parallel.tensor: expected a model with layers to split over {degree} ranks, found no known layer "
+                f'names; name layers: "tensor_parallel": {{"plan": {{"layers.*.mlp.up": "column"}}}}'
             )
         stacks = find_stacks(model, layers) if has_parts else ()
         layers += splits_of_parts(model, stacks, layers, degree)
@@ -197,7 +198,7 @@ class TensorPlan:
         return cls(degree, tuple(layers), tuple(heads), parameters, left_whole, stacks, guessed)
 
     def portion(self, param: nn.Parameter, place: int) -> tuple[TensorShard, tuple[int, ...]]:
-        """What a place has of a parameter, and the places that have the same."""
+        """Return the part of a parameter on rank `place`, and the ranks with the same part."""
         split = self.parameters.get(id(param))
         if split is None:
             return TensorShard.all_of(tuple(param.shape)), tuple(range(self.degree))
@@ -205,7 +206,7 @@ class TensorPlan:
 
 
 def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Style, tuple[int, ...]]]:
-    """Name of a layer -> how it is split, with the proportions of fused parts. What comes later wins."""
+    """Return layer name -> (style, proportions of fused parts). Later sources win."""
     modules = dict(model.named_modules())
     own = plan_of_model(model)
     found: dict[str, str] = {}
@@ -221,13 +222,14 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
         if not names:
             tops = ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in modules if name})[:8])
             raise ValueError(
-                f'{_KEY}: expected a pattern of layers\' names, found "{pattern}", which matches none; there are {tops}'
+                f'{_KEY}: expected a pattern of layer names, found "{pattern}", which matches no layer; '
+                f"the layers are {tops}"
             )
         for name in names:
             if not _can_be(modules[name], style):
                 raise ValueError(
                     f'{_KEY}: expected {_expected(style)} for "{style}", found "{name}", a '
-                    f"{type(modules[name]).__name__}, which cannot be split so; name the layers in it"
+                    f"{type(modules[name]).__name__}; name the layers in it"
                 )
         found |= dict.fromkeys(names, style)
     parsed = {name: parse_style(style) for name, style in expanded(found, modules).items()}
@@ -235,7 +237,7 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
 
 
 def _is_gate_up(name: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> bool:
-    """Gathered in a plan of transformers, which has no style for two in one: columns of each need no gathering."""
+    """Return whether a layer fuses gate and up. Plans of transformers gather it, but its columns need no gather."""
     down = name.removesuffix("gate_up_proj") + "down_proj"
     if not name.endswith("gate_up_proj") or (styles[name], styles.get(down)) != ("column_gathered", "row"):
         return False
@@ -244,7 +246,7 @@ def _is_gate_up(name: str, styles: Mapping[str, str], modules: Mapping[str, nn.M
 
 
 def _guessed(model: nn.Module, styles: Mapping[str, object], wanted: Mapping[str, str]) -> frozenset[str]:
-    """Of the split layers those that the config names, and all of a model that is none of Hugging Face's."""
+    """Return the split layers whose style the config names, or all of a model that is not from transformers."""
     if not type(model).__module__.startswith("transformers."):
         return frozenset(styles)
     return _named(model, wanted)
@@ -256,20 +258,20 @@ def _named(model: nn.Module, wanted: Mapping[str, str]) -> frozenset[str]:
 
 
 def parse_style(text: str) -> tuple[Style, tuple[int, ...]]:
-    """ "column", "column/3" for three equal parts in one, "column/4:1:1" for parts in proportion. Raises ValueError."""
+    """Parse "column", "column/3" for three equal fused parts, or "column/4:1:1" for a proportion. Raises ValueError."""
     name, _, parts = text.partition("/")
     known = {style.value: style for style in Style}
     if name not in known or (parts and not re.fullmatch(r"\d+(:\d+)*", parts)) or (parts and name != "column"):
         raise ValueError(
-            f'expected {_STYLES}, or "column/3" for three parts of one size that are one layer, "column/4:1:1" for '
-            f'parts in proportion, found "{text}"'
+            f'expected {_STYLES}, "column/3" for a layer of three equal parts, or "column/4:1:1" for parts in '
+            f'proportion, found "{text}"'
         )
     numbers = tuple(map(int, parts.split(":"))) if parts else (1,)
     return known[name], (1,) * numbers[0] if len(numbers) == 1 else numbers
 
 
 def _matches(modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
-    """Names that the pattern stands for, or the end of which it stands for, from a dot on."""
+    """Return the names that the pattern matches, as a whole or from a dot on."""
     return [name for name in modules if name and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"))]
 
 
@@ -290,12 +292,12 @@ def _can_be(module: nn.Module, style: str) -> bool:
 
 def _expected(style: str) -> str:
     if style == Style.EXPERTS.value:
-        return "all experts of a layer in one module that says of its layout what those of transformers do"
+        return "a module with all experts of a layer that declares its layout as in transformers"
     return "a linear layer or an embedding"
 
 
 def _experts_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Modules with all experts of a layer."""
+    """Return the modules with all experts of a layer, with their style."""
     return {name: Style.EXPERTS.value for name, module in modules.items() if _can_be(module, Style.EXPERTS.value)}
 
 
@@ -306,7 +308,9 @@ def _split_beside(
     names: Mapping[str, str],
     degree: int,
 ) -> tuple[list[LayerSplit], Heads | None]:
-    """Layers of one module, which is perhaps an attention: then heads stay whole. names: as their users call them."""
+    """Split the layers of one module, with whole heads if it is an attention. names: of layers or the adapters around
+    them.
+    """
     modules = {name: model.get_submodule(name) for name in styles}
     columns = {
         names[name]: (modules[name], smallest_part(modules[name], parts))
@@ -342,8 +346,8 @@ def _split_one(
     width = width_out(module)
     if width % sum(parts):
         raise ValueError(
-            f"{_KEY}: expected parts that add up to the outputs of '{name}', found {':'.join(map(str, parts))} of "
-            f"{width}, which leaves {width % sum(parts)}"
+            f"{_KEY}: expected parts that divide the outputs of '{name}', found {width} % "
+            f"({' + '.join(map(str, parts))}) = {width % sum(parts)}"
         )
     _check_room(name, width // sum(parts) * min(parts), degree, "outputs")
     by_place: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
@@ -365,9 +369,9 @@ def _check_kinds(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) ->
     for name in styles:
         if is_other_adapter(modules[name]):
             raise ValueError(
-                f"parallel.tensor: expected LoRA of PEFT without DoRA on linear layers that are split, found a "
-                f"{type(modules[name]).__name__} on '{name}' that needs all columns of its layer, or is of another "
-                "kind; use LoRA of linear layers alone (target_modules), or set parallel.tensor to 1"
+                f"parallel.tensor: expected PEFT's LoRA without DoRA on split linear layers, found a "
+                f"{type(modules[name]).__name__} on '{name}'; put LoRA on linear layers alone (target_modules), or set "
+                "parallel.tensor to 1"
             )
 
 
@@ -375,21 +379,21 @@ def _check_adapters(names: Mapping[str, str], has_parts: bool) -> None:
     found = next((outer for name, outer in names.items() if name != outer), None)
     if found is not None and has_parts:
         raise ValueError(
-            f"parallel.tensor_sequence: expected split layers without adapters, found one at '{found}', whose "
-            "matrices would see all tokens in one place and a part in another; set it to false"
+            f"parallel.tensor_sequence: expected split layers without adapters, found an adapter at '{found}'; set it "
+            "to false"
         )
 
 
 def _check_room(name: str, size: int, degree: int, what: str) -> None:
     if size < degree:
         raise ValueError(
-            f"parallel.tensor: expected at least a row for each rank, found {what}({size}) / tensor({degree}) of "
-            f"'{name}'; set a smaller degree, or \"whole\" for the layer in {_KEY}"
+            f"parallel.tensor: '{name}': expected {what} for each rank, found {what}({size}) < tensor({degree}); set a "
+            f'smaller degree, or "whole" for the layer in {_KEY}'
         )
 
 
 def _parameters(model: nn.Module, layers: list[LayerSplit]) -> dict[int, ParameterSplit]:
-    """By identity. Raises ValueError where a parameter would be split in two ways."""
+    """Return the splits by identity of a parameter. Raises ValueError if a parameter would be split in two ways."""
     found: dict[int, tuple[ParameterSplit, str]] = {}
     for layer in layers:
         for key, split in layer.parameters.items():
@@ -397,8 +401,8 @@ def _parameters(model: nn.Module, layers: list[LayerSplit]) -> dict[int, Paramet
             before = found.get(id(param))
             if before is not None and before[0] != split:
                 raise ValueError(
-                    f"{_KEY}: expected one split for the weight that '{before[1]}' and '{layer.name}' share, found two "
-                    "different ones; give both the same style"
+                    f"{_KEY}: '{before[1]}' and '{layer.name}' share a weight, but their splits differ; give both the "
+                    "same style"
                 )
             found[id(param)] = split, layer.name
     split_layers = {id(layer.module) for layer in layers}
@@ -406,10 +410,10 @@ def _parameters(model: nn.Module, layers: list[LayerSplit]) -> dict[int, Paramet
         for param in module.parameters(recurse=False):
             if id(param) not in found or id(module) in split_layers or _is_inside_partial(layers, module):
                 continue
-            if not found[id(param)][1].startswith(f"{name}."):  # else it shows what a layer in it has, as BERT does
+            if not found[id(param)][1].startswith(f"{name}."):  # BERT: a module also lists a parameter of its child
                 raise ValueError(
-                    f"{_KEY}: expected one split for the weight that '{found[id(param)][1]}' and '{name}' share, found "
-                    f"none of '{name}'; give both the same style, or \"whole\" to both"
+                    f"{_KEY}: '{found[id(param)][1]}' and '{name}' share a weight, but '{name}' is not split; give "
+                    'both the same style, or "whole" to both'
                 )
     return {key: split for key, (split, _) in found.items()}
 
@@ -423,7 +427,7 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _left_whole(model: nn.Module, known: set[str]) -> tuple[str, ...]:
-    """Large layers that nothing says how to split, by names with a star for numbers."""
+    """Return the names of large layers without a style, with a star for numbers."""
     total = sum(param.numel() for param in model.parameters())
     found = [
         re.sub(r"\b\d+\b", "*", name)

@@ -1,13 +1,13 @@
-"""Stacks of blocks, between which a rank has some of the tokens, and what of their parameters sees these alone.
+"""Finds stacks of blocks between which a rank has a part of the tokens, and the parameters that see only that part.
 
-[Note: what a stack was begun with]
-A block that is recomputed in a backward has no state of its forward but the number of autograd's node, which says in
-which forward it was. `RegionStarts` keeps what each forward was begun with, by the number of the first node of its
-stack.
+[Note: the start of a stack]
+A block that is recomputed in a backward has no state of its forward except the sequence number of the autograd node,
+which tells in which forward it ran. `RegionStarts` keeps the start of each forward by the number of the first node of
+its stack.
 
-[Note: who uses parts of tokens]
-That a block is given what the one before it gave does not say that nobody else is: a loss of each block's output, or
-what a model returns of them, would be of a part, without an error. So `PartWatch` watches functions of torch in the
+[Note: uses of token parts]
+A block that receives the output of the block before it may not be its only user: a loss on each block's output, or
+model outputs made from them, would silently see a part of the tokens. So `PartWatch` watches torch functions during the
 first forward of each mode.
 """
 
@@ -34,11 +34,12 @@ _ATTENTION = re.compile("att(entio)?n", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class RegionBlock:
-    """One block.
+    """A block of a stack.
 
-    wholes: its modules that compute columns of what they are given, and so are given all tokens; rows end them.
-    alike: those that all ranks compute with all tokens, and that no rows end: of what they give each has its part.
-    common: of both, those in which no rank has columns of its own.
+    wholes: modules that compute columns of their input, and so are given all tokens; row splits end them.
+    alike: modules that all ranks compute with all tokens and no row split ends: each rank keeps its part of their
+    output.
+    common: of both, those in which no rank has different columns.
     """
 
     name: str
@@ -50,18 +51,18 @@ class RegionBlock:
 
 @dataclass(frozen=True)
 class SequenceParallelRegion:
-    """Blocks that run one behind the other, each on what the one before it gives."""
+    """Blocks that run in sequence, each on the output of the one before."""
 
     blocks: tuple[RegionBlock, ...]
 
     def cut(self, groups: Sequence[Set[str]]) -> list[SequenceParallelRegion]:
-        """Where tokens are whole between groups of blocks, that have these names."""
+        """Cut into stacks if tokens are whole between groups of blocks. groups: names of blocks."""
         found = [tuple(block for block in self.blocks if block.name in names) for names in groups]
         return [SequenceParallelRegion(blocks) for blocks in found if blocks]
 
 
 def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[SequenceParallelRegion, ...]:
-    """The lists of blocks that have split layers in them. Raises ValueError where there is none."""
+    """Find the lists of blocks with split layers. Raises ValueError if there are none."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     columns = [layer.module for layer in layers if _takes_columns(layer)]
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
@@ -81,8 +82,8 @@ def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Sequenc
         found.setdefault(id(parent), []).append(RegionBlock(name, module, wholes, tuple(alike), common))
     if not found:
         raise ValueError(
-            f"{_KEY}: expected blocks in a ModuleList with layers in them that are split by rows, found none "
-            f"in {type(model).__name__}; set it to false"
+            f"{_KEY}: expected blocks in a ModuleList with row-split layers in them, found none in "
+            f"{type(model).__name__}; set it to false"
         )
     return tuple(SequenceParallelRegion(tuple(blocks)) for blocks in found.values())
 
@@ -92,15 +93,17 @@ def _has(module: nn.Module, layers: Set[int]) -> bool:
 
 
 def _is_mlp(module: nn.Module, split: Set[int]) -> bool:
-    """Whether split layers are all that it has: these ask for all tokens themselves, and what else it is given stays a
-    part. An attention goes by the shape of what it is given."""
+    """Return whether all parameters are in split layers. These gather tokens themselves; other inputs stay parts.
+
+    An attention needs all tokens in any case, since it uses the shape of its input.
+    """
     return not _ATTENTION.search(type(module).__name__) and all(
         id(part) in split for part in module.modules() if part._parameters
     )
 
 
 def _attentions(block: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that are attentions by the name of their class."""
+    """Yield the outermost modules with a class name of an attention."""
     for child in block.children():
         if _ATTENTION.search(type(child).__name__) and any(True for _ in child.parameters()):
             yield child
@@ -115,10 +118,11 @@ def _takes_columns(layer: LayerSplit) -> bool:
 def splits_of_parts(
     model: nn.Module, stacks: Sequence[SequenceParallelRegion], layers: Sequence[LayerSplit], degree: int
 ) -> list[LayerSplit]:
-    """Parameters of blocks that act on a part of the tokens on each rank: a part of the gradient is there.
+    """Return partial splits for parameters that see a part of the tokens on each rank, so their gradients are summed.
 
-    That is all beside split layers, and the biases behind rows; but for what is in a module that is given all tokens:
-    it computes the same on all ranks, or a plan has it as "partial". Raises ValueError for one that is used elsewhere.
+    These are all parameters of blocks beside split layers, and the biases behind row splits. Modules that are given all
+    tokens are excluded: they compute the same on all ranks, or a plan has them as "partial". Raises ValueError for a
+    parameter that is also used outside the blocks.
     """
     split = {id(layer.module.get_parameter(key)) for layer in layers for key in layer.parameters}
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
@@ -147,8 +151,8 @@ def _check_elsewhere(model: nn.Module, blocks: set[int], found: Iterable[LayerSp
         shared = [id(param) for param in module.parameters(recurse=False) if id(param) in names]
         if shared:
             raise ValueError(
-                f"{_KEY}: expected parameters that blocks alone use, found '{names[shared[0]]}', which is in a "
-                f"{type(module).__name__} outside of them too; set it to false"
+                f"{_KEY}: '{names[shared[0]]}' is in a block, but a {type(module).__name__} outside of the blocks "
+                "uses it too; set it to false"
             )
 
 
@@ -164,7 +168,7 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class RegionStart:
-    """One. number: of the node of autograd that is made next. seed: of what all ranks draw alike."""
+    """The start of a stack's forward. number: of the next autograd node. seed: of shared random numbers."""
 
     number: int
     length: int
@@ -172,34 +176,34 @@ class RegionStart:
 
 
 class RegionStarts:
-    """The last ones."""
+    """The last starts of stacks. See [Note: the start of a stack]."""
 
     def __init__(self) -> None:
-        self._kept: list[RegionStart] = []  # those that differ from the one before
+        self._kept: list[RegionStart] = []  # only starts that differ from the start before
 
     def note(self, length: int, seed: int) -> None:
-        """A forward of a stack begins."""
+        """Record that a forward of a stack begins."""
         if not self._kept or (self._kept[-1].length, self._kept[-1].seed) != (length, seed):
             self._kept.append(RegionStart(torch._C._autograd._get_sequence_nr(), length, seed))
             del self._kept[:-_MOST]
 
     def of_recomputed(self) -> RegionStart:
-        """Of the forward that has the node at which autograd is."""
+        """Return the start of the forward whose autograd node runs now."""
         number = torch._C._current_autograd_node()._sequence_nr()
         at = bisect_right(self._kept, number, key=lambda start: start.number)
         return self._kept[max(at - 1, 0)]
 
 
 class PartWatch(TorchFunctionMode):
-    """To be entered around a forward of the model."""
+    """A mode around a forward of the model that refuses uses of token parts. See [Note: uses of token parts]."""
 
     def __init__(self, is_inside: Callable[[], bool]) -> None:
-        """is_inside: whether a block runs now, which may do with its tokens what it likes."""
+        """is_inside: whether a block runs now. A block may use its tokens freely."""
         self._is_inside = is_inside
-        self._given: dict[int, tuple[Tensor, str]] = {}  # by storage; kept, so that another one is not there
+        self._given: dict[int, tuple[Tensor, str]] = {}  # by storage; the tensor keeps its storage from being reused
 
     def note(self, part: Tensor, name: str) -> None:
-        """What the block of that name has given."""
+        """Record the output of a block."""
         self._given[part.untyped_storage()._cdata] = part, name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,10 +220,10 @@ class PartWatch(TorchFunctionMode):
         return result
 
     def check(self, output: Any) -> None:
-        """output: of the model. Raises ValueError."""
+        """Raise ValueError if the model returns a token part. output: of the model."""
         for one in tree_leaves(output):
             if (name := self._giver(one)) is not None:
-                raise _error(name, "it in what the model gives")
+                raise _error(name, "it in the model's output")
 
     def _giver(self, x: Any) -> str | None:
         if type(x) is not Tensor or x.is_meta or x.layout != torch.strided:
@@ -234,6 +238,6 @@ def _version(x: Tensor) -> int:
 
 def _error(name: str, found: str) -> ValueError:
     return ValueError(
-        f"parallel.tensor_sequence: expected that the next block alone uses what '{name}' gives, found {found}: "
+        f"parallel.tensor_sequence: expected that only the next block uses the output of '{name}', found {found}: "
         "between blocks a rank has a part of the tokens; set it to false"
     )

@@ -1,17 +1,17 @@
-"""Attention over a sequence of which each rank has a part: queries stay, keys and values go round the ranks (a ring).
+"""Attention over a sequence that is split over ranks: queries stay, keys and values go round the ranks (a ring).
 
-    hop 0   rank 0: q0 k0    rank 1: q1 k1    rank 2: q2 k2      keys and values of the rank's own
-    hop 1   rank 0: q0 k2    rank 1: q1 k0    rank 2: q2 k1      of the rank before it; the next are on their way
+    hop 0   rank 0: q0 k0    rank 1: q1 k1    rank 2: q2 k2      the rank's local keys and values
+    hop 1   rank 0: q0 k2    rank 1: q1 k0    rank 2: q2 k1      those of the rank before; the next are in flight
     hop 2   rank 0: q0 k1    rank 1: q1 k2    rank 2: q2 k0
 
-The parts of a softmax are put together by the logarithms of their sums, in float32 at least. A backward is a second
-round: blocks are computed again, gradients of keys and values go with them, and home from where the last hop was.
+The logarithms of the sums combine the parts of a softmax, in at least float32. A backward is a second round: it
+recomputes the blocks, and gradients of keys and values travel with them, then home from the last hop.
 Source: Ring Attention, arXiv 2310.01889, section 3.
 
-[Note: halves that balance]
-With a causal mask rank r would have r blocks to compute beside its own, and the last rank all of them. So a rank takes
-the halves r and 2 x ranks - 1 - r of the sequence: each hop but the first is then half a block on every rank. Tokens
-are divided in their order before the model, so queries, keys, values and outputs trade places here.
+[Note: balanced halves]
+With a causal mask rank r would have r blocks to compute beside its diagonal, and the last rank all of them. So a rank
+takes the halves r and 2 x ranks - 1 - r of the sequence. Each hop but the first is then half a block on every rank. The
+model splits tokens in order, so queries, keys, values and outputs are exchanged here.
 Source: the zigzag of Llama 3's context parallelism, arXiv 2407.21783, section 3.3.2.
 """
 
@@ -34,11 +34,11 @@ _HALVES = "halves of attention over a ring"
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks `stride` places apart, each with a part of as many tokens."""
+    """The ranks at distance `stride`, each with a part of equal length."""
 
     exchange: Collectives
     stride: int
-    tokens: int  # of a part
+    tokens: int  # in a part
     seen: Seen
 
     @property
@@ -51,7 +51,7 @@ class Ring:
 
     @property
     def hops(self) -> int:
-        """How often keys go on: with a window they need not come to all."""
+        """Number of hops. With a window, keys need not reach all ranks."""
         window = self.seen.window
         if not self.seen.is_causal or window is None:
             return self.size - 1
@@ -59,25 +59,25 @@ class Ring:
 
     @property
     def is_balanced(self) -> bool:
-        """See [Note: halves that balance]. Where few hops are needed, every rank has as much already."""
+        """See [Note: balanced halves]. If fewer hops suffice, all ranks have equal work anyway."""
         return self.seen.is_causal and self.hops == self.size - 1 > 0 and self.tokens % 2 == 0
 
     def spans(self, place: int) -> list[range]:
-        """The tokens that the rank at `place` has, one span behind the other."""
+        """Return the tokens of the rank at `place`, as consecutive spans."""
         if not self.is_balanced:
             return [range(place * self.tokens, (place + 1) * self.tokens)]
         half = self.tokens // 2
         return [range(number * half, (number + 1) * half) for number in self._halves(place)]
 
     def to_balanced(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """(rows, heads, part, size) each, of one dtype: in the order of the sequence -> as `spans` has it."""
+        """Exchange (rows, heads, part, size) tensors of one dtype from sequence order to the order of `spans`."""
         if not self.is_balanced:
             return list(tensors)
         to = [self._owner(2 * self.place + half) for half in range(2)]
         return self._traded(tensors, to, [divmod(number, 2) for number in self._halves(self.place)])
 
     def from_balanced(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The way back."""
+        """Exchange back to sequence order."""
         if not self.is_balanced:
             return list(tensors)
         numbers = [2 * self.place + half for half in range(2)]
@@ -85,7 +85,7 @@ class Ring:
         return self._traded(tensors, [number // 2 for number in self._halves(self.place)], of)
 
     def next(self, x: Tensor, by: int, what: str) -> Any:
-        """Starts to send x `by` places on, and to receive what comes."""
+        """Start to send x `by` places on, and to receive."""
         return self.exchange.shift(x, by * self.stride, what)
 
     def _halves(self, place: int) -> tuple[int, int]:
@@ -109,10 +109,10 @@ class Ring:
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores: Scores) -> Tensor:
-    """Attention of this rank's queries over the tokens of all ranks of the ring.
+    """Return attention of this rank's queries over the tokens of all ranks of the ring.
 
-    query: (rows, heads, part, size); key, value: (rows, heads that divide those, part, size); -> (rows, heads, part,
-    size of values), of query's dtype, or that of autocast.
+    query: (rows, heads, part, size); key, value: (rows, key heads, part, size), with key heads that divide heads ->
+    (rows, heads, part, value size), in the dtype of query or autocast.
     """
     device = scores.device_of(query)
     if torch.is_autocast_enabled(device):
@@ -123,7 +123,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keeps queries, keys, values and outputs of the rank's part, and a number for each query and head."""
+    """Saves the local queries, keys, values and outputs, and a number for each query and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores: Scores) -> Tensor:
@@ -181,7 +181,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _pairs(ring: Ring, hop: int) -> list[tuple[slice, range, slice, range]]:
-    """This rank's spans with those that have come to it: each as a slice of the part, and the tokens that it is."""
+    """Pair this rank's spans with the spans that have arrived: each as (slice of the part, token numbers)."""
     own, others = (_slices(ring.spans(place)) for place in (ring.place, (ring.place - hop) % ring.size))
     return [(*mine, *theirs) for mine in own for theirs in others]
 
@@ -195,11 +195,11 @@ def _slices(spans: Sequence[range]) -> list[tuple[slice, range]]:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """One message."""
+    """Concatenate to a single message."""
     return torch.cat([one.flatten() for one in tensors])
 
 
 def _unpacked(x: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views."""
+    """Return views."""
     parts = torch.split(x, [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,12 +1,12 @@
-"""Attention over sequences of which each rank has a part: each rank attends with some heads over all of it (Ulysses).
+"""Attention over sequences that are split over ranks: each rank attends with some heads over all tokens (Ulysses).
 
     (rows, heads, part, size) -> all-to-all -> (rows, heads / ranks, whole, size) -> attention -> all-to-all -> back
 
-Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1. Keys and values of fewer heads than ranks, or of a number that
-ranks do not divide, are repeated before they are sent, as often as makes them divide.
+Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1. If the ranks do not divide the key heads, keys and values are
+repeated before they are sent, as few times as possible.
 
-Where ranks do not divide the heads, as many neighbours as do exchange heads, and have the part of their group; keys and
-values of the groups go round a ring (`ring_attention.py`):
+If the ranks do not divide the query heads, a group of neighbours that divides them exchanges heads and holds the tokens
+of the group. Keys and values of the groups go round a ring (`ring_attention.py`):
 
     sequence(4), heads(6)    ranks 0 1: 3 heads each of tokens 0 1    ranks 2 3: 3 heads each of tokens 2 3
                              rings: 0 and 2, 1 and 3
@@ -42,10 +42,10 @@ _ROPES = {"dynamic", "longrope"}
 
 
 class SequenceAttention:
-    """Attends over whole sequences, as `forwards` has them.
+    """Attention over whole sequences, in the context of `forwards`.
 
-    is_alone: each token sees itself alone, and nothing is exchanged. num_calls: how often there was attention. fault:
-    what was found wrong meanwhile. has_eager_ring: a ring stands for attention that is written out.
+    is_alone: each token sees itself alone and nothing is exchanged. num_calls: calls of attention so far. fault: the
+    first error in such a run. has_eager_ring: a ring replaces attention that a model writes out.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class SequenceAttention:
         say: Callable[[str], None] | None = None,
         device: str | None = None,
     ) -> None:
-        """way: "auto", "ulysses" or "ring". say: takes a line on what was chosen, once for each number of heads.
+        """way: "auto", "ulysses" or "ring". say: takes a log line on the choice, once for each number of heads.
 
-        device: the type of which kernels are taken, where tensors are on the meta device.
+        device: the type whose kernels are used for tensors on the meta device.
         """
         self.forwards = Forwards()
         self.is_alone = False
@@ -68,16 +68,16 @@ class SequenceAttention:
         self._way = way
         self._say = say
         self._device = device
-        self._widths: dict[int, int] = {}  # by heads: how many ranks share them
-        self._tried: set[tuple[int, float]] = set()  # see `_check_scores`
+        self._widths: dict[int, int] = {}  # number of heads -> number of ranks that share them
+        self._tried: set[tuple[int, float]] = set()  # (module, scale) that `_check_scores` has accepted
         self._has_callers = False
 
     def around_copy(self) -> AbstractContextManager[object]:
-        """Around the forward of a copy that was made before `put_on`."""
+        """Return the context for the forward of a copy that was made before `put_on`."""
         return _Mode(self) if self._has_callers else nullcontext()
 
     def put_on(self, model: nn.Module, ledger: ModelPatches) -> None:
-        """On all of the model that attends; see `check_attention`."""
+        """Install on all attention of the model. `check_attention` must have accepted it."""
         configs = _configs(model)
         registry = _registry() if configs else None
         for number, config in enumerate(configs):
@@ -106,11 +106,11 @@ class SequenceAttention:
         attend = registry.get_interface(name, eager)
         if attention_mask is not None:
             raise SequenceError(
-                f"{type(module).__name__}: expected no mask of its own (the engine makes it from attention_mask, "
-                f"position_ids and sliding_window), found one of {tuple(attention_mask.shape)}"
+                f"{type(module).__name__}: expected no mask (the engine builds it from attention_mask, position_ids "
+                f"and sliding_window), found a mask of {tuple(attention_mask.shape)}"
             )
         if options.get("s_aux") is not None:
-            raise SequenceError(f"{type(module).__name__}: expected attention without sinks, which are not shared")
+            raise SequenceError(f"{type(module).__name__}: attention with sinks cannot be split over ranks")
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options.pop("position_ids", None)
@@ -140,7 +140,8 @@ class SequenceAttention:
         mask = self.forwards.whole.whole_mask(query, is_causal, window, always=name == "eager")
         if mask is not None and name == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-            mask[..., self.forwards.whole.length or mask.shape[3] :] = -math.inf  # else what sees nothing sees these
+            # A row of equal minima is an even softmax over all keys: exclude the padding from it.
+            mask[..., self.forwards.whole.length or mask.shape[3] :] = -math.inf
         with _grouped(module, query.shape[1] // key.shape[1]):
             mixed, _ = attend(module, query, key, value, mask, **options)  # (rows, whole, heads, size)
         return self._back(mixed, width), None
@@ -156,7 +157,7 @@ class SequenceAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`functional.scaled_dot_product_attention` of (..., heads, part, size), over the whole."""
+        """Compute `functional.scaled_dot_product_attention` of (..., heads, part, size) over the whole sequence."""
         if attn_mask is not None or query.dim() != 4 or query.shape[-2] != key.shape[-2]:
             found = f"a mask of {tuple(attn_mask.shape)}" if attn_mask is not None else f"queries {tuple(query.shape)}"
             raise SequenceError(
@@ -169,7 +170,7 @@ class SequenceAttention:
             return _of_itself(query, value)
         width = self._width(query.shape[1])
         query, key, value = self._all(query, key, value, width)
-        whole = replace(self.forwards.whole, packed=None)  # which a module that asks for no mask does not look at
+        whole = replace(self.forwards.whole, packed=None)  # a call without a mask ignores packed sequences
         if width < self._exchange.size:
             scale = query.shape[3] ** -0.5 if scale is None else scale
             mixed = self._round(query, key, value, width, Seen(whole, is_causal, None), scale, dropout_p)
@@ -186,7 +187,7 @@ class SequenceAttention:
             return forward(*args, **kwargs)
 
     def _width(self, heads: int) -> int:
-        """How many ranks share this many heads; as many times a ring goes on. Raises SequenceError."""
+        """Return how many ranks share this many heads; size / width ranks form a ring. Raises SequenceError."""
         if heads not in self._widths:
             size = self._exchange.size
             if self._way == "ulysses" and (fault := heads_fault(size, heads)):
@@ -197,7 +198,7 @@ class SequenceAttention:
         return self._widths[heads]
 
     def _look(self, heads: int, check: Callable[[], None] | None = None) -> None:
-        """Keeps the fault: other stages of a pipeline wait for what this one computes."""
+        """Keep a fault instead of raising it, since later pipeline stages wait for this stage's output."""
         try:
             if self._width(heads) < self._exchange.size and check is not None:
                 check()
@@ -205,7 +206,7 @@ class SequenceAttention:
             self.fault = self.fault or error.message
 
     def _all(self, query: Tensor, key: Tensor, value: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of `width` neighbours, of this rank's heads."""
+        """Exchange to all tokens of `width` neighbours and this rank's heads."""
         if width == 1:
             return query, key, value
         of_keys = key.shape[1]
@@ -217,7 +218,7 @@ class SequenceAttention:
     def _to_heads(self, x: Tensor, size: int) -> Tensor:
         rows, heads, part, width = x.shape
         sent = x.reshape(rows, size, heads // size, part, width).transpose(0, 1)
-        got = swapped(sent.contiguous(), self._exchange, "attention over a sequence")  # by part of the sequence
+        got = swapped(sent.contiguous(), self._exchange, "attention over a sequence")  # dim 0: part of the sequence
         return got.permute(1, 2, 0, 3, 4).reshape(rows, heads // size, size * part, width)
 
     def _back(self, mixed: Tensor, size: int) -> Tensor:
@@ -226,7 +227,7 @@ class SequenceAttention:
             return mixed
         rows, length, heads, width = mixed.shape
         sent = mixed.reshape(rows, size, length // size, heads, width).transpose(0, 1)
-        got = swapped(sent.contiguous(), self._exchange, "the output of attention over a sequence")  # by heads
+        got = swapped(sent.contiguous(), self._exchange, "the output of attention over a sequence")  # dim 0: heads
         return got.permute(1, 2, 0, 3, 4).reshape(rows, length // size, size * heads, width)
 
     def _round(
@@ -245,9 +246,9 @@ class SequenceAttention:
         groups: int,
         options: Mapping[str, Any],
     ) -> None:
-        """Raises SequenceError where the model's own attention does more with its scores than to scale them.
+        """Raise SequenceError if the model's attention does more with its scores than to scale them.
 
-        A ring computes them itself, so three tokens of chance go through both, the first time that a module attends.
+        A ring computes the scores itself. So three random tokens go through both when a module attends first.
         """
         if (id(module), scale) in self._tried:
             return
@@ -262,26 +263,25 @@ class SequenceAttention:
             found, _ = attend(module, query, key, value, mask, **given)
         if not torch.allclose(found.transpose(1, 2), right, rtol=1e-4, atol=1e-4):
             raise SequenceError(
-                f"{type(module).__name__}: expected attention that scales its scores and does no more, which a ring "
-                f'computes itself, found more in its "{name}" attention (a cap, a bias); set parallel.sequence to a '
-                "divisor of the heads"
+                f'{type(module).__name__}: ring attention computes scaled scores only, but the model\'s "{name}" '
+                "attention also changes them (a cap or a bias); set parallel.sequence to a divisor of the heads"
             )
         self._tried.add((id(module), scale))
 
 
 def heads_fault(size: int, heads: int, tensor: int = 1) -> str | None:
-    """The equation that does not hold, or None. heads: of all of the `tensor` ranks that share layers."""
+    """Return the equation that does not hold, or None. heads: the heads of all `tensor` ranks that share a layer."""
     if heads % (size * tensor) == 0:
         return None
     factors = f"sequence({size}) x " + (f"tensor({tensor}) x " if tensor > 1 else "")
     return (
         f"{factors}heads of a rank(?) = attention heads({heads}) does not hold; set parallel.sequence to a divisor of "
-        f'{heads // tensor}, or sequence_parallel.attention to "auto", which sends keys round a ring'
+        f'{heads // tensor}, or sequence_parallel.attention to "auto" for a ring'
     )
 
 
 def way_line(size: int, heads: int, width: int, way: str) -> str:
-    """What was chosen, and why, in words."""
+    """Say what was chosen and why, for the log."""
     found = f"sequence: attention of {heads} heads over {size} ranks"
     if width == size:
         return f"{found}: each has {heads // size} heads of all tokens (all-to-all)"
@@ -292,22 +292,22 @@ def way_line(size: int, heads: int, width: int, way: str) -> str:
 
 
 def sent_heads(size: int, heads: int, of_keys: int) -> int:
-    """How many heads of keys are sent: the fewest copies of them that the ranks divide."""
+    """Return how many key heads are sent: the fewest copies that the ranks divide."""
     common = math.lcm(size, of_keys)
     return common if heads % common == 0 else heads
 
 
 def check_attention(model: nn.Module, size: int, way: str = "auto", tensor: int = 1) -> None:
-    """Raises SequenceError where the model's attention cannot be shared by so many ranks, or is not found.
+    """Raise SequenceError if the model has no attention, or attention that cannot be split over `size` ranks.
 
-    way: as of `SequenceAttention`. tensor: how many ranks share each layer.
+    way: as in `SequenceAttention`. tensor: number of ranks that share each layer.
     """
     for module in model.modules():
         if hasattr(module, "_supports_attention_backend") and type(module).__module__.startswith("transformers."):
             _check_hugging_face(module)
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             raise SequenceError(
-                f"found nn.{type(module).__name__}, which is not shared; use scaled_dot_product_attention"
+                f"nn.{type(module).__name__} cannot be split over ranks; use scaled_dot_product_attention"
             )
     for config in _configs(model):
         name = config._attn_implementation
@@ -318,42 +318,44 @@ def check_attention(model: nn.Module, size: int, way: str = "auto", tensor: int 
             raise SequenceError(fault)
     if not _configs(model) and not _callers(model):
         raise SequenceError(
-            f"found no attention in {type(model).__name__}: expected a Hugging Face model, or modules whose methods "
-            "call scaled_dot_product_attention"
+            f"{type(model).__name__}: expected a Hugging Face model, or modules with methods that call "
+            "scaled_dot_product_attention, found no attention"
         )
 
 
 def _check_hugging_face(model: Any) -> None:
-    """Raises SequenceError where its tokens meet in other ways than attention that can be exchanged, or by chance."""
+    """Raise SequenceError if tokens mix outside attention that can be replaced, or at random."""
     name, config = type(model).__name__, model.config
     if not model._supports_attention_backend:
         raise SequenceError(f"expected a model whose attention can be exchanged (AttentionInterface), found {name}")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if kinds:
         raise SequenceError(
-            f"config.layer_types: expected full_attention and sliding_attention, found {', '.join(sorted(kinds))}, "
-            "whose tokens meet in other ways"
+            f"config.layer_types: expected full_attention and sliding_attention only, found {', '.join(sorted(kinds))}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, Mapping)}
     if found := ropes & _ROPES:
         raise SequenceError(
             "config.rope_parameters: expected angles that do not depend on the length, found "
-            f"{', '.join(map(str, found))}: a rank knows the positions of its part alone"
+            f"{', '.join(map(str, found))}: a rank sees only the positions of its part"
         )
     if getattr(config, "layerdrop", 0):
         raise SequenceError(
-            "config.layerdrop: ranks draw random numbers of their own, and would leave out other layers; set it to 0"
+            "config.layerdrop: ranks draw different random numbers and would skip different layers; set it to 0"
         )
 
 
 def _of_itself(query: Tensor, value: Tensor) -> Tensor:
-    """What attention gives to tokens that see themselves alone."""
+    """Return the attention output of tokens that see only themselves."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
 def swapped(x: Tensor, exchange: Collectives, what: str) -> Tensor:
-    """x: (ranks, ...), contiguous; what each rank has for this one, in their order. Its gradient goes the way back."""
+    """Send x[r] to rank r and return the received parts, in rank order. The gradient goes the way back.
+
+    x: (ranks, ...), contiguous.
+    """
     return with_backward(
         x, lambda x: exchange.swap(x, what), lambda dy: exchange.swap(dy.contiguous(), f"the gradient of {what}")
     )
@@ -372,7 +374,7 @@ class _Mode(TorchFunctionMode):
 
 @contextmanager
 def _grouped(module: Any, groups: int) -> Iterator[None]:
-    """Hugging Face's attention repeats keys as often as the module says."""
+    """Set `num_key_value_groups`, from which Hugging Face's attention repeats keys."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == groups:
         yield
@@ -385,7 +387,7 @@ def _grouped(module: Any, groups: int) -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Of Hugging Face's parts of the model, each once."""
+    """Return the configs of the model's transformers modules, each once."""
     found = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -401,7 +403,7 @@ def _registry() -> Any:
 
 
 def _callers(model: nn.Module) -> list[nn.Module]:
-    """Modules with a method that calls torch's attention."""
+    """Return the modules with a method that calls torch's attention."""
     name = functional.scaled_dot_product_attention.__name__
     found = []
     for module in model.modules():

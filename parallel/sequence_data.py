@@ -1,16 +1,16 @@
-"""Batches of sequences of which each rank takes a part, and what their parts must know of the whole.
+"""Splits batches of sequences over ranks, and keeps the facts about the whole that attention needs.
 
     tokens    a b c d e f g                  rank 0     rank 1
-    labels    a b c d e f g  -> shifted  ->  b c d e    f g . .     each label stands where it is predicted
-    positions 0 1 2 3 4 5 6                  0 1 2 3    4 5 6 7     as in the whole; tokens are added to divide it
+    labels    a b c d e f g  -> shifted  ->  b c d e    f g . .     each label stands at the token that predicts it
+    positions 0 1 2 3 4 5 6                  0 1 2 3    4 5 6 7     as in the whole; padding makes the length divisible
 
-Every rank of the axis is given the same batch. A rank's loss is the sum over its labels, divided by the number of
-labels of the whole: the parts add up to the mean over the whole, and so do their gradients.
+Every rank of the axis gets the same batch. A rank's loss is the sum over its labels, divided by the number of labels of
+the whole. So the losses and the gradients of the parts add up to those of the mean over the whole.
 
-[Note: whose recomputation]
-Several forwards may be in flight before their backwards, each with a mask of its own. A block that is recomputed, by
-whomever, is so while autograd works on a node of its forward. Nodes are numbered as they are made, so the number says
-which forward that was (`Forwards`). What attention must know of it lives as long as its graph.
+[Note: contexts in recomputations]
+Several forwards, each with its mask, may be in flight before their backwards. A block is recomputed while autograd runs
+a node of its forward. Autograd numbers nodes as they are made, so the number identifies the forward (`Forwards`). An
+attention context lives as long as the graph of its forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 class SequenceError(ValueError):
-    """A model or a batch whose sequences cannot be divided."""
+    """A model or a batch whose sequences cannot be split."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"parallel.sequence: {message}")
@@ -45,15 +45,15 @@ class SequenceError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What attention has to know of the tokens of all ranks."""
+    """Facts about the tokens of all ranks that attention needs."""
 
-    length: int | None = None  # without what was added; None: all that there are
-    keys: Tensor | None = None  # (rows, tokens) bool: may be looked at
-    packed: Tensor | None = None  # (rows, tokens): number of the sequence in a row of several
-    is_blind: bool = False  # a token with a label sees no token, itself neither
+    length: int | None = None  # without padding; None: no padding
+    keys: Tensor | None = None  # (rows, tokens) bool: False at tokens that are masked
+    packed: Tensor | None = None  # (rows, tokens): number of the sequence within a packed row
+    is_blind: bool = False  # some token with a label sees no token, not even itself
 
     def whole_mask(self, query: Tensor, is_causal: bool, window: int | None, always: bool = False) -> Tensor | None:
-        """(rows or 1, 1, tokens, tokens) bool, as `mask`, of all tokens; None where is_causal says it all."""
+        """Return `mask` of all tokens as (rows or 1, 1, tokens, tokens), or None if is_causal suffices."""
         tokens = query.shape[2]
         is_added_seen = not is_causal and self.length is not None and self.length < tokens
         is_narrow = window is not None and window < tokens
@@ -62,7 +62,7 @@ class AttentionContext:
         return self.mask(range(tokens), range(tokens), is_causal, window, query.device)[:, None]
 
     def mask(self, queries: range, keys: range, is_causal: bool, window: int | None, device: torch.device) -> Tensor:
-        """(rows or 1, queries, keys) bool, True where a query may look. window: how many tokens up to itself."""
+        """Return (rows or 1, queries, keys) bool, True if a query may look at a key. window: tokens up to itself."""
         at = torch.arange(queries.start, queries.stop, device=device)[:, None]
         of = torch.arange(keys.start, keys.stop, device=device)[None, :]
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
@@ -89,10 +89,10 @@ class AttentionContext:
 
 
 class SequenceShard(dict[str, Any]):
-    """A rank's inputs of the model, with what attention must know of the whole.
+    """A rank's inputs of the model, with the attention context of the whole.
 
-    factor: of a loss that is a mean over own labels; None where the model takes the number of all labels. ignored: the
-    label of tokens that count nowhere.
+    factor: for a loss that is a mean over the rank's labels; None if the model takes the number of all labels. ignored:
+    the label of tokens without a label.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class SequenceShard(dict[str, Any]):
         self.ignored = ignored
 
     def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> SequenceShard:
-        """With other inputs, such as these on a device."""
+        """Return a part with changed inputs, for example on a device."""
         return SequenceShard(change(dict(self)), self.whole, self.factor, self.ignored)
 
 
 @dataclass(frozen=True)
 class SequenceTrial:
-    """A few tokens of a batch.
+    """A few tokens of a batch, to check that tokens mix in attention alone and that losses of parts add up.
 
-    one, other: of token `at` there is the label; in the other all else is changed, if differs. batch: with more labels,
-    to be divided. has_labels: whether there were any.
+    one: only token `at` has a label. other: all tokens except `at` are changed, if `differs`. batch: a small batch with
+    more labels, to be split. has_labels: whether the batch had labels.
     """
 
     one: SequenceShard
@@ -125,20 +125,20 @@ class SequenceTrial:
 
 
 class SequenceData:
-    """Takes this rank's part of a microbatch."""
+    """Splits microbatches into the parts of ranks."""
 
     def __init__(self, model: nn.Module, exchange: Collectives, has_own_loss: bool = True) -> None:
-        """has_own_loss: the model computes the loss, and not somebody of its output."""
+        """has_own_loss: the model computes the loss, not a loss_fn."""
         self._exchange = exchange
         accepted = inspect.signature(model.forward).parameters
         self._is_hugging_face = is_hugging_face(model)
         self._takes_count = self._is_hugging_face and has_own_loss
         self._takes_cache = "use_cache" in accepted
         self.ignored = IGNORED
-        """The label of no token, where a batch does not say it (`ignore_index`)."""
+        """The label of tokens without a label, if a batch has no `ignore_index`."""
 
     def part(self, batch: Any, device: torch.device, needs_labels: bool = True) -> SequenceShard:
-        """This rank's part. needs_labels: a loss is computed of it. Raises SequenceError."""
+        """Return this rank's part. needs_labels: a loss is computed of it. Raises SequenceError."""
         if not isinstance(batch, Mapping) or not any(isinstance(batch.get(name), Tensor) for name in _TOKENS):
             kind = "a mapping without them" if isinstance(batch, Mapping) else type(batch).__name__
             raise SequenceError(f"batch: expected a mapping with input_ids (or inputs_embeds), found {kind}")
@@ -176,7 +176,7 @@ class SequenceData:
         return SequenceShard(made, whole.to(device), factor, ignored)
 
     def all_labelled(self, batch: Any, device: torch.device) -> SequenceShard:
-        """A few tokens of data for one rank alone, each with a label that is of a token."""
+        """Return a few tokens, each with a valid label. The batch is data for one rank alone."""
         part = self.part(batch, device, needs_labels=False)
         made = _narrowed(dict(part), 0)
         label = int(part["shift_labels"].max().clamp(min=0))
@@ -184,7 +184,7 @@ class SequenceData:
         return SequenceShard(_with_labels(made, labels), part.whole, 1.0)
 
     def trial(self, batch: Any, device: torch.device) -> SequenceTrial:
-        """Of data for one rank alone."""
+        """Return the tokens for a check. The batch is data for one rank alone."""
         part = self.part(batch, device, needs_labels=False)
         labels, ignored, length = part.get("shift_labels"), part.ignored, part["position_ids"].shape[1]
         labelled = [length // 2] if labels is None else (labels != ignored).any(0).nonzero().flatten().tolist()
@@ -216,23 +216,23 @@ class SequenceData:
             )
         if seen is not None and (seen.dim() != 2 or seen.shape[1] != length):
             raise SequenceError(
-                f"attention_mask: expected (rows, tokens) of {length} tokens, 1 where one may be looked at, found "
+                f"attention_mask: expected (rows, tokens) of {length} tokens, 1 for visible tokens, found "
                 f"{tuple(seen.shape)}"
             )
         if length < self._exchange.size:
-            raise SequenceError(f"sequence({self._exchange.size}) > tokens({length}): a rank would have none")
+            raise SequenceError(f"sequence({self._exchange.size}) > tokens({length}): a rank would have no token")
         if not self._is_hugging_face:
             wanted = ("position_ids", "shift_labels") if needs_labels else ("position_ids",)
             missing = [name for name in wanted if name not in given]
             if missing:
                 raise SequenceError(
-                    f"batch: expected {' and '.join(missing)} for a model that is none of Hugging Face's: position_ids "
-                    "say where a part stands, shift_labels have each label where it is predicted (-100: none), and "
-                    "the loss is the mean over them"
+                    f"batch: expected {' and '.join(missing)} for a model that is not from transformers. position_ids "
+                    "hold the positions of the tokens; shift_labels hold each label at the token that predicts it "
+                    "(-100: no label); the loss is the mean over them"
                 )
         elif needs_labels and not self._takes_count and not {"labels", "shift_labels"} & {*given}:
             raise SequenceError(
-                "batch: expected labels or shift_labels beside a loss_fn, which gives the mean over the shift_labels "
+                "batch: expected labels or shift_labels for the loss_fn, which returns the mean over the shift_labels "
                 f"of a part, found {', '.join(given)}"
             )
 
@@ -241,7 +241,7 @@ class SequenceData:
         keys = packed = None
         if seen is not None and not bool((seen != 0).all()):
             keys = functional.pad(seen != 0, (0, size - length))
-        elif seen is None and positions is not None:  # as Hugging Face has it
+        elif seen is None and positions is not None:  # as transformers does: positions that restart mean packing
             starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
             if bool(starts.any()):
                 packed = functional.pad(starts.cumsum(1), (0, size - length), value=-1)
@@ -251,7 +251,9 @@ class SequenceData:
         return -(-length // self._exchange.size) * self._exchange.size
 
     def own(self, x: Tensor, fill: float = 0, continues: bool = False) -> Tensor:
-        """This rank's part along dimension 1, of what is made to divide. continues: by numbers that go on."""
+        """Return this rank's part of dimension 1, padded to divide. continues: pad with increasing numbers, not with
+        `fill`.
+        """
         length = x.shape[1]
         more = self._padded(length) - length
         if more and continues:
@@ -262,7 +264,7 @@ class SequenceData:
 
 
 def _narrowed(inputs: Mapping[str, Any], first: int) -> dict[str, Any]:
-    """A few tokens, from this one on."""
+    """Return a few tokens, from `first` on."""
     length = inputs["position_ids"].shape[1]
     return {
         name: value[:, first : first + _TRIED].clone()
@@ -273,13 +275,14 @@ def _narrowed(inputs: Mapping[str, Any], first: int) -> dict[str, Any]:
 
 
 def _tried_labels(tried: Tensor, labels: Tensor) -> Tensor:
-    """tried: (rows, tokens), of none. One in the first half and two behind, in two rows: a mean that weighs classes,
-    rows or parts is another one than that over labels. Of the values of `labels`, the commonest and rarest: a class
-    that counts less is often the one or the other.
+    """Set a label in the first half and two in the second, in two rows: (rows, tokens), which is changed in place.
+
+    A mean that weighs classes, rows or parts then differs from the mean over labels. The values are the commonest and
+    the rarest of `labels`, since a class with a smaller weight is often one of them.
     """
     values, counts = torch.unique(labels, return_counts=True)
     if len(values):
-        values = values.flip(0)[counts.flip(0).argsort(stable=True)]  # of as common ones, those far apart
+        values = values.flip(0)[counts.flip(0).argsort(stable=True)]  # ties: values that are far apart
         tried[0, 0] = values[-1]
         tried[0, -(-tried.shape[1] // 2)] = values[0]
         tried[-1, -1] = values[len(values) // 2]
@@ -291,7 +294,7 @@ def _with_labels(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
 
 
 def _is_blind(whole: AttentionContext, has_label: Tensor) -> bool:
-    """has_label: (rows, tokens). Whether a token with one has padding alone before it and is padding."""
+    """Return whether a labelled token is padding with only padding before it. has_label: (rows, tokens)."""
     if whole.keys is None:
         return False
     sees = whole.keys[:, : has_label.shape[1]].cumsum(1) > 0
@@ -303,7 +306,7 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises SequenceError where a model's own loss is not known to be a sum over tokens."""
+    """Raise SequenceError if the model's own loss is not known to be a sum over tokens."""
     if not is_hugging_face(model):
         return
     name = type(model).__name__
@@ -312,19 +315,19 @@ def check_model(model: nn.Module) -> None:
         "ForCausalLM",
         name,
     ):
-        raise SequenceError(f"expected a causal language model of Hugging Face's, or a plain module, found {name}")
+        raise SequenceError(f"expected a causal language model of transformers, or a plain module, found {name}")
     if getattr(model.config, "output_router_logits", False):
         raise SequenceError(
-            "config.output_router_logits: its loss is a mean over all tokens of a layer; set it to false"
+            "config.output_router_logits: the router loss is a mean over all tokens of a layer; set it to false"
         )
 
 
-_LOSSES = {"cross_entropy", "nll_loss"}  # of torch, and our kernel of that name
-_AT = 4  # of torch's arguments: input, target, weight, size_average, ignore_index
+_LOSSES = {"cross_entropy", "nll_loss"}  # torch's functions, and our kernel of the same name
+_AT = 4  # position of ignore_index: input, target, weight, size_average, ignore_index
 
 
 class IgnoredLabels(TorchFunctionMode):
-    """To be entered around a loss. found: the `ignore_index` of each call of such a loss, in their order."""
+    """A mode around a loss. found: the `ignore_index` of each cross-entropy call, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,28 +344,26 @@ _KEY = "lowtide.sequence"
 
 
 class Forwards:
-    """The whole microbatches of the forwards in flight."""
+    """The attention contexts of the forwards in flight. See [Note: contexts in recomputations]."""
 
     def __init__(self) -> None:
         self._running: tuple[AttentionContext, int] | None = None  # with the number of its first node
-        self._kept: list[
-            tuple[int, int, weakref.ref[AttentionContext]]
-        ] = []  # numbers of the first node, and of that behind
+        self._kept: list[tuple[int, int, weakref.ref[AttentionContext]]] = []  # with their ranges of node numbers
 
     def begin(self, whole: AttentionContext) -> None:
-        """A forward of this one."""
+        """Begin a forward in this context."""
         self._running = whole, _number()
 
     def check(self, model: str) -> None:
-        """Raises SequenceError where the model was called past the engine."""
+        """Raise SequenceError if the model was called directly, not through the engine."""
         if self._running is None:
             raise SequenceError(
-                f"expected engine(**batch), engine.train_step or engine.eval_step, found a call of the {model} itself "
-                "(or of its generate()), which has no part of a sequence; generate with an engine of sequence 1"
+                f"expected engine(**batch), engine.train_step or engine.eval_step, found a direct call of the {model} "
+                "or its generate(); generate with an engine that has parallel.sequence 1"
             )
 
     def end(self, output: Any) -> None:
-        """output: of the forward, whose graph keeps what it was of; None where it was left, and others keep that."""
+        """End the forward. The graph of its output keeps the context alive; after an error output is None."""
         if self._running is None:
             return
         (whole, first), self._running = self._running, None
@@ -375,25 +376,25 @@ class Forwards:
 
     @property
     def whole(self) -> AttentionContext:
-        """Of the attention that is computed now. Raises SequenceError."""
+        """The context of the attention that is computed now. Raises SequenceError."""
         if torch._C._current_graph_task_id() == -1:
             if self._running is None:
-                raise SequenceError("expected attention in a forward of the engine's, found it outside of one")
+                raise SequenceError("expected attention within a forward of the engine, found it outside")
             return self._running[0]
         alive = [(first, behind, whole) for first, behind, ref in self._kept if (whole := ref()) is not None]
         number = torch._C._current_autograd_node()._sequence_nr()
         for first, behind, whole in alive:
             if first <= number < behind:
                 return whole
-        if len(alive) == 1:  # a checkpoint inside of a checkpoint, whose nodes are younger
+        if len(alive) == 1:  # a checkpoint inside a checkpoint: its nodes are younger
             return alive[0][2]
         raise SequenceError(
-            f"a block is recomputed, and which of {len(alive)} forwards in flight it is of cannot be told; use "
+            f"a block is recomputed, but {len(alive)} forwards are in flight and its forward is unknown; use "
             "checkpoint(..., use_reentrant=False), or call engine.backward after each forward"
         )
 
 
 def _number() -> int:
-    """Of the node of autograd that is made next."""
+    """Return the number of the next autograd node."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number

@@ -1,20 +1,20 @@
-"""Between the split layers of a stack of blocks, each rank has a part of the tokens (Megatron's sequence parallelism).
+"""Gives each rank a part of the tokens between the split layers of a stack of blocks (Megatron's sequence parallelism).
 
     whole | part -> norm -> [gather -> columns -> rows -> scatter] -> dropout, residual -> norm -> [...] -> | whole
           first block                                                                          last block
 
-What is in brackets sees all tokens of some columns; beside it norms, dropout and residuals see all columns of some
-tokens. The blocks take the place of `copied` by a gather and of `summed` by a scatter, which move the same bytes.
-Positions, masks and rotary angles are made before the stack, and are whole. Where the ranks do not divide the tokens,
-zeros are added at the first block, cut off by each gather and added by each scatter: they count nowhere.
+Within the brackets a rank sees all tokens of some columns. Outside, norms, dropout and residuals see all columns of
+some tokens. A gather replaces `copied` and a scatter replaces `summed`, with the same bytes moved. Positions, masks and
+rotary angles are made before the stack and are whole. If the ranks do not divide the tokens, zeros are added at the
+first block, cut off by each gather and added by each scatter, so they count nowhere.
 Source: Megatron-LM, arXiv 2205.05198, section 4.2.
 
-[Note: what is a part] A module with layers that are split by columns is given all tokens as it is called, since its own
-code goes by the shape of what it is given (heads, positions). Of its inputs those are gathered that are as long as a
-part, and are none of the block's other inputs (masks, angles, what an encoder gave), which are whole.
+[Note: inputs that are parts] A module with column-split layers gets all tokens when it is called, since its code uses
+the shape of its input (heads, positions). Gathered are inputs as long as a part, except further inputs of the block
+(masks, angles, encoder outputs), which are whole.
 
-[Note: the first run] No rule sees what a block does with its tokens. So the first time that a block runs, it is
-computed with all tokens and with parts, and an error says where that is not the same.
+[Note: the first run] No rule sees how a block uses its tokens. So each block's first run computes it with all tokens
+and with parts, and an error names a block with different results.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ..comm import CollectiveError, Collectives
 from ..model.patches import ModelPatches
 from ..model.recomputing import BufferValues, copy_states
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
-from .randomness import CommonDraws, Randomness, draws
+from .randomness import Randomness, draws
 from .region_blocks import PartWatch, RegionBlock, RegionStarts, SequenceParallelRegion
 
-_WIDE, _NARROW = 1e-3, 0.02  # of the largest value: products of other shapes are added in another order
+_WIDE, _NARROW = 1e-3, 0.02  # relative to the largest value: matrix products of other shapes sum in another order
 _RECORDED = ("output_hidden_states", "output_router_logits")
 
 
 @dataclass
 class _Stream:
-    """What the blocks of one stack are at. last: what the block before gave."""
+    """The state of one stack's forward. last: output of the block before."""
 
     length: int = 0
     seed: int = 0
@@ -53,15 +53,15 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Call:
-    """A block that runs now. wholes: identities of its other inputs."""
+    """A block that runs now. wholes: identities of its further inputs."""
 
     length: int
-    tokens: torch.Size  # shape of a part, but for its width
+    tokens: torch.Size  # shape of a part, without its width
     wholes: frozenset[int]
 
 
 class SequenceParallelRegions:
-    """Puts parts on the stacks of a model; `SplitLayers` asks it what goes into columns and comes out of rows."""
+    """Splits the tokens of a model's stacks. `SplitLayers` asks it for the input of columns and the output of rows."""
 
     def __init__(
         self,
@@ -72,21 +72,21 @@ class SequenceParallelRegions:
         randomness: Randomness,
         ledger: ModelPatches,
     ) -> None:
-        """tiled: identities of modules in tiles, whose tiles are of parts."""
+        """tiled: identities of modules in tiles; a tile holds tokens of a part."""
         self._exchange, self._randomness = exchange, randomness
         self._starts = RegionStarts()
         self._streams: list[_Stream] = []
         self._tried = set[int]()
-        self._is_plain = False
+        self.is_plain = False
         self._call: _Call | None = None
-        self._brought: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None  # a part, for columns, for the rest
+        self._brought: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None  # part, gathered, joined
         self._of_blocks = {id(part) for s in stacks for block in s.blocks for part in block.module.modules()}
         self._tiled = {id(p) for m in model.modules() if id(m) in tiled for p in m.modules() if p is not m}
-        self._given_all = set[int]()  # modules in what is given all tokens
-        self._whole_inputs = set[tuple[int, Any]]()  # (module, which): given what its block was given beside tokens
+        self._given_all = set[int]()  # identities of modules that get all tokens
+        self._whole_inputs = set[tuple[int, Any]]()  # (module, input) that is a further input of the block
         self._watch: PartWatch | None = None
         self._watched = set[tuple[bool, bool]]()
-        self._common = CommonDraws(randomness, lambda: self._is_plain)
+        self._draws_alike = False  # whether a module in a block draws equal numbers on all ranks
         for stack in stacks:
             stream = _Stream()
             self._streams.append(stream)
@@ -102,18 +102,19 @@ class SequenceParallelRegions:
                 for module in block.alike:
                     ledger.hook(module.register_forward_hook(partial(self._behind_alike, block)))
                 for module in filter(draws, block.common):
-                    self._common.put_on(module, partial(self._seed_of, stream), ledger)
+                    randomness.draw_alike(module, partial(self._seed_of, stream), lambda: self.is_plain, ledger)
+                    self._draws_alike = True
         ledger.hook(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         ledger.hook(model.register_forward_hook(self._end))
         ledger.hook(model.register_forward_hook(self._stop_watch, always_call=True))
 
     def has(self, layer: nn.Module) -> bool:
-        """Whether the layer is in a block."""
+        """Return whether the layer is in a block."""
         return id(layer) in self._of_blocks
 
     def has_part(self, layer: nn.Module) -> bool:
-        """Whether the layer is in a block, and is given a part of the tokens now."""
-        return self.has(layer) and not self._is_plain and id(layer) not in self._given_all
+        """Return whether the layer is in a block and gets a part of the tokens now."""
+        return self.has(layer) and not self.is_plain and id(layer) not in self._given_all
 
     # -- around the model -----------------------------------------------------------------------------------------
 
@@ -127,11 +128,11 @@ class SequenceParallelRegions:
             if kwargs.get(key) or (kwargs.get(key) is None and getattr(config, key, False)):
                 raise ValueError(
                     f"parallel.tensor_sequence: expected {key} to be false, found true: between blocks a rank has a "
-                    "part of the tokens; set it to false, or parallel.tensor_sequence"
+                    f"part of the tokens; set {key} or parallel.tensor_sequence to false"
                 )
 
         mode = model.training, torch.is_grad_enabled()
-        if not self._is_plain and self._watch is None and mode not in self._watched:
+        if not self.is_plain and self._watch is None and mode not in self._watched:
             self._watched.add(mode)
             self._watch = PartWatch(lambda: self._call is not None)
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
@@ -147,8 +148,8 @@ class SequenceParallelRegions:
         for stream in self._streams:
             if stream.last is not None:
                 raise ValueError(
-                    f"parallel.tensor_sequence: expected a forward through all blocks, found that '{stream.last_name}' "
-                    "was the last one: what it gave is a part of the tokens; set parallel.tensor_sequence to false"
+                    f"parallel.tensor_sequence: expected a forward through all blocks, found that it stopped after "
+                    f"'{stream.last_name}', with a part of the tokens; set parallel.tensor_sequence to false"
                 )
 
     # -- blocks ---------------------------------------------------------------------------------------------------
@@ -164,14 +165,15 @@ class SequenceParallelRegions:
         **kwargs: Any,
     ) -> Any:
         key, hidden = _hidden_of(block, args, kwargs)
-        if self._is_plain:
+        if self.is_plain:
             output = inner(*args, **kwargs)
             return _with_first(output, _first_of(block, output))
         is_again = torch._C._current_graph_task_id() != -1
         if is_first:
             length, seed = hidden.shape[-2], 0
-            if block.module.training and len(self._common):
-                seed = int(torch.empty((), dtype=torch.int64).random_())  # again too: what is drawn next is the same
+            if block.module.training and self._draws_alike:
+                # Also in a recomputation, so that the next numbers are the same.
+                seed = int(torch.empty((), dtype=torch.int64).random_())
             if not is_again:
                 stream.length, stream.seed = length, seed
                 self._starts.note(length, seed)
@@ -210,15 +212,15 @@ class SequenceParallelRegions:
         return -(-length // self._exchange.size) * self._exchange.size
 
     def _check_follows(self, stream: _Stream, block: RegionBlock, hidden: Tensor, length: int, is_again: bool) -> None:
-        """Whether it is given what the block before has given, untouched."""
+        """Raise ValueError unless the input is the unchanged output of the block before."""
         last = None if stream.last is None else stream.last()
         is_same = last is not None and (hidden is last or hidden.data_ptr() == last.data_ptr())
         if (is_again or is_same) and hidden.shape[-2] * self._exchange.size == self._padded(length):
             return
         raise ValueError(
-            f"parallel.tensor_sequence: '{block.name}': expected what the block before it gave, this rank's part of "
-            f"{length} tokens, found another tensor, {tuple(hidden.shape)}: what lies between blocks sees a part "
-            "of the tokens; set it to false"
+            f"parallel.tensor_sequence: '{block.name}': expected the unchanged output of the block before it, this "
+            f"rank's part of {length} tokens, found a different tensor, {tuple(hidden.shape)}: code between blocks "
+            "sees a part of the tokens; set it to false"
         )
 
     def _call_of(self, key: Any, own: Tensor, length: int, args: Any, kwargs: Any) -> tuple[_Call, Any, Any]:
@@ -258,7 +260,7 @@ class SequenceParallelRegions:
                     with self._within(call):
                         apart = _first_of(block, inner(*copy_states(args), **copy_states(kwargs)))
                     apart = self._all_of(apart, call.length, block.name)
-                except (RuntimeError, IndexError) as error:  # of sizes; on all ranks, which have the same
+                except (RuntimeError, IndexError) as error:  # sizes that do not fit; they are the same on all ranks
                     if isinstance(error, torch.OutOfMemoryError | CollectiveError):
                         raise
                     failed = error
@@ -275,16 +277,16 @@ class SequenceParallelRegions:
                 part.training = was_training
             self._randomness.restore(states)
         if failed is None and not bool(together.isfinite().all()):
-            return  # the step says of values that are not finite
+            return  # the step reports values that are not finite
         self._tried.add(id(block.module))
         is_narrow = together.itemsize < 4 or torch.is_autocast_enabled(together.device.type)
         most = (_NARROW if is_narrow else _WIDE) * together.abs().max() + 1e-6
         if apart is None or together.shape != apart.shape or bool((together - apart).abs().max() > most):
-            found = "it is not what it is with all of them" if failed is None else f"it fails ({failed})"
+            found = "its output differs" if failed is None else f"it fails ({failed})"
             raise ValueError(
                 f"parallel.tensor_sequence: expected that '{block.name}' ({type(block.module).__name__}) mixes tokens "
-                f"between columns and rows alone; computed with a part of the tokens on each rank {found}. Split what "
-                "mixes them in tensor_parallel.plan, or set it to false"
+                f"only between column and row splits; with a part of the tokens on each rank {found}. Split the layers "
+                "that mix tokens in tensor_parallel.plan, or set it to false"
             ) from failed
 
     def _check_given_part(self, name: str, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -292,29 +294,24 @@ class SequenceParallelRegions:
         floating = [one for one in given if one.is_floating_point()]
         if floating and len(floating) == len(tree_leaves((args, kwargs))):
             raise ValueError(
-                f"parallel.tensor_sequence: '{name}': expected this rank's part of the tokens, found what the block "
-                f"was given beside them, {tuple(floating[0].shape)}, of which all ranks have the same; set it to false"
+                f"parallel.tensor_sequence: '{name}': expected this rank's part of the tokens, found a further input "
+                f"of the block, {tuple(floating[0].shape)}, which is equal on all ranks; set it to false"
             )
 
     # -- split layers ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def with_all_tokens(self) -> Iterator[None]:
-        """In it, blocks compute with all tokens."""
-        self._is_plain = True
+        """Let blocks compute with all tokens in this context."""
+        self.is_plain = True
         try:
             yield
         finally:
-            self._is_plain = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether layers are to compute with all tokens now."""
-        return self._is_plain
+            self.is_plain = False
 
     def _before_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """See [Note: what is a part]."""
-        if self._is_plain:
+        """See [Note: inputs that are parts]."""
+        if self.is_plain:
             return None
 
         def given(which: int | str, value: Any) -> Any:
@@ -323,19 +320,19 @@ class SequenceParallelRegions:
         return tuple(map(given, range(len(args)), args)), {name: given(name, value) for name, value in kwargs.items()}
 
     def _behind_alike(self, block: RegionBlock, module: nn.Module, args: Any, output: Any) -> Any:
-        """This rank's part of what all have."""
-        if self._is_plain:
+        """Keep this rank's part of an output that all ranks have."""
+        if self.is_plain:
             return None
         whole = _first_of(block, output)
         whole = lengthened(whole, -2, self._padded(whole.shape[-2]))
         return _with_first(output, parted(whole, self._exchange, whole.dim() - 2, block.name))
 
     def _seed_of(self, stream: _Stream) -> int:
-        """Of what all ranks draw alike in the forward of a stack, also where it is computed again."""
+        """Return the shared seed of a stack's forward, also in its recomputation."""
         return stream.seed if torch._C._current_graph_task_id() == -1 else self._starts.of_recomputed().seed
 
     def _is_part(self, value: Any, at: tuple[int, Any]) -> bool:
-        """at: the module that is given it, and which of its inputs that is; a block that is recomputed has no more."""
+        """Return whether an input is a part. at: (module, input); a recomputed block knows no more about its inputs."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
             return False
         if self._call is None:
@@ -349,13 +346,13 @@ class SequenceParallelRegions:
     def _length_in_backward(self, x: Tensor) -> int:
         if torch._C._current_graph_task_id() == -1:
             raise ValueError(
-                "parallel.tensor_sequence: expected split layers in a forward of their block, found a call beside it, "
-                f"of {tuple(x.shape)}; call the model, or the block"
+                "parallel.tensor_sequence: expected that split layers run within a forward of their block, found a "
+                f"direct call with {tuple(x.shape)}; call the model, or the block"
             )
         return self._starts.of_recomputed().length
 
     def _bring(self, part: Tensor, what: object, is_cut: bool = True) -> tuple[Tensor, Tensor]:
-        """All tokens: for columns, and for what all ranks compute alike. Once for what several modules are given."""
+        """Gather all tokens, for columns and for equal use on ranks. Modules with the same input share them."""
         if self._brought is not None and self._brought[0]() is part:
             return self._brought[1:]
         length = part.shape[-2] * self._exchange.size
@@ -367,7 +364,7 @@ class SequenceParallelRegions:
         return both
 
     def for_columns(self, x: Tensor, layer: nn.Module, name: str) -> Tensor | None:
-        """What a column split computes with; None where all ranks have the same x, and it is to be copied."""
+        """Return the gathered input of a column split, or None if all ranks have the same x."""
         if self._brought is not None and (x is self._brought[2] or x is self._brought[1]):
             return self._brought[1]
         if id(layer) in self._tiled:
@@ -377,22 +374,22 @@ class SequenceParallelRegions:
         return self._bring(x, name)[0]
 
     def behind_rows(self, y: Tensor, layer: nn.Module, name: str) -> Tensor:
-        """This rank's part of the sum of the ranks' y."""
+        """Return this rank's part of the sum of y over the ranks."""
         if id(layer) not in self._tiled:
             length = self._call.length if self._call is not None else self._length_in_backward(y)
             if y.shape[-2] != length:
                 raise ValueError(
-                    f"parallel.tensor_sequence: '{name}': expected {length} tokens, as its block was given, found "
-                    f"{y.shape[-2]}; set it to false"
+                    f"parallel.tensor_sequence: '{name}': expected {length} tokens, as in the input of its block, "
+                    f"found {y.shape[-2]}; set it to false"
                 )
             y = lengthened(y, -2, self._padded(length))
         if self._call is None:
-            self._brought = None  # of what is computed again by itself
+            self._brought = None  # a recomputation of the layer alone ends here
         return scattered(y, self._exchange, y.dim() - 2, name)
 
 
 def _hidden_of(block: RegionBlock, args: Any, kwargs: Any) -> tuple[Any, Tensor]:
-    """Where among the inputs of a block its tokens are, and these. Raises ValueError."""
+    """Return the key and the tensor of the tokens among a block's inputs. Raises ValueError."""
     found = next(((at, one) for at, one in enumerate(args) if isinstance(one, Tensor)), None)
     named = ((name, one) for name, one in kwargs.items() if isinstance(one, Tensor))
     found = found or next(named, None)
@@ -409,8 +406,8 @@ def _first_of(block: RegionBlock, output: Any) -> Tensor:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise ValueError(
-            f"parallel.tensor_sequence: '{block.name}': expected that it gives a tensor, or a tuple with it in front, "
-            f"found {type(output).__name__}; set it to false"
+            f"parallel.tensor_sequence: '{block.name}': expected a tensor, or a tuple that starts with a tensor, as "
+            f"its output, found {type(output).__name__}; set it to false"
         )
     return first
 

@@ -1,11 +1,11 @@
-"""Whether split layers compute what they did as a whole: looked at once, before the first step.
+"""Checks before the first step that split layers compute the same as whole layers.
 
-A plan says of a layer's name how it is split. That a layer is two in one, or that what is between a column and a row
-split mixes its columns, no name says. So the smallest modules that have both are called with what the first batch gives
-them, once as they are and once with whole parameters, which the ranks put together for it; without gradients, in eval
-mode. What Hugging Face says of its own models is not tried.
+A plan splits layers by their names. A name does not say that a layer fuses two layers, or that code between a column
+and a row split mixes columns. So the smallest modules around both kinds of split run once with the inputs of the first
+batch, split and with whole parameters that the ranks gather. These runs record no gradients and are in eval mode. Plans
+that Hugging Face ships with its models are trusted.
 
-The first gradients of parameters that all ranks have alike are compared too (`watch_copies`).
+`watch_copies` also compares the first gradients of replicated parameters.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from ..comm import CollectiveError, Collectives
 from ..model.patches import ModelPatches
 from ..model.recomputing import BufferValues
 from .plan import TensorPlan
+from .randomness import random_states
 from .splits import LayerSplit, Style, is_linear
 
-_MOST = 1e-4  # of a difference beside what comes out
-MOST_NARROW = 3e-2  # in types of less than 32 bits
+_MOST = 1e-4  # largest relative difference of outputs
+MOST_NARROW = 3e-2  # in dtypes of less than 32 bits
 _BLOCKS = "holds repeated blocks; put layers that follow each other into one module"
 _LISTED = "has a list of experts; put layers that follow each other into a module beside it"
 _CACHE = re.compile("cache", re.IGNORECASE)
 
 
 class SplitSelfCheck:
-    """The modules that are compared, each by its name: of equal ones the first. To be made before layers are split."""
+    """The modules to compare, by name; of modules that repeat, the first. Must be built before layers are split."""
 
     def __init__(
         self,
@@ -47,8 +48,11 @@ class SplitSelfCheck:
         with_all_tokens: Callable[[], AbstractContextManager[object]],
         experts: Sequence[nn.Module] = (),
     ) -> None:
-        """units: modules whose parameters are there while they run, and not longer. with_all_tokens: entered around the
-        forward that is compared. experts: modules in which tokens go to other ranks, in the wholes as well."""
+        """Choose the modules.
+
+        units: modules whose parameters exist only while they run. with_all_tokens: entered around the forward that is
+        compared. experts: modules that send tokens to ranks of an expert axis, in the whole copies too.
+        """
         modules = dict(model.named_modules())
         of_units = {name for name, module in modules.items() if any(module is unit for unit in units)}
         first: dict[str, str] = {}
@@ -57,21 +61,21 @@ class SplitSelfCheck:
                 first.setdefault(re.sub(r"\b\d+\b", "*", parent), parent)
         self._experts = {name for name, module in modules.items() if any(module is one for one in experts)}
         self.left_out = {name: _BLOCKS for name in first.values() if any(_is_inside(unit, name) for unit in of_units)}
-        """Of what is not compared: name -> why."""
+        """Modules that are not compared: name -> reason."""
         self.left_out |= {name: _LISTED for name in first.values() if name in self._experts}
         self.distances: dict[str, float] = {}
-        """Of each module from the whole, as a part of that; 0: it is near, or not on this rank."""
+        """Relative distance of each module from the whole one; 0 if it is within the limit."""
         self._plan = plan
         self._exchange = exchange
         self._with_all_tokens = with_all_tokens
         self._parents = {name: modules[name] for name in first.values() if name not in self.left_out}
         self._wholes = {name: _without_values(module, experts) for name, module in self._parents.items()}
         self._hints = {name: _hint(name, plan) for name in self._parents}
-        self._states: dict[str, list[Tensor]] = {}  # of random generators, as the module was called
+        self._states: dict[str, list[Tensor]] = {}  # random generators when the module was called
 
     @contextmanager
     def compared(self, around_copy: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        """Around a forward, after which `distances` are known. around_copy: entered around that of each whole."""
+        """Compare during a forward and fill `distances`. around_copy: entered around the forward of each whole copy."""
         self.distances = dict.fromkeys(self._parents, 0.0)
         handles: list[Any] = []
         for name, module in self._parents.items():
@@ -90,10 +94,10 @@ class SplitSelfCheck:
         self._states.clear()
         try:
             yield
-        except (RuntimeError, IndexError) as error:  # of sizes; on all ranks, which have the same
+        except (RuntimeError, IndexError) as error:  # sizes that do not fit; they are the same on all ranks
             if isinstance(error, torch.OutOfMemoryError | CollectiveError) or not self._states:
                 raise
-            name = list(self._states)[-1]  # it was called, and gave nothing
+            name = list(self._states)[-1]  # the last module that was called and did not return
             raise ValueError(
                 f"parallel.tensor: expected '{name}' to run with its layers split, found {type(error).__name__}: "
                 f"{error}. {self._hints[name]}"
@@ -101,9 +105,9 @@ class SplitSelfCheck:
 
     @contextmanager
     def compared_in_passing(self, trying: Callable[[nn.Module], AbstractContextManager[object]]) -> Iterator[None]:
-        """As `compared`, around a forward that counts: modules are called once more, when they are first called.
+        """Compare during a forward that counts: each module is called once more before its first call.
 
-        trying: without gradients, in eval mode.
+        trying: a context without gradients, in eval mode.
         """
         self.distances = dict.fromkeys(self._parents, 0.0)
         handles: list[Any] = []
@@ -125,18 +129,18 @@ class SplitSelfCheck:
                 handle.remove()
 
     def check(self, wrong: Sequence[int]) -> None:
-        """wrong: on how many ranks each of them was. Raises ValueError."""
+        """Raise ValueError if a module differed. wrong: on how many ranks each module differed."""
         for (name, distance), count in zip(self.distances.items(), wrong, strict=True):
             if count:
-                found = f"{distance:.0%} of their size off" if distance else "off on another rank"
+                found = f"off by {distance:.0%} of their norm" if distance else "off on a different rank"
                 raise ValueError(
-                    f"parallel.tensor: expected '{name}' to compute what it does as a whole, found outputs "
-                    f"{'of other shapes' if math.isinf(distance) else found}: its layers are split in another way than "
-                    f"they are used. {self._hints[name]}"
+                    f"parallel.tensor: expected the same outputs of '{name}' as without a split, found outputs "
+                    f"{'of different shapes' if math.isinf(distance) else found}. The split of its layers does not "
+                    f"match their use. {self._hints[name]}"
                 )
 
     def _note(self, name: str, module: nn.Module, args: Any) -> None:
-        self._states[name] = random_states(module)
+        self._states[name] = random_states(_device_of(module))
 
     def _compare(
         self,
@@ -147,8 +151,8 @@ class SplitSelfCheck:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        if not all(map(torch.equal, self._states.pop(name), random_states(module))):
-            return  # two calls are not alike
+        if not all(map(torch.equal, self._states.pop(name), random_states(_device_of(module)))):
+            return  # the module draws random numbers, so two calls differ
         kwargs = _without_caches(kwargs)
         prefix = f"{name}." if name else ""
         kept = [one for one in self._experts if _is_inside(one, name)]
@@ -157,7 +161,7 @@ class SplitSelfCheck:
         with around_copy(), BufferValues(self._wholes[name]):
             whole = functional_call(self._wholes[name], params, args, kwargs)
         pairs = zip(_tensors(output), _tensors(whole), strict=True)
-        # Weights of heads, biases of positions: of this rank's heads alone, and nothing behind rows.
+        # Outputs of other shapes belong to this rank's heads (attention weights, position biases): nothing to compare.
         distances = [distance_of(own, right) for own, right in pairs if own.shape == right.shape]
         most = MOST_NARROW if any(param.itemsize < 4 for param in module.parameters()) else _MOST
         if (distance := max(distances, default=math.inf)) > most:
@@ -178,12 +182,12 @@ class SplitSelfCheck:
 
 
 def _without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call that may be made twice."""
+    """Drop key caches, so that a call can be repeated."""
     return {key: None if _CACHE.search(type(value).__name__) else value for key, value in kwargs.items()}
 
 
 def _parent_of(layer: LayerSplit, plan: TensorPlan) -> str | None:
-    """The name of the smallest module around the layer that has columns and rows; None: it is right by itself."""
+    """Return the name of the smallest module around the layer with a column and a row split; None if none is needed."""
     if layer.style not in (Style.COLUMN, Style.ROW) or not is_linear(layer.module):
         return None
     other = Style.ROW if layer.style is Style.COLUMN else Style.COLUMN
@@ -204,7 +208,7 @@ def _is_in_any(inner: str, outer: Sequence[str]) -> bool:
 
 
 def _hint(parent: str, plan: TensorPlan) -> str:
-    """What may be wrong, by the sizes of the layers."""
+    """Suggest a correction from the sizes of the layers."""
     inside = [
         layer
         for layer in plan.layers
@@ -216,35 +220,32 @@ def _hint(parent: str, plan: TensorPlan) -> str:
             inputs, (outputs, num_parts) = row.inputs[-1][1], _outputs_of(layer)
             if layer.style is Style.COLUMN and num_parts == 1 and outputs > inputs and outputs % inputs == 0:
                 return (
-                    f"'{layer.name}' has {outputs} outputs, '{row.name}' behind it {inputs} inputs: where they are "
-                    f'{outputs // inputs} layers in one, give it the style "column/{outputs // inputs}" in '
-                    f'tensor_parallel.plan, or "whole" to both. It has {names}'
+                    f"'{layer.name}' has {outputs} outputs, '{row.name}' behind it {inputs} inputs: if it fuses "
+                    f'{outputs // inputs} layers, give it the style "column/{outputs // inputs}" in '
+                    f'tensor_parallel.plan, else give "whole" to both. Its layers: {names}'
                 )
-    return f'Give them other styles in tensor_parallel.plan, or "whole". It has {names}'
+    return f'Change their styles in tensor_parallel.plan, or set "whole". Its layers: {names}'
 
 
 def _outputs_of(layer: LayerSplit) -> tuple[int, int]:
-    """How many there are, and of how many parts."""
+    """Return the number of outputs, and of fused parts."""
     portion = layer.parameters["weight"].portions[0]
     return portion.whole[1 if layer.is_transposed else 0], len(portion.boxes)
 
 
-def random_states(module: nn.Module) -> list[Tensor]:
-    """Of the generators that the module draws from where it says nothing."""
-    device = next(module.parameters()).device
-    own = [torch.get_rng_state()]
-    return own if device.type == "cpu" else [*own, torch.get_device_module(device).get_rng_state(device)]
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _without_values(module: nn.Module, experts: Sequence[nn.Module]) -> nn.Module:
-    """A copy of what a module computes, without the memory of its parameters; experts are the module's own."""
+    """Copy a module without memory for its parameters. Experts are shared with the original."""
     kept: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in module.parameters()}
     kept |= {id(one): one for one in experts}
     kept |= {id(buffer): buffer for buffer in module.buffers()}
     kept |= {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
     found, of_experts = copy.deepcopy(module, kept), {id(part) for one in experts for part in one.modules()}
     for part in found.modules():
-        part.training = part.training and id(part) in of_experts  # these are in the mode of the forward
+        part.training = part.training and id(part) in of_experts  # shared modules keep the mode of the forward
     return found
 
 
@@ -257,19 +258,19 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def distance_of(found: Tensor, right: Tensor) -> float:
-    """Of what is beside what is right."""
+    """Return the relative distance of a tensor from the right one, by norms."""
     found, right = found.detach().double().nan_to_num(), right.double().nan_to_num()
     return float((found - right).norm() / right.norm().clamp(min=1e-30))
 
 
-_MOST_APART = 1e-3  # of a difference beside the gradient; ranks that compute the same are apart by roundings at most
+_MOST_APART = 1e-3  # largest relative difference of sums of a gradient: replicas differ by rounding at most
 
 
 def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, ledger: ModelPatches) -> None:
-    """Compares the first gradient of each parameter that all ranks have, and then looks no more.
+    """Compare the first gradient of each replicated parameter over the ranks, once.
 
-    A parameter between a column and a row split that no plan names gets a part of its gradient on each rank, and its
-    copies would drift apart without a word.
+    A parameter between a column and a row split that no plan names gets a part of its gradient on each rank. Without
+    this check its replicas would drift apart silently.
     """
     for name, param in model.named_parameters():
         if id(param) not in plan.parameters and param.requires_grad:
@@ -287,7 +288,7 @@ def _compare(name: str, exchange: Collectives, handles: list[Any], gradient: Ten
     difference, size = (found[:, 0].max() - found[:, 0].min()).abs(), found[:, 1].max()
     if bool(difference > _MOST_APART * size):
         raise ValueError(
-            f"parallel.tensor: expected one gradient of '{name}' on the {exchange.size} ranks that have it alike, "
-            'found another on each: it is used between a column and a row split. Give its layer the style "partial" in '
-            'tensor_parallel.plan, or those around it "whole"'
+            f"parallel.tensor: expected equal gradients of the replicated '{name}' on {exchange.size} ranks, found "
+            'different gradients: it is used between a column and a row split. Give its layer the style "partial" in '
+            'tensor_parallel.plan, or "whole" to the layers around it'
         )

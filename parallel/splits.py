@@ -1,16 +1,16 @@
-"""How a layer is split over the ranks of an axis: what each of them has of its parameters. Integers only.
+"""Describes how a layer is split over the ranks of an axis, as integers: each rank's part of each parameter.
 
-`Heads` finds the heads of an attention, so that ranks have whole ones, and the counts that its module goes by.
+`Heads` finds the heads of an attention, so that a rank gets whole heads, and the module attributes that count them.
 
 [Note: LoRA of split layers]
-PEFT puts two matrices around a layer: y = x W^T + s (x A^T) B^T, with A (r, in) and B (out, r).
+PEFT puts two matrices beside a layer: y = x W^T + s (x A^T) B^T, with A (r, in) and B (out, r).
 
-| W      | A                                        | B                                                       |
-|--------|------------------------------------------|---------------------------------------------------------|
-| column | whole, computed by all ranks alike       | the same columns; its gradient of x A^T is summed       |
-| row    | the same inputs; what it gives is summed | whole, computed by all ranks alike                      |
+| W      | A                                     | B                                                   |
+|--------|---------------------------------------|-----------------------------------------------------|
+| column | whole, computed by all ranks alike    | the same columns; the gradient of x A^T is summed   |
+| row    | the same inputs; its output is summed | whole, computed by all ranks alike                  |
 
-So a matrix that is whole has the whole gradient on each rank, and one that is split goes with what it is beside.
+So a whole matrix has its whole gradient on each rank, and a split matrix follows the split of W.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from ..offload import TensorShard
 
 
 class Style(Enum):
-    """What becomes of a layer; the value is how a plan says it.
+    """The split of a layer; the value is its name in a plan.
 
-    y = x w^T, with w (out, in): columns of w^T are rows of w, as torch keeps it.
+    y = x w^T, with w (out, in): columns of w^T are rows of w, as torch stores it.
     """
 
-    COLUMN = "column"  # outputs are divided: each rank has some, of all inputs
-    GATHERED = "column_gathered"  # as a column split, and all ranks get the outputs of all
-    ROW = "row"  # inputs are divided, as a column split before it leaves them: outputs are summed
-    VOCABULARY = "vocabulary"  # an embedding's rows, or a head's outputs, with the loss over them
-    EXPERTS = "experts"  # all experts of a layer: columns and, behind them, rows of each; outputs are summed
-    PARTIAL = "partial"  # whole, between a column and a row split: each rank has a part of the gradient
-    WHOLE = "whole"  # whole, and used by all ranks alike
+    COLUMN = "column"  # splits outputs: each rank computes some of them from all inputs
+    GATHERED = "column_gathered"  # a column split, then all ranks gather all outputs
+    ROW = "row"  # splits inputs, as a column split before it leaves them; outputs are summed
+    VOCABULARY = "vocabulary"  # splits an embedding's rows, or a head's outputs and the loss over them
+    EXPERTS = "experts"  # all experts of a layer: columns, then rows of each; outputs are summed
+    PARTIAL = "partial"  # not split, but between a column and a row split: each rank has a part of the gradient
+    WHOLE = "whole"  # not split, used by all ranks alike
 
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """What each place has of a parameter."""
+    """Each rank's part of a parameter."""
 
-    portions: tuple[TensorShard, ...]  # by place
-    is_partial: bool = False  # the gradients of places with the same portion are to be added up
+    portions: tuple[TensorShard, ...]  # by rank of the axis
+    is_partial: bool = False  # gradients are summed over the ranks with the same portion
 
     def copies(self, place: int) -> tuple[int, ...]:
-        """The places that have the same portion as this one."""
+        """Return the ranks of the axis with the same portion as rank `place`."""
         return self._copies[place]
 
     @cached_property
     def _copies(self) -> tuple[tuple[int, ...], ...]:
-        """By place."""
+        """By rank."""
         alike: dict[TensorShard, list[int]] = {}
         for place, portion in enumerate(self.portions):
             alike.setdefault(portion, []).append(place)
@@ -63,13 +63,13 @@ class ParameterSplit:
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """One layer, with its style and the splits of its own parameters by their name in it."""
+    """A layer with its style and the splits of its direct parameters, by parameter name."""
 
     name: str
     module: nn.Module
     style: Style
     parameters: dict[str, ParameterSplit]
-    inputs: tuple[tuple[int, int], ...] = ()  # [low, high) of a row split's inputs or experts' width, by place
+    inputs: tuple[tuple[int, int], ...] = ()  # [low, high) of a row split's inputs or experts' width, by rank
 
     @cached_property
     def is_transposed(self) -> bool:
@@ -78,7 +78,7 @@ class LayerSplit:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is GPT-2's linear layer, whose weight is (in, out)."""
+    """Return whether a module is GPT-2's linear layer, with a weight of (in, out)."""
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
@@ -87,8 +87,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def can_give_vocabulary(module: nn.Module) -> bool:
-    """Whether it is a head, or an embedding whose output is its rows, perhaps in a scale, and nothing more."""
-    is_scaled = type(module).__name__.endswith("ScaledWordEmbedding")  # of transformers: Gemma's, Bart's
+    """Return whether a module is a linear head, or an embedding whose output is its rows, perhaps scaled."""
+    is_scaled = type(module).__name__.endswith("ScaledWordEmbedding")  # Gemma and Bart in transformers
     is_scaled &= isinstance(module, nn.Embedding) and type(module).__module__.startswith("transformers.")
     if is_scaled or type(module) is nn.Embedding:
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
@@ -96,38 +96,38 @@ def can_give_vocabulary(module: nn.Module) -> bool:
 
 
 def width_out(module: nn.Module) -> int:
-    """Outputs of a linear layer, columns of an embedding."""
+    """Return the outputs of a linear layer, or the columns of an embedding."""
     return module.get_parameter("weight").shape[0 if type(module) is nn.Linear else 1]
 
 
 def width_in(module: nn.Module) -> int:
-    """Inputs of a linear layer."""
+    """Return the inputs of a linear layer."""
     return module.get_parameter("weight").shape[0 if is_conv1d(module) else 1]
 
 
 def ranges_of(size: int, degree: int) -> list[tuple[int, int]]:
-    """[low, high) of each place: as even as can be."""
+    """Return [low, high) for each rank, as even as possible."""
     return [(size * place // degree, size * (place + 1) // degree) for place in range(degree)]
 
 
 Ranges = Sequence[Sequence[tuple[int, int]]]
-"""By place: what it has of a dimension, [low, high) of each part."""
+"""For each rank: [low, high) of each of its parts of a dimension."""
 
 
 def outputs_split(name: str, module: nn.Module, style: Style, ranges: Ranges, is_partial: bool = False) -> LayerSplit:
-    """A column split: of a linear layer's outputs, or of an embedding's columns. ranges: of these."""
+    """Split by columns: the outputs of a linear layer, or the columns of an embedding, by `ranges`."""
     dims = {"weight": 0 if type(module) is nn.Linear else 1, "bias": 0}
     return LayerSplit(name, module, style, _split(module, dims, ranges, is_partial))
 
 
 def inputs_split(name: str, module: nn.Module, ranges: Sequence[tuple[int, int]]) -> LayerSplit:
-    """A row split of a linear layer. The bias stays whole, and is added once."""
+    """Split a linear layer by rows. The bias stays whole and is added once."""
     dims = {"weight": 0 if is_conv1d(module) else 1}
     return LayerSplit(name, module, Style.ROW, _split(module, dims, [[one] for one in ranges]), tuple(ranges))
 
 
 def vocabulary_split(name: str, module: nn.Module, degree: int) -> LayerSplit:
-    """Of an embedding, or of a head."""
+    """Split the rows of an embedding, or the outputs of a head."""
     dims = {"weight": 1 if is_conv1d(module) else 0, "bias": 0}
     size = module.get_parameter("weight").shape[dims["weight"]]
     ranges = [[one] for one in ranges_of(size, degree)]
@@ -135,7 +135,7 @@ def vocabulary_split(name: str, module: nn.Module, degree: int) -> LayerSplit:
 
 
 def partial_split(name: str, module: nn.Module, degree: int) -> LayerSplit:
-    """Whole parameters whose gradients are added up."""
+    """Keep all parameters whole and sum their gradients over the ranks."""
     splits = {
         key: ParameterSplit((TensorShard.all_of(tuple(param.shape)),) * degree, is_partial=True)
         for key, param in module.named_parameters()
@@ -166,22 +166,23 @@ _PROJECTIONS |= {"q_attn", "c_attn", "qkv", "qkv_proj", "query_key_value"}
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention module, of which each rank computes some.
+    """The heads of one attention module; each rank computes some of them.
 
-    Where there are fewer keys and values than ranks, several ranks have the same of them.
+    If there are fewer key heads than ranks, several ranks have the same key head.
     """
 
     module: nn.Module
-    size: int  # elements of one
-    queries: int
-    keys: int
-    layers: frozenset[str]  # names of those that give them
+    size: int  # elements of a head
+    queries: int  # number of query heads
+    keys: int  # number of key heads
+    layers: frozenset[str]  # names of the projections
 
     @classmethod
     def of(cls, parent: nn.Module, columns: dict[str, tuple[nn.Module, int]]) -> Heads | None:
-        """columns: layers that are split by columns -> with the width of their smallest part. None: no attention.
+        """Find the heads of a module, or return None if it is no attention.
 
-        Where names say which of them are an attention's, the others are an MLP's beside it.
+        columns: name of a column-split layer -> (layer, width of its smallest fused part). If names mark some of them
+        as projections of an attention, the rest belong to an MLP in the same module.
         """
         named = {name for name in columns if name.rpartition(".")[2] in _PROJECTIONS}
         widths = [width for name, (layer, width) in columns.items() if is_linear(layer) and name in (named or columns)]
@@ -194,7 +195,9 @@ class Heads:
         return cls(parent, size, max(widths) // size, min(widths) // size, frozenset(named or columns))
 
     def ranges(self, name: str, width: int, degree: int, has_parts: bool) -> list[tuple[int, int]]:
-        """[low, high) of a layer's outputs, by place. Raises ValueError where the degree does not divide the heads."""
+        """Return [low, high) of a layer's outputs for each rank. Raises ValueError if the degree does not divide the
+        heads.
+        """
         heads = width // self.size
         if heads % degree == 0:
             step = heads // degree * self.size
@@ -204,13 +207,13 @@ class Heads:
             return [(head * self.size, (head + 1) * self.size) for head in kept]
         kind = "heads" if heads == self.queries else "key heads"
         raise ValueError(
-            f"parallel.tensor: expected a degree that divides the heads of '{name}', found {kind}({heads}) / "
-            f"tensor({degree}), which leaves {heads % degree}; set a divisor of {heads}, or "
+            f"parallel.tensor: expected a degree that divides the heads of '{name}', found {kind}({heads}) % "
+            f"tensor({degree}) = {heads % degree}; set a divisor of {heads}, or "
             f'"tensor_parallel": {{"plan": {{"{name}": "whole"}}}} and the same for the layers beside it'
         )
 
     def parameters(self, degree: int) -> dict[str, ParameterSplit]:
-        """Of the module itself, with a row for each head of queries, as the sinks of GPT-OSS."""
+        """Split direct parameters of the module that have a row for each query head, such as the sinks of GPT-OSS."""
         step = self.queries // degree
         rows = [(place * step, (place + 1) * step) for place in range(degree)]
         return {
@@ -220,7 +223,7 @@ class Heads:
         }
 
     def local_counts(self, degree: int) -> Iterator[tuple[str, int]]:
-        """(attribute of the module, its value for one rank's heads)."""
+        """Yield (attribute of the module, its value for one rank's heads)."""
         queries, keys = self.queries // degree, max(1, self.keys // degree)
         for names, whole, own in (
             (_COUNTS, self.queries, queries),
@@ -239,7 +242,7 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 
 def smallest_part(module: nn.Module, parts: tuple[int, ...]) -> int:
-    """The width of the smallest of several fused parts, in proportion `parts`."""
+    """Return the width of the smallest of several fused parts in the proportion `parts`."""
     return width_out(module) * min(parts) // sum(parts)
 
 
@@ -247,7 +250,7 @@ _BASE = "base_layer"
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether it is PEFT's layer around a linear one, of which nothing needs all columns but the product."""
+    """Return whether a module is PEFT's LoRA on a linear layer, without variants that need all columns (DoRA)."""
     kind = type(module)
     if kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ != "Linear":
         return False
@@ -257,20 +260,20 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def is_other_adapter(module: nn.Module) -> bool:
-    """Whether it is PEFT's layer around a linear one, and no such LoRA."""
+    """Return whether a module is a PEFT adapter on a linear layer that `is_lora` does not accept."""
     is_peft = type(module).__module__.startswith("peft.tuners.") and _BASE in module._modules
     return is_peft and not is_lora(module)
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The layer inside of an adapter; else the module."""
+    """Return the layer inside an adapter, or the module itself."""
     found: Any = getattr(module, _BASE) if is_lora(module) else module
     assert isinstance(found, nn.Module)
     return found
 
 
 def expanded(styles: dict[str, str], modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Names of layers -> styles, with those of the layers in adapters in place of these."""
+    """Replace each adapter in {layer name: style} by its base layer and its split LoRA matrices."""
     found: dict[str, str] = {}
     for name, style in styles.items():
         wrapper = modules[name]
@@ -286,7 +289,7 @@ def expanded(styles: dict[str, str], modules: dict[str, nn.Module]) -> dict[str,
 
 
 def name_of(name: str, modules: dict[str, nn.Module]) -> str:
-    """Of a layer, or of the adapter that it is in."""
+    """Return the name of a layer, or of the adapter around it."""
     parts = name.split(".")
     for up in (1, 2):
         outer = ".".join(parts[:-up])

@@ -1,19 +1,19 @@
-"""Modules that act on each token alone, computed a tile of tokens at a time.
+"""Computes modules that act on each token alone, a tile of tokens at a time.
 
     x (tokens, n) -> tile 0 | tile 1 | ... -> y (tokens, m)            saved for the backward: x
 
-[Note: gradients of tiles] The backward computes each tile again and differentiates it at once, so that what lies
-between x and y is there for one tile at a time. The parameters are replaced by aliases meanwhile: their gradients are
-added up here, and autograd gets one for each parameter, once, so hooks on parameters run once, and a reduction begins
-once. They are added up in float32 where they are narrower, as a product over all tokens would be.
+[Note: gradients of tiles] The backward recomputes each tile and differentiates it at once, so activations between x and
+y exist for one tile at a time. Aliases replace the parameters meanwhile. Their gradients are summed here, and autograd
+gets a single gradient for each parameter: hooks on parameters run once, and a reduction starts once. Narrow dtypes are
+summed in float32, like a product over all tokens.
 Source: ALST, arXiv 2506.13996, section 3.3.
 
-[Note: each token alone] No rule sees what a forward does. So the first time that a module runs in tiles, two tokens of
-its input are computed together and each by itself, and an error says where that is not the same.
+[Note: each token alone] No rule sees how a forward uses its tokens. So the first run of a module in tiles computes two
+tokens of its input together and each alone, and raises an error if the results differ.
 
-[Note: hooks in tiles] Hooks that a profiler puts on all modules ask autograd about their inputs and outputs. It answers
-for tensors in the middle of a graph: not for one that requires a gradient where none is recorded, and neither for a
-leaf nor for the root of `torch.autograd.grad`. So the forward detaches, and the backward has a view at both ends.
+[Note: hooks in tiles] Profilers put hooks on all modules that ask autograd about inputs and outputs. Autograd answers
+for tensors inside a graph only: not for one that requires a gradient while no graph is recorded, nor for a leaf or the
+root of `torch.autograd.grad`. So the forward detaches, and the backward puts a view at both ends.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
 from ..model.recomputing import BufferValues
+from .randomness import random_states, set_random_states
+from .splits import is_conv1d
 
 MIN_TILE = 256
 _NAMES = re.compile(r"mlp|feed_?forward|ffn|^ff$|dense(gated)?act", re.IGNORECASE)
-_TOLERANCE = 0.02  # of the largest value: products of other shapes are added in another order, in bfloat16 too
+_TOLERANCE = 0.02  # relative to the largest value: products of other shapes sum in another order, also in bfloat16
 
 
 def put_in_tiles(modules: Iterable[tuple[str, nn.Module]], tokens: int | None, ledger: ModelPatches) -> None:
-    """Gives modules a forward in tiles, which the ledger takes off.
+    """Replace the forwards of (name, module) pairs by forwards in tiles. The ledger can undo it.
 
-    modules: with their names. tokens: of a tile; None: as many as the input is wide, at least MIN_TILE.
+    tokens: of a tile; None: the width of the input, at least MIN_TILE.
     """
     checked = set[int]()
     for name, module in modules:
@@ -58,12 +59,12 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """checked: identities of modules that were found to act on each token alone."""
+    """checked: identities of modules that passed [Note: each token alone]."""
     given = [value for value in (*args, *kwargs.values()) if value is not None]
     if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
         raise ValueError(
-            f"tiles.mlp: expected that '{name}' ({type(module).__name__}) is called with one tensor, (..., tokens, "
-            f"width); found {len(given)} values. Leave it out: name the others in tiles.modules"
+            f"tiles.mlp: expected that '{name}' ({type(module).__name__}) is called with a single tensor, (..., "
+            f"tokens, width); found {len(given)} values. Leave it out of tiles.modules"
         )
     x = given[0]
     tile = tokens or tile_of(x.shape[-1])
@@ -81,12 +82,14 @@ def _forward(
 
 
 def tile_of(width: int) -> int:
-    """Tokens of a tile, so that what it makes is about as large as the weights that it is multiplied with."""
+    """Return the tokens of a tile whose activations are about as large as the weights they are multiplied with."""
     return max(MIN_TILE, width)
 
 
 def find_token_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Outermost modules that are named as MLPs are, take one tensor, and hold nothing but what acts on each token."""
+    """Find the outermost modules with the name of an MLP that take one tensor and hold only layers that act on each
+    token.
+    """
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
@@ -101,7 +104,7 @@ def find_token_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def mixes_tokens(module: nn.Module) -> str | None:
-    """The name of what in it is known to see several tokens at once, or None."""
+    """Return the class name of a part that is known to mix tokens, or None."""
     for part in module.modules():
         if isinstance(part, (_NormBase, nn.MultiheadAttention)):
             return type(part).__name__
@@ -122,8 +125,7 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-    return isinstance(module, nn.Linear) or is_conv1d
+    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def _acts_on_each_token(module: nn.Module) -> bool:
@@ -134,13 +136,13 @@ def _acts_on_each_token(module: nn.Module) -> bool:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))  # decorators take any arguments
+    forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))  # decorators take *args
     code, defaults = getattr(forward, "__code__", None), getattr(forward, "__defaults__", None) or ()
     return code is not None and code.co_argcount - len(defaults) <= 2  # self and x
 
 
 class _Work:
-    """One module on one input: how it is cut, and what has to be the same when a tile is computed again."""
+    """A module on one input: its tiles, and the state that a recomputation must repeat."""
 
     def __init__(self, module: nn.Module, inner: Callable[[Tensor], Any], tile: int, device: torch.device) -> None:
         self.module, self.inner, self.tile = module, inner, tile
@@ -150,11 +152,11 @@ class _Work:
             for kind in dict.fromkeys(("cpu", device.type))
             if kind != "meta"
         ]
-        self._random: Any = None
+        self._random: list[Tensor] = []
         self._buffers = BufferValues(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._random = _random_state(x)
+        self._random = random_states(x.device)
         y: Tensor | None = None
         rows = _as_tokens(x.detach())  # see [Note: hooks in tiles]
         for part in self.parts(rows):
@@ -166,7 +168,7 @@ class _Work:
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def backward(self, x: Tensor, dy: Tensor, needs_x: bool, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """dx, and the gradient of each parameter."""
+        """Return dx and the gradient of each parameter."""
         aliases = [param.detach().requires_grad_(param.requires_grad) for param in params]
         trained = [index for index, alias in enumerate(aliases) if alias.requires_grad]
         sums: list[Tensor | None] = [None] * len(params)
@@ -190,7 +192,7 @@ class _Work:
         return [None if dx is None else dx.view(x.shape), *sums]
 
     def parts(self, rows: Tensor) -> Iterator[tuple[int, int]]:
-        """(first token, number of them) of each tile; tiles are of about one size."""
+        """Yield (first token, number of tokens) of each tile; tiles have about equal size."""
         total = rows.shape[-2]
         count = -(-total // self.tile)
         size = -(-total // count)
@@ -202,23 +204,23 @@ class _Work:
         if not isinstance(made, Tensor) or made.shape[:-1] != piece.shape[:-1]:
             found = f"a tensor {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
             raise ValueError(
-                f"tiles.mlp: expected that {type(self.module).__name__} gives a tensor of {tuple(piece.shape[:-1])} "
-                f"tokens for {tuple(piece.shape)}, found {found}. Leave it out: name the others in tiles.modules"
+                f"tiles.mlp: expected that {type(self.module).__name__} returns a tensor of {tuple(piece.shape[:-1])} "
+                f"tokens for {tuple(piece.shape)}, found {found}. Leave it out of tiles.modules"
             )
         return made
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Random numbers and autocast as in the forward."""
-        now = _random_state_of(self._device)
+        """Set random generators and autocast as in the forward."""
+        now = random_states(self._device)
         with ExitStack() as stack:
             for kind, dtype, is_enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=False))
-            _set_random_state(self._device, self._random)
+            set_random_states(self._device, self._random)
             try:
                 yield
             finally:
-                _set_random_state(self._device, now)
+                set_random_states(self._device, now)
 
 
 class _TiledForward(torch.autograd.Function):
@@ -236,7 +238,7 @@ class _TiledForward(torch.autograd.Function):
 
 
 def _as_tokens(x: Tensor) -> Tensor:
-    """All tokens in one dimension, behind a first one of size 1 where x has more than two."""
+    """Return x with all tokens in one dimension, behind a dimension of size 1 if x has more than two."""
     return x if x.dim() == 2 else x.reshape(1, -1, x.shape[-1])
 
 
@@ -254,7 +256,7 @@ def _add(sums: list[Tensor | None], index: int, gradient: Tensor | None) -> None
 
 @contextmanager
 def _replaced(module: nn.Module, params: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> Iterator[None]:
-    """The module computes with the aliases: neither hooks on parameters nor their own gradients see it."""
+    """Let the module compute with the aliases, so that neither hooks nor `.grad` of the parameters are touched."""
     by_id = {id(param): alias for param, alias in zip(params, aliases, strict=True)}
     places = [
         (part._parameters, name, param)
@@ -278,49 +280,27 @@ def _check_each_token(name: str, module: nn.Module, inner: Callable[[Tensor], An
     rows = _as_tokens(x.detach())
     two = rows[..., [0, rows.shape[-2] // 2], :]
     modes = [(part, part.training) for part in module.modules()]
-    before = _random_state(x)
+    before = random_states(x.device)
     try:
         module.eval()
         made, buffers = [], BufferValues(module)
         with torch.no_grad():
             for tokens in (two, two[..., :1, :], two[..., 1:, :]):
-                with buffers:  # each as the first
+                with buffers:  # each call starts from the same buffers
                     made.append(inner(tokens))
         together, *alone = made
     finally:
         for part, was_training in modes:
             part.training = was_training
-        _set_random_state(x.device, before)
+        set_random_states(x.device, before)
     if isinstance(together, Tensor) and together.dim() == two.dim():
         apart = torch.cat(alone, dim=-2)
         same = apart.shape == together.shape
         if same and bool((apart - together).abs().max() <= _TOLERANCE * together.abs().max() + 1e-6):
             return
         if same and not bool(together.isfinite().all()):
-            return  # the step says of values that are not finite
+            return  # the step reports values that are not finite
     raise ValueError(
-        f"tiles.mlp: expected that '{name}' ({type(module).__name__}) acts on each token alone; two tokens computed "
-        "together are not what each gives by itself. Leave it out: name the others in tiles.modules, or set tiles.mlp "
-        "to 0"
+        f"tiles.mlp: expected that '{name}' ({type(module).__name__}) acts on each token alone, found different "
+        "results for two tokens together and each alone. Leave it out of tiles.modules, or set tiles.mlp to 0"
     )
-
-
-def _random_state(x: Tensor) -> Any:
-    return _random_state_of(x.device)
-
-
-def _random_state_of(device: torch.device) -> Any:
-    """Of the generators that a forward on the device may draw from."""
-    if device.type == "meta":
-        return None
-    with_device = () if device.type == "cpu" else get_device_states(torch.empty(0, device=device))
-    return torch.get_rng_state(), with_device
-
-
-def _set_random_state(device: torch.device, state: Any) -> None:
-    if state is None:
-        return
-    of_host, with_device = state
-    torch.set_rng_state(of_host)
-    if with_device:
-        set_device_states(*with_device, device_type=device.type)

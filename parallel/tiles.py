@@ -1,4 +1,4 @@
-"""What of a model is computed in tiles: a choice as plain data, and what it puts on a model."""
+"""The section `tiles` of a config: which modules and losses are computed in tiles of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AUTO = "auto"
 
 
 class TilesError(ValueError):
-    """What the config asks for is not in the model. key: of the section `tiles`."""
+    """The model has nothing that the config asks to tile. key: within the section `tiles`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"tiles.{key}: {message}")
@@ -27,13 +27,13 @@ class TilesError(ValueError):
 
 @dataclass(frozen=True)
 class Tiled:
-    """What `Tiles` has put on a model. lines: what it is, for a log."""
+    """The modules that are tiled, and lines for the log."""
 
     modules: Sequence[tuple[str, nn.Module]]
     lines: Sequence[str]
 
     def fault(self, units: Sequence[tuple[str, nn.Module]]) -> str | None:
-        """What is wrong where a unit of ZeRO lies inside of a module in tiles; None where none does."""
+        """Return an error text if a ZeRO unit lies inside a tiled module, else None."""
         for name, module in self.modules:
             inner = {id(part) for part in module.modules() if part is not module}
             for unit_name, unit in units:
@@ -44,16 +44,16 @@ class Tiled:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The section `tiles` of a config. Tokens of a tile, "auto", or 0 for none."""
+    """The section `tiles` of a config. Tokens of a tile, "auto", or 0 for no tiles."""
 
     mlp: int | str = 0
     loss: int | str = 0
     modules: tuple[str, ...] | str = AUTO  # patterns of module names
     head: str = AUTO
-    backend: Backend = "auto"  # of the loss
+    backend: Backend = "auto"  # kernel of the loss
 
     def apply(self, model: nn.Module, ledger: ModelPatches, warn: Callable[[str], None]) -> Tiled:
-        """Gives modules forwards in tiles. Raises TilesError where there is nothing of the kind."""
+        """Replace the forwards of the chosen modules and the head. Raises TilesError if the model has none."""
         lines = []
         modules = self.token_modules(model) if self.mlp else []
         if modules:
@@ -67,15 +67,15 @@ class Tiles:
         return Tiled(modules, lines)
 
     def token_modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Those that act on each token alone, with their names. Raises TilesError."""
+        """Return the modules that act on each token alone, with their names. Raises TilesError."""
         if self.modules == AUTO:
             found = find_token_modules(model)
             if not found:
                 raise TilesError(
                     "mlp",
-                    "found no module that is named as an MLP is (mlp, feed_forward, ffn), takes one tensor and holds "
-                    f"linear layers, activations, norms and dropout alone, in {type(model).__name__}; name such "
-                    "modules in tiles.modules, or set tiles.mlp to 0",
+                    "expected a module with the name of an MLP (mlp, feed_forward, ffn) that takes a single tensor and "
+                    f"holds only linear layers, activations, norms and dropout, found none in {type(model).__name__}; "
+                    "name modules in tiles.modules, or set tiles.mlp to 0",
                 )
             return found
         named = {name: module for name, module in model.named_modules() if name}
@@ -87,14 +87,14 @@ class Tiles:
             chosen |= {name: named[name] for name in matched}
         for name, module in chosen.items():
             if mixing := mixes_tokens(module):
-                raise TilesError("modules", f"'{name}' holds a {mixing}, which sees several tokens at once")
+                raise TilesError("modules", f"'{name}' holds a {mixing}, and that mixes tokens; leave it out")
             outer = next((other for other in chosen if name.startswith(other + ".")), None)
             if outer is not None:
-                raise TilesError("modules", f"'{name}' lies in '{outer}', which is named too; leave one of them out")
+                raise TilesError("modules", f"'{name}' lies in '{outer}', and both are named; leave '{name}' out")
         return list(chosen.items())
 
     def find_head(self, model: nn.Module) -> tuple[str, nn.Linear]:
-        """The linear layer that gives the logits. Raises TilesError."""
+        """Return the linear layer of the logits, with its name. Raises TilesError."""
         named = dict(model.named_modules())
         if self.head != AUTO:
             found = named.get(self.head)
@@ -108,7 +108,7 @@ class Tiles:
             names = ", ".join(f"'{name}'" for name, _ in heads)
             raise TilesError(
                 "loss",
-                "expected one Linear behind the blocks with as many outputs as an Embedding has rows, found "
+                "expected a single Linear behind the blocks with as many outputs as an Embedding has rows, found "
                 f"{f'several: {names}' if heads else 'none'} in {type(model).__name__}; name it in tiles.head, or set "
                 "tiles.loss to 0",
             )
@@ -135,4 +135,4 @@ def _tokens(value: int | str) -> int | None:
 
 
 def _said(value: int | str) -> str:
-    return f"{value:,} tokens" if isinstance(value, int) else "about as many tokens as they are wide"
+    return f"{value:,} tokens" if isinstance(value, int) else "about as many tokens as their width"

@@ -1,12 +1,11 @@
-"""Logits of which each rank has those of some tokens, and losses over them: no rank has all.
+"""Logits split over ranks by vocabulary, and losses over them, so that no rank holds all logits.
 
 [Note: logits in parts]
-A head that is split over the vocabulary returns `VocabParallelLogits` in the place of a tensor. It has the shape of all
-logits, and torch hands its functions over to it (`__torch_function__`): a change of shape before the last dimension, a
-cast, an arithmetic that treats each logit by itself, are done with the rank's own part; `cross_entropy` is computed of
-all parts with three numbers of each token from each rank. So the loss of a Hugging Face model, of nn.CrossEntropyLoss
-and of a loss_fn all come here without a change of theirs. Anything else gets the whole logits, gathered, with a line in
-the log.
+A head that is split over the vocabulary returns `VocabParallelLogits` in place of a tensor. It has the shape of all
+logits, and `__torch_function__` receives torch functions on it. Changes of shape before the last dimension, casts and
+elementwise arithmetic run on the rank's part. `cross_entropy` runs over all parts; each rank sends three numbers per
+token. So the losses of Hugging Face models, nn.CrossEntropyLoss and a loss_fn all work unchanged. Any other function
+gets the whole logits, gathered, with a line in the log.
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
@@ -29,14 +28,14 @@ _EACH = {"mul", "div", "add", "sub", "neg", "tanh", "clamp", "__mul__", "__trued
 
 
 class VocabParallelLogits:
-    """This rank's part of logits, along their last dimension. See [Note: logits in parts]."""
+    """This rank's part of logits along the last dimension. See [Note: logits in parts]."""
 
     def __init__(self, own: Tensor, numel: int, first: int, exchange: Collectives) -> None:
-        """own: (..., n), of all (..., numel), from the index `first` on."""
+        """own: (..., n), this rank's part of (..., numel), from index `first` on."""
         self.own = own
         self._numel = numel
         self._first = first
-        # Behind a call: who marks the tensors of an output goes through the attributes of what is in it.
+        # In a closure: code that looks for tensors in an output walks through attributes.
         self._through: Callable[[], Collectives] = lambda: exchange
 
     # -- as a tensor ----------------------------------------------------------------------------------------------
@@ -62,7 +61,7 @@ class VocabParallelLogits:
         return self.view(*given) if shape is None else self.view(shape)
 
     def view(self, *shape: Any) -> Any:
-        """Of another shape; the last dimension stays, or all is gathered."""
+        """Change the shape. If the last dimension changes, all logits are gathered."""
         if len(shape) == 1 and isinstance(shape[0], torch.dtype):
             return self.whole().view(shape[0])
         wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -154,18 +153,20 @@ class VocabParallelLogits:
     # -- its parts ------------------------------------------------------------------------------------------------
 
     def whole(self) -> Tensor:
-        """All logits, on every rank. A collective. Ranks with fewer tokens are filled up on the way."""
+        """Return all logits on every rank. A collective; uneven parts are padded."""
         return joined_columns(computed(self.own, "what needs all"), self._through(), self._numel, "logits")
 
     def _with(self, own: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits(own, self._numel, self._first, self._through())
 
     def cross_entropy(self, target: Tensor, ignore_index: int) -> Tensor:
-        """(tokens,) of (tokens, numel): 0 where the target is ignored. Raises IndexError for one that is no token."""
-        if target.device.type == "cpu":  # elsewhere the host would wait
+        """Return (tokens,) losses of (tokens, numel) logits, 0 for an ignored target. Raises IndexError for an invalid
+        target.
+        """
+        if target.device.type == "cpu":  # on a device the host would wait
             outside = target[((target < 0) | (target >= self._numel)) & (target != ignore_index)]
             if outside.numel():
-                raise IndexError(f"Target {int(outside[0])} is out of bounds.")  # as torch says it
+                raise IndexError(f"Target {int(outside[0])} is out of bounds.")  # torch's text
         if isinstance(self.own, ChunkedLogits):
             return tiled_cross_entropy(self.own, target, self._first, ignore_index, self._through())
         loss: Tensor = _CrossEntropy.apply(self.own, target, self._first, ignore_index, self._through())  # type: ignore[no-untyped-call]
@@ -173,14 +174,14 @@ class VocabParallelLogits:
 
 
 def _has_share(value: Any) -> bool:
-    """Whether a rank's part of logits uses a part of it, or gives it a part of its gradient."""
+    """Return whether an argument would need a split too, or would get a partial gradient."""
     return isinstance(value, VocabParallelLogits) or (
         isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad)
     )
 
 
 def _with_all(value: Any) -> Any:
-    """All logits in the place of their parts, in sequences too."""
+    """Replace parts of logits by all logits, also within sequences."""
     if isinstance(value, (list, tuple)) and any(isinstance(one, VocabParallelLogits) for one in value):
         return type(value)(map(_with_all, value))
     return value.whole() if isinstance(value, VocabParallelLogits) else value
@@ -188,8 +189,9 @@ def _with_all(value: Any) -> Any:
 
 def _refuse_change(name: str) -> NoReturn:
     raise TypeError(
-        f"logits of a head that parallel.tensor has split cannot be changed in place, found {name}; use what gives "
-        'another tensor (masked_fill, torch.where), or "column_gathered" for the head in tensor_parallel.plan'
+        f"logits of a head that parallel.tensor has split cannot be changed in place, found {name}; use a function "
+        'that returns a new tensor (masked_fill, torch.where), or set "column_gathered" for the head in '
+        "tensor_parallel.plan"
     )
 
 
@@ -216,7 +218,9 @@ for _name in (
     "abs",
     "iter",
 ):
-    setattr(VocabParallelLogits, f"__{_name}__", _of_whole(f"__{_name}__"))  # which Python looks for in the class alone
+    setattr(
+        VocabParallelLogits, f"__{_name}__", _of_whole(f"__{_name}__")
+    )  # Python looks up operators on the class only
 
 
 def _is_covered(
@@ -229,7 +233,7 @@ def _is_covered(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> bool:
-    """Whether it is a loss of indices, each for a row of logits, that all count alike."""
+    """Return whether the loss has class indices for rows of logits, without weights or smoothing."""
     is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
     return is_plain and isinstance(input, VocabParallelLogits) and input.dim() == 2 and not target.is_floating_point()
 
@@ -252,14 +256,14 @@ def _cross_entropy(
     if reduction == "sum":
         return losses.sum()
     count = (target != ignore_index).sum()
-    return (losses.sum() / count.clamp(min=1)).where(count > 0, math.nan)  # as torch: not a number, with gradients of 0
+    return (losses.sum() / count.clamp(min=1)).where(count > 0, math.nan)  # as torch: NaN, with gradients of 0
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """loss[t] = log sum_v exp x[t, v] - x[t, target[t]], of which each rank has some v.
+    """loss[t] = log sum_v exp x[t, v] - x[t, target[t]], with v split over the ranks.
 
-    dx = (softmax(x) - onehot(target)) dloss. Each rank gives three numbers of a token: the largest of its logits, the
-    sum of exponentials beside it, and the target's logit, if that is its own.
+    dx = (softmax(x) - onehot(target)) dloss. Each rank gathers three numbers per token: its largest logit, the sum of
+    exponentials relative to it, and the target's logit if that is local.
     """
 
     @staticmethod

@@ -214,11 +214,11 @@ class Beside(Skipping):
 
 
 FAILING: dict[type[Skipping], str] = {
-    Chained: "'layers.0.moe.experts': expected a block that calls the same experts with the same rows each time",
-    Counting: "expected a block whose forward changes no buffer",
-    Reading: "expected experts that are only called, found a use of their 'up'",
-    Weighing: r"are called with their tokens alone, torch.float64 \(..., 6\) as the block's input, found",
-    Beside: "expected its experts to be called through the list, by the block that has it",
+    Chained: "'layers.0.moe.experts': expected a block that calls the same experts with the same rows in each run",
+    Counting: "expected a block that changes no buffer in its forward",
+    Reading: "expected that experts are only called, found a use of their 'up'",
+    Weighing: r"that take only tokens, torch.float64 \(..., 6\) like the block's input, found a call with",
+    Beside: "expected that its block calls experts through the list, found a direct call",
 }
 
 
@@ -270,11 +270,11 @@ class Normed(Skipping):
 @pytest.mark.parametrize(
     ("make", "degree", "text"),
     [
-        (Skipping, 3, r"experts\(4\) / expert\(3\) of 'layers.0.moe.experts' does not hold"),
-        (Tied, 2, "parameters of 'layers.0.moe.experts' that each expert alone has, found one that several of them"),
-        (Shown, 2, "that each expert alone has, found 'layers.0.moe.shown', which is one of them"),
-        (Scaled, 2, r"with parameters that have dimensions alone, found 'scale' of shape \(\)"),
-        (Normed, 2, r"found 'norm.running_mean' of shape \(6,\), a buffer"),
+        (Skipping, 3, r"'layers.0.moe.experts': experts\(4\) % expert\(3\) = 1"),
+        (Tied, 2, "experts of 'layers.0.moe.experts' that share no parameter, found a parameter that several"),
+        (Shown, 2, "that share no parameter, found the same parameter at 'layers.0.moe.shown'"),
+        (Scaled, 2, r"without buffers and scalar parameters, found 'scale' of shape \(\)"),
+        (Normed, 2, r"without buffers and scalar parameters, found 'norm.running_mean' of shape \(6,\)"),
     ],
 )
 def test_lists_that_cannot_be_split(make: type[Skipping], degree: int, text: str) -> None:

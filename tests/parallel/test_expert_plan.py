@@ -62,11 +62,15 @@ def test_experts_of_transformers_are_found(build: Any) -> None:
     ("build", "degree", "text"),
     [
         (models.mlp, 2, "parallel.expert: expected a model with experts to split over 2 ranks, found none"),
-        (Listed, 2, r"found those of 'layers.\*.experts', which are not one module: experts of a layer are one module"),
-        (Routed, 3, r"experts\(4\) / expert\(3\) of 'layers.0' does not hold; set parallel.expert to a divisor of 4"),
-        (Aliased, 2, r"parameters of 'layers.0' that it alone has, found '.shown'"),
-        (Scaled, 2, r"a row for each expert of 'layers.1' .*, found 'layers.1.scale' of shape \(4,\)"),
-        (Adapted, 2, r"found 'layers.0.adapter.weight' of shape \(4, 7\), which would stay whole"),
+        (Listed, 2, r"found only 'layers.\*.experts', of an unknown form. The experts of a layer must be a single"),
+        (Routed, 3, r"'layers.0': experts\(4\) % expert\(3\) = 1; set parallel.expert to a divisor of 4"),
+        (Aliased, 2, r"that 'layers.0' shares no parameter, found the same parameter at '.shown'"),
+        (
+            Scaled,
+            2,
+            r"'layers.1.scale' of shape \(4,\) has a row for each expert, but is no direct parameter of 'layers.1'",
+        ),
+        (Adapted, 2, r"'layers.0.adapter.weight' of shape \(4, 7\) has a row for each expert"),
     ],
 )
 def test_what_cannot_be_split(build: Any, degree: int, text: str) -> None:
@@ -128,5 +132,7 @@ def test_an_expert_is_divided_over_the_ranks_that_have_it(stage: int) -> None:
 def test_a_loss_of_routers_is_refused_beside_sequences() -> None:
     model: Any = moe.plain_mixtral()
     model.config.output_router_logits = True
-    with pytest.raises(SequenceError, match=r"config.output_router_logits: its loss is a mean over all tokens of a la"):
+    with pytest.raises(
+        SequenceError, match=r"config.output_router_logits: the router loss is a mean over all tokens of a la"
+    ):
         check_model(model)

@@ -51,7 +51,9 @@ def tried(module: Experts, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("build", [Unweighted, WeightedBefore, Residual, Centered])
 def test_experts_that_would_give_other_numbers_are_an_error(build: type[Experts]) -> None:
-    with pytest.raises(ValueError, match=r"'layers.0': expected an output for each row of that row .*, found one \d+%"):
+    with pytest.raises(
+        ValueError, match=r"'layers.0': expected an output that depends on its row .*, found it off by \d+%"
+    ):
         tried(build())
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from lowtide.parallel.splits import ranges_of
 from lowtide.parallel.vocab_parallel import VocabParallelLogits
-from tests.kit.ranks import RankPool
 from tests.parallel.test_collectives import exchange_on
+from tests.ranks import RankPool
 
 TOKENS, NUMEL = 6, 7  # two ranks have three and four
 
@@ -77,7 +77,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_in_place_is_refused(name: str) -> None:
     parts = VocabParallelLogits(torch.ones(2, NUMEL), NUMEL, 0, exchange_on(1, "auto"))
-    with pytest.raises(TypeError, match=rf"cannot be changed in place, found {re.escape(name)}; use what gives"):
+    with pytest.raises(TypeError, match=rf"cannot be changed in place, found {re.escape(name)}; use a function"):
         CHANGES[name](parts)
 
 

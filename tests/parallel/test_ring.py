@@ -298,7 +298,7 @@ def refusal(name: str, kind: str) -> tuple[str, list[str]]:
 
 def test_attention_that_caps_its_scores_is_an_error(ranks: RankPool) -> None:
     for rank, (error, lines) in enumerate(ranks(2, refusal, "capped", "odd")):
-        assert "Gemma2Attention: expected attention that scales its scores and does no more" in error
+        assert "Gemma2Attention: ring attention computes scaled scores only" in error
         assert (way_line(2, 4, 1, "ring") in lines) == (rank == 0)
 
 

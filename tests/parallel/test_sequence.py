@@ -210,8 +210,8 @@ def refusals() -> dict[str, str]:
 REFUSED = {
     "tuple": "batch: expected a mapping with input_ids (or inputs_embeds), found tuple",
     "positions": "position_ids: expected (rows, tokens) of 30 tokens, found (2, 29)",
-    "mask": "attention_mask: expected (rows, tokens) of 30 tokens, 1 where one may be looked at, found (2, 1, 30, 30)",
-    "short": "sequence(2) > tokens(1): a rank would have none",
+    "mask": "attention_mask: expected (rows, tokens) of 30 tokens, 1 for visible tokens, found (2, 1, 30, 30)",
+    "short": "sequence(2) > tokens(1): a rank would have no token",
     "positional": "expected a call with names alone, engine(**batch), found positional arguments",
     "no labels": "expected labels among the inputs",
     "differs": "batch: expected the same one on the 2 ranks of sequence",
@@ -248,9 +248,13 @@ REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"parallel": {"sequence": 3}, "sequence_parallel": {"attention": "ulysses"}},
         r"sequence\(3\) x heads of a rank\(\?\) = attention heads\(4\) does not hold; set parallel.sequence to",
     ),
-    "no attention": (lambda: nn.Linear(3, 3), {"parallel": {"sequence": 3}}, "found no attention in Linear"),
-    "torch's own": (OwnAttention, {"parallel": {"sequence": 3}}, "found nn.MultiheadAttention"),
-    "no causal model": (bert, {"parallel": {"sequence": 3}}, "expected a causal language model of Hugging Face's"),
+    "no attention": (
+        lambda: nn.Linear(3, 3),
+        {"parallel": {"sequence": 3}},
+        "Linear: expected a Hugging Face model, or modules with methods",
+    ),
+    "torch's own": (OwnAttention, {"parallel": {"sequence": 3}}, "nn.MultiheadAttention cannot be split over ranks"),
+    "no causal model": (bert, {"parallel": {"sequence": 3}}, "expected a causal language model of transformers"),
     "attention of its own": (
         lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, n_layer=1, hidden_size=WIDTH)),
         {"parallel": {"sequence": 3}},
@@ -259,7 +263,7 @@ REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "chunks": (
         lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, layer_types=["chunked_attention"] * 2)),
         {"parallel": {"sequence": 3}},
-        "config.layer_types: expected full_attention and sliding_attention, found chunked_attention",
+        "config.layer_types: expected full_attention and sliding_attention only, found chunked_attention",
     ),
     "angles": (
         lambda: transformers.LlamaForCausalLM(
@@ -273,7 +277,7 @@ REFUSED_MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "layers left out": (
         lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, layerdrop=0.1)),
         {"parallel": {"sequence": 3}},
-        "config.layerdrop: ranks draw random numbers of their own",
+        "config.layerdrop: ranks draw different random numbers",
     ),
 }
 

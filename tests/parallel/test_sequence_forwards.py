@@ -136,7 +136,7 @@ def refusals() -> dict[str, str]:
 REFUSED = {
     "written": "expected attention that ranks share in a forward of Plain, found none",
     "shifting": "expected tokens of Plain to meet in shared attention alone, found a token's loss that changes",
-    "past": "expected engine(**batch), engine.train_step or engine.eval_step, found a call of the Plain itself",
+    "past": "expected engine(**batch), engine.train_step or engine.eval_step, found a direct call of the Plain",
 }
 
 

@@ -230,7 +230,7 @@ REFUSED = {
     "rows": f"loss_fn: {NO_SUM}",
     "all tokens": "; a loss_fn reads nothing of tokens without a label",
     "shifted": "a loss_fn reads nothing of tokens without a label, and shifts no labels",
-    "no labels": "batch: expected labels or shift_labels beside a loss_fn",
+    "no labels": "batch: expected labels or shift_labels for the loss_fn",
     "its own": f"the loss of Summing: {NO_SUM}",
     "two labels": "loss: expected one ignore_index for all of it, found -100 and 1: parts are filled up",
     "mixing": "expected tokens of Plain to meet in shared attention alone",

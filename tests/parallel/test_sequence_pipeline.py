@@ -147,7 +147,7 @@ def of_attention() -> str:
 
 def test_all_stages_hear_of_attention_that_no_ring_computes(ranks: RankPool) -> None:
     for error in ranks(4, of_attention):
-        assert "expected attention that scales its scores and does no more" in error
+        assert "ring attention computes scaled scores only" in error
 
 
 def refusals() -> dict[str, str]:

@@ -97,7 +97,7 @@ def refused(layers: list[str], use_dora: bool) -> None:
 def test_adapters_that_need_whole_layers_are_refused(
     ranks: RankPool, layers: list[str], use_dora: bool, found: str
 ) -> None:
-    with pytest.raises(RankError, match=rf"expected LoRA of PEFT without DoRA on linear layers .* found {found}"):
+    with pytest.raises(RankError, match=rf"expected PEFT's LoRA without DoRA on split linear layers, found {found}"):
         ranks(2, refused, layers, use_dora)
 
 
@@ -106,7 +106,9 @@ def beside_parts() -> None:
 
 
 def test_parts_of_the_tokens_beside_them_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"tensor_sequence: expected split layers without adapters, found one at '.*q_"):
+    with pytest.raises(
+        RankError, match=r"tensor_sequence: expected split layers without adapters, found an adapter at '.*q_"
+    ):
         ranks(2, beside_parts)
 
 

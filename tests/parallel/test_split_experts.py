@@ -126,7 +126,10 @@ def test_gates_and_values_of_a_column_are_on_one_rank(build: Callable[[], nn.Mod
 def test_experts_that_say_nothing_of_their_layout_stay_whole_with_a_warning() -> None:
     model = nn.ModuleDict({"experts": Experts(32), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
     plan = {"up": "column", "down": "row"}
-    with pytest.raises(ValueError, match=r'one module that says of its layout .* for "experts", found "experts"'):
+    with pytest.raises(
+        ValueError,
+        match=r'a module with all experts of a layer that declares its layout .* for "experts", found "experts"',
+    ):
         TensorPlan.of(model, 2, {**plan, "experts": "experts"})
     found = TensorPlan.of(model, 2, plan)
     assert [layer.name for layer in found.layers] == ["up", "down"] and found.left_whole == ("experts",)
@@ -136,5 +139,8 @@ def test_experts_that_a_plan_has_whole_are_whole_without_a_warning() -> None:
     model = moe.mixtral()
     plan = TensorPlan.of(model, 2, {"mlp.experts": "whole"})
     assert not plan.left_whole and not any("experts" in layer.name for layer in plan.layers)
-    with pytest.raises(ValueError, match=r"columns\(12\) / tensor\(16\) of 'model.layers.1.mlp.experts'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'model.layers.1.mlp.experts': expected columns for each rank, found columns\(12\) < tensor\(16\)",
+    ):
         TensorPlan.of(moe.deepseek(), 16, {"mlp.shared_experts.*": "whole"})

@@ -93,16 +93,16 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any], str]] = {
     "halves": (
         GateUp,
         plan_of("column"),
-        "parallel.tensor: expected 'blocks.0.mlp' to compute what it does as a whole, found outputs .*% of their size "
-        "off: its layers are split in another way than they are used. "
-        "'blocks.0.mlp.both' has 48 outputs, 'blocks.0.mlp.back' behind it 24 inputs: where they are 2 layers in one, "
+        "parallel.tensor: expected the same outputs of 'blocks.0.mlp' as without a split, found outputs off by .*% of "
+        "their norm. The split of its layers does not match their use. "
+        "'blocks.0.mlp.both' has 48 outputs, 'blocks.0.mlp.back' behind it 24 inputs: if it fuses 2 layers, "
         'give it the style "column/2"',
     ),
-    "whole columns": (Normed, plan_of("column"), 'Give them other styles in tensor_parallel.plan, or "whole"'),
+    "whole columns": (Normed, plan_of("column"), 'Change their styles in tensor_parallel.plan, or set "whole"'),
     "sizes": (
         Sized,
         plan_of("column"),
-        r"expected 'blocks.0.mlp' to run with its layers split, found RuntimeError: .*\[48\].* Give them",
+        r"expected 'blocks.0.mlp' to run with its layers split, found RuntimeError: .*\[48\].* Change their",
     ),
     "queries": (GateUp, plan_of("column/2", qkv="column", out="row"), 'give it the style "column/3"'),
     "right": (GateUp, plan_of("column/2", qkv="column/3", out="row"), ""),
@@ -202,4 +202,4 @@ def test_split_layers_beside_experts_in_one_module(ranks: RankPool) -> None:
     for *found, wrong in ranks(4, all_beside_experts, {"tensor": 2, "expert": 2}):
         for ours, theirs in zip(found, plain, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9)
-        assert "expected 'blocks.0.mlp' to compute what it does as a whole" in wrong
+        assert "expected the same outputs of 'blocks.0.mlp' as without a split" in wrong

@@ -174,7 +174,7 @@ def train_between() -> None:
 
 
 def test_a_parameter_between_splits_that_nobody_names_is_found(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"one gradient of 'scale' on the 2 ranks that have it alike, found another"):
+    with pytest.raises(RankError, match=r"equal gradients of the replicated 'scale' on 2 ranks, found different"):
         ranks(2, train_between)
 
 

@@ -193,50 +193,53 @@ def test_dropout_differs_on_parts_and_is_the_same_when_recomputed(ranks: RankPoo
 REFUSED: dict[str, tuple[Any, str]] = {
     "tokens meet": (
         lambda: Stacked(Averaged(), Averaged()),
-        r"expected that 'blocks.0' \(Averaged\) mixes tokens between columns and rows alone",
+        r"expected that 'blocks.0' \(Averaged\) mixes tokens only between column and row splits",
     ),
     "beside": (
         lambda: Stacked(Beside(), Beside()),
-        r"'blocks.0.of_others': expected this rank's part of the tokens, found what the block was given beside them",
+        r"'blocks.0.of_others': expected this rank's part of the tokens, found a further input of the block",
     ),
     "between": (
         lambda: Stacked(Mixer(), Mixer(), between=torch.tanh),
-        r"expected that the next block alone uses what 'blocks.0' gives, found tanh: between blocks",
+        r"expected that only the next block uses the output of 'blocks.0', found tanh: between blocks",
     ),
     "between, in place": (
         lambda: Stacked(Mixer(), Mixer(), between=Tensor.relu_),
-        r"what 'blocks.0' gives, found relu_",
+        r"the output of 'blocks.0', found relu_",
     ),
-    "a loss of each": (lambda: Exits(Mixer(), Mixer()), r"what 'blocks.0' gives, found std"),
-    "given": (lambda: Gives(Mixer(), Mixer()), r"what 'blocks.0' gives, found it in what the model gives"),
+    "a loss of each": (lambda: Exits(Mixer(), Mixer()), r"the output of 'blocks.0', found std"),
+    "given": (lambda: Gives(Mixer(), Mixer()), r"the output of 'blocks.0', found it in the model's output"),
     "sizes": (
         lambda: Stacked(Adds(), Adds()),
         r"'blocks.0' \(Adds\) mixes .* on each rank it fails \(The size of tensor a \(3\) must match",
     ),
     "not all": (
         lambda: Leaves(Mixer(), Mixer()),
-        r"expected a forward through all blocks, found that 'blocks.0' was the last one",
+        r"expected a forward through all blocks, found that it stopped after 'blocks.0'",
     ),
     "not the first": (
         lambda: Stacked(Mixer(), Mixer(), first=1),
-        r"'blocks.1': expected what the block before it gave",
+        r"'blocks.1': expected the unchanged output of the block before it",
     ),
     "grows": (lambda: Stacked(Grows(), Grows()), r"'blocks.0': expected \(2, 3\) tokens, this .* found \(2, 6\)"),
-    "cuts": (lambda: Stacked(Cuts(), Cuts()), r"'blocks.0.down': expected 6 tokens, as its block was given, found 2"),
-    "names": (lambda: Stacked(Names(), Names()), r"'blocks.0': expected that it gives a tensor, .* found dict"),
+    "cuts": (
+        lambda: Stacked(Cuts(), Cuts()),
+        r"'blocks.0.down': expected 6 tokens, as in the input of its block, found 2",
+    ),
+    "names": (lambda: Stacked(Names(), Names()), r"'blocks.0': expected a tensor, or a tuple .* found dict"),
     "integers": (
         lambda: Stacked(Mixer(), Mixer(), before=Tensor.long),
         r"'blocks.0': expected its tokens, .* found \(2, 6, 8\) of torch.int64",
     ),
     "called beside": (
         lambda: CallsBeside(Mixer(), Mixer()),
-        r"expected split layers in a forward of their block, found a call beside it, of \(2, 6, 8\)",
+        r"expected that split layers run within a forward of their block, found a direct call with \(2, 6, 8\)",
     ),
     "shared": (
         with_shared_norm,
-        r"expected parameters that blocks alone use, found 'blocks.0.norm.weight', which is in a LayerNorm outside",
+        r"'blocks.0.norm.weight' is in a block, but a LayerNorm outside of the blocks",
     ),
-    "no blocks": (lambda: Mixer(), r"expected blocks in a ModuleList with layers in them that are split by rows"),
+    "no blocks": (lambda: Mixer(), r"expected blocks in a ModuleList with row-split layers in them"),
 }
 
 

@@ -1,6 +1,6 @@
-"""Fused kernels: for flat buffers, for the layers of a model, and for its loss; docs/kernels.md lists them.
+"""Fused kernels for the layers of a model, its loss, and flat buffers. docs/kernels.md lists them.
 
-The names are loaded on first use. Each works on any device: Triton on a GPU, eager torch elsewhere.
+Names are imported on first use. Each kernel runs on any device: in Triton on a GPU, as eager torch elsewhere.
 """
 
 import sys
@@ -63,14 +63,15 @@ _HOME = {
 
 
 class _Package(ModuleType):
-    """Importing the file cross_entropy.py would put the module in the place of the function of that name."""
+    """Imports public names on first use."""
 
     def __setattr__(self, name: str, value: object) -> None:
+        # The import of the file cross_entropy.py must not replace the function of that name by the module.
         if not (name in _HOME and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> object:
-        """The public object `name`, imported from its own module and kept here from then on."""
+        """Import the public object `name` from its module, and keep it here."""
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
         value: object = getattr(import_module(_HOME[name], __name__), name)

@@ -1,9 +1,9 @@
-"""Shared libraries from C++ sources of this package, built on first use with the system's compiler and kept.
+"""Build shared libraries from C++ sources of this package on first use, and cache them (`load_library`).
 
     key = hash(source, compiler's version, flags, processor)   ->   <cache>/<source's name>-<key>.so
 
-The key names the processor, so machines of different kinds may share a cache folder. Ranks that start together may
-all build: each writes a file of its own and renames it, and the last one wins with the same content.
+The key contains the processor, so machines of different kinds can share a cache folder. Ranks that start together may
+all build: each writes a temporary file and renames it to the same name, with the same content.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ Made = TypeVar("Made")
 ENVIRONMENT = "LOWTIDE_CPU_KERNEL"
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native",)
-# Contracted multiply-adds would make the bits depend on the processor and on the compiler's mood.
+# Contracted multiply-adds would make the bits depend on processor and compiler.
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno")
 _TIMEOUT_SECONDS = 120.0
 
 
 class BuildError(Exception):
-    """A library cannot be built or loaded here; the text says why."""
+    """A library cannot be built or loaded on this machine; the text has the reason."""
 
 
 def made_as_wanted(make: Callable[[tuple[str, ...]], Made], what: str, form: str, instead: str) -> Made | None:
-    """What `make` gives with the instructions that LOWTIDE_CPU_KERNEL asks for, or None; the log says which, and why.
+    """Call `make` with the compiler flags that LOWTIDE_CPU_KERNEL selects. None if torch must do the work.
 
-    make: takes flags, as `load_library` does, and raises BuildError. what, form, instead: as the log names them.
-    Raises ValueError where that variable has none of the values that `cpu_optimizer.cpu_kernel` lists.
+    The log says which instructions are in use, or the reason for None. make: takes flags as `load_library` does, and
+    raises BuildError. what, form, instead: names of the kernel, its C++ form and its torch form in the log.
+    Raises ValueError for a value of the variable that `optimizer_step.cpu_kernel` does not list.
     """
     wanted = os.environ.get(ENVIRONMENT, "native")
     if wanted not in ("native", "portable", "torch"):
@@ -65,9 +66,9 @@ def made_as_wanted(make: Callable[[tuple[str, ...]], Made], what: str, form: str
 
 
 def load_library(source: Path, flags: Sequence[str] = NATIVE) -> ctypes.CDLL:
-    """The library of a C++ source, from the cache or newly built. Raises BuildError.
+    """Load the library of a C++ source from the cache, or build it. Raises BuildError.
 
-    flags: which instructions the compiler may use, beyond those of every build.
+    flags: compiler flags for instructions, in addition to the flags of every build.
     """
     compiler = find_compiler()
     command = [*compiler, *_FLAGS, *flags]
@@ -75,27 +76,27 @@ def load_library(source: Path, flags: Sequence[str] = NATIVE) -> ctypes.CDLL:
         name = f"{source.stem}-{_key(source, compiler, command)}.so"
         try:
             return _load_from(cache_folder(), name, source, command)
-        except OSError:  # not writable, full, or mounted so that nothing in it may be executed
-            with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:  # a loaded library needs its file no more
+        except OSError:  # the cache is not writable, full, or mounted noexec
+            with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:  # a loaded library no longer needs its file
                 return _load_from(Path(folder), name, source, command)
     except OSError as error:
-        raise BuildError(f"the library cannot be kept or loaded: {error}") from error
+        raise BuildError(f"the library cannot be written or loaded: {error}") from error
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++ compiler: what CXX says, else the first of COMPILERS that is there. Raises BuildError."""
+    """Find the command of a C++ compiler: CXX, else the first of COMPILERS in the path. Raises BuildError."""
     if wanted := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(wanted[0]) is None:
-            raise BuildError(f"CXX is {os.environ['CXX']!r}, and there is no such program")
+            raise BuildError(f"CXX is {os.environ['CXX']!r}, and this program does not exist")
         return wanted
     for name in COMPILERS:
         if path := shutil.which(name):
             return [path]
-    raise BuildError(f"there is no C++ compiler: looked for {', '.join(COMPILERS)}; install one, or name it in CXX")
+    raise BuildError(f"found no C++ compiler among {', '.join(COMPILERS)}; install a compiler, or name it in CXX")
 
 
 def cache_folder() -> Path:
-    """LOWTIDE_CACHE, else the user's cache folder; it need not exist."""
+    """Return LOWTIDE_CACHE, else lowtide's folder in the user's cache. It may not exist yet."""
     if named := os.environ.get("LOWTIDE_CACHE"):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -144,6 +145,6 @@ def _run(command: list[str]) -> str:
         raise BuildError(f"`{shown}` took longer than {_TIMEOUT_SECONDS:g} s") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        said = next((line for line in lines if "error" in line), lines[-1] if lines else "it said nothing")
+        said = next((line for line in lines if "error" in line), lines[-1] if lines else "without a message")
         raise BuildError(f"`{shown}` failed with exit code {done.returncode}: {said.strip()}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy in one read forward, and one read and one write backward.
+"""Softmax cross-entropy with a single read of the logits in forward, and a read and a write in backward.
 
 A row of logits x with label y, over a vocabulary of n:
 
@@ -8,12 +8,12 @@ A row of logits x with label y, over a vocabulary of n:
                                                                     z: z_loss, PaLM, arXiv 2204.02311, section 5)
     dx_i = (exp(u_i - lse) (1 + 2 z lse) - s / n - (1 - s) [i = y]) (1 - (u_i / soft_cap)^2) dloss
 
-Computed in float32, float64 for float64 logits, and so is the loss: what torch computes from 16-bit logits under
-autocast, without the float32 copy of them. A row whose label is ignore_index has loss 0 and gradient 0, and is not
-read. Saved for backward: the logits themselves and one float32 a row.
+Computed in float32 (float64 for float64 logits), the dtype of the loss, as torch does under autocast, but without a
+float32 copy of the logits. A row whose label is ignore_index is not read; its loss and gradient are 0. Saved for
+backward: the logits and a float32 per row.
 
-[Note: labels out of range] Torch stops on them. The eager reference raises ValueError. A GPU cannot, without waiting
-for it in every step: there such a row reads nothing out of bounds, and its loss and its gradient are NaN.
+[Note: labels out of range] On a CPU they raise ValueError. On a GPU an error would need a wait of the host in every
+step. Instead the row reads nothing out of bounds, and its loss and gradient are NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from .dispatch import Backend, as_rows, uses_triton
 from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
 
-_BLOCK_BYTES = 4 * 2**20  # of logits that the eager reference widens at once: bounds its memory, fits a cache
+_BLOCK_BYTES = 4 * 2**20  # logits that the eager reference casts to float32 at a time: bounds memory, fits a cache
 
 
 @overload
@@ -64,27 +64,25 @@ def cross_entropy(
     backend: Backend = "auto",
     **options: Unpack[LossOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The loss, in float32 (float64 for float64 logits): a scalar, or of the labels' shape for reduction "none".
+    """Compute the cross-entropy in float32 (float64 for float64 logits): a scalar, or (...) for reduction "none".
 
-    logits: (..., vocabulary); labels: (...), int64 or int32. options: fields of `LossTerms`. return_z_loss: gives
-    also the part of the loss that is z_loss * lse^2, reduced alike, for logs: it has no gradient. overwrite_logits:
-    backward writes the gradient over the logits, which saves as much memory as they take. They must be a result that
-    nobody reads after backward begins, logits that are a parameter raise ValueError, and a second backward
-    RuntimeError.
-
-    Raises ValueError where shapes or options do not fit; for labels out of range see [Note: labels out of range].
+    logits: (..., vocabulary); labels: (...), int64 or int32. options: fields of `LossTerms`.
+    return_z_loss: return also the z_loss * lse^2 part of the loss, reduced alike and without gradient, for logs.
+    overwrite_logits: write the gradient over the logits in backward, to save their size. Nothing may read the logits
+    after backward begins. Leaf logits that require a gradient raise ValueError, a second backward RuntimeError.
+    Raises ValueError if shapes or options do not fit. For labels out of range see [Note: labels out of range].
     """
-    if has_torch_function_unary(logits):  # a subclass may know how to do without its values
+    if has_torch_function_unary(logits):  # a subclass, such as vocab-parallel logits, may compute the loss itself
         given = {"return_z_loss": return_z_loss, "overwrite_logits": overwrite_logits, "backend": backend, **options}
-        itself: Any = cross_entropy  # its overloads are not those that torch's types ask for
+        itself: Any = cross_entropy  # an overloaded function does not fit the type that torch expects
         loss: Tensor = handle_torch_function(itself, (logits,), logits, labels, **given)
         return loss
     terms = LossTerms.of("cross_entropy", options)
     check_labels_fit("cross_entropy", "logits", logits, labels)
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
-            "cross_entropy: expected logits that an operation computed, found a leaf that requires a gradient; "
-            "overwrite_logits=True would overwrite it with its gradient: use overwrite_logits=False"
+            "cross_entropy: overwrite_logits=True expected logits that an operation computed, found a leaf tensor "
+            "that requires a gradient and would be overwritten; use overwrite_logits=False"
         )
     on_triton = uses_triton(backend, "cross_entropy", logits, labels)
     if not on_triton:
@@ -96,10 +94,10 @@ def cross_entropy(
 def losses_of_rows(
     logits: Tensor, n_cols: int, labels: Tensor, terms: LossTerms, on_triton: bool, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss and lse, (n_rows,) in float32 or float64; both 0 where the label is ignored.
+    """Compute the loss and lse of each row, (n_rows,) in float32 or float64; both are 0 if the label is ignored.
 
-    logits: (n_rows, n_cols or more) with adjacent columns, -inf in those past n_cols; labels: (n_rows,), contiguous.
-    Where scale is given, a scalar, scale * the gradient is written over the logits, and anything past n_cols.
+    logits: (n_rows, n_cols or more) with adjacent columns, -inf from column n_cols on; labels: (n_rows,), contiguous.
+    scale: a scalar, or None. With it, scale * gradient overwrites the logits; columns from n_cols on are undefined.
     """
     if on_triton:
         from .triton import cross_entropy as triton_form
@@ -121,21 +119,21 @@ def gradient_of_rows(
     on_triton: bool,
     out: Tensor,
 ) -> None:
-    """Writes scale * the gradient of each row's loss into out, like logits, which it may be.
+    """Write scale * gradient of each row's loss into `out`, a tensor like logits, or the logits.
 
-    logits, labels: as `losses_of_rows` took them, lse: as it gave it; scale: () or (n_rows,).
+    logits, labels: as in `losses_of_rows`. lse: its result. scale: () or (n_rows,).
     """
     if on_triton:
         from .triton import cross_entropy as triton_form
 
         triton_form.gradient(logits, n_cols, labels, lse, scale, terms, out)
-        torch.autograd.graph.increment_version(out)  # whoever saved these logits is told, not handed a gradient
+        torch.autograd.graph.increment_version(out)  # a graph that saved these logits must raise an error
         return
     gradient_reference(logits[:, :n_cols], labels, lse, scale, terms, out[:, :n_cols])
 
 
 def losses_reference(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
-    """The formula in eager torch, a few rows at a time: loss and lse of each row of logits, (n_rows, n)."""
+    """Compute loss and lse of each row of logits, (n_rows, n), in eager torch, a few rows at a time."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses, lse = (torch.empty(len(logits), dtype=wide, device=logits.device) for _ in range(2))
     for part in _blocks(logits):
@@ -155,7 +153,7 @@ def losses_reference(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[
 def gradient_reference(
     logits: Tensor, labels: Tensor, lse: Tensor, scale: Tensor, terms: LossTerms, out: Tensor
 ) -> None:
-    """The formula in eager torch, a few rows at a time: into out, (n_rows, n), which may be the logits."""
+    """Compute the gradient in eager torch, a few rows at a time, into `out`, (n_rows, n), which may be the logits."""
     of_rows = scale.expand(len(logits))
     for part in _blocks(logits):
         u, slope = logits[part].to(lse.dtype), None
@@ -172,14 +170,14 @@ def gradient_reference(
         dx.scatter_add_(1, labels[part].where(kept, 0).long()[:, None], of_row * (terms.label_smoothing - 1.0))
         if slope is not None:
             dx.mul_(slope)
-        if kept.device.type != "cpu" or not kept.all():  # elsewhere the host would wait
+        if kept.device.type != "cpu" or not kept.all():  # `all` on a device would make the host wait
             dx.masked_fill_(~kept[:, None], 0.0)
         if out.dtype != lse.dtype:
             out[part] = dx
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows, of about _BLOCK_BYTES in float32."""
+    """Iterate over slices of rows, of about _BLOCK_BYTES in float32."""
     rows_per_block = max(1, _BLOCK_BYTES // (4 * logits.shape[1]))
     for first in range(0, len(logits), rows_per_block):
         yield slice(first, first + rows_per_block)
@@ -208,12 +206,12 @@ class _CrossEntropy(torch.autograd.Function):
             return None, None, None, None, None
         if ctx.spent:
             raise RuntimeError(
-                "cross_entropy: expected one backward pass, as overwrite_logits=True allows; found a second one, and "
-                "the first has written the gradient over the logits: use overwrite_logits=False"
+                "cross_entropy: overwrite_logits=True allows a single backward, found a second; the first has written "
+                "the gradient over the logits: use overwrite_logits=False"
             )
         rows, labels, lse, divisor = ctx.saved_tensors
         ctx.spent = ctx.overwrites
-        # Rows of an expanded tensor share memory: there is nothing to write over.
+        # Rows of an expanded tensor share memory and cannot hold a gradient each.
         in_place = ctx.overwrites and (len(rows) <= 1 or rows.stride(0) >= rows.shape[1])
         dx = rows if in_place else torch.empty_like(rows, memory_format=torch.contiguous_format)
         scale = ctx.terms.scale_of_rows(dloss, divisor)

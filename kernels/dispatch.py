@@ -1,9 +1,10 @@
-"""Which form of a kernel runs: Triton on a GPU, the eager reference elsewhere; and rows, which most kernels take."""
+"""Choose the form of a kernel: Triton on a GPU, eager reference elsewhere (`uses_triton`). Shared checks of rows."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 from functools import cache
 from typing import Any, Literal, get_args
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
-"""auto: Triton for tensors on a GPU, where it can be imported; triton: always, or an error; reference: eager torch."""
+"""auto: Triton for tensors on a GPU, if it is installed; triton: Triton, or an error; reference: eager torch."""
 
 _BACKENDS = get_args(Backend)
 
@@ -20,22 +21,24 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
-    """True where `kernel` is to run its Triton form on these tensors, False for its eager reference.
+    """Tell if `kernel` runs its Triton form on these tensors, rather than its eager reference.
 
-    "auto" leaves float64, other devices than GPUs, and machines without Triton to the reference. Tensors must be on one
-    device: else ValueError. Raises ValueError for "triton" where that is not possible. Triton's interpreter
-    (TRITON_INTERPRET=1) counts as possible on the CPU.
+    "auto" chooses the reference for float64, without a GPU and without Triton. With Triton's interpreter
+    (TRITON_INTERPRET=1), "triton" is possible on the CPU. Raises ValueError if tensors are on several devices, or if
+    "triton" is not possible.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     devices = {tensor.device for tensor in given}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"{kernel}: expected all tensors on one device, found {names}; move them with .to(device)")
+        raise ValueError(
+            f"{kernel}: expected all tensors on the same device, found {names}; move them with .to(device)"
+        )
     if backend == "reference" or (backend == "auto" and not given):
         return False
     if backend not in _BACKENDS:
-        choices = ", ".join(f'"{name}"' for name in _BACKENDS)
-        raise ValueError(f'{kernel}: expected backend to be one of {choices}, found "{backend}"')
+        choices = " or ".join(f'"{name}"' for name in _BACKENDS)
+        raise ValueError(f'{kernel}: expected backend {choices}, found "{backend}"')
     device = given[0].device.type if given else "cpu"
     if backend == "auto" and device != "cuda":
         return False
@@ -43,9 +46,9 @@ def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
     if backend == "auto":
         return not wide and _has_triton_or_says_so()
     if not has_triton():
-        raise ValueError(f'{kernel}: backend "triton" needs the package triton, which is not installed; use "auto"')
+        raise ValueError(f'{kernel}: backend "triton" needs the package triton; install it, or use "auto"')
     if device != "cuda" and not is_interpreted():
-        raise ValueError(f'{kernel}: backend "triton" needs tensors on a GPU, found them on {device}; use "auto"')
+        raise ValueError(f'{kernel}: backend "triton" needs tensors on a GPU, found tensors on {device}; use "auto"')
     if wide:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRITON_DTYPES)
         raise ValueError(f'{kernel}: backend "triton" takes {names}, found {wide[0]}; use "auto"')
@@ -54,17 +57,18 @@ def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
 
 @cache
 def triton_form(name: str) -> Any:
-    """The module `triton/<name>.py`. Looked up once: a step would pay for each `import` that it comes to."""
+    """Import the module `triton/<name>.py`, and cache it: an `import` statement costs time in every step."""
     return importlib.import_module(f".triton.{name}", __package__)
 
 
 def is_interpreted() -> bool:
-    """True where Triton kernels run in its interpreter, on the CPU."""
+    """Tell if Triton kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @cache
 def has_triton() -> bool:
+    """Tell if the package triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -76,14 +80,26 @@ def _has_triton_or_says_so() -> bool:
     return has_triton()
 
 
+def has_autocast(x: Tensor) -> bool:
+    """Tell if autocast is enabled for the device of x."""
+    # torch has no autocast for the meta device, on which the planner runs a model.
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which torch's linear layer multiplies x: of x, or autocast's, which keeps float64."""
+    return torch.get_autocast_dtype(x.device.type) if has_autocast(x) and x.dtype != torch.float64 else x.dtype
+
+
 def as_rows(x: Tensor) -> Tensor:
-    """x, (..., n), as (rows, n) with adjacent columns; a view of x where its strides allow it."""
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((_num_rows(x), x.shape[-1]))
+    """Reshape x, (..., n), to (rows, n) with adjacent columns: a view of x if its strides allow it."""
+    # reshape(-1, n) is ambiguous for an empty x.
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
 
 
 def check_row_weight(kernel: str, x: Tensor, name: str, weight: Tensor | None) -> None:
-    """Raises ValueError unless x is a floating-point (..., n) and weight (n,), or None."""
+    """Raise ValueError unless x is a floating-point (..., n) and weight is (n,) or None."""
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(
             f"{kernel}: expected a floating-point x of at least one dimension, found {tuple(x.shape)} {x.dtype}"
@@ -93,10 +109,3 @@ def check_row_weight(kernel: str, x: Tensor, name: str, weight: Tensor | None) -
             f"{kernel}: expected {name} of shape ({x.shape[-1]},), the last dimension of x, {tuple(x.shape)}; found "
             f"{tuple(weight.shape)}"
         )
-
-
-def _num_rows(x: Tensor) -> int:
-    count = 1
-    for size in x.shape[:-1]:
-        count *= size
-    return count

@@ -1,10 +1,10 @@
-"""Sums of float64 values that do not depend on order: fixed point in int64 limbs.
+"""Sum float64 values exactly, independent of the order: fixed point in int64 limbs.
 
-The global gradient norm adds one partial sum for each block of elements. Which rank holds which block depends on the
-stage, and floating-point addition is not associative; so the partial sums are added as integers. A float64 m * 2^e is
-cut into three limbs of 32 bits at multiples of 2^32; limbs are added in int64, which is exact for 2^31 values, locally
-and across ranks. Results stay on the device: nothing here waits for it. Idea: superaccumulator, Kulisch, "Computer
-Arithmetic and Validity" (2013), chapter 8.
+The global gradient norm adds a partial sum for each block of elements. The rank of a block depends on the ZeRO stage,
+and floating-point addition is not associative, so the partial sums are added as integers. A float64 m * 2^e is cut into
+three limbs of 32 bits at multiples of 2^32. Limbs are added in int64, which is exact for 2^31 values, locally and
+across ranks. Results stay on the device, and the host does not wait.
+Source: superaccumulator, Kulisch, "Computer Arithmetic and Validity" (2013), chapter 8.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NUM_LIMBS = 72
 
 
 def to_limbs(values: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """The exact sum of finite float64 values, (n,), as (NUM_LIMBS,) int64."""
+    """Sum finite float64 values, (n,), exactly into (NUM_LIMBS,) int64."""
     sums = torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=values.device)
     add_limbs(sums, values, 0, NUM_LIMBS, backend=backend)
     return sums[:NUM_LIMBS]
 
 
 def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Backend = "auto") -> None:
-    """Adds the exact sum of the finite values to the limbs that begin at sums[row]; sums[flag] = 1 where others are.
+    """Add the finite values exactly to the limbs sums[row : row + NUM_LIMBS]. Set sums[flag] = 1 for inf or nan.
 
     sums: (m,) int64; values: (n,) float64, on the same device.
     """
@@ -55,22 +55,19 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
 
 
 def value_of(limbs: Tensor) -> Tensor:
-    """The sum as a float64, (), where the limbs are: within some units of the last place of what `from_limbs` gives.
-
-    inf where it is too large for one.
-    """
+    """Convert limbs to float64, (), on their device, within a few units in the last place; inf if too large."""
     return torch.where(limbs == 0, 0.0, limbs * _units(limbs.device)).sum()
 
 
 @lru_cache(maxsize=4)
 def _units(device: torch.device) -> Tensor:
-    """What a limb counts, (NUM_LIMBS,) float64."""
+    """Return the unit of each limb, (NUM_LIMBS,) float64."""
     return torch.exp2(torch.arange(NUM_LIMBS, dtype=torch.float64, device=device) * _LIMB_BITS - BIAS_BITS)
 
 
 def from_limbs(limbs: Sequence[int]) -> float:
-    """The sum as a float, correctly rounded; inf where it is too large for one."""
-    total = sum([limbs[index] << (_LIMB_BITS * index) for index in compress(range(NUM_LIMBS), limbs)])  # few are not 0
+    """Convert limbs to a float, correctly rounded; inf if too large."""
+    total = sum([limbs[index] << (_LIMB_BITS * index) for index in compress(range(NUM_LIMBS), limbs)])  # most are 0
     try:
         return math.ldexp(total, -BIAS_BITS) if total.bit_length() < 1000 else total / (1 << BIAS_BITS)
     except OverflowError:

@@ -1,13 +1,11 @@
-"""Puts fused kernels into a model that is there already: modules get another class, and keep all else.
+"""Put fused kernels into an existing model by changing the class of its modules (`fuse_model`).
 
-    LlamaRMSNorm <- LlamaRMSNorm, a subclass made here with the same name and another forward
+    LlamaRMSNorm <- LlamaRMSNorm, a generated subclass with the same name and a fused forward
 
-Parameters, buffers, hooks and names stay as they are, so state dicts, optimizers, checkpoints and isinstance see no
-difference, and a model saved with pickle is fused again where it is loaded. An override of `forward` on a module would
-be simpler, but Hugging Face sets and deletes such overrides itself. Nothing global is patched: another model of the
-same class is untouched. Which modules are replaced, and by what, is the table in `fusions.py`.
-
-No value of a parameter is read: the model may be on the meta device, or sharded later.
+Parameters, buffers, hooks and names do not change, so state dicts, optimizers, checkpoints and isinstance see no
+difference. A pickled model is fused again when it is loaded. An override of `forward` on a module would be simpler, but
+Hugging Face sets and deletes overrides of `forward`. A different model of the same class is not affected. The table in
+`fusions.py` lists the replaced modules. No parameter is read: the model may be on the meta device, or sharded later.
 """
 
 from __future__ import annotations
@@ -23,29 +21,29 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from .dispatch import Backend, has_triton
-from .fusions import FUSIONS, Fusion, fusions_of, head_fusions, members_of
+from .fusions import FUSIONS, MEMBERS, Fusion, fusions_of
 
 logger = logging.getLogger("lowtide")
-NOT_FOUND = "the model has no module of that kind that is known"
-_ORIGIN = "_lowtide_origin"  # the _Origin of generated classes
-_PICKLE_PROTOCOL = 2  # the first in which an object's state stands apart from its class
+NOT_FOUND = "the model has no known module of that kind"
+_ORIGIN = "_lowtide_origin"  # attribute of generated classes: their _Origin
+_PICKLE_PROTOCOL = 2  # the first that stores an object's state apart from its class
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One module that was replaced."""
+    """A replaced module."""
 
-    name: str  # in the model, "" for the model itself
+    name: str  # in the model; "" for the model itself
     class_name: str
-    kernel: str  # one of `fusions.FUSIONS`
+    kernel: str  # of `fusions.FUSIONS`
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a fused class is made of."""
+    """Original class and fusions of a generated class."""
 
     cls: type[nn.Module]
-    fusions: tuple[Fusion, ...]  # none: cls itself
+    fusions: tuple[Fusion, ...]  # empty: cls is not generated
 
 
 def fuse_model(
@@ -54,15 +52,14 @@ def fuse_model(
     modules: Literal["auto"] | Sequence[str] = "auto",
     backend: Backend | Mapping[str, Backend] = "auto",
 ) -> list[Fused]:
-    """Replaces what the fused kernels know in `model`, and logs it, one line a kind. Returns what was replaced.
+    """Replace all known modules of `model` by fused kernels. Logs a line per kind, and returns the replaced modules.
 
-    modules: "auto" for all of `fusions.FUSIONS`, or those that are wanted. Named here, "linear_cross_entropy" acts
-    whenever the model is trained with labels, and the output then has no logits; with "auto" only within
-    `loss_only()`, as in `engine.train_step`. backend: of all kernels, or by fusion; those not named are "auto".
-
-    A second call with the same arguments changes nothing and returns nothing; one with another backend replaces it.
-    Subclasses of what is known, and modules whose forward someone else has replaced, are left alone.
-    Raises ValueError for unknown names, and for "triton" where the package is not installed.
+    modules: "auto" for all of `fusions.FUSIONS`, or a list of names. If "linear_cross_entropy" is named, every training
+    forward with labels returns no logits; with "auto", only within `loss_only()`, as in `engine.train_step`.
+    backend: of all kernels, or by fusion; the default is "auto".
+    A second call with the same arguments changes nothing and returns an empty list. A call with a new backend changes
+    the backend. Subclasses of known classes, and modules whose forward was replaced, do not change.
+    Raises ValueError for unknown names, and for "triton" if the package is not installed.
     """
     names = _checked_names(modules)
     backends = _checked_backends(backend, names)
@@ -81,10 +78,10 @@ def replace_modules(
     always_fuses_loss: bool,
     exchange: Callable[[nn.Module, type[nn.Module]], None],
 ) -> tuple[list[Fused], list[str]]:
-    """As `fuse_model`, without its checks and its log: what was replaced, and the names for which nothing was found.
+    """Replace modules as `fuse_model`, without checks and log. Returns replaced modules, and names without a module.
 
-    names: of the fusions; backends: of at least these. always_fuses_loss: else only within `loss_only()`. exchange:
-    gives a module its new class.
+    names: of fusions. backends: of at least these fusions. always_fuses_loss: True to leave out logits in every
+    training forward, False only within `loss_only()`. exchange: sets the class of a module.
     """
     fused: list[Fused] = []
     heads: list[nn.Module] = []
@@ -103,8 +100,8 @@ def replace_modules(
         if any(fusion.kernel == "linear_cross_entropy" for fusion in found):
             heads.append(module.get_submodule("lm_head"))
     for head in heads:
-        cls = _origin(type(head)).cls
-        exchange(head, _fused_class(_Origin(cls, head_fusions(backends["linear_cross_entropy"]))))
+        fusion = Fusion("linear_cross_entropy", "head", "", backends["linear_cross_entropy"])
+        exchange(head, _fused_class(_Origin(_origin(type(head)).cls, (fusion,))))
     return fused, [name for name in names if name not in seen]
 
 
@@ -113,8 +110,8 @@ def _exchange_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def lines_of(fused: Sequence[Fused]) -> list[str]:
-    """What was replaced, one line a kind: "fused 65 x LlamaRMSNorm (rms_norm)"."""
-    counts = Counter((one.class_name, one.kernel) for one in fused)
+    """Write a log line per kind of replaced modules: "fused 65 x LlamaRMSNorm (rms_norm)"."""
+    counts = Counter((module.class_name, module.kernel) for module in fused)
     return [f"fused {count} x {class_name} ({kernel})" for (class_name, kernel), count in counts.items()]
 
 
@@ -125,23 +122,23 @@ def _checked_names(modules: Literal["auto"] | Sequence[str]) -> tuple[str, ...]:
     unknown = [name for name in names if name not in FUSIONS]
     if unknown:
         raise ValueError(
-            f'fuse_model: expected modules to be "auto" or a list of {_quoted(FUSIONS)}; found {_quoted(unknown)}'
+            f'fuse_model: expected modules "auto" or a list of {_quoted(FUSIONS)}; found {_quoted(unknown)}'
         )
     return tuple(names)
 
 
 def _checked_backends(backend: Backend | Mapping[str, Backend], wanted: Sequence[str]) -> dict[str, Backend]:
-    """The backend of each fusion that is wanted."""
+    """Return the backend of each wanted fusion. Raises ValueError for unknown names and impossible backends."""
     by_name = dict(backend) if isinstance(backend, Mapping) else dict.fromkeys(FUSIONS, backend)
     unknown = [name for name in by_name if name not in FUSIONS]
     if unknown:
         raise ValueError(f"fuse_model: expected backends of {_quoted(FUSIONS)}; found {_quoted(unknown)}")
     bad = [value for value in by_name.values() if value not in get_args(Backend)]
     if bad:
-        raise ValueError(f'fuse_model: expected backend to be one of {_quoted(get_args(Backend))}, found "{bad[0]}"')
+        raise ValueError(f'fuse_model: expected a backend of {_quoted(get_args(Backend))}, found "{bad[0]}"')
     backends: dict[str, Backend] = {name: by_name.get(name, "auto") for name in wanted}
     if "triton" in backends.values() and not has_triton():
-        raise ValueError('fuse_model: backend "triton" needs the package triton, which is not installed; use "auto"')
+        raise ValueError('fuse_model: backend "triton" needs the package triton; install it, or use "auto"')
     return backends
 
 
@@ -156,7 +153,7 @@ def _origin(cls: type[nn.Module]) -> _Origin:
 
 @cache
 def _fused_class(origin: _Origin) -> type[nn.Module]:
-    """A subclass that goes by the original's name: Hugging Face writes and compares the names of classes."""
+    """Make a subclass with the original's name: Hugging Face writes and compares names of classes."""
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced = origin.cls.__reduce_ex__(self, max(int(protocol), _PICKLE_PROTOCOL))
@@ -171,11 +168,11 @@ def _fused_class(origin: _Origin) -> type[nn.Module]:
         _ORIGIN: origin,
     }
     for fusion in origin.fusions:
-        members |= members_of(fusion, origin.cls)
+        members |= MEMBERS[fusion.form](origin.cls, fusion)
     return type(origin.cls.__name__, (origin.cls,), members)
 
 
 def _new(origin: _Origin) -> nn.Module:
-    """An empty module of the fused class: what pickle and deepcopy begin with."""
+    """Make an empty module of the fused class, for pickle and deepcopy."""
     cls = _fused_class(origin)
     return cls.__new__(cls)

@@ -1,14 +1,14 @@
-"""The loss of Hugging Face's causal language models, with logits and without.
+"""Fuse the loss of Hugging Face's causal language models, with or without logits.
 
     with logits       loss_function is replaced: no float32 copy of the logits
-    without logits    forward is replaced: output.loss is that of `linear_cross_entropy`, output.logits is None
+    without logits    forward is replaced: output.loss is from `linear_cross_entropy`, output.logits is None
 
-[Note: when logits are left out] Only in training mode, with labels, with logits of every position asked for, and where
-nobody but the loss reads them: within `loss_only()`, or where the user has said so for the model. Elsewhere, in
-evaluation, generation and calls without labels, forward is the original's.
+[Note: when logits are left out] Only in training mode, with labels and logits of every position, within `loss_only()`
+or if the user named the fusion for the model. In evaluation, generation and calls without labels, the original forward
+runs.
 
-[Note: the head is called] The head stays a module that is called, with the labels beside its input, rather than a
-weight that is read: whoever gathers its weight before its forward, as ZeRO does, need not know of the fusion.
+[Note: the head is called] The head is called as a module, with the labels beside its input. So code that gathers its
+weight before its forward, such as ZeRO, need not know of the fusion.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _LOSS_ONLY: ContextVar[bool] = ContextVar("loss_only", default=False)
 
 
 def loss_only() -> AbstractContextManager[None]:
-    """Within it, fused causal language models in training leave out the logits where they are given labels.
+    """Return a context in which fused causal language models in training mode return no logits if they get labels.
 
-    For calls of which nothing but the loss is read. A forward that torch.compile traces as a whole does not see it.
+    For calls whose loss alone is read. It has no effect on a forward that torch.compile traces as a whole.
     """
     return _LossOnly()
 
 
-class _LossOnly(AbstractContextManager[None]):  # of a generator it would be six calls a step
+class _LossOnly(AbstractContextManager[None]):  # a class: `contextmanager` would add six calls to a step
     def __enter__(self) -> None:
         self._token = _LOSS_ONLY.set(True)
 
@@ -51,7 +51,7 @@ class _LossOnly(AbstractContextManager[None]):  # of a generator it would be six
 
 
 def is_causal_lm(module: nn.Module, original: type[nn.Module]) -> bool:
-    """True for a language model whose loss is known: the mean over shifted labels of a linear head's logits."""
+    """Tell if the loss of this language model is known: the mean over shifted labels of a linear head's logits."""
     head = getattr(module, "lm_head", None)
     backbone = getattr(module, getattr(module, "base_model_prefix", ""), None)
     return (
@@ -67,7 +67,7 @@ def is_causal_lm(module: nn.Module, original: type[nn.Module]) -> bool:
 
 
 def loss_members(original: type[nn.Module], backend: Backend) -> dict[str, Any]:
-    """loss_function: the fused cross-entropy, unless the user has set another."""
+    """Make the member loss_function: the fused cross-entropy, unless the user has set a loss."""
     inherited: property = original.loss_function  # type: ignore[attr-defined]
 
     def loss_function(self: Any) -> Any:
@@ -87,9 +87,9 @@ def causal_lm_loss(
     backend: Backend = "auto",
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss: the mean over labels shifted by one, or their sum / num_items_in_batch.
+    """Compute transformers' ForCausalLMLoss: the mean over labels shifted by 1, or their sum / num_items_in_batch.
 
-    logits: (batch, seq, vocab_size); labels: (batch, seq), or shift_labels, that are shifted already.
+    logits: (batch, seq, vocab_size); labels: (batch, seq), or shift_labels, which are already shifted.
     """
     targets = _shifted(labels, shift_labels, ignore_index).to(logits.device)
     reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
@@ -99,7 +99,7 @@ def causal_lm_loss(
 
 
 def linear_loss_members(original: type[nn.Module], always: bool) -> dict[str, Any]:
-    """forward: without logits where they are not wanted. always: in training, not only within `loss_only()`."""
+    """Make the member forward, which leaves out unwanted logits. always: in training, not only in `loss_only()`."""
     unfused = original.forward
     signature = inspect.signature(unfused)
     output_type = _output_type(original)
@@ -131,7 +131,7 @@ def linear_loss_members(original: type[nn.Module], always: bool) -> dict[str, An
 
 
 def head_members(original: type[nn.Module], backend: Backend) -> dict[str, Any]:
-    """forward: with labels the loss, without them the logits."""
+    """Make the member forward of the head: the loss if it gets labels, else the logits."""
 
     def forward(self: Any, input: Tensor, labels: Tensor | None = None, **options: Unpack[LossOptions]) -> Any:
         if labels is None:
@@ -157,7 +157,7 @@ def _loss_of_head(
 
 
 def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The label of each position: the next token."""
+    """Return the label of each position: the next token."""
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
@@ -171,7 +171,7 @@ def _divided(loss: Tensor, num_items: Tensor | int | None) -> Tensor:
 
 
 def _is_loss_only() -> bool:
-    return not torch.compiler.is_compiling() and _LOSS_ONLY.get()  # it cannot trace a context variable
+    return not torch.compiler.is_compiling() and _LOSS_ONLY.get()  # dynamo cannot trace a context variable
 
 
 def _has_own_loss(model: Any) -> bool:
@@ -183,31 +183,31 @@ def _can_leave_logits_out(model: Any) -> bool:
 
 
 def _output_type(original: type[nn.Module]) -> Any:
-    """The class of what forward returns, from the module of the model."""
+    """Find the class of forward's output in the module of the model."""
     modeling = sys.modules.get(original.__module__)
     found = [getattr(modeling, name) for name in _OUTPUTS if hasattr(modeling, name)]
-    # GPT-2's module has both: the model with a language modeling head returns the one with cross-attentions.
+    # GPT-2's module has both: the model with a language modeling head returns the class with cross-attentions.
     return found[-1] if found else None
 
 
-# -- what is known of Hugging Face's classes, by their names: transformers is never imported here ---------------------
+# -- known classes of Hugging Face, by name: transformers is never imported here ---------------------------------------
 
 
 @dataclass(frozen=True)
 class Family:
-    """The classes of `transformers.models.<name>.modeling_<name>` that have the forms of Llama."""
+    """The classes of `transformers.models.<name>.modeling_<name>` that have the form of Llama's."""
 
     name: str
     prefix: str
     parts: tuple[str, ...] = ("RMSNorm", "MLP", "Attention", "ForCausalLM")
-    norm_offset: float = 0.0  # what is added to the weight of an RMS norm: Gemma's begin at 0
+    norm_offset: float = 0.0  # added to the weight of an RMS norm: Gemma's weights begin at 0
     caps_logits: bool = False  # config.final_logit_softcapping
 
 
 _FAMILIES = (
     Family("llama", "Llama"),
     Family("mistral", "Mistral"),
-    Family("mixtral", "Mixtral", ("RMSNorm", "Attention")),  # experts, and a loss that has more terms
+    Family("mixtral", "Mixtral", ("RMSNorm", "Attention")),  # has experts, and a loss with more terms
     Family("qwen2", "Qwen2"),
     Family("qwen3", "Qwen3"),
     Family("gemma", "Gemma", norm_offset=1.0),
@@ -222,9 +222,9 @@ _BY_NAME = {
 
 
 def family_of(cls: type, *parts: str) -> Family | None:
-    """The family of which `cls` is one of `parts`, such as "RMSNorm"; None where it is none of them.
+    """Return the family in which `cls` is one of `parts`, such as "RMSNorm", or None.
 
-    cls itself is asked for, not its bases: a subclass may compute something else.
+    A subclass of a known class is not known, because it may compute something different.
     """
     family, part = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}", (None, ""))
     return family if part in parts else None

@@ -1,4 +1,4 @@
-"""The table of `fuse_model`: which modules are known, and what a fused class has in place of the original's members.
+"""The table of `fuse_model`: known modules, and the members that a fused class replaces.
 
     fusion                  modules                                                     kernel
     rms_norm                nn.RMSNorm; the RMSNorm of the families below               rms_norm
@@ -8,8 +8,8 @@
     cross_entropy           nn.CrossEntropyLoss; the loss of causal language models     cross_entropy
     linear_cross_entropy    causal language models: head and loss, without logits       linear_cross_entropy
 
-Classes of Hugging Face are known by their full name, `transformers.models.<family>.modeling_<family>.<Prefix>RMSNorm`,
-and must have the attributes that the fused form reads; transformers is never imported here.
+Classes of Hugging Face are known by their full name, such as `transformers.models.llama.modeling_llama.LlamaRMSNorm`,
+and must have the attributes that the fused form reads. transformers is never imported here.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ from .rotary import rotary_embedding
 from .row_norm import layer_norm, rms_norm
 
 FUSIONS = ("rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy")
-"""The names by which fusions are switched."""
+"""The names of all fusions."""
 
 Members = dict[str, Any]
 Option = str | float | bool
-_HEAD = "head"
 _ROTATION = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """What one kernel changes in a class: plain values, so that equal classes are made once, and pickle knows them."""
+    """The change of a class by a kernel, as plain values, so that it can be a cache key and be pickled."""
 
-    kernel: str  # one of FUSIONS
-    form: str  # which of its forms, a key of _MEMBERS
+    kernel: str  # of FUSIONS
+    form: str  # variant of the kernel, a key of MEMBERS
     option: Option
     backend: Backend
 
@@ -53,9 +52,9 @@ class Fusion:
 def fusions_of(
     module: nn.Module, original: type[nn.Module], backends: Mapping[str, Backend], always_fuses_loss: bool
 ) -> tuple[Fusion, ...]:
-    """What is to be changed in a module, of those kernels that `backends` names. original: its class, unfused."""
+    """Find the fusions of a module among the kernels in `backends`. original: its class before fusion."""
     if "forward" in vars(module) or getattr(original.forward, "__module__", None) != original.__module__:
-        return ()  # it is inherited, or someone else has replaced it
+        return ()  # forward is inherited, or was replaced by foreign code
     found = []
     for kernel, backend in backends.items():
         match = _FINDERS[kernel](module, original)
@@ -65,17 +64,7 @@ def fusions_of(
     return tuple(found)
 
 
-def head_fusions(backend: Backend) -> tuple[Fusion, ...]:
-    """What is changed in the last linear layer of a causal language model."""
-    return (Fusion("linear_cross_entropy", _HEAD, "", backend),)
-
-
-def members_of(fusion: Fusion, original: type[nn.Module]) -> Members:
-    """What the fused class has of its own."""
-    return _MEMBERS[fusion.form](original, fusion)
-
-
-# -- what is known ------------------------------------------------------------------------------------------------
+# -- known modules: (form, option) of a module, or None --------------------------------------------------------------
 
 
 def _find_rms_norm(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
@@ -148,7 +137,7 @@ _FINDERS: Mapping[str, Callable[[nn.Module, type[nn.Module]], tuple[str, Option]
 }
 
 
-# -- what a fused class has of its own ----------------------------------------------------------------------------
+# -- members of a fused class -----------------------------------------------------------------------------------------
 
 
 def _rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
@@ -156,7 +145,7 @@ def _rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = rms_norm(x, self.weight, getattr(self, eps_name), offset=offset, backend=fusion.backend)
-        # A weight wider than x widens the product, except in Gemma's form, which ends with the dtype of x.
+        # A weight of a wider dtype widens the product, except in Gemma's form, which ends with the dtype of x.
         return y if offset else y.to(torch.promote_types(y.dtype, self.weight.dtype))
 
     return {"forward": forward}
@@ -165,7 +154,7 @@ def _rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
 def _torch_rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
     def forward(self: Any, x: Tensor) -> Tensor:
         _check_last(self, x)
-        # As torch chooses, whatever its documentation says: that of the dtype in which it computes.
+        # torch takes the eps of the dtype in which it computes, not of x.dtype as its documentation says.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps, backend=fusion.backend)
 
@@ -181,7 +170,7 @@ def _layer_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
 
 
 def _check_last(norm: Any, x: Tensor) -> None:
-    """Kernels without a weight take rows of any width; a norm is made for one."""
+    """Raise ValueError unless rows of x have the norm's width: a kernel without weight would take any width."""
     if tuple(x.shape[-1:]) != tuple(norm.normalized_shape):
         raise ValueError(
             f"{type(norm).__name__}: expected an input whose last dimension is {norm.normalized_shape[0]}, "
@@ -195,7 +184,7 @@ def _gated_mlp_members(original: type[nn.Module], fusion: Fusion) -> Members:
 
     def forward(self: Any, x: Tensor) -> Any:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.dtype != up.dtype:  # an adapter on one of them computes in another dtype
+        if gate.dtype != up.dtype:  # an adapter on one projection may compute in a different dtype
             wide = torch.promote_types(gate.dtype, up.dtype)
             gate, up = gate.to(wide), up.to(wide)
         if fusion.option == "silu":
@@ -206,30 +195,28 @@ def _gated_mlp_members(original: type[nn.Module], fusion: Fusion) -> Members:
 
 
 def _rotary_members(original: type[nn.Module], fusion: Fusion) -> Members:
-    """The original's forward, in which the rotation goes by another name, one that is added to its module's globals.
-
-    A copy of the globals would hide what is changed in that module later, and torch.compile would look into the module.
-    """
+    """Copy the original's forward, and let it call the fused rotation under a new name in the module's globals."""
+    # A copy of the globals would hide later changes of that module, and torch.compile reads the module.
     forward = vars(original)["forward"]
-    own_name = f"_lowtide_{fusion.kernel}_{fusion.backend}"
+    new_name = f"_lowtide_{fusion.kernel}_{fusion.backend}"
     code_globals = _innermost(forward).__globals__
-    code_globals.setdefault(own_name, _fused_rotation(code_globals[_ROTATION], fusion.backend))
-    return {"forward": _renamed(forward, _ROTATION, own_name)}
+    code_globals.setdefault(new_name, _fused_rotation(code_globals[_ROTATION], fusion.backend))
+    return {"forward": _renamed(forward, _ROTATION, new_name)}
 
 
 def _innermost(forward: Any) -> Any:
-    """What decorators have wrapped, as those that take a keyword by its former name; without any, `forward` itself."""
+    """Return the function inside all decorators, such as those that rename deprecated keywords."""
     return inspect.unwrap(forward) if callable(forward) else None
 
 
-def _renamed(forward: FunctionType, name: str, own_name: str) -> FunctionType:
-    """A copy of `forward` that finds the global `name` by `own_name`, within copies of the decorators around it."""
+def _renamed(forward: FunctionType, name: str, new_name: str) -> FunctionType:
+    """Copy `forward` and the decorators around it; the copy reads the global `new_name` in the place of `name`."""
     inner = getattr(forward, "__wrapped__", None)
     code, cells, copied_inner = forward.__code__, forward.__closure__, forward
     if inner is None:
-        code = code.replace(co_names=tuple(own_name if one == name else one for one in code.co_names))
+        code = code.replace(co_names=tuple(new_name if used == name else used for used in code.co_names))
     else:
-        copied_inner = _renamed(inner, name, own_name)
+        copied_inner = _renamed(inner, name, new_name)
         cells = tuple(CellType(copied_inner) if cell.cell_contents is inner else cell for cell in cells or ())
     copied = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     update_wrapper(copied, forward)
@@ -239,10 +226,10 @@ def _renamed(forward: FunctionType, name: str, own_name: str) -> FunctionType:
 
 
 def _fused_rotation(rotate: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """In the place of `rotate`, apply_rotary_pos_emb of a family."""
+    """Make the replacement of `rotate`, the function apply_rotary_pos_emb of a family."""
 
     def fused_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:  # heads that stand elsewhere
+        if args or kwargs:  # such as unsqueeze_dim: heads are in a different dimension
             return rotate(q, k, cos, sin, *args, **kwargs)
         if cos.dtype not in (torch.float32, q.dtype):
             cos, sin = cos.float(), sin.float()
@@ -259,7 +246,7 @@ def _cross_entropy_members(original: type[nn.Module], fusion: Fusion) -> Members
             and target.dtype in (torch.int64, torch.int32)
             and target.shape == input.shape[:-1]
         )
-        if not is_known:  # probabilities, weights of classes, images; and what torch has errors for
+        if not is_known:  # probabilities, class weights, images, and inputs that torch refuses
             return original.forward(self, input, target)
         loss = cross_entropy(
             input,
@@ -274,7 +261,7 @@ def _cross_entropy_members(original: type[nn.Module], fusion: Fusion) -> Members
     return {"forward": forward}
 
 
-_MEMBERS: Mapping[str, Callable[[type[nn.Module], Fusion], Members]] = {
+MEMBERS: Mapping[str, Callable[[type[nn.Module], Fusion], Members]] = {
     "rms_norm_eps": _rms_norm_members,
     "rms_norm_variance_epsilon": _rms_norm_members,
     "torch_rms_norm": _torch_rms_norm_members,
@@ -284,5 +271,6 @@ _MEMBERS: Mapping[str, Callable[[type[nn.Module], Fusion], Members]] = {
     "cross_entropy": _cross_entropy_members,
     "loss": lambda original, fusion: loss_members(original, fusion.backend),
     "linear_loss": lambda original, fusion: linear_loss_members(original, always=bool(fusion.option)),
-    _HEAD: lambda original, fusion: head_members(original, fusion.backend),
+    "head": lambda original, fusion: head_members(original, fusion.backend),
 }
+"""(original class, fusion) -> members of the fused class, by form. "head": the last layer of a causal LM."""

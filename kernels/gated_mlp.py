@@ -1,4 +1,4 @@
-"""The middle of a gated MLP, SwiGLU and GeGLU, on two tensors or on the two halves of one.
+"""SwiGLU and GeGLU, the activation of a gated MLP, on two tensors or on the halves of a packed tensor.
 
     y = activation(gate) * up
 
@@ -10,8 +10,8 @@ Computed in float32 and rounded once (eager torch also rounds the activation). B
 
     dgate = dy up activation'(gate)         dup = dy activation(gate)
 
-Saved for backward: gate and up alone; the activation is computed again. Source: arXiv 2002.05202, equation 6;
-arXiv 1606.08415. Under torch.autocast the dtype of the inputs is kept, as torch's own operations do.
+Saved for backward: gate and up; the activation is recomputed. Source: arXiv 2002.05202, equation 6; arXiv 1606.08415.
+Under torch.autocast the result has the dtype of the inputs, as with torch's operations.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def swiglu(gate: Tensor, up: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """silu(gate) * up. gate, up: (..., n) of one shape and dtype, which are those of the result.
+    """Compute silu(gate) * up. gate, up: (..., n) with the same shape and dtype, which the result has too.
 
-    Rows may lie apart, as in the halves of a packed tensor. Raises ValueError where gate and up do not fit together, or
-    the backend is not possible.
+    Rows need not be adjacent, as in the halves of a packed tensor. Raises ValueError if gate and up do not fit
+    together, or the backend is not possible.
     """
     return _gated("swiglu", gate, up, "silu", backend)
 
 
 def swiglu_packed(x: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """silu(gate) * up, (..., n), of x = [gate, up], (..., 2 n); the gradient is one tensor like x.
+    """Compute silu(gate) * up, (..., n), of x = [gate, up], (..., 2 n). The gradient is a single tensor like x.
 
-    Raises ValueError for an odd number of columns, or where the backend is not possible.
+    Raises ValueError for an odd number of columns, or if the backend is not possible.
     """
     return _gated_packed("swiglu_packed", x, "silu", backend)
 
@@ -47,17 +47,17 @@ def swiglu_packed(x: Tensor, *, backend: Backend = "auto") -> Tensor:
 def geglu(
     gate: Tensor, up: Tensor, *, approximate: Literal["tanh", "none"] = "tanh", backend: Backend = "auto"
 ) -> Tensor:
-    """gelu(gate) * up, with gelu's approximation by tanh or without it; else as `swiglu`."""
+    """Compute gelu(gate) * up. approximate: as in torch's gelu. Everything else is as in `swiglu`."""
     return _gated("geglu", gate, up, _gelu("geglu", approximate), backend)
 
 
 def geglu_packed(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh", backend: Backend = "auto") -> Tensor:
-    """gelu(gate) * up of x = [gate, up]; else as `swiglu_packed`."""
+    """Compute gelu(gate) * up of x = [gate, up]. Everything else is as in `swiglu_packed`."""
     return _gated_packed("geglu_packed", x, _gelu("geglu_packed", approximate), backend)
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """The formula in eager torch; float64 stays float64."""
+    """Compute the formula in eager torch; float64 stays float64."""
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     if activation == "silu":
         activated = F.silu(wide)
@@ -103,7 +103,7 @@ def _gelu(kernel: str, approximate: str) -> Activation:
 
 
 def _gate_and_up(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both as rows, views where strides allow it: x and up, or the halves of x where up is None."""
+    """Return gate and up as rows, views if strides allow it: x and up, or the halves of x if up is None."""
     rows = as_rows(x)
     if up is not None:
         return rows, as_rows(up)

@@ -1,28 +1,28 @@
-"""The last linear layer and its cross-entropy, without ever holding the logits.
+"""The last linear layer and its cross-entropy, without the full logits (`linear_cross_entropy`).
 
     logits = hidden weight^T + bias,  loss as in `cross_entropy.py`,  d = the gradient of the loss by the logits
     dhidden = d weight         dweight = d^T hidden         dbias = sum over rows of d
 
-Rows are taken in chunks. A chunk's logits are computed by torch's matrix product into one buffer that all chunks share,
-replaced there by their gradient, and used up by the products above before the next chunk: instead of rows x vocabulary,
-at most chunk_bytes are held. All of it is done in forward, so that nothing is computed twice; backward multiplies by
-the gradient that comes from above. Sources: arXiv 2410.10989, section 3.2; github.com/mgmalek/efficient_cross_entropy.
+Rows are processed in chunks. torch's matrix product writes a chunk's logits into a buffer that all chunks share. Their
+gradient replaces them there, and the products above use it before the next chunk. So at most chunk_bytes are held, and
+not rows x vocabulary. All of this happens in forward, so nothing is computed twice; backward multiplies by the incoming
+gradient. Sources: arXiv 2410.10989, section 3.2; github.com/mgmalek/efficient_cross_entropy.
 
-[Note: gradient in backward] Two losses cannot have their gradient before backward: with reduction "none" each row has a
-factor of its own, which the sum over rows in dweight would need, and float16 loses the gradients of a mean, which are
-small, unless the loss scale that backward brings is in them. There, forward saves lse, one float32 a row, and backward
-computes the logits again: a fourth matrix product beside three.
+[Note: gradient in backward] In two cases the gradient must wait for backward. With reduction "none", each row has its
+factor, which the sum over rows in dweight needs. In float16, the small gradients of a mean underflow without the loss
+scale, which only backward knows. Then forward saves lse, a float32 per row, and backward recomputes the logits: a
+fourth matrix product.
 
-[Note: sum of dweight] Products of bfloat16 chunks are added up in float32. The error of dweight relative to float64,
-8192 rows, by the number of chunks (one, as without chunks: 0.0018):
+[Note: sum of dweight] Products of bfloat16 chunks are added up in float32. Error of dweight relative to float64, with
+8192 rows, by the number of chunks (with a single chunk: 0.0018):
 
     chunks                              4        16       64
     added up in bfloat16              0.0027   0.0049   0.0104
     added up in float32               0.0018   0.0018   0.0018
     the same, of rounded products     0.0025   0.0025   0.0024
 
-The last row is for devices whose matrix product cannot write float32 from bfloat16. It costs 4 bytes an element of
-weight during forward; `accumulate_dtype` can have them back.
+The last row is for devices whose matrix product cannot write float32 from bfloat16. The float32 sum takes 4 bytes per
+element of weight during forward; `accumulate_dtype` avoids it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import gradient_of_rows, losses_of_rows
-from .dispatch import Backend, as_rows, uses_triton
+from .dispatch import Backend, as_rows, has_autocast, product_dtype, uses_triton
 from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
 
-_ROWS_MULTIPLE = 128  # tiles of a matrix product are that high
-_COLUMNS_MULTIPLE = 16  # rows of the buffer begin where wide loads can
-_STRIP_BYTES = 16 * 2**20  # of dweight that are added at once where a product cannot add to float32 itself
+_ROWS_MULTIPLE = 128  # height of a matrix product's tile
+_COLUMNS_MULTIPLE = 16  # aligns the rows of the buffer for wide loads
+_STRIP_BYTES = 16 * 2**20  # part of dweight that is added at a time if a product cannot add to float32
 
 
 @dataclass(frozen=True)
 class Head:
-    """The last linear layer and its input; weight and bias as products take them."""
+    """The last linear layer and its input, with weight and bias in the dtype of products."""
 
-    hidden: Tensor  # (num_rows, n), in the dtype of the input
+    hidden: Tensor  # (num_rows, n), in the input's dtype
     weight: Tensor  # (num_classes, n)
     bias: Tensor | None  # (num_classes,)
 
@@ -66,25 +66,25 @@ class Head:
 
 @dataclass(frozen=True)
 class LogitChunks:
-    """How rows are cut, and in which form and dtypes a chunk is computed."""
+    """Computes the loss chunk by chunk: sizes, dtypes and form of a chunk."""
 
     terms: LossTerms
     on_triton: bool
     dtype: torch.dtype  # of products and logits
-    sum_dtype: torch.dtype  # of what chunks add up to
-    chunk_bytes: int  # bound of a chunk's logits
+    sum_dtype: torch.dtype  # of sums over chunks
+    chunk_bytes: int  # maximum size of a chunk's logits
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """Of losses and of all that is computed for a row."""
+        """The dtype of losses and of computations on a row."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def columns(self, num_classes: int) -> int:
-        """Of the buffer: those past num_classes are padding."""
+        """Return the number of columns of the buffer. Columns from num_classes on are padding."""
         return -(-num_classes // _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
 
     def rows_per_chunk(self, num_rows: int, num_classes: int) -> int:
-        """Chunks are of about one size, and none is above chunk_bytes, except of a single row."""
+        """Choose chunks of about equal size, of at most chunk_bytes unless a single row is larger."""
         most = max(1, self.chunk_bytes // (self.columns(num_classes) * self.dtype.itemsize))
         even = -(-num_rows // max(1, -(-num_rows // most)))
         rounded = -(-even // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
@@ -96,7 +96,7 @@ class LogitChunks:
     def forward(
         self, head: Head, labels: Tensor, scale: Tensor | None, sums: DlogitsSums | None
     ) -> tuple[Tensor, Tensor]:
-        """Losses and lse of all rows, (num_rows,). Adds scale, (), times the gradients to sums where both are given."""
+        """Compute losses and lse of all rows, (num_rows,). Adds scale, (), times the gradients to sums if given."""
         losses, lse = (head.hidden.new_empty(head.num_rows, dtype=self.wide_dtype) for _ in range(2))
         for part, hidden, logits in self._logits(head):
             losses[part], lse[part] = losses_of_rows(
@@ -107,7 +107,7 @@ class LogitChunks:
         return losses, lse
 
     def backward(self, head: Head, labels: Tensor, lse: Tensor, scale: Tensor, sums: DlogitsSums) -> None:
-        """Adds the gradients to sums, of each row scale, () or (num_rows,), times its loss's. lse: from forward."""
+        """Add scale, () or (num_rows,), times the gradient of each row's loss to sums. lse: from forward."""
         scale = scale.expand(head.num_rows)
         for part, hidden, logits in self._logits(head):
             gradient_of_rows(
@@ -116,7 +116,7 @@ class LogitChunks:
             sums.add(part, hidden, logits[:, : head.num_classes])
 
     def _logits(self, head: Head) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of each chunk: its rows, its hidden, and its logits, (rows, columns), in memory that the next one takes."""
+        """Iterate over chunks: rows, hidden, and logits, (rows, columns), in memory that the next chunk overwrites."""
         rows_per_chunk = self.rows_per_chunk(head.num_rows, head.num_classes)
         buffer = head.hidden.new_empty((rows_per_chunk, self.columns(head.num_classes)), dtype=self.dtype)
         for first in range(0, head.num_rows, rows_per_chunk):
@@ -131,14 +131,14 @@ class LogitChunks:
 
 
 class DlogitsSums:
-    """The gradients of hidden, weight and bias, each None unless needed, from the gradient of the logits by chunks."""
+    """Sums the gradients of hidden, weight and bias over chunks. A gradient that is not needed is None."""
 
     def __init__(
         self, head: Head, weight_dtype: torch.dtype, needed: tuple[bool, bool, bool], chunks: LogitChunks
     ) -> None:
         of_hidden, of_weight, of_bias = needed
         self._head = head
-        # One chunk is rounded once, in whatever dtype it is summed.
+        # A single chunk is rounded once, so it needs no wider dtype.
         self._is_whole = chunks.num_chunks(head) == 1 and weight_dtype == chunks.dtype
         self.hidden = torch.empty_like(head.hidden, memory_format=torch.contiguous_format) if of_hidden else None
         self.weight, self.bias = None, None
@@ -150,7 +150,7 @@ class DlogitsSums:
             self.bias = head.weight.new_zeros(head.num_classes, dtype=chunks.wide_dtype)
 
     def add(self, part: slice, hidden: Tensor, dlogits: Tensor) -> None:
-        """hidden: (rows, n) and dlogits: (rows, num_classes) of the rows `part`, in the dtype of products."""
+        """Add a chunk. hidden: (rows, n) and dlogits: (rows, num_classes) of rows `part`, in the dtype of products."""
         if self.hidden is not None and self.hidden.dtype == dlogits.dtype:
             torch.mm(dlogits, self._head.weight, out=self.hidden[part])
         elif self.hidden is not None:
@@ -161,11 +161,11 @@ class DlogitsSums:
             add_product_(self.weight, dlogits, hidden)
         if self.bias is not None and (dlogits.device.type != "cpu" or self.bias.dtype == dlogits.dtype):
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
-        elif self.bias is not None:  # on a CPU such a sum would copy the chunk to float32
+        elif self.bias is not None:  # on a CPU, sum(dtype=float32) would copy the chunk to float32
             add_product_(self.bias[:, None], dlogits, dlogits.new_ones(len(dlogits), 1))
 
     def finished(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The three, in the shapes and dtypes of those that they are gradients of. Nothing can be added after."""
+        """Return the gradients in the shapes and dtypes of the inputs. No chunk can be added afterwards."""
         of_hidden = self.hidden.view(hidden.shape) if self.hidden is not None else None
         of_weight = self.weight.to(weight.dtype) if self.weight is not None else None
         of_bias = self.bias.to(bias.dtype) if self.bias is not None and bias is not None else None
@@ -173,7 +173,7 @@ class DlogitsSums:
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total, (m, n), += left^T right, of left: (rows, m) and right: (rows, n) in a dtype as wide or narrower."""
+    """Compute total += left^T right. total: (m, n); left: (rows, m) and right: (rows, n), not wider than total."""
     if total.dtype == left.dtype:
         total.addmm_(left.t(), right)
     elif total.is_cuda and torch.version.hip is None and total.dtype == torch.float32:
@@ -229,27 +229,26 @@ def linear_cross_entropy(
     backend: Backend = "auto",
     **options: Unpack[LossOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`cross_entropy` of the logits hidden weight^T + bias, in float32 (float64 for float64 inputs).
+    """Compute `cross_entropy` of the logits hidden weight^T + bias, in float32 (float64 for float64 inputs).
 
-    hidden: (..., n); weight: (vocabulary, n) and bias: (vocabulary,), of the dtype of hidden, except under autocast,
-    which multiplies in its own dtype as torch's linear layer does; labels: (...), int64 or int32. The options and
-    return_z_loss are those of `cross_entropy`. chunk_bytes: bound of the logits that are held at once; at least one
-    row is. accumulate_dtype: in which chunks of dweight are added up, None for float32 (float64 for float64 inputs);
-    the dtype of weight saves memory and loses precision, see [Note: sum of dweight].
-
-    Computes gradients only of what requires them. Raises ValueError where shapes, dtypes or options do not fit, and
-    RuntimeError for a second backward through one forward; labels out of range are as in `cross_entropy`.
+    hidden: (..., n); weight: (vocabulary, n); bias: (vocabulary,); labels: (...), int64 or int32. weight and bias have
+    the dtype of hidden, except under autocast, which multiplies in its dtype as in torch's linear layer.
+    options, return_z_loss: as in `cross_entropy`. chunk_bytes: maximum of held logits; at least a row is held.
+    accumulate_dtype: of the sum of dweight over chunks. None: float32 (float64 for float64 inputs). The dtype of weight
+    saves memory and loses precision, see [Note: sum of dweight].
+    Computes gradients only for inputs that require them. Raises ValueError if shapes, dtypes or options do not fit, and
+    RuntimeError for a second backward. Labels out of range are as in `cross_entropy`.
     """
     terms = LossTerms.of("linear_cross_entropy", options)
-    dtype = _product_dtype(hidden)
+    dtype = product_dtype(hidden)
     _check(hidden, weight, bias, labels, dtype)
     if chunk_bytes <= 0:
         raise ValueError(f"linear_cross_entropy: expected chunk_bytes above 0, found {chunk_bytes}")
     sum_dtype = accumulate_dtype or torch.promote_types(dtype, torch.float32)
     if sum_dtype not in (weight.dtype, torch.promote_types(dtype, torch.float32)):
         raise ValueError(
-            f"linear_cross_entropy: expected accumulate_dtype to be None, torch.float32 or the dtype of weight, "
-            f"{weight.dtype}; found {accumulate_dtype}"
+            f"linear_cross_entropy: expected accumulate_dtype None, torch.float32 or {weight.dtype}, the dtype of "
+            f"weight, found {accumulate_dtype}"
         )
     on_triton = uses_triton(backend, "linear_cross_entropy", hidden, weight, bias, labels)
     if not on_triton:
@@ -260,18 +259,6 @@ def linear_cross_entropy(
     chunks = LogitChunks(terms, on_triton, dtype, sum_dtype, chunk_bytes)
     loss, reduced_z = _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunks, needs_gradient)  # type: ignore[no-untyped-call]
     return (loss, reduced_z) if return_z_loss else loss
-
-
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """That of torch's linear layer: of its inputs, or under autocast, which leaves float64 alone, of autocast."""
-    if _is_cast(hidden) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(hidden.device.type)
-    return hidden.dtype
-
-
-def _is_cast(hidden: Tensor) -> bool:
-    """Of the meta device, on which a planner runs a model, torch knows no autocast."""
-    return not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type)
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dtype: torch.dtype) -> None:
@@ -286,14 +273,14 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
             f"linear_cross_entropy: expected bias of shape ({weight.shape[0]},), the vocabulary of weight, "
             f"{tuple(weight.shape)}; found {tuple(bias.shape)}"
         )
-    is_cast = _is_cast(hidden)
+    is_cast = has_autocast(hidden)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None or tensor.dtype == hidden.dtype:
             continue
         if not is_cast or not tensor.is_floating_point() or torch.float64 in (tensor.dtype, hidden.dtype):
             raise ValueError(
-                f"linear_cross_entropy: expected {name} of the dtype of hidden, {hidden.dtype}, found {tensor.dtype}; "
-                "convert one of them, or use torch.autocast"
+                f"linear_cross_entropy: expected {name} in {hidden.dtype}, the dtype of hidden, found {tensor.dtype}; "
+                "convert a tensor, or use torch.autocast"
             )
 
 
@@ -336,8 +323,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return *_late_gradients(ctx, dloss), None, None, None
         if ctx.spent:
             raise RuntimeError(
-                "linear_cross_entropy: expected one backward pass, found a second one; the gradients, which forward "
-                "computed, were handed out by the first: call linear_cross_entropy again"
+                "linear_cross_entropy: expected a single backward, found a second; the first has returned the "
+                "gradients that forward computed: call linear_cross_entropy again"
             )
         ctx.spent = True
         gradients = ctx.saved_tensors
@@ -350,7 +337,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _late_gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, labels, lse, divisor = ctx.saved_tensors
     chunks: LogitChunks = ctx.chunks
-    with torch.autocast(hidden.device.type, enabled=False):  # products are as those of forward were
+    with torch.autocast(hidden.device.type, enabled=False):  # products have the same dtype as in forward
         head = Head.cast(as_rows(hidden), weight, bias, chunks.dtype)
         sums = DlogitsSums(head, weight.dtype, ctx.needs_input_grad[:3], chunks)
         chunks.backward(head, labels, lse, chunks.terms.scale_of_rows(dloss, divisor), sums)

@@ -1,4 +1,4 @@
-"""What a cross-entropy loss is made of, beside logits and labels, and what its inputs must be."""
+"""Options of a cross-entropy loss (`LossTerms`), and checks of its inputs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 Reduction = Literal["mean", "sum", "none"]
-"""mean: over the labels that are not ignored; sum: over them; none: a loss for each label."""
+"""mean, sum: over the labels that are not ignored; none: a loss for each label."""
 
 
 class LossOptions(TypedDict, total=False):
-    """The fields of `LossTerms`, as a caller gives them by name."""
+    """Keyword arguments of the loss functions: the fields of `LossTerms`."""
 
     ignore_index: int
     label_smoothing: float
@@ -25,17 +25,17 @@ class LossOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The options of a cross-entropy loss; their formulas are in `cross_entropy.py`. ValueError for impossible ones."""
+    """Options of a cross-entropy loss; `cross_entropy.py` has the formulas. Raises ValueError for invalid values."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0  # share of the target that is spread evenly over the vocabulary
     z_loss: float = 0.0  # factor of logsumexp^2
-    soft_cap: float | None = None  # bound of the logits' size
+    soft_cap: float | None = None  # bound of the logits' magnitude
     reduction: Reduction = "mean"
 
     @classmethod
     def of(cls, function: str, options: LossOptions) -> LossTerms:
-        """What a caller of that function asks for. Raises TypeError for a name that is none of the fields."""
+        """Make the options from keyword arguments of `function`. Raises TypeError for an unknown name."""
         unknown = [name for name in options if name not in LossOptions.__annotations__]
         if unknown:
             raise TypeError(f"{function}() got an unexpected keyword argument '{unknown[0]}'")
@@ -52,28 +52,28 @@ class LossTerms:
             )
         if self.reduction not in get_args(Reduction):
             choices = ", ".join(f'"{name}"' for name in get_args(Reduction))
-            raise ValueError(f'cross-entropy: expected reduction to be one of {choices}, found "{self.reduction}"')
+            raise ValueError(f'cross-entropy: expected a reduction of {choices}, found "{self.reduction}"')
 
     def divisor(self, labels: Tensor) -> Tensor | None:
-        """What a sum over rows is divided by: for the mean how many labels count, () on their device; else None."""
+        """Count the labels that are not ignored, () on their device, for the mean; None for sum and none."""
         return (labels != self.ignore_index).sum() if self.reduction == "mean" else None
 
     def reduced(self, of_rows: Tensor, divisor: Tensor | None, shape: torch.Size) -> Tensor:
-        """of_rows, (n_rows,), as the result: of `shape`, that of the labels, for "none", else a scalar.
+        """Reduce of_rows, (n_rows,), to the result: `shape`, the labels' shape, for "none", else a scalar.
 
-        The mean over no labels is NaN, as that of torch; its gradients are zeros, as those of torch.
+        The mean over no labels is NaN with zero gradients, as in torch.
         """
         if self.reduction == "none":
             return of_rows.view(shape)
         return of_rows.sum() / divisor if divisor is not None else of_rows.sum()
 
     def scale_of_rows(self, dloss: Tensor, divisor: Tensor | None) -> Tensor:
-        """The gradient of the result with respect to each row's loss: () or (n_rows,), on the device of dloss."""
+        """Return the gradient of the result with respect to each row's loss: () or (n_rows,)."""
         return dloss / divisor if divisor is not None else dloss.reshape(-1) if dloss.dim() else dloss
 
 
 def check_labels_fit(kernel: str, name: str, x: Tensor, labels: Tensor) -> None:
-    """Raises ValueError unless x is a floating-point (..., n), n > 0, and labels an int32 or int64 (...)."""
+    """Raise ValueError unless x is a floating-point (..., n), n > 0, and labels are (...), int32 or int64."""
     if x.dim() == 0 or not x.is_floating_point() or x.shape[-1] == 0:
         raise ValueError(
             f"{kernel}: expected floating-point {name} of shape (..., n) with n of at least 1, found "
@@ -86,22 +86,19 @@ def check_labels_fit(kernel: str, name: str, x: Tensor, labels: Tensor) -> None:
         )
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"{kernel}: expected labels of shape {tuple(x.shape[:-1])}, that of {name} {tuple(x.shape)} without its "
-            f"last dimension; found {tuple(labels.shape)}"
+            f"{kernel}: expected labels of shape {tuple(x.shape[:-1])}, for {name} of shape {tuple(x.shape)}; found "
+            f"{tuple(labels.shape)}"
         )
 
 
 def check_label_range(kernel: str, labels: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raises ValueError that names the first label that is neither in [0, num_classes) nor ignored.
-
-    Of the CPU's alone: elsewhere the host would wait for the device, whose own kernels refuse an index out of range.
-    """
-    if labels.device.type != "cpu":
+    """Raise ValueError for the first label on a CPU that is neither in [0, num_classes) nor ignored."""
+    if labels.device.type != "cpu":  # the host would wait for the device, whose kernels refuse such an index
         return
     bad = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
     if bad.any():
         at = tuple(int(index) for index in bad.nonzero()[0])
         raise ValueError(
-            f"{kernel}: expected labels in [0, {num_classes}), or ignore_index {ignore_index}; found "
-            f"{int(labels[at])} at {at}, and {int(bad.sum())} such labels in all"
+            f"{kernel}: expected labels in [0, {num_classes}) or ignore_index {ignore_index}, found "
+            f"{int(labels[at])} at {at}; {int(bad.sum())} labels are out of range"
         )

@@ -1,23 +1,23 @@
-"""Optimizer states in float32, bfloat16 or blocks of 8-bit floats: their tensors, and the torch form of the rounding.
+"""Optimizer states in float32, bfloat16 or blocks of 8-bit floats: their tensors, and their rounding in torch.
 
 [Note: Narrow states]
-Both narrow kinds round up or down at random, with the probability that makes the mean exact. Rounding to nearest loses
-every change below half a step: with beta2 = 0.999 a second moment changes by 0.1 % a step, bfloat16 rounds to
-0.2-0.4 %, so it could never decay. The random bits are a hash of the element's gradient and weight and of the step, so
-they do not depend on where the element lies: however a model is sharded, its states have the same bits.
+Both narrow kinds round up or down at random, with probabilities that make the mean exact. Rounding to nearest loses
+every change below half a step: with beta2 = 0.999 a second moment changes by 0.1 % in a step, and bfloat16 rounds to
+0.2-0.4 %, so it could never decay. The random bits are a hash of the element's gradient, its weight and the step. They
+do not depend on the element's position, so states have the same bits for every sharding of the model.
 Sources: arXiv 2010.06192 (stochastic rounding in bfloat16), 2110.02861 (8-bit states by blocks).
 
 [Note: 8-bit states]
-A block of 256 elements has a scale, a power of two; each element is a float of 8 bits times the scale:
+A block of 256 elements has a scale, a power of two. Each element is an 8-bit float times the scale:
 
     int8   mean of gradients   sign, 4 bits of exponent, 3 of mantissa    down to 2^-17 of the scale, then 0
     uint8  mean of squares           5 bits of exponent, 3 of mantissa    down to 2^-33 of the scale; only 0 becomes 0
 
-Steps between neighbours are 6-12 % of the value, large or small: what Adam divides by must be right in proportion, and
-an element with small gradients next to one with large ones keeps its moments. Scales that are powers of two store a
-value that did not change without error. A second moment that rounded to 0 beside a first moment that did not would
-make a huge update (arXiv 2309.01507, section 4.1), so it stops at the smallest code. A block with a value from
-2^126 on, or a NaN, has the scale NaN, and reads as NaN.
+Steps between neighbours are 6-12 % of the value at every magnitude: Adam needs a small relative error of its divisor,
+and an element with small gradients beside an element with large gradients keeps its moments. With scales that are
+powers of two, an unchanged value is stored without error. If a second moment rounded to 0 beside a nonzero first
+moment, the update would be huge (arXiv 2309.01507, section 4.1), so it stops at the smallest code. A block with a
+magnitude of 2^126 or more, or with a NaN, has the scale NaN, and reads as NaN.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ..optimizers.optimizer import Optimizer, Options, State
 STATE_BLOCK_NUMEL = 256
 SCALE_SUFFIX = ".scale"
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-_MANTISSA_SHIFT = 20  # of 3 bits at the top of a float32's mantissa
+_MANTISSA_SHIFT = 20  # position of the top 3 bits of a float32's mantissa
 
 
 def new_states(
     optimizer: Optimizer, master: Tensor, options: Options, state_dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The states before the first step, by name, in the order that `update_runs` takes them.
+    """Make the states before the first step, by name, in the order of `update_runs`.
 
-    master: (n,); state_dtype: float32 (float64 where master is), bfloat16, or int8: each state is then a payload of
-    bytes, (n,) int8 or uint8, and "<name>.scale", (ceil(n / 256),) float32. Raises ValueError for other dtypes.
+    master: (n,). state_dtype: float32 (float64 if master is float64), bfloat16 or int8. With int8, a state is a
+    payload, (n,) int8 or uint8, and "<name>.scale", (ceil(n / 256),) float32. Raises ValueError for any other dtype.
     """
     states: dict[str, Tensor] = {}
     for state in optimizer.states_for(options):
@@ -51,16 +51,17 @@ def new_states(
 
 
 def new_state(state: State, master: Tensor, options: Options, state_dtype: torch.dtype) -> dict[str, Tensor]:
-    """As `new_states`, one of them."""
+    """Make a single state, as `new_states` does."""
     start = float(options[state.start_option]) if state.start_option else 0.0
     if state_dtype not in STATE_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
-        raise ValueError(f"state_dtype: expected one of {names}, found {state_dtype}")
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
+        raise ValueError(f"state_dtype: expected {names}, found {state_dtype}")
     if state_dtype == torch.float32:
         return {state.name: torch.full_like(master, start, dtype=torch.promote_types(master.dtype, torch.float32))}
     if master.dtype == torch.float64:
         raise ValueError(
-            f"state_dtype: {state_dtype} states need float32 master weights, found {master.dtype}; use float32"
+            f"state_dtype: expected float32 master weights for {state_dtype} states, found {master.dtype}; set "
+            "state_dtype to float32"
         )
     if state_dtype == torch.bfloat16:
         return {state.name: torch.full_like(master, start, dtype=torch.bfloat16)}
@@ -73,7 +74,7 @@ def new_state(state: State, master: Tensor, options: Options, state_dtype: torch
 
 
 class StoredState(NamedTuple):
-    """One state of a shard as it is kept."""
+    """A stored state of a shard."""
 
     payload: Tensor  # (n,) float32 or float64, bfloat16, int8 or uint8
     scale: Tensor | None  # (ceil(n / 256),) float32, for int8 and uint8
@@ -83,7 +84,7 @@ class StoredState(NamedTuple):
         return self.payload.dtype in (torch.bfloat16, torch.int8, torch.uint8)
 
     def part(self, start: int, end: int) -> StoredState:
-        """Elements start to end; start is a multiple of 256 for 8-bit states."""
+        """Return elements start to end. For 8-bit states, start is a multiple of 256."""
         if self.scale is None:
             return StoredState(self.payload[start:end], None)
         assert start % STATE_BLOCK_NUMEL == 0, start
@@ -91,13 +92,13 @@ class StoredState(NamedTuple):
         return StoredState(self.payload[start:end], self.scale[blocks])
 
     def widened(self) -> Tensor:
-        """The values, (n,) float32; wide states are given themselves."""
+        """Return the values, (n,) float32: the stored tensor itself if it is wide."""
         if self.scale is not None:
             return widened_blocks(self.payload, self.scale)
         return self.payload.float() if self.is_narrow else self.payload
 
     def narrow(self, values: Tensor, noise: Tensor | None = None) -> None:
-        """Stores values, (n,) float32. noise: (n,) int32 random bits; None rounds to nearest."""
+        """Store values, (n,) float32. noise: (n,) int32 random bits; None: round to nearest."""
         if self.scale is not None:
             narrow_blocks(values, noise, self.payload, self.scale)
         elif noise is None:
@@ -107,16 +108,16 @@ class StoredState(NamedTuple):
 
 
 def rounded_at_random(values: Tensor, noise: Tensor) -> Tensor:
-    """values, (n,) float32, as values of bfloat16, (n,) float32: up or down, so that the mean is exact.
+    """Round values, (n,) float32, to bfloat16 at random, so that the mean is exact. Returns (n,) float32.
 
-    noise: (n,) int32 random bits. A value that bfloat16 has stays as it is.
+    noise: (n,) int32 random bits. A value that is a bfloat16 does not change.
     """
     rounded = (values.view(torch.int32) + (noise & 0xFFFF) & ~0xFFFF).view(torch.float32)
     return torch.where(values.isnan(), torch.nan, rounded)
 
 
 def stored_states(tensors: Sequence[Tensor]) -> list[StoredState]:
-    """States from the tensors of `new_states`, in their order: an 8-bit payload is followed by its scale."""
+    """Make states from the tensors of `new_states`, in their order: a scale follows its 8-bit payload."""
     states, rest = [], iter(tensors)
     for payload in rest:
         is_8_bit = payload.dtype in (torch.int8, torch.uint8)
@@ -125,7 +126,7 @@ def stored_states(tensors: Sequence[Tensor]) -> list[StoredState]:
 
 
 def widened_blocks(payload: Tensor, scale: Tensor) -> Tensor:
-    """The values of 8-bit states, (n,) float32. See [Note: 8-bit states]."""
+    """Decode 8-bit states to (n,) float32. See [Note: 8-bit states]."""
     code = payload.to(torch.int32)
     magnitude = code & (0x7F if payload.dtype == torch.int8 else 0xFF)
     top = _top_exponent(payload.dtype)
@@ -137,7 +138,7 @@ def widened_blocks(payload: Tensor, scale: Tensor) -> Tensor:
 
 
 def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: Tensor) -> None:
-    """payload, scale = values, (n,) float32. noise: (n,) int32 random bits, None rounds to nearest."""
+    """Encode values, (n,) float32, into payload and scale. noise: (n,) int32 random bits; None: round to nearest."""
     numel, num_blocks, device = values.numel(), scale.numel(), values.device
     blocks = torch.zeros(num_blocks * STATE_BLOCK_NUMEL, device=device)
     blocks[:numel] = values
@@ -163,42 +164,42 @@ def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: 
 
 
 def _top_exponent(payload_dtype: torch.dtype) -> int:
-    """The largest exponent's code; it stands for the scale itself."""
+    """Return the code of the largest exponent, which stands for the scale."""
     return 15 if payload_dtype == torch.int8 else 31
 
 
 def step_seed(step: int) -> int:
-    """The part of the random bits that differs between steps, below 2^32."""
+    """Return the seed of a step's random bits, below 2^32."""
     return step * 0x9E3779B1 & 0xFFFFFFFF
 
 
 def rounding_noise(gradient: Tensor, weight: Tensor, step: int) -> Tensor:
-    """Random bits of each element, (n,) int32: MurmurHash3's mixing of what is known of it before its update.
+    """Hash each element before its update to random bits, (n,) int32, with MurmurHash3's mixing.
 
-    gradient, weight: (n,) float32, the gradient scaled. The C++ kernel has the same function.
+    gradient, weight: (n,) float32; the gradient is scaled. The C++ kernel has the same function.
     """
     seed = signed_word(step_seed(step))
     return mixed(gradient.view(torch.int32) * signed_word(0x9E3779B1) ^ (weight.view(torch.int32) + seed))
 
 
 def mixed(x: Tensor) -> Tensor:
-    """The last steps of MurmurHash3: each bit of x, (n,) int32, decides over each bit that is given."""
+    """Mix the bits of x, (n,) int32, with the last steps of MurmurHash3: each bit affects all bits of the result."""
     x = (x ^ _shifted(x, 16)) * signed_word(0x85EBCA6B)
     x = (x ^ _shifted(x, 13)) * signed_word(0xC2B2AE35)
     return x ^ _shifted(x, 16)
 
 
 def other_noise(noise: Tensor) -> Tensor:
-    """Random bits for an element's second state, (n,) int32."""
+    """Derive random bits for an element's second state, (n,) int32."""
     x = noise * signed_word(0x9E3779B1)
     return x ^ _shifted(x, 15)
 
 
 def signed_word(word: int) -> int:
-    """The int32 with the bits of a word below 2^32."""
+    """Return the int32 with the bits of a word below 2^32."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """x >> count with zeros from the left."""
+    """Shift x right by `count` with zeros from the left."""
     return (x >> count) & ((1 << (32 - count)) - 1)

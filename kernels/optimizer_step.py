@@ -1,10 +1,9 @@
-"""One optimizer step on a flat shard: unscale, clip, update and cast in one pass over memory.
+"""Optimizer step on flat shards: unscale, clip, update and cast in a single pass over memory (`update_shards`).
 
-Three tiers behind one function. On a GPU, a Triton kernel (`triton/optimizer_step.py`), and on the CPU, a C++ kernel
-(`CpuKernel`), read and write each element once. Where there is neither, and for float64, torch's fused kernels
-run chunk by chunk: each chunk is small enough to stay in the cache between unscaling, update and cast. That tier is the
-specification of the others. All are elementwise (8-bit states: blockwise): what they do to an element does not depend
-on where it lies, so a shard may be any piece of the model.
+It has three tiers. A Triton kernel on a GPU (`triton/optimizer_step.py`) and a C++ kernel on the CPU (`CpuKernel`) read
+and write each element once. Otherwise, and for float64, torch's fused kernels run chunk by chunk; a chunk stays in the
+cache between unscaling, update and cast. The torch tier is the specification. All tiers are elementwise (8-bit states:
+blockwise), so the result for an element does not depend on its position, and a shard may be any part of the model.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from .optimizer_states import STATE_BLOCK_NUMEL, StoredState, other_noise, round
 from .weight_rounding import Rounding, rounded_weights, split_weights, step_key, with_remainder
 
 KERNEL = "optimizer_step"
-CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 a stream: weight, gradient and two moments fit into a second-level cache
-LAUNCH_NUMEL = 1 << 26  # elements: half a millisecond, and what follows an update (the others get it) begins so soon
-# As cpu_optimizer.cpp has them.
+CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 per tensor: weight, gradient and two moments fit into a second-level cache
+LAUNCH_NUMEL = 1 << 26  # half a millisecond: then the updated shards can be sent, beside the next launch
+# `Kind` in cpu_optimizer.cpp.
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
 
 
 @dataclass(slots=True, eq=False)
 class ShardUpdate:
-    """A shard, and what its update needs; see `update_runs`. No runs: there is nothing of a parameter in it.
+    """A shard with the inputs of its update, as in `update_runs`. A shard without a parameter has no runs.
 
-    A shard may keep its own from step to step, and put the gradient, runs and steps of the next one in their place.
+    The object can be used again in the next step, with a new gradient, runs and steps.
     """
 
     master: Tensor
@@ -44,32 +43,33 @@ class ShardUpdate:
     runs: Sequence[tuple[int, Options]]
     steps: Sequence[int]
     out: Tensor | None
-    rounding: Rounding | None = None  # of master weights in bfloat16: at random
-    remainder: Tensor | None = None  # (n,) what master weights in bfloat16 lack: bfloat16, or int8 beside a rounding
+    rounding: Rounding | None = None  # random rounding of master weights in bfloat16
+    remainder: Tensor | None = None  # (n,) low bits of master weights in bfloat16: bfloat16, or int8 with a rounding
     numel: int = field(init=False)
     kind: Hashable = field(init=False)
-    """Shards that agree in it can be updated by one launch, or none of them can."""
+    """Shards of the same kind can share a launch, if Triton can update them at all."""
 
     def __post_init__(self) -> None:
         self.numel = self.master.numel()
         of_tensors = [(tensor.dtype, tensor.is_contiguous()) for tensor in self.tensors]
-        is_absent = [one is None for one in (self.out, self.rounding, self.remainder)]
+        is_absent = [option is None for option in (self.out, self.rounding, self.remainder)]
         self.kind = (self.master.device, *is_absent, *of_tensors)
 
     @property
     def is_used(self) -> bool:
-        """Whether there is anything to update."""
+        """True if the shard has elements of a parameter."""
         return bool(self.runs) and self.numel > 0
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All tensors of the shard."""
         found: list[Tensor | None] = [self.master, self.gradient, self.out, self.remainder]
         for state in self.states:
             found += state.payload, state.scale
         return [tensor for tensor in found if tensor is not None]
 
     def part(self, start: int, end: int) -> ShardUpdate:
-        """The tensors of elements start to end, start a multiple of 256; with the runs of the whole."""
+        """Return the part with elements start to end, with all runs of the shard. start is a multiple of 256."""
         return replace(
             self,
             master=self.master[start:end],
@@ -81,7 +81,7 @@ class ShardUpdate:
         )
 
     def check(self) -> None:
-        """Raises ValueError where the tensors, the runs and the steps do not fit together."""
+        """Raise ValueError unless tensors, runs and steps fit together."""
         numel, shape = self.numel, self.master.shape
         if len(shape) != 1 or not self.master.is_floating_point():
             raise ValueError(f"{KERNEL}: expected floating-point master (n,), found {tuple(shape)} {self.master.dtype}")
@@ -109,7 +109,7 @@ class ShardUpdate:
         if self.runs and (ends[-1] != numel or ends != sorted(ends)):
             raise ValueError(f"{KERNEL}: expected ends of runs that ascend to {numel}, found {ends[1:]}")
         if len(self.steps) != len(self.runs):
-            raise ValueError(f"{KERNEL}: expected a step of each of the {len(self.runs)} runs, found {len(self.steps)}")
+            raise ValueError(f"{KERNEL}: expected a step for each of {len(self.runs)} runs, found {len(self.steps)}")
 
 
 def update_shard(
@@ -127,15 +127,15 @@ def update_shard(
     remainder: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """master, states = optimizer(master, gradient_scale * gradient); out = master in the dtype of out.
+    """Update a shard: master, states = optimizer(master, gradient_scale * gradient); out = master in the dtype of out.
 
-    master: (n,) any float dtype; gradient: (n,) any float dtype, used up; states: as `new_states` orders them;
-    out: (n,) or None where the parameters are the master weights themselves.
-    rounding, remainder: of master weights in bfloat16, which are rounded at random, or have a second part, (n,)
-    bfloat16, or both, and that part is int8; without either to the nearest. See `weight_rounding.py`.
-    gradient_scale, skip: tensors of one element, on the device of master, which are read there, so that the host need
-    not wait; where skip is not 0, nothing changes.
-    Raises ValueError where tensors do not fit together, or the backend is not possible.
+    master, gradient: (n,) of any float dtype; the gradient is overwritten. states: in the order of `new_states`.
+    out: (n,), or None if the parameters are the master weights.
+    rounding, remainder: for master weights in bfloat16, see `weight_rounding.py`. With rounding they are rounded at
+    random. remainder: their low bits, (n,) bfloat16, or int8 with rounding. Without both, they are rounded to nearest.
+    gradient_scale, skip: may be tensors with a single element on the device of master, so that the host does not wait.
+    If skip is not 0, nothing changes.
+    Raises ValueError if tensors do not fit together, or the backend is not possible.
     """
     runs = [(master.numel(), options)]
     update_runs(
@@ -160,13 +160,13 @@ def update_runs(
     remainder: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """As `update_shard`, where stretches of the shard have options of their own.
+    """Update a shard as `update_shard` does, with different options for runs of elements.
 
-    runs: (end, options) of each stretch, ascending; the last ends at n. steps: of each stretch, where they differ: how
-    often it was updated, with this time; 0: its gradient is zero, and it stays as it is. 8-bit states lie in blocks of
-    256 elements from the start of the tensors, whatever stretches there are, so a shard with such states is updated as
-    a whole, or cut where a block begins. A GPU's kernel gets what steps and options come to as numbers: captured into
-    a CUDA graph, it would repeat this step.
+    runs: (end, options) of each run, ascending; the last end is n. steps: number of updates of each run, with this
+    update, if they differ; a run with step 0 does not change.
+    8-bit states are stored in blocks of 256 elements from the start of the tensors. So a shard with 8-bit states may be
+    cut only at the begin of a block. On a GPU, step and options are numbers in the launch: in a CUDA graph, the kernel
+    would repeat this step.
     """
     of_runs = steps or [step] * len(runs)
     shard = ShardUpdate(master, gradient, stored_states(states), runs, of_runs, out, rounding, remainder)
@@ -187,10 +187,10 @@ def update_shards(
     backend: Backend = "auto",
     on_updated: Callable[[int], None] = lambda number: None,
 ) -> None:
-    """As `update_runs`, of many shards: on a GPU those of a kind in one launch, as far as it has 64M elements.
+    """Update many shards as `update_runs` does. On a GPU, a launch updates shards of a kind, up to 64M elements.
 
-    Whether the tensors of a shard fit together is not looked at: each step comes here with those that it was made with.
-    on_updated: told the number of each shard that was updated, in an order that follows from kinds and lengths alone.
+    The tensors are not checked: `ShardUpdate.check` does so once. on_updated: called with the index of each updated
+    shard, in an order that depends on kinds and lengths alone.
     """
     serves: dict[Hashable, bool] = {}
     waiting: dict[Hashable, list[int]] = {}
@@ -230,7 +230,7 @@ def _update_alone(
     skip: Tensor | None,
     backend: Backend,
 ) -> None:
-    """On the CPU, or by torch."""
+    """Update a shard on the CPU, or by torch."""
     if skip is not None and skip.device.type == "cpu":
         if bool(skip):
             return
@@ -243,14 +243,14 @@ def _update_alone(
 
 
 def _triton_serves(backend: Backend, optimizer: Optimizer, shard: ShardUpdate) -> bool:
-    """Raises ValueError where the backend must be Triton's and cannot."""
+    """Tell if Triton can update the shard. Raises ValueError if not, and the backend is "triton"."""
     tensors = shard.tensors
     if not uses_triton(backend, KERNEL, *tensors):
         return False
     if optimizer.coefficients is None:
-        problem = f'the optimizer "{optimizer.name}", which has no kernel'
+        problem = f'the optimizer "{optimizer.name}" without a kernel'
     elif not all(map(Tensor.is_contiguous, tensors)):
-        problem = "tensors with gaps between their elements"
+        problem = "non-contiguous tensors"
     elif torch.float16 in [state.payload.dtype for state in shard.states]:
         problem = "states of torch.float16"
     else:
@@ -263,7 +263,7 @@ def _triton_serves(backend: Backend, optimizer: Optimizer, shard: ShardUpdate) -
 def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> None:
     if isinstance(value, Tensor) and (value.numel() != 1 or value.device != master.device):
         raise ValueError(
-            f"{KERNEL}: expected {name} of one element on {master.device}, where master is, found "
+            f"{KERNEL}: expected {name} with a single element on {master.device}, the device of master, found "
             f"{tuple(value.shape)} on {value.device}"
         )
 
@@ -271,10 +271,10 @@ def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> No
 def _update_by_torch(
     optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float | Tensor, skip: Tensor | None
 ) -> None:
-    """skip: on another device than the CPU, where the host would wait for it."""
-    # Where torch keeps no step, a formula asks for it on the host, if at all.
+    """Update a shard chunk by chunk with torch. skip: on a device, so that the host does not wait for it."""
+    # If torch's optimizer stores no step, its formula reads the step on the host, if at all.
     device = shard.master.device if optimizer.keeps_step else torch.device("cpu")
-    step_tensors = {one: torch.full((), float(one), device=device) for one in shard.steps if one}
+    step_tensors = {number: torch.full((), float(number), device=device) for number in shard.steps if number}
     starts = [0, *(end for end, _ in shard.runs)]
     for first in range(0, shard.numel, CHUNK_NUMEL):
         last = min(first + CHUNK_NUMEL, shard.numel)
@@ -299,11 +299,11 @@ def _update_chunk(
     runs: Sequence[tuple[int, int, Options, Tensor]],
     gradient_scale: float | Tensor,
 ) -> None:
-    """runs: (start, end, options, step) within the chunk."""
+    """Update a chunk. runs: (start, end, options, step) within the chunk."""
     if chunk.remainder is not None:
         weight = with_remainder(chunk.master, chunk.remainder)
     else:
-        weight = chunk.master.to(torch.promote_types(chunk.master.dtype, torch.float32))  # itself, where it is wide
+        weight = chunk.master.to(torch.promote_types(chunk.master.dtype, torch.float32))  # itself if it is wide
     before = weight if chunk.remainder is None else weight.clone()
     gradient = chunk.gradient.to(weight.dtype)
     if isinstance(gradient_scale, Tensor):
@@ -328,13 +328,13 @@ def _update_chunk(
 
 
 def _store_weight(chunk: ShardUpdate, weight: Tensor, before: Tensor, noise: Tensor | None) -> None:
-    """weight: (n,) the updated master weights, those of the chunk itself where these are wide. before: as they were."""
+    """Store the updated weights, (n,), which are chunk.master itself if it is wide. before: weights before the step."""
     if noise is not None and chunk.rounding is not None and chunk.remainder is not None:
         for place, part in zip((chunk.master, chunk.remainder), split_weights(weight, noise), strict=True):
             place.copy_(part)
     elif noise is not None and chunk.rounding is not None:
         chunk.master.copy_(rounded_weights(weight, noise))
-    elif chunk.remainder is not None:  # what has not changed stays as it is: a sum between two values has two forms
+    elif chunk.remainder is not None:  # an unchanged weight must keep its bits: a sum has two forms at a tie
         nearest = torch.where(weight == before, chunk.master, weight.to(chunk.master.dtype))
         chunk.remainder.copy_(torch.where(weight == before, chunk.remainder, weight - nearest))
         chunk.master.copy_(nearest)
@@ -344,11 +344,11 @@ def _store_weight(chunk: ShardUpdate, weight: Tensor, before: Tensor, noise: Ten
         chunk.out.copy_(chunk.master)
 
 
-# -- on the CPU, by C++ -----------------------------------------------------------------------------------------------
+# -- the C++ kernel on the CPU ----------------------------------------------------------------------------------------
 
 
 class _Job(ctypes.Structure):
-    """The struct of the same name in cpu_optimizer.cpp."""
+    """`struct Job` of cpu_optimizer.cpp."""
 
     _fields_ = (
         ("master", ctypes.c_void_p),
@@ -376,10 +376,10 @@ class _Job(ctypes.Structure):
 
 
 class CpuKernel:
-    """The C++ form, one pass over memory; `cpu_optimizer.cpp` says how it computes."""
+    """The C++ kernel of `cpu_optimizer.cpp`: a single pass over memory."""
 
     def __init__(self, flags: Sequence[str] = NATIVE) -> None:
-        """flags: which instructions the compiler may use. Raises BuildError."""
+        """Build or load the library. flags: compiler flags for instructions. Raises BuildError."""
         library = load_library(Path(__file__).with_name("cpu_optimizer.cpp"), flags)
         self._step = library.lowtide_optimizer_step
         self._step.argtypes = [ctypes.POINTER(_Job)]
@@ -389,9 +389,9 @@ class CpuKernel:
         self._rule = functools.cache(lambda name, num_states: int(library.lowtide_rule(name.encode(), num_states)))
 
     def serves(self, optimizer: Optimizer, shard: ShardUpdate) -> bool:
-        """Whether this kernel has the optimizer for such tensors: all contiguous, on the CPU.
+        """Tell if the kernel has this optimizer and takes these tensors: contiguous, on the CPU.
 
-        Master weights are float32; or bfloat16, where it is said how these are rounded.
+        Master weights are float32, or bfloat16 with a rounding or a remainder.
         """
         master, out = shard.master, shard.out
         if optimizer.coefficients is None or self._rule(optimizer.name, len(shard.states)) < 0:
@@ -415,7 +415,7 @@ class CpuKernel:
         )
 
     def update(self, optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float) -> None:
-        """As `update_runs`, for what it `serves`; the gradient is only read."""
+        """Update a shard that the kernel `serves`. The gradient does not change."""
         master, gradient, states, out = shard.master, shard.gradient, shard.states, shard.out
         runs, steps, rounding, remainder = shard.runs, shard.steps, shard.rounding, shard.remainder
         ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
@@ -446,15 +446,15 @@ class CpuKernel:
             job.is_drawn, job.first = 1, rounding.first
             job.key[0], job.key[1] = step_key(rounding.seed, step)
         self._step(ctypes.byref(job))
-        for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must not use them now
+        for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must raise an error
             torch.autograd.graph.increment_version(tensor)
 
 
 @functools.cache
 def cpu_kernel() -> CpuKernel | None:
-    """The kernel of this process, or None where torch's kernels do the work; the log says which, and why.
+    """Return the C++ kernel of this process, or None if torch must do the work. The log has the reason.
 
-    LOWTIDE_CPU_KERNEL: "native" (the default) uses what this processor can do, "portable" what all of its family can,
-    "torch" builds nothing. Raises ValueError for anything else.
+    LOWTIDE_CPU_KERNEL: "native" (default) uses all instructions of this processor, "portable" those of its family,
+    "torch" builds nothing. Raises ValueError for any other value.
     """
     return made_as_wanted(CpuKernel, "CPU optimizer", "one C++ pass a shard", "torch's kernels, chunk by chunk")

@@ -1,18 +1,18 @@
-"""Values of a message in few bits: blocks of 128, each with a scale.
+"""Quantize messages to 8 or 4 bits, in blocks of 128 with a scale (`quantize`, `dequantize`); pack signs.
 
     scale = max |x| / most        code = x / scale, rounded        message = codes of all blocks | scales
 
 [Note: Quantized blocks]
-most is 127 with 8 bits and 7 with 4. Codes go as two's complement of 8 bits, or two of them, plus 8, in a byte: element
-i of a block in the lower half of byte i, element 64 + i in the upper one. A scale is a float32, so an element takes
-bits + 0.25 bits. A message of n elements is one tensor of bytes, and n a multiple of 128.
+most is 127 for 8 bits and 7 for 4. With 8 bits, a code is a byte in two's complement. With 4 bits, a byte has two codes
+plus 8: element i of a block in the lower half of byte i, element 64 + i in the upper half. A scale is a float32, so an
+element takes bits + 0.25 bits. A message of n elements is a tensor of bytes; n is a multiple of 128.
 
-Rounding is to the nearest, ties to even, or, with random bits, up or down so that the mean is exact: |error| is at most
-half of the scale, or below the scale. Random bits are those of [Note: Numbered draws] in weight_rounding.py: the same
-wherever and with whatever they are drawn. In a block with a value that is not finite such values become NaN and the
-others zero. A block whose largest value is below 2^-100 is zero.
+Without random bits, rounding is to nearest, ties to even: |error| is at most half of the scale. With random bits it is
+up or down so that the mean is exact: |error| is below the scale. [Note: Numbered draws] in weight_rounding.py has the
+random bits. In a block with a non-finite value, these values become NaN and the remaining values 0. A block whose
+largest magnitude is below 2^-100 becomes 0.
 
-Every operation is one of IEEE's in a fixed order, so the C++ and the Triton form have the bits of this one.
+Every operation is an IEEE operation in a fixed order, so the C++ and the Triton form give the same bits.
 Sources: ZeRO++, arXiv 2306.10209, section 3; SDP4Bit, arXiv 2410.15526.
 """
 
@@ -33,13 +33,13 @@ from .weight_rounding import Rounding, step_key
 
 QUANTIZED_BLOCK_NUMEL = 128
 SIGNS_PER_BYTE = 8
-_KINDS = {torch.float32: 1, torch.bfloat16: 2}  # as cpu_blocks.cpp has them
+_KINDS = {torch.float32: 1, torch.bfloat16: 2}  # `Kind` in cpu_blocks.cpp
 _SMALLEST = 2.0**-100
-_UNIT = 2.0**-24  # random numbers are multiples of it, below 1
+_UNIT = 2.0**-24  # step of the random numbers in [0, 1)
 
 
 def quantized_bytes(numel: int, bits: int) -> int:
-    """Of a message with so many elements, a multiple of 128."""
+    """Return the bytes of a message of `numel` elements, a multiple of 128."""
     assert numel % QUANTIZED_BLOCK_NUMEL == 0 and bits in (4, 8), (numel, bits)
     return numel * bits // 8 + numel // QUANTIZED_BLOCK_NUMEL * 4
 
@@ -54,9 +54,9 @@ def quantize(
     step: int = 0,
     backend: Backend = "auto",
 ) -> None:
-    """message, (quantized_bytes(n, bits),) uint8 = values - less, (n,) of any float dtype that float32 holds.
+    """Quantize values - less, (n,) of a float dtype up to float32, into message, (quantized_bytes(n, bits),) uint8.
 
-    rounding, step: of the random bits; None: to the nearest.
+    rounding, step: select the random bits; without rounding, round to nearest.
     """
     values = values.detach()
     if uses_triton(backend, "quantize", values, less):
@@ -70,7 +70,7 @@ def quantize(
 
 
 def dequantize(message: Tensor, bits: int, out: Tensor, *, adds: bool = False, backend: Backend = "auto") -> None:
-    """out, (n,) of a float dtype, = what a message says; adds: is added to, in float32, and rounded once."""
+    """Decode a message into out, (n,) of a float dtype. adds: add to out, in float32 with a single rounding."""
     if uses_triton(backend, "dequantize", out):
         triton_form("quantized_blocks").dequantize(message, bits, out, adds)
         return
@@ -84,7 +84,7 @@ def dequantize(message: Tensor, bits: int, out: Tensor, *, adds: bool = False, b
 def quantize_reference(
     values: Tensor, bits: int, message: Tensor, less: Tensor | None, rounding: Rounding | None, step: int
 ) -> None:
-    """The formula in eager torch."""
+    """Quantize in eager torch."""
     numel, most = values.numel(), 127 if bits == 8 else 7
     x = values.float()
     if less is not None:
@@ -94,7 +94,7 @@ def quantize_reference(
     is_broken = is_bad.any(1, keepdim=True)
     largest = x.abs().nan_to_num_(0, 0, 0).amax(1, keepdim=True)
     is_zero = largest < _SMALLEST
-    inverse = torch.full_like(largest, most) / largest  # `most / largest` would be rounded twice
+    inverse = torch.full_like(largest, most) / largest  # torch would compute `most / largest` with two roundings
     inverse.masked_fill_(is_zero, 0.0)
     scale = (largest / most).masked_fill_(is_zero, 0.0).masked_fill_(is_broken, torch.nan)
     y = torch.where(is_broken, is_bad.float(), x * inverse)
@@ -114,7 +114,7 @@ def quantize_reference(
 
 
 def dequantize_reference(message: Tensor, bits: int, out: Tensor, adds: bool) -> None:
-    """The formula in eager torch."""
+    """Dequantize in eager torch."""
     payload, scales = parts_of(message, bits)
     if bits == 8:
         codes = payload.view(torch.int8).view(-1, QUANTIZED_BLOCK_NUMEL).float()
@@ -126,14 +126,14 @@ def dequantize_reference(message: Tensor, bits: int, out: Tensor, adds: bool) ->
 
 
 def parts_of(message: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(codes, uint8; scales, float32) of a message."""
+    """Split a message into views of its codes, uint8, and its scales, float32."""
     of_block = QUANTIZED_BLOCK_NUMEL * bits // 8
     num_blocks = message.numel() // (of_block + 4)
     return message[: num_blocks * of_block], message[num_blocks * of_block :].view(torch.float32)
 
 
 class _Blocks(ctypes.Structure):
-    """The struct of the same name in cpu_blocks.cpp."""
+    """`struct Blocks` of cpu_blocks.cpp."""
 
     _fields_ = (
         ("values", ctypes.c_void_p),
@@ -154,16 +154,16 @@ class _Blocks(ctypes.Structure):
 
 
 class CpuBlocks:
-    """The C++ form, one pass over memory; `cpu_blocks.cpp` says how it computes."""
+    """The C++ kernel of `cpu_blocks.cpp`: a single pass over memory."""
 
     def __init__(self, flags: Sequence[str] = NATIVE) -> None:
-        """flags: which instructions the compiler may use. Raises BuildError."""
+        """Build or load the library. flags: compiler flags for instructions. Raises BuildError."""
         self._run = load_library(Path(__file__).with_name("cpu_blocks.cpp"), flags).lowtide_blocks
         self._run.argtypes = [ctypes.POINTER(_Blocks), ctypes.c_int32]
         self._run.restype = None
 
     def serves(self, values: Tensor, less: Tensor | None, message: Tensor) -> bool:
-        """Whether this kernel takes such tensors: contiguous, float32 or bfloat16, both values alike, on the CPU."""
+        """Tell if the kernel takes these tensors: contiguous, on the CPU, values and less both float32 or bfloat16."""
         tensors = [values, message, *([] if less is None else [less])]
         is_alike = less is None or less.dtype == values.dtype
         is_here = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
@@ -172,7 +172,7 @@ class CpuBlocks:
     def quantize(
         self, values: Tensor, bits: int, message: Tensor, less: Tensor | None, rounding: Rounding | None, step: int
     ) -> None:
-        """As `quantize`, for what it `serves`."""
+        """Quantize tensors that the kernel `serves`."""
         job = _job(values, bits, message)
         if less is not None:
             job.less, job.less_kind = less.data_ptr(), job.kind
@@ -182,7 +182,7 @@ class CpuBlocks:
         self._run(ctypes.byref(job), 0)
 
     def dequantize(self, message: Tensor, bits: int, out: Tensor, adds: bool) -> None:
-        """As `dequantize`, for what it `serves`."""
+        """Dequantize tensors that the kernel `serves`."""
         job = _job(out, bits, message)
         job.adds = int(adds)
         self._run(ctypes.byref(job), 1)
@@ -203,27 +203,24 @@ def _job(values: Tensor, bits: int, message: Tensor) -> _Blocks:
 
 @functools.cache
 def cpu_blocks() -> CpuBlocks | None:
-    """The kernel of this process, or None where torch's kernels do the work, as `optimizer_step.cpu_kernel` says."""
+    """Return the C++ kernel of this process, or None if torch must do the work: see `optimizer_step.cpu_kernel`."""
     return made_as_wanted(CpuBlocks, "CPU messages", "one C++ pass a message", "torch's kernels")
 
 
-# -- signs of numbers, eight to a byte --------------------------------------------------------------------------------
+# -- signs, eight per byte --------------------------------------------------------------------------------------------
 
 
 def packed_signs(values: Tensor) -> Tensor:
-    """(n,), n a multiple of 8 -> (n / 8,) uint8: a bit is set where a value is not negative; the first is the highest.
-
-    NumPy packs on the processor: torch has no operator for it, and seven would pass over memory in its place.
-    """
+    """Pack signs: (n,), n a multiple of 8 -> (n / 8,) uint8. A bit is 1 for a value >= 0; the first bit is highest."""
     is_positive = values >= 0
-    if values.device.type == "cpu":
+    if values.device.type == "cpu":  # torch would need seven operators, each with a pass over memory
         return torch.from_numpy(np.packbits(is_positive.numpy()))
     weights = _weights(values.device)
     return (is_positive.view(-1, SIGNS_PER_BYTE) * weights).sum(1, dtype=torch.uint8)
 
 
 def unpacked_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n,) uint8 -> (8 n,) of +1 and -1."""
+    """Unpack signs: (n,) uint8 -> (8 n,) of +1 and -1."""
     if packed.device.type == "cpu":
         bits = torch.from_numpy(np.unpackbits(packed.numpy()))
     else:

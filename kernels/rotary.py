@@ -1,18 +1,18 @@
-"""Rotary position embedding of queries and keys: pairs of a head's elements are rotated by the angle of their position.
+"""Rotary position embedding: rotate pairs of a head's elements of q and k by the angle of their position.
 
-    y = x * cos + rotate(x) * sin           on the first rotary_dim elements; the rest of a head passes through
+    y = x * cos + rotate(x) * sin           on the first rotary_dim elements; the remaining elements do not change
 
     by halves:       rotate(x) = [-x_2, x_1]                        of the halves x_1, x_2
     interleaved:     rotate(x) = [-x_1, x_0, -x_3, x_2, ...]        neighbours are pairs
 
-Halves are Hugging Face's `rotate_half` (Llama and most others), neighbours are GPT-J's. In both, column j of cos and
-sin belongs to element j of a head. Computed in float32 and rounded once. Backward is the rotation with the other sign:
+Halves are Hugging Face's `rotate_half` (Llama and most models), neighbours are GPT-J's. In both, column j of cos and
+sin belongs to element j of a head. Computed in float32 and rounded once. Backward rotates in the opposite direction:
 
     dx = dy * cos - rotate(dy * sin)
 
-which for tables that are equal within a pair is the same kernel with -sin. Saved for backward: cos and sin alone.
-Source: arXiv 2104.09864, section 3.4. Under torch.autocast the dtype of q and k is kept; eager torch returns float32
-where cos is float32.
+For tables that are equal within a pair, this is the same kernel with -sin. Saved for backward: cos and sin.
+Source: arXiv 2104.09864, section 3.4. Under torch.autocast the result has the dtype of q and k; eager torch returns
+float32 if cos is float32.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .dispatch import Backend, uses_triton
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """q and k rotated, new tensors of their shapes, dtype and order in memory.
+    """Rotate q and k into new tensors with the same shapes, dtype and strides.
 
-    q: (batch, heads, seq, head_dim), in any order in memory; k: like q, of any number of heads; cos, sin: (batch or 1,
-    seq, rotary_dim), rotary_dim even and at most head_dim, float32 or the dtype of q; they are constants.
-    Raises ValueError where shapes and dtypes do not fit together, cos or sin requires a gradient, or the backend is not
-    possible.
+    q: (batch, heads, seq, head_dim) with any strides; k: like q, with any number of heads; cos, sin: (batch or 1, seq,
+    rotary_dim), float32 or the dtype of q, rotary_dim even and at most head_dim. cos and sin are constants.
+    Raises ValueError if shapes and dtypes do not fit together, if cos or sin requires a gradient, or if the backend is
+    not possible.
     """
     _check(q, k, cos, sin)
     if not uses_triton(backend, "rotary_embedding", q, k, cos, sin) or not (q.numel() and k.numel() and cos.numel()):
@@ -42,7 +42,7 @@ def rotary_embedding(
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """The formula in eager torch on one tensor, (batch, heads, seq, head_dim); float64 stays float64."""
+    """Rotate a tensor, (batch, heads, seq, head_dim), in eager torch; float64 stays float64."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     rotary_dim = cos.shape[-1]
     wide, rest = x[..., :rotary_dim].to(wide_dtype), x[..., rotary_dim:]
@@ -69,7 +69,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != seq or table.shape != cos.shape:
             raise ValueError(
-                f"rotary_embedding: expected cos and sin of one shape, ({batch} or 1, {seq}, rotary_dim), found "
+                f"rotary_embedding: expected cos and sin of the same shape, ({batch} or 1, {seq}, rotary_dim), found "
                 f"{tuple(cos.shape)} and {tuple(sin.shape)}"
             )
         if table.shape[-1] % 2 or table.shape[-1] > head_dim:
@@ -83,8 +83,8 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             )
         if table.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"rotary_embedding: gives {name} no gradient, but it requires one; pass {name}.detach(), or compute "
-                "angles that are learned in plain torch"
+                f"rotary_embedding: expected {name} without requires_grad, because it gets no gradient; pass "
+                f"{name}.detach(), or compute learned angles in plain torch"
             )
 
 

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm of rows, alone and with the addition of a residual in front of it.
+"""RMS norm and layer norm of rows, alone or fused with the addition of a residual.
 
     h = x + residual                                        (add_rms_norm, add_layer_norm; else h = x)
     h^ = (h - mean) / sqrt(mean((h - mean)^2) + eps)        mean: of each row of h, or 0 for the RMS norm
@@ -9,9 +9,9 @@ Computed in float32 and rounded once. Backward, with h^ = (h - mean) rstd and g 
     dx = rstd (g - mean(g) - h^ mean(g h^)) + dh            without mean(g) for the RMS norm
     dweight = sum over rows of dy h^                        dbias = sum over rows of dy
 
-Saved for backward: h, which the next layers keep anyway, and one float32 a row, two of a layer norm. Sources:
-arXiv 1910.07467, section 3; offset 1 is Gemma's form, in which weights start at 0; arXiv 1607.06450, section 3.
-Under torch.autocast the dtype of x is kept, as torch does on a CPU; on a GPU torch's own norms cast x to float32 first.
+Saved for backward: h, which the next layers hold anyway, and a float32 per row, two for a layer norm. offset 1 is
+Gemma's form, in which weights start at 0. Sources: arXiv 1910.07467, section 3; arXiv 1607.06450, section 3.
+Under torch.autocast the result has the dtype of x, as in torch on a CPU; on a GPU torch's norms cast x to float32.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .dispatch import Backend, as_rows, check_row_weight, uses_triton
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, backend: Backend = "auto"
 ) -> Tensor:
-    """y, of the shape and dtype of x. x: (..., n); weight: (n,) or None for ones.
+    """Compute y, of the shape and dtype of x. x: (..., n); weight: (n,), or None for ones.
 
-    Raises ValueError where shapes do not fit together, or the backend is not possible.
+    Raises ValueError if shapes do not fit together, or the backend is not possible.
     """
     check_row_weight("rms_norm", x, "weight", weight)
     if not uses_triton(backend, "rms_norm", x, weight) or not x.numel():
@@ -46,9 +46,9 @@ def add_rms_norm(
     offset: float = 0.0,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """y and h = x + residual, which is the residual of the next layer; both of the shape and dtype of x.
+    """Compute y, and h = x + residual, the residual of the next layer, both of the shape and dtype of x.
 
-    x, residual: (..., n) of one dtype; weight: (n,) or None for ones. Raises ValueError as `rms_norm`.
+    x, residual: (..., n) of the same dtype; weight: (n,), or None for ones. Raises ValueError as `rms_norm` does.
     """
     check_row_weight("add_rms_norm", x, "weight", weight)
     _check_residual("add_rms_norm", x, residual)
@@ -61,7 +61,7 @@ def add_rms_norm(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:
-    """The formula in eager torch; float64 stays float64."""
+    """Compute the RMS norm in eager torch; float64 stays float64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -72,9 +72,9 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, *, offset: 
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, *, backend: Backend = "auto"
 ) -> Tensor:
-    """y, of the shape and dtype of x. x: (..., n); weight: (n,) or None for ones; bias: (n,) or None for zeros.
+    """Compute y, of the shape and dtype of x. x: (..., n); weight: (n,), or None for ones; bias: (n,), or None.
 
-    Raises ValueError where shapes do not fit together, or the backend is not possible.
+    Raises ValueError if shapes do not fit together, or the backend is not possible.
     """
     check_row_weight("layer_norm", x, "weight", weight)
     check_row_weight("layer_norm", x, "bias", bias)
@@ -92,9 +92,9 @@ def add_layer_norm(
     *,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """y and h = x + residual, which is the residual of the next layer; both of the shape and dtype of x.
+    """Compute y, and h = x + residual, the residual of the next layer, both of the shape and dtype of x.
 
-    x, residual: (..., n) of one dtype; weight, bias: (n,) or None. Raises ValueError as `layer_norm`.
+    x, residual: (..., n) of the same dtype; weight, bias: (n,) or None. Raises ValueError as `layer_norm` does.
     """
     check_row_weight("add_layer_norm", x, "weight", weight)
     check_row_weight("add_layer_norm", x, "bias", bias)
@@ -108,7 +108,7 @@ def add_layer_norm(
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The formula in eager torch; float64 stays float64."""
+    """Compute the layer norm in eager torch; float64 stays float64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centered = wide - wide.mean(-1, keepdim=True)
     y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
@@ -129,15 +129,12 @@ def _row_norm(
     offset: float = 0.0,
     subtracts_mean: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """y and h on Triton, None without a residual; both of the shape and dtype of x.
-
-    x, residual: (..., n) of one dtype, with elements, where Triton can run; weight, bias: (n,) or None.
-    """
+    """Compute y and h on Triton. h is None without a residual. x must not be empty."""
     return _RowNorm.apply(x, residual, weight, bias, eps, offset, subtracts_mean)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _check_residual(kernel: str, x: Tensor, residual: Tensor) -> None:
-    """Raises ValueError unless the residual has the shape and dtype of x."""
+    """Raise ValueError unless the residual has the shape and dtype of x."""
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"{kernel}: expected residual like x, {tuple(x.shape)} {x.dtype}, found {tuple(residual.shape)} "
@@ -166,7 +163,7 @@ class _RowNorm(torch.autograd.Function):
         ctx.dweight_dtype = weight.dtype if weight is not None and needs_weight else None
         ctx.dbias_dtype = bias.dtype if bias is not None and needs_bias else None
         ctx.offset = offset
-        ctx.set_materialize_grads(False)  # a sum that nobody uses then costs no read of zeros
+        ctx.set_materialize_grads(False)  # if h is not used, backward reads no zeros
         return y.view(x.shape), h.view(x.shape) if residual is not None else None
 
     @staticmethod

@@ -1,21 +1,21 @@
-"""Sums of squares by block, which also tell whether a value is not finite; and the factor that clips by their sum.
+"""Sum squares by block and find non-finite values (`squares_by_block`), and compute the clipping factor.
 
-    s_b = sum of x_i^2 over block b, in float64;  inf or nan exactly where block b holds an inf or a nan
+    s_b = sum of x_i^2 over block b, in float64;  inf or nan exactly if block b has an inf or a nan
 
 [Note: Block sums]
-A block is summed in float32, in an order that depends on nothing but its length, and its sum is widened to float64.
-So a block has the same sum wherever it lies and however a buffer is cut into shards of whole blocks; sums over blocks
-can then be added exactly. (Another device, a list of tensors, or a buffer that ends within a block may have another
-order.) The Triton form divides a block by the power of two of its largest value first: squares of
-float32 overflow above 1e19 and vanish below 1e-23. It rounds otherwise than the reference, by a few units of float32.
-Results stay on the device: nothing here waits for it.
+A block is summed in float32, in an order that depends only on its length, and its sum is cast to float64. So a block
+has the same sum at every position, and for every division of a buffer into shards of whole blocks. Sums over blocks can
+then be added exactly. (A different device, a list of tensors, or a buffer that ends within a block may use a different
+order.) The Triton form first divides a block by the power of two of its largest value: squares of float32 overflow
+above 1e19 and underflow below 1e-23. It differs from the reference by a few units of float32. Results stay on the
+device, and the host does not wait.
 
 [Note: What an update is told]
-By how much gradients are multiplied, and whether the update is left out. A dozen operators on a few numbers, or one
-launch. The sum comes as limbs (`exact_sum.py`): every rank has the same.
+The factor of the gradients, and a flag to skip the update: a dozen operators on a few numbers, or a single launch. The
+sum of squares comes as limbs (`exact_sum.py`), equal on every rank.
 
-    norm = rest * sqrt(sum of squares);  factor = rest * min(1, limit / (norm + 1e-6)), where norm > limit, else rest
-    skip = any of two flags, or another number where one is expected
+    norm = rest * sqrt(sum of squares);  factor = rest * min(1, limit / (norm + 1e-6)) if norm > limit, else rest
+    skip = any of two flags, or a number that differs from its expected value
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .dispatch import Backend, triton_form, uses_triton
 from .exact_sum import NUM_LIMBS, value_of
 
 MAX_BLOCK_NUMEL = 4096
-EPSILON = 1e-6  # of `clip_factor`
+EPSILON = 1e-6  # in `clip_factor`
 
 
 def squares_by_block(
     values: Tensor, block_numel: int, *, non_finite: Tensor | None = None, backend: Backend = "auto"
 ) -> Tensor:
-    """The sum of squares of each block of values, (...) -> (ceil(n / block_numel),) float64.
+    """Sum the squares of each block of values, (...) -> (ceil(n / block_numel),) float64.
 
-    block_numel: a power of 2, 16 to 4096; the last block may be shorter. non_finite: (1,) int32 on the device of
-    values, set to 1 where one of them is inf or nan, else left as it is. Raises ValueError for other arguments.
+    block_numel: a power of 2 from 16 to 4096; the last block may be shorter. non_finite: (1,) int32 on the device of
+    values, set to 1 if a value is inf or nan, else not changed. Raises ValueError for invalid arguments.
     """
     if non_finite is not None:
         return squares_of_each([values], block_numel, non_finite=non_finite, backend=backend)[0]
@@ -53,7 +53,7 @@ def squares_by_block(
 def squares_of_each(
     tensors: Sequence[Tensor], block_numel: int, *, non_finite: Tensor | None = None, backend: Backend = "auto"
 ) -> list[Tensor]:
-    """`squares_by_block` of each tensor, in one launch a dtype. The results of one dtype are parts of one tensor."""
+    """Compute `squares_by_block` of each tensor, with a launch per dtype. Results of a dtype are views of a tensor."""
     check_blocks("squares_by_block", tensors, block_numel)
     if non_finite is not None and (tuple(non_finite.shape) != (1,) or non_finite.dtype != torch.int32):
         raise ValueError(
@@ -62,17 +62,17 @@ def squares_of_each(
         )
     if uses_triton(backend, "squares_by_block", *tensors, non_finite):
         by_triton = triton_form("sum_of_squares").squares_of_each
-        given = [one.detach() if one.requires_grad else one for one in tensors]
+        given = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
         return by_triton(given, block_numel, non_finite)  # type: ignore[no-any-return]
     squares = [squares_by_block_reference(tensor, block_numel) for tensor in tensors]
     if non_finite is not None:
-        for one in squares:
-            non_finite.masked_fill_(~one.isfinite().all(), 1)
+        for of_tensor in squares:
+            non_finite.masked_fill_(~of_tensor.isfinite().all(), 1)
     return squares
 
 
 def squares_by_block_reference(values: Tensor, block_numel: int) -> Tensor:
-    """The formula in eager torch; sums in float32, or float64 where values are."""
+    """Sum squares by block in eager torch, in float32, or in float64 for float64 values."""
     values = values.detach()
     rest = values.numel() % block_numel
     if not rest:
@@ -91,10 +91,10 @@ def _squares_of_rows(blocks: Tensor) -> Tensor:
 
 
 def check_blocks(kernel: str, tensors: Sequence[Tensor], block_numel: int) -> None:
-    """Raises ValueError unless tensors are floating-point and block_numel a power of 2, 16 to 4096."""
+    """Raise ValueError unless tensors are floating-point and block_numel is a power of 2 from 16 to 4096."""
     if not 16 <= block_numel <= MAX_BLOCK_NUMEL or block_numel & (block_numel - 1):
         raise ValueError(
-            f"{kernel}: expected block_numel to be a power of 2 from 16 to {MAX_BLOCK_NUMEL}, found {block_numel}"
+            f"{kernel}: expected block_numel, a power of 2 from 16 to {MAX_BLOCK_NUMEL}, found {block_numel}"
         )
     for index, tensor in enumerate(tensors):
         if not tensor.is_floating_point():
@@ -111,18 +111,19 @@ def clip_factor(
     clips_below: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """factor, (1,) float64, and skip, (1,) int64: not 0 where nothing is to be updated. [Note: What an update is told]
+    """Compute factor, (1,) float64, and skip, (1,) int64, not 0 to skip the update. [Note: What an update is told]
 
-    sums: (m,) int64, the limbs of the sum of squares first. flags: where in it two numbers stand that are 0 if the step
-    counts; known: where another one stands, and what that is then. clips_below: also a norm that is not above the
-    limit, but within 1e-6 of it.
+    sums: (m,) int64, with the limbs of the sum of squares first. flags: index of two flags that are 0 in a valid step.
+    known: (index, value) of a number with a known value in a valid step. rest: factor without clipping. limit: maximum
+    norm. clips_below: clip also a norm at most 1e-6 below the limit.
     """
     clips_below &= limit != math.inf
     if uses_triton(backend, "clip_factor", sums):
         by_triton = triton_form("sum_of_squares").clip_factor
         return by_triton(sums, flags, known, rest, limit, clips_below, EPSILON)  # type: ignore[no-any-return]
     norm = value_of(sums[:NUM_LIMBS]).sqrt() * rest
-    factor = (torch.full_like(norm, limit) / (norm + EPSILON)).clamp(max=1.0)  # limit / norm: a rounded reciprocal
+    # torch would compute `limit / tensor` by a rounded reciprocal.
+    factor = (torch.full_like(norm, limit) / (norm + EPSILON)).clamp(max=1.0)
     if not clips_below:
         factor = torch.where(norm > limit, factor, 1.0)
     place, expected = known

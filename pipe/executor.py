@@ -191,11 +191,6 @@ class Executor:
             self._end_gradients(action)
         return []
 
-    @property
-    def num_held(self) -> int:
-        """Number of autograd graphs that are held, over stages and microbatches."""
-        return len(self._run.graphs)
-
     def _begin(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> None:
         self._run = _Run(microbatches, scaled, self._stages)
         self.messages.begin([shapes_in(microbatch) for microbatch in microbatches])

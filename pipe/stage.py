@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..model.patches import ModelPatches
 from .split.absent import is_missing, resolved
-from .split.carried import Carried, CarriedSpec, OuterValues, run_lengths
+from .split.carried import Carried, CarriedSpec, OuterValues
 from .split.random_streams import RandomStreams
 from .split.replay import LeaveForward, Replay
 from .split.replayed_model import Needs, Probe, ReplayedModel
@@ -126,7 +127,7 @@ class Stage:
             slots=slots,
             num_arguments=len(found),
             passing=passing,
-            outputs=run_lengths(outputs),
+            outputs=tuple((output, len(list(equal))) for output, equal in groupby(outputs)),
         )
         if self._spec is None or spec != self._spec:
             self._spec = spec

@@ -1,1 +1,1 @@
-"""Triton sources: the only folder that imports triton. Each is imported when its kernel is first used on a GPU."""
+"""Triton kernels: the only folder that imports triton. A file is imported on the first use of its kernel on a GPU."""

@@ -1,4 +1,4 @@
-"""Triton form of `kernels/cross_entropy.py`: a program a row forward, a program a block of a row backward."""
+"""Triton form of `kernels/cross_entropy.py`: a program per row in forward, per block of a row in backward."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .launch import launch, next_power_of_2
 if TYPE_CHECKING:
     from ..loss_terms import LossTerms
 
-MAX_FORWARD_BLOCK_SIZE = 2048  # columns that a program works on at once, while the next ones are on their way
+MAX_FORWARD_BLOCK_SIZE = 2048  # columns of a block; a program loads the next block while it computes on this block
 MAX_BACKWARD_BLOCK_SIZE = 4096  # columns of a program
 SCALE_BLOCK_SIZE = 4096
 
 
 @triton.jit
 def _capped(x, at, n_cols, soft_cap, HAS_CAP: tl.constexpr):
-    """u and u / soft_cap of a block of a row. x is -inf past the row's end, and so is u."""
+    """Compute u and u / soft_cap of a block of a row. x and u are -inf from column n_cols on."""
     u = x.to(tl.float32)
     share = u
     if HAS_CAP:
@@ -32,7 +32,7 @@ def _capped(x, at, n_cols, soft_cap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _scaled_gradient(u, share, at, y, lse, scale, n_cols, label_smoothing, z_loss, HAS_CAP: tl.constexpr):
-    """scale * dx = scale (exp(u - lse) (1 + 2 z lse) - s / n - (1 - s) [i = y]) (1 - share^2)."""
+    """Compute scale (exp(u - lse) (1 + 2 z lse) - s / n - (1 - s) [i = y]) (1 - share^2)."""
     dx = tl.exp(u - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / n_cols
     dx -= tl.where(at == y, 1.0 - label_smoothing, 0.0)
     if HAS_CAP:
@@ -47,7 +47,7 @@ def _losses_kernel(
     HAS_GRADIENT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_CAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One row: lse = max + log(sum(exp(u - max)));  loss = (1-s) (lse - u_y) + s (lse - mean(u)) + z lse^2;  x = dx."""
+    """Row: lse = max + log(sum(exp(u - max)));  loss = (1-s) (lse - u_y) + s (lse - mean(u)) + z lse^2;  x = dx."""
     row = tl.program_id(0).to(tl.int64)
     X_row_ptr = X_ptr + row * X_row_stride
     cols = tl.arange(0, BLOCK_SIZE)
@@ -62,23 +62,23 @@ def _losses_kernel(
                 tl.store(X_row_ptr + at, zeros, mask=at < n_stored)
     else:
         is_known = (y >= 0) & (y < n_cols)
-        # Read before the barrier that the maximum needs, and the gradient is written after it.
+        # This read comes before the barrier of the maximum, and the gradient is written after it.
         u_y = tl.load(X_row_ptr + y, mask=is_known, other=float("nan")).to(tl.float32)
         if HAS_CAP:
             u_y = soft_cap * (2.0 * tl.sigmoid(2.0 / soft_cap * u_y) - 1.0)
         largest = tl.full((), float("-inf"), tl.float32)
         base = tl.full((), 0.0, tl.float32)
-        sums = tl.zeros((BLOCK_SIZE,), tl.float32)  # a column's share: added up across threads once, at the end
+        sums = tl.zeros((BLOCK_SIZE,), tl.float32)  # by column: summed over threads once, at the end
         totals = tl.zeros((BLOCK_SIZE,), tl.float32)
         x = tl.load(X_row_ptr + cols, mask=cols < n_stored, other=float("-inf"))
         for block in range(NUM_BLOCKS):
             at = block * BLOCK_SIZE + cols
             u, _ = _capped(x, at, n_cols, soft_cap, HAS_CAP)
-            if NUM_BLOCKS > 1:  # on its way while this block is worked on
+            if NUM_BLOCKS > 1:  # load the next block while this block is computed
                 x = tl.load(X_row_ptr + at + BLOCK_SIZE, mask=at + BLOCK_SIZE < n_stored, other=float("-inf"))
             previous = largest
             largest = tl.maximum(largest, tl.max(u, axis=0))
-            base = tl.where(largest == float("-inf"), 0.0, largest)  # all of -inf so far: -inf - -inf is NaN
+            base = tl.where(largest == float("-inf"), 0.0, largest)  # -inf - -inf would be NaN
             sums = sums * tl.exp(previous - base) + tl.exp(u - base)
             if HAS_SMOOTHING:
                 totals += tl.where(at < n_cols, u, 0.0)
@@ -108,7 +108,7 @@ def _gradient_kernel(
     X_row_stride, DX_row_stride, SCALE_stride, n_cols, n_stored, ignore_index, label_smoothing, z_loss, soft_cap,
     HAS_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row: dx from x and lse; zeros where the label is ignored."""
+    """A block of a row: dx from x and lse; zeros if the label is ignored."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     DX_row_ptr = DX_ptr + row * DX_row_stride
@@ -126,7 +126,7 @@ def _gradient_kernel(
 
 @triton.jit
 def _scale_kernel(X_ptr, SCALE_ptr, numel, BLOCK_SIZE: tl.constexpr):
-    """x *= scale; x is not touched where scale is 1."""
+    """x *= scale. x is not read if scale is 1."""
     scale = tl.load(SCALE_ptr)
     if scale != 1.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -138,9 +138,9 @@ def _scale_kernel(X_ptr, SCALE_ptr, numel, BLOCK_SIZE: tl.constexpr):
 def losses(
     logits: Tensor, n_cols: int, labels: Tensor, terms: LossTerms, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`losses_of_rows`. logits: (n_rows, n_cols or more) with adjacent columns; labels: (n_rows,), contiguous.
+    """Launch `losses_of_rows`. logits: (n_rows, n_cols or more) with adjacent columns; labels: (n_rows,), contiguous.
 
-    Columns past n_cols are read and written: a mask that ends at a number that does not divide makes accesses narrow.
+    Columns from n_cols on are read and written: a mask with an odd end would make memory accesses narrow.
     """
     n_rows, n_stored = logits.shape
     loss, lse = (torch.empty(n_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -160,7 +160,7 @@ def losses(
 def gradient(
     logits: Tensor, n_cols: int, labels: Tensor, lse: Tensor, scale: Tensor, terms: LossTerms, out: Tensor
 ) -> None:
-    """`gradient_of_rows`. out: of the shape of logits, with adjacent columns; scale: () or (n_rows,)."""
+    """Launch `gradient_of_rows`. out: of the shape of logits, with adjacent columns; scale: () or (n_rows,)."""
     n_rows, n_stored = logits.shape
     block_size = min(next_power_of_2(n_stored), MAX_BACKWARD_BLOCK_SIZE)
     launch(
@@ -174,7 +174,7 @@ def gradient(
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:
-    """x *= scale, (), in place and without a wait; a launch, but no pass over x, where scale is 1. x: contiguous."""
+    """Compute x *= scale, (), in place without a host wait. If scale is 1, x is not read. x: contiguous."""
     launch(
         _scale_kernel, (-(-x.numel() // SCALE_BLOCK_SIZE),), num_warps=8,
         X_ptr=x, SCALE_ptr=scale, numel=x.numel(), BLOCK_SIZE=SCALE_BLOCK_SIZE,
@@ -182,5 +182,5 @@ def scale_(x: Tensor, scale: Tensor) -> None:
 
 
 def _num_warps(block_size: int) -> int:
-    """8 elements a thread and load; at most 512 threads: with more, there are too few registers each."""
+    """Choose 8 elements per thread and load, and at most 512 threads: more would have too few registers each."""
     return min(max(block_size // 256, 4), 16)

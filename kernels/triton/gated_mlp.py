@@ -1,4 +1,4 @@
-"""Triton form of `kernels/gated_mlp.py`: one tile of rows and columns a program."""
+"""Triton form of `kernels/gated_mlp.py`: a program per tile of rows and columns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .launch import launch, next_power_of_2
 
-TILE_NUMEL = 1024  # 8 elements a thread: one load of 16 bytes of each input in two-byte dtypes
+TILE_NUMEL = 1024  # 8 elements per thread: a 16-byte load of each input in two-byte dtypes
 NUM_WARPS = 4
 
 
 @triton.jit
 def _activated(x, ACTIVATION: tl.constexpr):
-    """activation(x) = x s(x) and its slope, s(x) + x s'(x)."""
+    """Compute activation(x) = x s(x) and its slope, s(x) + x s'(x)."""
     if ACTIVATION == "gelu":
         s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         slope = s + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))  # the density of the normal distribution
@@ -73,7 +73,7 @@ def _backward_kernel(
 
 
 def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """y, contiguous, of gate and up, all (n_rows, n_cols) with adjacent columns."""
+    """Compute y, contiguous. gate, up: (n_rows, n_cols) with adjacent columns."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid, tile = _tiles(gate)
     launch(
@@ -85,7 +85,7 @@ def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
-    """Writes dgate and dup. All tensors: (n_rows, n_cols) with adjacent columns."""
+    """Compute dgate and dup in place. All tensors: (n_rows, n_cols) with adjacent columns."""
     grid, tile = _tiles(gate)
     launch(
         _backward_kernel, grid, num_warps=NUM_WARPS,
@@ -96,7 +96,7 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, a
 
 
 def _tiles(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid over (n_rows, n_cols), in one dimension, for those of a GPU's grids that are large; and its sizes."""
+    """Return the grid over (n_rows, n_cols) and the kernel's sizes. The grid uses the GPU's only large dimension."""
     n_rows, n_cols = x.shape
     block_size = min(next_power_of_2(n_cols), TILE_NUMEL)
     rows, num_blocks = TILE_NUMEL // block_size, -(-n_cols // block_size)

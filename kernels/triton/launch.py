@@ -1,4 +1,4 @@
-"""Starts Triton kernels. All launches go through here, so that they can also be recorded and compiled ahead of time."""
+"""Launch Triton kernels (`launch`). All launches go through this file, so that tests can record and compile them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all that its compilation and its start need."""
+    """A recorded launch: a kernel with all inputs of its compilation and start."""
 
-    kernel: Any  # what @triton.jit makes
+    kernel: Any  # result of @triton.jit
     grid: tuple[int, ...]
-    args: Mapping[str, Any]  # every parameter of the kernel by name: tensors, numbers, constants
+    args: Mapping[str, Any]  # all parameters of the kernel by name: tensors, numbers, constants
     num_warps: int
     num_stages: int
     enable_fp_fusion: bool = True
@@ -28,9 +28,9 @@ _RECORDED: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **args: Any) -> None:
-    """Runs `kernel` on `grid` programs; does nothing where the grid is empty. args: the kernel's parameters by name.
+    """Run `kernel` on `grid` programs, or nothing for an empty grid. args: the kernel's parameters by name.
 
-    enable_fp_fusion among them: whether the compiler may make a fused multiply-add of a product and a sum; True if not.
+    args may contain enable_fp_fusion: True (default) if the compiler may fuse a product and a sum.
     """
     enable_fp_fusion = bool(args.pop("enable_fp_fusion", True))
     recorded = _RECORDED.get()
@@ -40,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: i
     if not all(grid):
         return
     device = next((value.device for value in args.values() if isinstance(value, Tensor)), None)
-    # Triton starts kernels on the current device, which need not be that of the tensors.
+    # Triton starts kernels on the current device, which may differ from the tensors' device.
     on_device = torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
     with on_device:
         kernel[grid](**args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
@@ -48,7 +48,7 @@ def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: i
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within the context nothing is launched: what would have been is put into the list. Takes meta tensors too."""
+    """Within the context, record launches in the list and run no kernel. Tensors may be on the meta device."""
     launches: list[Launch] = []
     token = _RECORDED.set(launches)
     try:
@@ -58,12 +58,12 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of 2 that is at least `number`; 1 for 0."""
+    """Return the smallest power of 2 that is at least `number`; 1 for 0."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def num_processors(device: torch.device) -> int:
-    """How many programs run side by side on a GPU: its multiprocessors. A stand-in where there is no GPU."""
+    """Return the number of multiprocessors of a GPU."""
     if device.type != "cuda":
-        return 8
+        return 8  # for recorded launches and the interpreter
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

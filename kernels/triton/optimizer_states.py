@@ -1,4 +1,4 @@
-"""Triton form of `kernels/optimizer_states.py`: random bits, and values to and from what is stored, bit for bit."""
+"""Triton form of `kernels/optimizer_states.py`, with the same bits: random bits, loads and stores of states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def mixed(x):
-    """The last steps of MurmurHash3, of uint32."""
+    """Mix the bits of a uint32 with the last steps of MurmurHash3."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -16,34 +16,34 @@ def mixed(x):
 
 @triton.jit
 def rounding_noise(g, w, seed):
-    """uint32 random bits of each element. g, w: float32, the scaled gradient and the weight before its update."""
+    """Hash each element to uint32 random bits. g, w: float32, the scaled gradient and the weight before its update."""
     return mixed((g.to(tl.uint32, bitcast=True) * 0x9E3779B1) ^ (w.to(tl.uint32, bitcast=True) + seed.to(tl.uint32)))
 
 
 @triton.jit
 def numbered_noise(number, low_key, high_key):
-    """As `Rounding.noise` in `kernels/weight_rounding.py`. number: int64, of each element."""
+    """Draw random bits as `Rounding.noise` does. number: int64, of each element."""
     x = mixed(number.to(tl.uint32) + low_key.to(tl.uint32))
     return mixed(x ^ ((number >> 32).to(tl.uint32) + high_key.to(tl.uint32)))
 
 
 @triton.jit
 def other_noise(noise):
-    """uint32 random bits for what an element stores next."""
+    """Derive uint32 random bits for an element's next state."""
     x = noise * 0x9E3779B1
     return x ^ (x >> 15)
 
 
 @triton.jit
 def rounded_at_random(x, noise):
-    """x, float32, in bfloat16: up or down, so that the mean is exact."""
+    """Round x, float32, to bfloat16 up or down, so that the mean is exact."""
     halves = tl.where(x == x, (x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)) >> 16, 0x7FC0)
     return halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def nearest_bfloat16(x):
-    """x, float32, in bfloat16, ties to even."""
+    """Round x, float32, to the nearest bfloat16, ties to even."""
     bits = x.to(tl.uint32, bitcast=True)
     halves = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
     return halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -51,13 +51,13 @@ def nearest_bfloat16(x):
 
 @triton.jit
 def with_byte(w, rest):
-    """What a weight, float32, and the int8 that it lacks stand for: [Note: Split weights] in weight_rounding.py."""
+    """Join a bfloat16 weight, as float32, and its int8 byte. See [Note: Split weights] in weight_rounding.py."""
     return (w.to(tl.int32, bitcast=True) + (rest.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def split_at_random(x, noise):
-    """x, float32, as the nearest bfloat16 and the int8 that it lacks. noise: 8 random bits."""
+    """Split x, float32, into the nearest bfloat16 and an int8 byte. noise: 8 random bits."""
     drawn = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFFFF00
     halves = tl.where(x == x, (drawn + 0x8000) >> 16, 0x7FC0)
     rest = tl.where(x == x, drawn >> 8, 0)
@@ -66,7 +66,7 @@ def split_at_random(x, noise):
 
 @triton.jit
 def load_state(S_ptr, at, ok, SCALE_ptr, block, block_ok):
-    """Values, float32, of elements at, (NUM_BLOCKS, 256), where ok. block: the number of each block; SCALE_ptr or None.
+    """Load elements at, (NUM_BLOCKS, 256), with mask ok, as float32. block: index of each block; SCALE_ptr or None.
 
     See [Note: 8-bit states] in `kernels/optimizer_states.py`.
     """

@@ -1,9 +1,9 @@
-"""Triton form of `kernels/optimizer_step.py`: each program reads a tile of one of the shards, updates and writes it.
+"""Triton form of `kernels/optimizer_step.py`: each program updates a tile of a shard.
 
-The operations on an element are those of the C++ kernel, in its order: one IEEE operation each, a fused multiply-add
-where it has one and nowhere else (the compiler may not contract others), division and square root correctly rounded.
-So both kernels, and torch's on the CPU in whole vectors, give the same bits, and an element's bits do not depend on
-where a shard is cut. Only denormal numbers differ: the C++ kernel flushes them to zero, this one keeps them.
+The operations on an element are those of the C++ kernel in the same order: single IEEE operations with the same fused
+multiply-adds (the compiler may not contract any), and correctly rounded division and square root. So both kernels, and
+torch's on the CPU in whole vectors, give the same bits, for every division into shards. Only denormal numbers differ:
+the C++ kernel flushes them to zero, and this kernel keeps them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .optimizer_states import (
 
 Coefficients = tuple[float, ...]
 Row = tuple[int, ...]
-"""Of the table of shards: first program, length, first number where bits are drawn by number, and the addresses of the
-weight, gradient, two states, their scales, output and remainder; an address is 0 without. See `shard_table`."""
+"""A row of `shard_table`: first program, length, number of the first element for its random bits, and addresses of
+weight, gradient, two states, their scales, output and remainder; 0 for an absent tensor."""
 NUM_FIELDS = 11
-TILE_BLOCKS = 4  # a tile is 1024 elements: 4 a thread, 16 bytes of float32, or 8 where nothing is as wide
+TILE_BLOCKS = 4  # a tile has 1024 elements: 4 per thread, 16 bytes of float32, or 8 if no tensor is as wide
 _TENSORS = ("W", "G", "S", "V", "S_SCALE", "V_SCALE", "OUT", "REST")
 _DTYPES = {
     torch.float32: tl.float32,
@@ -53,13 +53,13 @@ _DTYPES = {
 
 @triton.jit
 def _lerp(a, b, weight, is_from_b):
-    """See `lerp_coefficients` in optimizers/optimizer.py."""
+    """Interpolate with weights of `lerp_coefficients` in optimizers/optimizer.py."""
     return tl.fma(b - a, weight, tl.where(is_from_b != 0.0, b, a))
 
 
 @triton.jit
 def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS_STATE: tl.constexpr):
-    """w and the states s and v after the rule; c0 to c7: its coefficients, see its file in optimizers/."""
+    """Apply the rule to w and the states s and v. c0 to c7: coefficients of the rule's file in optimizers/."""
     if RULE == "adamw" or RULE == "adam":
         if RULE == "adamw":
             w = w * c0
@@ -95,7 +95,7 @@ def _update_tile(
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr, IS_DRAWN: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The elements of the shard's tile: all of it, or as many as there are before end."""
+    """Update a tile of the shard, up to element `end` unless IS_WHOLE."""
     start = tile * (TILE_BLOCKS * BLOCK_NUMEL)
     blocks = tl.arange(0, TILE_BLOCKS)
     at = blocks[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]  # in the tile
@@ -126,7 +126,7 @@ def _update_tile(
         w, s, v = _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE, S_ptr is not None)
     else:
         done = 0
-        first = program.to(tl.int64) * (TILE_BLOCKS * BLOCK_NUMEL)  # stretches go on from shard to shard
+        first = program.to(tl.int64) * (TILE_BLOCKS * BLOCK_NUMEL)  # ends of runs count over all shards
         for run in range(tl.load(FIRST_RUNS_ptr + program), tl.load(FIRST_RUNS_ptr + program + 1) + 1):
             C = C_ptr + tl.load(CHOICES_ptr + run) * NUM_COEFFICIENTS
             end_of_run = tl.minimum(tl.load(ENDS_ptr + run) - first, TILE_BLOCKS * BLOCK_NUMEL).to(tl.int32)
@@ -149,7 +149,7 @@ def _update_tile(
         tl.store(REST_ptr + start + at, rest, mask=ok)
     elif IS_DRAWN:
         stored = rounded_at_random(w, of_weight)
-    elif REST_ptr is not None:  # what has not changed stays as it is: a sum between two values has two forms
+    elif REST_ptr is not None:  # an unchanged weight must keep its bits: a sum has two forms at a tie
         stored = tl.where(w == before, old, nearest_bfloat16(w))
         rest = tl.where(w == before, old_rest, nearest_bfloat16(w - stored.to(tl.float32)))
         tl.store(REST_ptr + start + at, rest, mask=ok)
@@ -166,7 +166,7 @@ def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
     return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
 
 
-# Numbers that differ between steps: compiled once, not for each that 16 divides.
+# These numbers differ between steps. Triton would compile again if 16 divides a number.
 @triton.jit(do_not_specialize=["seed", "low_key", "high_key"])
 def _kernel(
     SHARDS_ptr, SHARD_OF_PROGRAM_ptr, FACTOR_ptr, SKIP_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
@@ -176,7 +176,7 @@ def _kernel(
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr, IS_DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """W, states = RULE(W, factor * G);  OUT = W, of every shard. W to REST: dtypes; None: there is no such tensor."""
+    """W, states = RULE(W, factor * G);  OUT = W, of every shard. W to REST: dtypes; None for an absent tensor."""
     TILE: tl.constexpr = TILE_BLOCKS * BLOCK_NUMEL
     program = tl.program_id(0)
     SHARD_ptr = SHARDS_ptr + tl.load(SHARD_OF_PROGRAM_ptr + program).to(tl.int64) * NUM_FIELDS
@@ -196,8 +196,8 @@ def _kernel(
         end = tl.where(tl.load(SKIP_ptr) != 0, 0, end)
     if FACTOR_ptr is not None:
         factor = tl.load(FACTOR_ptr).to(tl.float32)
-    # Without a mask, loads are 16 bytes wide whatever the length is. The mask is not left to the compiler: it sees two
-    # branches that differ in `end` alone as one.
+    # Without a mask, loads are 16 bytes wide for any length. IS_WHOLE tells the compiler to leave out the mask: it
+    # would merge two branches that differ only in `end`.
     if start + TILE <= end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, REST_ptr,
@@ -221,7 +221,7 @@ def update(
     gradient_scale: float | Tensor,
     skip: Tensor | None,
 ) -> None:
-    """As `optimizer_step.update_shards`; shards: at least one, of one kind, none of them empty, all contiguous."""
+    """Update shards with a single launch. shards: at least one, of the same kind, non-empty and contiguous."""
     tile_numel, master = TILE_BLOCKS * STATE_BLOCK_NUMEL, shards[0].master
     device = master.device
     stream = stream_of(device)
@@ -236,7 +236,7 @@ def update(
         numel = shard.numel
         num_programs.append(-(-numel // tile_numel))
         number = 0 if shard.rounding is None else signed_long(shard.rounding.first)
-        rows.append((first, numel, number, *[0 if one is None else one.data_ptr() for one in _tensors(shard)]))
+        rows.append((first, numel, number, *[0 if tensor is None else tensor.data_ptr() for tensor in _tensors(shard)]))
         first += num_programs[-1]
         runs[-1] = (first * tile_numel, runs[-1][1])
     table, is_aligned = shard_table(tuple(rows), device, stream)
@@ -247,9 +247,9 @@ def update(
         coefficients = coefficient_table(chosen.coefficients, device, stream)
     numbers: dict[str, Any] = {f"c{index}": value for index, value in enumerate(chosen.coefficients[0])}
     has_factor = isinstance(gradient_scale, Tensor)
-    found = [None if one is None else _DTYPES[one.dtype] for one in _tensors(shards[0])]
+    found = [None if tensor is None else _DTYPES[tensor.dtype] for tensor in _tensors(shards[0])]
     dtypes: dict[str, Any] = dict(zip(_TENSORS, found, strict=True))
-    rounding = shards[0].rounding  # all have the seed of the training
+    rounding = shards[0].rounding  # the seed is equal in all shards
     low_key, high_key = (0, 0) if rounding is None else step_key(rounding.seed, step)
     launch(
         _kernel, (first,), num_warps=8 if master.dtype == torch.float32 else 4, enable_fp_fusion=False,
@@ -266,12 +266,12 @@ def update(
         RULE=optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
         NUM_COEFFICIENTS=MAX_COEFFICIENTS, IS_DRAWN=rounding is not None,
     )  # fmt: skip
-    # A graph that saved them must not use them now.
-    torch.autograd.graph.increment_version([one for s in shards for one in (s.master, s.out) if one is not None])
+    # A graph that saved the old values must raise an error.
+    torch.autograd.graph.increment_version([t for shard in shards for t in (shard.master, shard.out) if t is not None])
 
 
 def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
-    """In the order of the table's fields."""
+    """List the tensors of a shard in the order of the table's fields."""
     payloads: list[Tensor | None] = [None, None]
     scales: list[Tensor | None] = [None, None]
     for index, state in enumerate(shard.states):
@@ -279,17 +279,16 @@ def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
     return [shard.master, shard.gradient, *payloads, *scales, shard.out, shard.remainder]
 
 
-# -- where the shards are, and which of their stretches have options of their own -------------------------------------
+# -- tables of shards and of runs of options, on the device -----------------------------------------------------------
 
 
-# Tables are kept for the stream that they were copied on: another would have to wait for the copy. They say no more
-# than their keys.
+# A table is cached for the stream of its copy: a different stream would have to wait for the copy.
 @lru_cache(maxsize=64)
 def shard_table(rows: tuple[Row, ...], device: torch.device, stream: int) -> tuple[Tensor, bool]:
-    """(shards, NUM_FIELDS) int64, and whether all addresses are multiples of 16 bytes.
+    """Return the table of shards, (shards, NUM_FIELDS) int64, and True if all addresses are multiples of 16 bytes.
 
-    Programs are dealt out to the shards in order, a tile each, so a shard's last program may have less than a tile.
-    Copied anew where an address has changed, as those of gradients may from step to step.
+    Each shard has consecutive programs with a tile each; the last tile of a shard may be partial. If an address
+    changes, such as a gradient's, the table is copied again.
     """
     is_aligned = not any(address % 16 for row in rows for address in row[3:])
     return on_device(torch.tensor(rows, dtype=torch.int64), device), is_aligned
@@ -297,27 +296,27 @@ def shard_table(rows: tuple[Row, ...], device: torch.device, stream: int) -> tup
 
 @lru_cache(maxsize=64)
 def shard_of_program(num_programs: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """(programs,) int32: whose tile each program has. num_programs: of each shard."""
+    """Return the index of the shard of each program, (programs,) int32. num_programs: of each shard."""
     shards = torch.arange(len(num_programs), dtype=torch.int32)
     return on_device(shards.repeat_interleave(torch.tensor(num_programs)), device)
 
 
 class OptionChunks(NamedTuple):
-    """Stretches by number; neighbours differ in their coefficients."""
+    """Runs of elements with equal coefficients; adjacent runs differ."""
 
     ends: tuple[int, ...]
-    choices: tuple[int, ...]  # index in `coefficients` of each stretch
-    coefficients: tuple[Coefficients, ...]  # MAX_COEFFICIENTS numbers each, all different
+    choices: tuple[int, ...]  # index in `coefficients` of each run
+    coefficients: tuple[Coefficients, ...]  # distinct, with MAX_COEFFICIENTS numbers each
 
     @staticmethod
     def of(
         runs: Sequence[tuple[int, Options]], steps: Sequence[int], coefficients: Callable[[Options, int], Coefficients]
     ) -> OptionChunks:
-        """runs: (end, options), ascending; steps: of each run; coefficients: of options and step.
+        """Merge adjacent runs with equal coefficients. runs: (end, options), ascending; steps: of each run.
 
-        Stretches with equal coefficients share them, and are one if adjacent.
+        coefficients(options, step): the rule's numbers.
         """
-        by_options: dict[tuple[int, int], int] = {}  # id of options, which are few objects for many runs, and step
+        by_options: dict[tuple[int, int], int] = {}  # (id of options, step) -> choice: many runs share few options
         by_value: dict[Coefficients, int] = {}
         ends: list[int] = []
         choices: list[int] = []
@@ -326,7 +325,7 @@ class OptionChunks(NamedTuple):
                 continue
             choice = by_options.get((id(options), step))
             if choice is None:
-                # Whole numbers, as in weight_decay=0, would be compiled into a kernel of their own.
+                # Triton would compile a separate kernel for an int, as in weight_decay=0.
                 values = tuple(map(float, coefficients(options, step)))
                 values += (0.0,) * (MAX_COEFFICIENTS - len(values))
                 choice = by_options[id(options), step] = by_value.setdefault(values, len(by_value))
@@ -340,18 +339,18 @@ class OptionChunks(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Which stretches a program of the kernel meets, on the device."""
+    """The runs of each program of the kernel, on the device."""
 
     ends: Tensor  # (runs,) int64
     choices: Tensor  # (runs,) int32
-    first_runs: Tensor  # (programs + 1,) int32: the stretch in which each program begins, and the last of all
+    first_runs: Tensor  # (programs + 1,) int32: the run in which each program begins, then the last run
 
 
 @lru_cache(maxsize=1024)
 def run_table(
     ends: tuple[int, ...], choices: tuple[int, ...], tile_numel: int, device: torch.device, stream: int
 ) -> ChunkTable:
-    """For programs of tile_numel elements each. It follows from the model alone, so it is copied once."""
+    """Make the table for programs of tile_numel elements. It depends on the model alone, so it is copied once."""
     ends_tensor = torch.tensor(ends, dtype=torch.int64)
     starts = torch.arange(0, ends[-1], tile_numel)
     first_runs = torch.searchsorted(ends_tensor, starts, right=True, out_int32=True)
@@ -365,17 +364,17 @@ def run_table(
 
 @lru_cache(maxsize=16)
 def coefficient_table(coefficients: tuple[Coefficients, ...], device: torch.device, stream: int) -> Tensor:
-    """(sets, MAX_COEFFICIENTS) float32. The shards of a step share it."""
+    """Return the table of coefficients, (choices, MAX_COEFFICIENTS) float32. All launches of a step share it."""
     return on_device(torch.tensor(coefficients, dtype=torch.float32), device)
 
 
 def stream_of(device: torch.device) -> int:
-    """What the tables are kept for."""
+    """Return the current stream, a key of cached tables; 0 without a GPU."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """The copy to a GPU is from pinned memory, so that the host does not wait for it."""
+    """Copy values to the device, from pinned memory for a GPU, so that the host does not wait."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

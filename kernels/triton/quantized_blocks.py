@@ -1,4 +1,4 @@
-"""Triton form of `kernels/quantized_blocks.py`, bit for bit: a program takes a few blocks."""
+"""Triton form of `kernels/quantized_blocks.py`, with the same bits: a program per a few blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .launch import launch
 from .optimizer_states import nearest_bfloat16, numbered_noise
 
 ROWS = 16  # blocks of a program that quantizes
-ROWS_BACK = 32  # of one that reads: 16 bytes of codes a thread
+ROWS_BACK = 32  # blocks of a program that dequantizes: 16 bytes of codes per thread
 
 
 @triton.jit
 def _half_of(X_ptr, LESS_ptr, at, ok):
+    """Load x - less of half of each block."""
     x = tl.load(X_ptr + at, mask=ok, other=0.0).to(tl.float32)
     if LESS_ptr is not None:
         x = x - tl.load(LESS_ptr + at, mask=ok, other=0.0).to(tl.float32)
@@ -27,12 +28,13 @@ def _half_of(X_ptr, LESS_ptr, at, ok):
 
 @triton.jit
 def _largest_bits(x):
-    """Of |x| in each row: in the order of |x|, infinite and NaN above all."""
+    """Return the bits of the largest |x| in each row. The bits have the order of |x|, with inf and NaN on top."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
 
 
 @triton.jit
 def _codes(x, at, inverse, is_broken, first, low_key, high_key, MOST: tl.constexpr, IS_DRAWN: tl.constexpr):
+    """Round x * inverse to int32 codes; in a broken block: 1 for non-finite values, else 0."""
     is_bad = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     y = tl.where(is_bad, 0.0, x) * inverse[:, None]
     if IS_DRAWN:
@@ -44,13 +46,13 @@ def _codes(x, at, inverse, is_broken, first, low_key, high_key, MOST: tl.constex
     return tl.where(is_broken[:, None], is_bad.to(tl.float32), y).to(tl.int32)
 
 
-# Numbers that differ between messages: compiled once, not for each that 16 divides.
+# These numbers differ between messages. Triton would compile again if 16 divides a number.
 @triton.jit(do_not_specialize=["first", "low_key", "high_key"])
 def _quantize_kernel(
     X_ptr, LESS_ptr, CODES_ptr, SCALES_ptr, n_blocks, first, low_key, high_key,
     BITS: tl.constexpr, IS_DRAWN: tl.constexpr, BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of each block apart, since two codes of 4 bits that lie together come from both."""
+    """Quantize blocks. A byte has a 4-bit code from each half of a block, so the halves are separate tensors."""
     MOST: tl.constexpr = 127.0 if BITS == 8 else 7.0
     HALF: tl.constexpr = BLOCK_NUMEL // 2
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -112,7 +114,7 @@ def _dequantize_kernel(
 def quantize(
     values: Tensor, bits: int, message: Tensor, less: Tensor | None, rounding: Rounding | None, step: int
 ) -> None:
-    """values: (n,), n a multiple of 128 -> message."""
+    """Launch `quantize`. values: (n,), n a multiple of 128."""
     n_blocks = values.numel() // BLOCK_NUMEL
     codes, scales = parts_of(message, bits)
     low_key, high_key = (0, 0) if rounding is None else step_key(rounding.seed, step)
@@ -126,7 +128,7 @@ def quantize(
 
 
 def dequantize(message: Tensor, bits: int, out: Tensor, adds: bool) -> None:
-    """message -> out, (n,)."""
+    """Launch `dequantize`. out: (n,)."""
     n_blocks = out.numel() // BLOCK_NUMEL
     codes, scales = parts_of(message, bits)
     launch(

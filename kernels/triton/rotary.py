@@ -1,4 +1,4 @@
-"""Triton form of `kernels/rotary.py`: a program rotates all heads of one token, q and k, by one row of cos and sin."""
+"""Triton form of `kernels/rotary.py`: a program rotates all heads of q and k of a token by a row of cos and sin."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .launch import launch, next_power_of_2
 
-MAX_TILE_NUMEL = 4096  # elements that a program holds at once: heads x head_dim
+MAX_TILE_NUMEL = 4096  # elements that a program holds at a time: heads x head_dim
 THREAD_NUMEL = 32
 
 
 @triton.jit
 def _load_row(T_row_ptr, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What a table's row has for the first and for the second elements of pairs, (PAIRS,) float32 each."""
+    """Load a row of a table: values for the first and the second elements of pairs, (PAIRS,) float32 each."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * PAIRS)
         t = tl.load(T_row_ptr + cols, mask=cols < ROTARY_DIM, other=0.0).to(tl.float32)
@@ -31,7 +31,7 @@ def _load_row(T_row_ptr, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEA
 
 @triton.jit
 def _rotate_pairs(x1, x2, c1, c2, s1, s2, TRANSPOSED: tl.constexpr):
-    """The first and second elements of pairs, (heads, pairs), by tables of one row, (pairs,)."""
+    """Rotate the first and second elements of pairs, (heads, pairs), by a row of the tables, (pairs,)."""
     if TRANSPOSED:
         y1 = x1 * c1[None, :] + x2 * s2[None, :]
         y2 = x2 * c2[None, :] - x1 * s1[None, :]
@@ -47,7 +47,7 @@ def _rotate_heads(
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token, HEADS at a time. PAIRS, REST: powers of 2 that hold the pairs and the elements behind."""
+    """Rotate all heads of a token, HEADS at a time. PAIRS, REST: powers of 2 >= the pairs and remaining elements."""
     for block in range((NUM_HEADS + HEADS - 1) // HEADS):
         heads = block * HEADS + tl.arange(0, HEADS)
         there = (heads < NUM_HEADS)[:, None]
@@ -85,7 +85,7 @@ def _rotate_kernel(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """One token: y = x * cos + rotate(x) * sin;  TRANSPOSED: y = x * cos - rotate(x * sin)."""
+    """A token: y = x * cos + rotate(x) * sin;  TRANSPOSED: y = x * cos - rotate(x * sin)."""
     program = tl.program_id(0)
     b = (program // seq).to(tl.int64)
     s = (program % seq).to(tl.int64)
@@ -106,9 +106,9 @@ def _rotate_kernel(
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """q and k rotated, of their order in memory. transposed: by the transposed rotation, which is that of gradients.
+    """Rotate q and k into new tensors with the same strides. transposed: the rotation of gradients.
 
-    q, k: (batch, heads, seq, head_dim) of any strides; cos, sin: (batch or 1, seq, rotary_dim).
+    q, k: (batch, heads, seq, head_dim) with any strides; cos, sin: (batch or 1, seq, rotary_dim).
     """
     q, k, cos, sin = (_with_adjacent_columns(x) for x in (q, k, cos, sin))
     rotated_q, rotated_k = torch.empty_like(q), torch.empty_like(k)

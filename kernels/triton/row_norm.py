@@ -1,12 +1,12 @@
-"""Triton form of `kernels/row_norm.py`: tiles of whole rows forward, strips of rows backward.
+"""Triton form of `kernels/row_norm.py`: tiles of whole rows in forward, strips of rows in backward.
 
-[Note: tiles of rows] Narrow rows (the norms of single heads) share a program, so that each of its threads has enough
-to load. Rows of more than MAX_BLOCK_SIZE columns are cut into blocks: forward reads them twice, and backward begins
-with a kernel of its own for the means over each row.
+[Note: tiles of rows] Narrow rows (norms of single heads) share a program, so that each thread has enough to load. Rows
+of more than MAX_BLOCK_SIZE columns are cut into blocks: forward reads them twice, and backward first runs
+`_row_means_kernel` for the means over each row.
 
-[Note: one wave] The programs of backward are as many as run at the same time, each with one strip of rows: at 128
-registers a thread a GPU's processor holds 16 warps. That few programs hide the time of their loads by starting those
-of the next rows early; where the shared memory of small GPUs would not hold them, they do without.
+[Note: one wave] Backward starts as many programs as run at the same time, each with a strip of rows: with 128 registers
+per thread, a multiprocessor holds 16 warps. So few programs hide the latency of loads only if they load the next rows
+early, which they do if the shared memory of a small GPU can hold them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .launch import launch, next_power_of_2, num_processors
 
-MAX_BLOCK_SIZE = 8192  # columns that a program holds in registers at once
+MAX_BLOCK_SIZE = 8192  # columns that a program holds in registers
 FORWARD_THREAD_NUMEL = 8  # elements
 BACKWARD_THREAD_NUMEL = 16
 RESIDENT_WARPS = 16
@@ -34,7 +34,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """A tile of rows: h = x + r;  rstd = 1 / sqrt(mean((h - mean)^2) + eps);  y = (h - mean) * rstd * (w + offset) + b.
 
-    mean is mean(h), or 0 where it is not subtracted.
+    mean is mean(h), or 0 unless SUBTRACTS_MEAN.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)
@@ -49,7 +49,7 @@ def _forward_kernel(
             h += tl.load(R_ptr + (rows * R_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
             rounded = h.to(H_ptr.dtype.element_ty)
             tl.store(H_ptr + (rows * n_cols)[:, None] + at[None, :], rounded, mask=ok)
-            h = rounded.to(tl.float32)  # what backward will read
+            h = rounded.to(tl.float32)  # the value that backward will read
         if SUBTRACTS_MEAN:
             seen = block * BLOCK_SIZE
             count = tl.minimum(n_cols - seen, BLOCK_SIZE)
@@ -57,7 +57,7 @@ def _forward_kernel(
             block_mean = block_total / count
             centered = tl.where(ok, h - block_mean[:, None], 0.0)
             squares += tl.sum(centered * centered, axis=1)
-            if NUM_BLOCKS > 1:  # blocks about means of their own are joined: Chan, Golub, LeVeque 1983, equation 1.5
+            if NUM_BLOCKS > 1:  # join blocks with different means: Chan, Golub, LeVeque 1983, equation 1.5
                 distance = block_mean - total / tl.maximum(seen, 1)
                 squares += distance * distance * (seen * (count / (seen + count)))
             total += block_total
@@ -72,7 +72,7 @@ def _forward_kernel(
         at = block * BLOCK_SIZE + cols
         ok = (rows < n_rows)[:, None] & (at < n_cols)[None, :]
         if NUM_BLOCKS > 1:
-            if HAS_RESIDUAL:  # stored by other threads, maybe: the sums above are barriers between them
+            if HAS_RESIDUAL:  # a different thread may have stored it: the sums above are barriers
                 h = tl.load(H_ptr + (rows * n_cols)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
             else:
                 h = tl.load(X_ptr + (rows * X_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
@@ -92,7 +92,7 @@ def _row_means_kernel(
     DY_row_stride, H_row_stride, n_cols, offset,
     SUBTRACTS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One wide row: with g = (w + offset) dy and h^ = (h - mean) rstd, mean(g h^), and mean(g) if it is needed."""
+    """A wide row: with g = (w + offset) dy and h^ = (h - mean) rstd, mean(g h^), and mean(g) if SUBTRACTS_MEAN."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_SIZE)
     g_total = tl.zeros((BLOCK_SIZE,), tl.float32)
@@ -121,10 +121,10 @@ def _backward_kernel(
     WANTS_DW: tl.constexpr, WANTS_DB: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns of the rows of one strip: dx, and the strip's dw = sum(dy h^) and db = sum(dy).
+    """A block of columns of a strip of rows: dx, and the strip's dw = sum(dy h^) and db = sum(dy).
 
-    g = (w + offset) dy;  h^ = (h - mean) rstd;  dx = rstd (g - mean(g) - h^ mean(g h^)) + dh, without mean(g) where
-    the mean is not subtracted. The means come from `_row_means_kernel` where a row has several blocks.
+    g = (w + offset) dy;  h^ = (h - mean) rstd;  dx = rstd (g - mean(g) - h^ mean(g h^)) + dh, with mean(g) only if
+    SUBTRACTS_MEAN. The means come from `_row_means_kernel` if a row has several blocks.
     """
     strip = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     at = tl.program_id(0) % NUM_BLOCKS * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -179,9 +179,9 @@ def forward(
     offset: float,
     subtracts_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """x, residual: (n_rows, n_cols) with adjacent columns; weight, bias: (n_cols,).
+    """Launch the forward. x, residual: (n_rows, n_cols) with adjacent columns; weight, bias: (n_cols,).
 
-    Returns y; h = x + residual (without: x); the mean of each row of h, None where it is not subtracted; and rstd.
+    Returns y, h = x + residual (x without a residual), the mean of each row of h (None unless subtracts_mean), rstd.
     """
     n_rows, n_cols = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -213,9 +213,9 @@ def backward(
     dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, contiguous and in the dtype of h; dweight and dbias in the dtypes given, None where that is None.
+    """Launch the backward. Returns dx, contiguous in the dtype of h, and dweight and dbias, None if not wanted.
 
-    dy, dh, h: (n_rows, n_cols) with adjacent columns; mean: (n_rows,) float32, None if not subtracted; rstd: the same.
+    dy, dh, h: (n_rows, n_cols) with adjacent columns; rstd: (n_rows,) float32; mean: like rstd, None if not subtracted.
     """
     n_rows, n_cols = h.shape
     weight = _adjacent(weight)
@@ -250,7 +250,7 @@ def backward(
 def _row_means(
     dy: Tensor, h: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float, block_size: int
 ) -> tuple[Tensor | None, Tensor]:
-    """mean(g), None if not needed, and mean(g h^) of every row, each (n_rows,) float32."""
+    """Launch the means of wide rows. Returns mean(g), None if not needed, and mean(g h^), each (n_rows,) float32."""
     n_rows, n_cols = h.shape
     mean_g, mean_gh = torch.empty_like(rstd) if mean is not None else None, torch.empty_like(rstd)
     launch(
@@ -268,5 +268,5 @@ def _adjacent(vector: Tensor | None) -> Tensor | None:
 
 
 def _tile(block_size: int, thread_numel: int) -> tuple[int, int]:
-    """The rows of a tile of that many columns, and its warps: 4 to 16; with more, there are too few registers each."""
+    """Choose rows and warps (4 to 16) of a tile with that many columns. More warps would have too few registers."""
     return max(1, 4 * 32 * thread_numel // block_size), min(max(block_size // (32 * thread_numel), 4), 16)

@@ -1,7 +1,7 @@
-"""Triton forms of `kernels/sum_of_squares.py` and of `kernels/exact_sum.py`.
+"""Triton forms of `kernels/sum_of_squares.py` and `kernels/exact_sum.py`.
 
-A program takes a few blocks and writes the sum of each. A program adds up its values limb by limb, and each limb by one
-atomic sum. One program makes the factor that clips.
+A program sums the squares of a few blocks. For the exact sum, a program adds up its values limb by limb, with an atomic
+addition per limb. A single program computes the clipping factor.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from torch import Tensor
 from ..exact_sum import BIAS_BITS, NUM_LIMBS
 from .launch import launch, next_power_of_2
 
-MAX_ENTRIES = 1024  # of a launch: each program reads where all entries start
-_WIDTHS = (16, 128, MAX_ENTRIES)  # few, for each is compiled by itself
+MAX_ENTRIES = 1024  # per launch: each program reads the first program of all entries
+_WIDTHS = (16, 128, MAX_ENTRIES)  # few, because each is compiled separately
 _NOWHERE = 2**63 - 1
-
-
-TILE_NUMEL = 4096  # elements of a program: 32 a thread
+TILE_NUMEL = 4096  # elements of a program: 32 per thread
 LIMBS_TILE_NUMEL = 1024  # values of a program of the exact sum
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _squares_of_rows(x):
-    """The sum of squares of each row of x, (ROWS, COLS) float32 -> (ROWS,) float64; inf or nan where a value is.
+    """Sum the squares of each row of x, (ROWS, COLS) float32 -> (ROWS,) float64; inf or nan if the row has one.
 
-    With 2^e about the largest |x| of the row: sum((x / 2^e)^2) * 2^2e.
+    With 2^e near the largest |x| of the row: sum((x / 2^e)^2) * 2^2e.
     """
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, nan above all: tl.max would drop it
-    exponent = tl.minimum(tl.maximum(tl.max(bits, axis=1) >> 23, 1), 252)  # both powers below are normal
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as |x| with nan on top; tl.max of x would drop a nan
+    exponent = tl.minimum(tl.maximum(tl.max(bits, axis=1) >> 23, 1), 252)  # keeps both powers below normal
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     power = (exponent << 23).to(tl.float32, bitcast=True).to(tl.float64)
     y = x * inverse[:, None]
@@ -43,6 +41,7 @@ def _squares_of_rows(x):
 
 @triton.jit
 def _store_squares(squares, S_ptr, FLAG_ptr, block, ok):
+    """Store sums of blocks, and set the flag if a sum is not finite."""
     tl.store(S_ptr + block, squares, mask=ok)
     if FLAG_ptr is not None:
         is_bad = (squares < float("inf")).to(tl.int32) == 0
@@ -55,7 +54,7 @@ def _flat_kernel(
     X_ptr, S_ptr, FLAG_ptr, n_blocks,
     BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Whole blocks of one buffer. The mask is the same along a row, so loads are wide whatever n_blocks is."""
+    """Sum whole blocks of a buffer. The mask is constant along a row, so loads are wide for any n_blocks."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = block < n_blocks
     at = block[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]
@@ -65,7 +64,7 @@ def _flat_kernel(
 
 @triton.jit
 def entry_of(program, TABLE_ptr, WIDTH: tl.constexpr):
-    """The number of the entry that the program belongs to, and that of the program within it (int64)."""
+    """Return the entry of a program, and the index of the program within the entry (int64)."""
     starts = tl.load(TABLE_ptr + tl.arange(0, WIDTH))
     entry = tl.sum((starts <= program).to(tl.int32), axis=0) - 1
     return entry, program - tl.load(TABLE_ptr + entry)
@@ -76,7 +75,7 @@ def _table_kernel(
     TABLE_ptr, S_ptr, FLAG_ptr,
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Elements low to high at an address that is a multiple of 16 bytes, in blocks counted from that address."""
+    """Sum elements low to high of each entry, in blocks counted from its address, a multiple of 16 bytes."""
     entry, part = entry_of(tl.program_id(0), TABLE_ptr, WIDTH)
     address = tl.load(TABLE_ptr + WIDTH + entry)
     low = tl.load(TABLE_ptr + 2 * WIDTH + entry)
@@ -86,7 +85,7 @@ def _table_kernel(
     start = part * (ROWS * BLOCK_NUMEL)
     rows = tl.arange(0, ROWS)
     at = start + rows[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]
-    # Both branches give one tensor of one layout: a block's sum does not depend on where an entry begins.
+    # Both branches give a tensor of the same layout: a block's sum does not depend on the begin of an entry.
     if (start >= low) & (start + ROWS * BLOCK_NUMEL <= high):
         x = tl.load(X_ptr + at).to(tl.float32)
     else:
@@ -96,7 +95,7 @@ def _table_kernel(
 
 
 def squares_by_block(tensor: Tensor, block_numel: int) -> Tensor:
-    """tensor: of any shape and strides -> (ceil(n / block_numel),) float64."""
+    """Launch the sum of a tensor of any shape and strides -> (ceil(n / block_numel),) float64."""
     flat = aligned(tensor)
     if flat.numel() and flat.numel() % block_numel == 0:
         return _squares_of_one(flat, block_numel, None)
@@ -104,9 +103,9 @@ def squares_by_block(tensor: Tensor, block_numel: int) -> Tensor:
 
 
 def squares_of_each(tensors: Sequence[Tensor], block_numel: int, non_finite: Tensor | None) -> list[Tensor]:
-    """tensors: of any shapes and strides -> (ceil(n / block_numel),) float64 of each."""
+    """Launch the sums of tensors of any shapes and strides -> (ceil(n / block_numel),) float64 of each."""
     flats = [aligned(tensor) for tensor in tensors]
-    squares: dict[int, Tensor] = {}  # by index, of those that are not empty
+    squares: dict[int, Tensor] = {}  # by index of a non-empty tensor
     for dtype in {flat.dtype for flat in flats}:
         chosen = [index for index, flat in enumerate(flats) if flat.dtype == dtype and flat.numel()]
         if len(chosen) == 1 and flats[chosen[0]].numel() % block_numel == 0:
@@ -122,10 +121,10 @@ def squares_of_each(tensors: Sequence[Tensor], block_numel: int, non_finite: Ten
 def squares_of_spans(
     spans: Sequence[tuple[int, int, int]], like: Tensor, block_numel: int, non_finite: Tensor | None
 ) -> tuple[Tensor, list[int]]:
-    """Sums of all spans' blocks, (num_blocks,) float64, one span's behind the other's, and how many each has.
+    """Launch the sums of all spans' blocks. Returns (num_blocks,) float64, span after span, and blocks of each span.
 
-    spans: (address, a multiple of 16; low; high) with low < high, counted in elements from the address, and low in the
-    first block. like: a tensor of their dtype and device.
+    spans: (address, low, high): a multiple of 16, then element offsets from the address, low < high, low in the first
+    block. like: a tensor of their dtype and device.
     """
     counts = [-(-high // block_numel) for _, _, high in spans]
     first_squares = [0]
@@ -146,12 +145,11 @@ def squares_of_spans(
 def tables(
     num_programs: Sequence[int], fields: Sequence[Sequence[int]], device: torch.device
 ) -> Iterator[tuple[Tensor, int, int]]:
-    """(table, its width, programs) of each launch. num_programs: of each entry, at least 1; fields: values by entry.
+    """Iterate over (table, width, programs) of each launch. num_programs: of each entry, at least 1.
 
-    A table lets one launch work through many tensors: (num_fields, width) int64, one column an entry. Its first field
-    is the number of the entry's first program: programs are dealt out to the entries in order, each a stretch of one
-    entry. Width is a power of two; entries beyond the last start at no program. The copy to a GPU is from pinned
-    memory, so that the host does not wait for it.
+    A table lets a launch process many tensors: (num_fields, width) int64, with a column per entry. The first row has
+    each entry's first program, and the rows after it are `fields`, values by entry. Width is a power of two; padding
+    entries start at no program. The copy to a GPU is from pinned memory, so that the host does not wait.
     """
     for first in range(0, len(num_programs), MAX_ENTRIES):
         counts = num_programs[first : first + MAX_ENTRIES]
@@ -163,13 +161,13 @@ def tables(
         padding = width - len(counts)
         rows = [starts[:-1] + [_NOWHERE] * padding]
         rows += [[*field[first : first + MAX_ENTRIES], *[0] * padding] for field in fields]
-        is_apart = device.type != "cpu" and torch.accelerator.is_available()  # else nothing runs: it is compiled
-        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=is_apart)
+        has_device = device.type != "cpu" and torch.accelerator.is_available()  # False in a recorded launch
+        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=has_device)
         yield on_host.to(device, non_blocking=True), width, starts[-1]
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """tensor as (n,), contiguous, at an address that is a multiple of 16 bytes; itself where it is."""
+    """Return tensor as (n,), contiguous, at an address that is a multiple of 16 bytes; itself if it is so already."""
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
     return flat if flat.data_ptr() % 16 == 0 else flat.clone()
 
@@ -186,14 +184,13 @@ def _squares_of_one(flat: Tensor, block_numel: int, non_finite: Tensor | None) -
 
 @triton.jit(do_not_specialize=["n", "row", "flag"])
 def _limbs_kernel(X_ptr, SUMS_ptr, n, row, flag, TILE: tl.constexpr):
-    """SUMS[row:] += the finite x, in units of 2^-1152, 32 bits a limb;  SUMS[flag] = 1 where an x is inf or nan."""
+    """SUMS[row:] += finite x, in units of 2^-1152, with 32 bits per limb;  SUMS[flag] = 1 if an x is inf or nan."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     bits = tl.load(X_ptr + at, mask=at < n, other=0.0).to(tl.int64, bitcast=True)
     exponent = (bits >> 52) & 0x7FF
     is_finite = exponent < 0x7FF
-    integer = (bits & 0xFFFFFFFFFFFFF) | tl.where(
-        exponent > 0, 0x10000000000000, 0
-    )  # x = integer * 2^(exponent - 1075)
+    # x = integer * 2^(exponent - 1075)
+    integer = (bits & 0xFFFFFFFFFFFFF) | tl.where(exponent > 0, 0x10000000000000, 0)
     integer = tl.where(is_finite, tl.where(bits < 0, -integer, integer), 0)
     position = tl.maximum(exponent, 1) + 77  # 1152 - 1075
     index, shift = position >> 5, position & 31
@@ -211,7 +208,7 @@ def _limbs_kernel(X_ptr, SUMS_ptr, n, row, flag, TILE: tl.constexpr):
 
 
 def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int) -> None:
-    """As `exact_sum.add_limbs`."""
+    """Launch `exact_sum.add_limbs`."""
     launch(
         _limbs_kernel, (-(-values.numel() // LIMBS_TILE_NUMEL),), num_warps=4, X_ptr=values, SUMS_ptr=sums,
         n=values.numel(), row=row, flag=flag, TILE=LIMBS_TILE_NUMEL,
@@ -224,10 +221,10 @@ def _clip_kernel(
     CLIPS_BELOW: tl.constexpr, EPSILON: tl.constexpr, NUM_LIMBS: tl.constexpr, BIAS_BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """FACTOR = rest * min(1, limit / (norm + EPSILON));  SKIP = flags. rest, limit: the bits of float64."""
+    """FACTOR = rest * min(1, limit / (norm + EPSILON));  SKIP = flags. rest, limit: bits of float64 numbers."""
     at = tl.arange(0, TILE)
     limbs = tl.load(SUMS_ptr + at, mask=at < NUM_LIMBS, other=0)
-    exponent = at.to(tl.int64) * 32 - BIAS_BITS + 1023  # of what a limb counts; below all normal numbers it is nothing
+    exponent = at.to(tl.int64) * 32 - BIAS_BITS + 1023  # of a limb's unit; a unit below all normal numbers counts 0
     unit = tl.where(limbs == 0, 0, tl.minimum(tl.maximum(exponent, 0), 2047) << 52).to(tl.float64, bitcast=True)
     square = tl.sum(limbs.to(tl.float64) * unit, axis=0)
     rest = rest.to(tl.int64).to(tl.float64, bitcast=True)
@@ -245,10 +242,10 @@ def _clip_kernel(
 def clip_factor(
     sums: Tensor, flags: int, known: tuple[int, int], rest: float, limit: float, clips_below: bool, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """As `clip_factor.clip_factor`."""
+    """Launch `sum_of_squares.clip_factor`."""
     factor = torch.empty(1, dtype=torch.float64, device=sums.device)
     skip = torch.empty(1, dtype=torch.int64, device=sums.device)
-    rest_bits, limit_bits = struct.unpack("=2q", struct.pack("=2d", rest, limit))  # a float would come as a float32
+    rest_bits, limit_bits = struct.unpack("=2q", struct.pack("=2d", rest, limit))  # Triton passes a float as float32
     launch(
         _clip_kernel, (1,), num_warps=4, SUMS_ptr=sums, FACTOR_ptr=factor, SKIP_ptr=skip,
         flags=flags, place=known[0], expected=known[1], rest=rest_bits, limit=limit_bits,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from .schedule import Action, Op
 
+_TIMES = {Op.F: "forward", Op.B: "backward", Op.I: "input_backward", Op.W: "weight_backward"}  # fields of Costs
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -77,12 +79,5 @@ class Costs:
 
     def time(self, action: Action) -> float:
         """Return the time that `action` keeps its rank busy, without reductions: 0 except for F, B, I and W."""
-        if action.op is Op.F:
-            return self.forward[action.stage]
-        if action.op is Op.B:
-            return self.backward[action.stage]
-        if action.op is Op.I:
-            return self.input_backward[action.stage]
-        if action.op is Op.W:
-            return self.weight_backward[action.stage]
-        return 0.0
+        by_stage: tuple[float, ...] | None = getattr(self, _TIMES.get(action.op, ""), None)
+        return 0.0 if by_stage is None else by_stage[action.stage]

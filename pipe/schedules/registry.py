@@ -45,7 +45,7 @@ KINDS = {
         ),
         ScheduleKind(
             "interleaved",
-            "1F1B with several stages a rank: a smaller bubble, more messages and activations",
+            "1F1B with several stages per rank: a smaller bubble, more messages and activations",
             interleaved,
             min_chunks=2,
             max_chunks=None,
@@ -60,7 +60,7 @@ KINDS = {
         ),
         ScheduleKind(
             "zb-v",
-            "two stages a rank as a V, split backwards: almost no bubble, 1F1B's memory",
+            "two stages per rank as a V, split backwards: almost no bubble, 1F1B's memory",
             lambda ranks, microbatches, _: zb_v(ranks, microbatches),
             min_chunks=2,
             max_chunks=2,
@@ -69,7 +69,7 @@ KINDS = {
         ),
         ScheduleKind(
             "dualpipe-v",
-            "two stages a rank as a V, forwards and backwards in pairs that hide each other's messages",
+            "two stages per rank as a V, forwards and backwards in pairs that hide each other's messages",
             lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches),
             min_chunks=2,
             max_chunks=2,

@@ -183,45 +183,20 @@ class Schedule:
         The five header lines come first, in any order. A rank's actions can take several lines that begin with
         `rank N:`. A `#` begins a comment. Raises ScheduleError with line and column. `simulate` tells if it can run.
         """
-        return _Reader(text).read()
-
-
-class _Reader:
-    """Reads a schedule from text, line by line."""
-
-    def __init__(self, text: str) -> None:
-        self._header: dict[str, tuple[str, int, int]] = {}  # key -> value, line, column
-        self._rows: list[tuple[int, str, int, int]] = []  # rank, actions, line, column
+        header: dict[str, _Value] = {}
+        rows: list[tuple[int, _Value]] = []  # (rank, actions)
         for line, content in enumerate(text.splitlines(), start=1):
-            self._sort_in(content.partition("#")[0], line)
-
-    def _sort_in(self, content: str, line: int) -> None:
-        if not content.strip():
-            return
-        key, colon, value = content.partition(":")
-        column = len(key) + 2
-        key = " ".join(key.split())
-        if not colon:
-            raise ScheduleError(f'line {line}: expected "key: value", found "{content.strip()}"')
-        if match := _RANK_KEY.fullmatch(key):
-            self._rows.append((int(match[1]), value, line, column))
-        elif key not in _KEYS:
-            close = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f'did you mean "{close[0]}"?' if close else f"the keys are {', '.join(_KEYS)} and rank N"
-            raise ScheduleError(f'line {line}: unknown key "{key}"; {hint}')
-        elif key in self._header:
-            raise ScheduleError(f'line {line}: "{key}" is already on line {self._header[key][1]}')
-        else:
-            self._header[key] = (value, line, column)
-
-    def read(self) -> Schedule:
-        missing = [key for key in _KEYS if key not in self._header]
-        if missing:
+            content = content.partition("#")[0]
+            if content.strip():
+                _read_line(content, line, header, rows)
+        if missing := [key for key in _KEYS if key not in header]:
             raise ScheduleError(f'line 1: expected a line "{missing[0]}: ..." at the top of the schedule, found none')
-        num_ranks, num_stages, num_microbatches = (self._count(key) for key in ("ranks", "stages", "microbatches"))
-        rank_of_stage = self._rank_of_stage(num_ranks, num_stages)
+        num_ranks, num_stages, num_microbatches = (
+            _read_count(key, header[key]) for key in ("ranks", "stages", "microbatches")
+        )
+        rank_of_stage = _read_rank_of_stage(header["rank of stage"], num_ranks, num_stages)
         actions: list[list[Action]] = [[] for _ in range(num_ranks)]
-        for rank, row, line, column in self._rows:
+        for rank, (row, line, column) in rows:
             if rank >= num_ranks:
                 raise ScheduleError(
                     f"line {line}: expected a rank below {num_ranks} (ranks: {num_ranks}), found {rank}"
@@ -230,38 +205,55 @@ class _Reader:
                 action = Action.parse(word, line, word_column)
                 _check_range(action, num_stages, num_microbatches, f'line {line}, column {word_column}: "{word}"')
                 actions[rank].append(action)
-        return Schedule(
-            name=self._header["name"][0].strip(),
-            num_ranks=num_ranks,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            rank_of_stage=rank_of_stage,
-            actions=tuple(map(tuple, actions)),
-        )
+        name = header["name"][0].strip()
+        return cls(name, num_ranks, num_stages, num_microbatches, rank_of_stage, tuple(map(tuple, actions)))
 
-    def _count(self, key: str) -> int:
-        value, line, _ = self._header[key]
-        value = value.strip()
-        if not value.isdecimal() or int(value) < 1:
-            raise ScheduleError(f'line {line}: expected a whole number of {key}, at least 1, found "{value}"')
-        return int(value)
 
-    def _rank_of_stage(self, num_ranks: int, num_stages: int) -> tuple[int, ...]:
-        value, line, column = self._header["rank of stage"]
-        ranks = []
-        for word, word_column in _words(value, column):
-            if not word.isdecimal() or int(word) >= num_ranks:
-                raise ScheduleError(
-                    f"line {line}, column {word_column}: expected a rank below {num_ranks} (ranks: {num_ranks}), "
-                    f'found "{word}"'
-                )
-            ranks.append(int(word))
-        if len(ranks) != num_stages:
+_Value = tuple[str, int, int]  # text after "key:", line, column
+
+
+def _read_line(content: str, line: int, header: dict[str, _Value], rows: list[tuple[int, _Value]]) -> None:
+    """Read a line "key: value" into the header, or into the rows of ranks."""
+    key, colon, value = content.partition(":")
+    column = len(key) + 2
+    key = " ".join(key.split())
+    if not colon:
+        raise ScheduleError(f'line {line}: expected "key: value", found "{content.strip()}"')
+    if match := _RANK_KEY.fullmatch(key):
+        rows.append((int(match[1]), (value, line, column)))
+    elif key not in _KEYS:
+        close = difflib.get_close_matches(key, _KEYS, n=1)
+        hint = f'did you mean "{close[0]}"?' if close else f"the keys are {', '.join(_KEYS)} and rank N"
+        raise ScheduleError(f'line {line}: unknown key "{key}"; {hint}')
+    elif key in header:
+        raise ScheduleError(f'line {line}: "{key}" is already on line {header[key][1]}')
+    else:
+        header[key] = (value, line, column)
+
+
+def _read_count(key: str, value: _Value) -> int:
+    text, line = value[0].strip(), value[1]
+    if not text.isdecimal() or int(text) < 1:
+        raise ScheduleError(f'line {line}: expected a whole number of {key}, at least 1, found "{text}"')
+    return int(text)
+
+
+def _read_rank_of_stage(value: _Value, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+    text, line, column = value
+    ranks = []
+    for word, word_column in _words(text, column):
+        if not word.isdecimal() or int(word) >= num_ranks:
             raise ScheduleError(
-                f"line {line}: expected the rank of each of {num_stages} stages (stages: {num_stages}), "
-                f"found {len(ranks)} ranks"
+                f"line {line}, column {word_column}: expected a rank below {num_ranks} (ranks: {num_ranks}), "
+                f'found "{word}"'
             )
-        return tuple(ranks)
+        ranks.append(int(word))
+    if len(ranks) != num_stages:
+        raise ScheduleError(
+            f"line {line}: expected the rank of each of {num_stages} stages (stages: {num_stages}), "
+            f"found {len(ranks)} ranks"
+        )
+    return tuple(ranks)
 
 
 def _words(text: str, column: int) -> Iterator[tuple[str, int]]:

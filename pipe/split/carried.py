@@ -10,7 +10,7 @@ named by the function that made it and by the number of earlier calls of that fu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,17 +74,6 @@ def description(output: Any, block: str) -> Any:
         )
 
     return map_leaves(describe, output)
-
-
-def run_lengths(values: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
-    """Encode values as (value, number of repetitions in a row)."""
-    runs: list[tuple[Any, int]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1] = (value, runs[-1][1] + 1)
-        else:
-            runs.append((value, 1))
-    return tuple(runs)
 
 
 class OuterValues(TorchFunctionMode):

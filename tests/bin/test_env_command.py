@@ -85,7 +85,7 @@ def test_a_missing_compiler_is_said_where_it_matters(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     works = report(capsys)["works"]
-    why = "CXX is 'no-such-compiler', and there is no such program"
+    why = "CXX is 'no-such-compiler', and this program does not exist"
     assert works["c++ compiler"] == {"works": False, "why": why}
     assert works["cpu update kernel"]["why"] == f"torch's kernels, chunk by chunk, because {why}"
 

@@ -115,7 +115,7 @@ def test_what_is_fused_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert lines_of(caplog, Model(), fuse_modules=False) == lines_of(caplog, Model(), fuse_modules=[]) == []
     assert lines_of(caplog, Model(), fuse_modules=["layer_norm", "rms_norm"]) == [
         "fused 1 x LayerNorm (layer_norm)",
-        "config: kernels.fuse_modules: rms_norm has no effect here: the model has no module of that kind that is known",
+        "config: kernels.fuse_modules: rms_norm has no effect here: the model has no known module of that kind",
     ]
 
 

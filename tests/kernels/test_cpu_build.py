@@ -157,7 +157,7 @@ def test_no_compiler(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert_torch_works_because(
-        caplog, r"there is no C\+\+ compiler: looked for c\+\+, g\+\+, clang\+\+; install one, or name it in CXX"
+        caplog, r"found no C\+\+ compiler among c\+\+, g\+\+, clang\+\+; install a compiler, or name it in CXX"
     )
 
 
@@ -165,7 +165,7 @@ def test_a_compiler_that_is_not_there(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    assert_torch_works_because(caplog, "CXX is 'no-such-compiler -O3', and there is no such program")
+    assert_torch_works_because(caplog, "CXX is 'no-such-compiler -O3', and this program does not exist")
 
 
 def test_a_compiler_that_fails(
@@ -182,7 +182,7 @@ def test_a_compiler_that_writes_no_library(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", "exit 0")))
-    assert_torch_works_because(caplog, "the library cannot be kept or loaded: .*")
+    assert_torch_works_because(caplog, "the library cannot be written or loaded: .*")
 
 
 def test_a_compiler_that_does_not_end(

@@ -251,14 +251,12 @@ def test_an_input_of_another_width_is_an_error(kind: Any, affine: bool) -> None:
 
 def test_unknown_names_are_errors() -> None:
     known = ", ".join(f'"{name}"' for name in FUSIONS)
-    with pytest.raises(
-        ValueError, match=f'fuse_model: expected modules to be "auto" or a list of {known}; found "norm"'
-    ):
+    with pytest.raises(ValueError, match=f'fuse_model: expected modules "auto" or a list of {known}; found "norm"'):
         fuse_model(llama(), modules=["norm", "rms_norm"])
     with pytest.raises(ValueError, match=f'fuse_model: expected backends of {known}; found "norm"'):
         fuse_model(llama(), backend={"norm": "reference"})
     with pytest.raises(
-        ValueError, match='fuse_model: expected backend to be one of "auto", "triton", "reference", found "cuda"'
+        ValueError, match='fuse_model: expected a backend of "auto", "triton", "reference", found "cuda"'
     ):
         fuse_model(llama(), backend="cuda")  # type: ignore[arg-type]
 
@@ -266,7 +264,7 @@ def test_unknown_names_are_errors() -> None:
 def test_a_backend_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "has_triton", lambda: False)
     with pytest.raises(
-        ValueError, match='fuse_model: backend "triton" needs the package triton, which is not installed'
+        ValueError, match='fuse_model: backend "triton" needs the package triton; install it, or use "auto"'
     ):
         fuse_model(llama(), backend="triton")
 
@@ -275,5 +273,5 @@ def test_a_name_that_finds_nothing_is_a_warning(caplog: pytest.LogCaptureFixture
     fuse_model(nn.Sequential(nn.LayerNorm(4)), modules=["layer_norm", "rms_norm"])
     fuse_model(nn.Sequential(nn.LayerNorm(4)))
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "fuse_model: rms_norm has no effect here: the model has no module of that kind that is known"
+        "fuse_model: rms_norm has no effect here: the model has no known module of that kind"
     ]

@@ -70,14 +70,14 @@ def test_the_start_value_is_kept(dtype: torch.dtype) -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    expected = "state_dtype: expected one of float32, bfloat16, int8, found torch.float16"
+    expected = "state_dtype: expected float32 or bfloat16 or int8, found torch.float16"
     with pytest.raises(ValueError, match=expected):
         new_states(OPTIMIZERS["adamw"], torch.zeros(3), ADAM, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_states_of_float64_weights_are_refused(dtype: torch.dtype) -> None:
-    expected = f"state_dtype: {dtype} states need float32 master weights, found torch.float64; use float32"
+    expected = f"state_dtype: expected float32 master weights for {dtype} states, found torch.float64; set state_dtype"
     with pytest.raises(ValueError, match=expected):
         new_states(OPTIMIZERS["adamw"], torch.zeros(3, dtype=torch.float64), ADAM, dtype)
 

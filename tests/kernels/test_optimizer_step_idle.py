@@ -44,5 +44,5 @@ def wide(master: Tensor, states: list[Tensor]) -> list[Tensor]:
 def test_as_many_steps_as_runs() -> None:
     rule, options = CASES["sgd"]
     ones = torch.ones(4)
-    with pytest.raises(ValueError, match="optimizer_step: expected a step of each of the 1 runs, found 2"):
+    with pytest.raises(ValueError, match="optimizer_step: expected a step for each of 1 runs, found 2"):
         update_runs(rule, ones, ones, [], 1, [(4, options)], 1.0, None, steps=[1, 1])

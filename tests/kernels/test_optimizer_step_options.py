@@ -100,10 +100,10 @@ def test_tensors_that_do_not_fit_are_errors() -> None:
 def test_scalars_that_do_not_fit_are_errors() -> None:
     rule, options = CASES["sgd"]
     ones = torch.ones(4)
-    expected = r"expected gradient_scale of one element on cpu, where master is, found \(2,\) on cpu"
+    expected = r"expected gradient_scale with a single element on cpu, the device of master, found \(2,\) on cpu"
     with pytest.raises(ValueError, match=expected):
         update_shard(rule, ones, ones, [], 1, options, torch.ones(2), None)
-    expected = r"expected skip of one element on cpu, where master is, found \(1,\) on meta"
+    expected = r"expected skip with a single element on cpu, the device of master, found \(1,\) on meta"
     with pytest.raises(ValueError, match=expected):
         update_shard(rule, ones, ones, [], 1, options, 1.0, None, skip=torch.ones(1, device="meta"))
 

@@ -70,7 +70,7 @@ def test_without_triton_a_gpu_falls_back_with_one_line() -> None:
     assert in_a_new_process(without_triton) == [
         "triton is not installed: kernels run as eager torch operations, which are slower on a GPU",
         "torch.Size([2, 4]) cuda",
-        'rms_norm: backend "triton" needs the package triton, which is not installed; use "auto"',
+        'rms_norm: backend "triton" needs the package triton; install it, or use "auto"',
     ]
 
 

@@ -190,7 +190,7 @@ def test_bad_heads_are_errors() -> None:
 
 def test_bad_tables_are_errors() -> None:
     q, table = torch.ones(2, 4, 3, 8), torch.ones(1, 3, 8)
-    shapes = r"expected cos and sin of one shape, \(2 or 1, 3, rotary_dim\), found"
+    shapes = r"expected cos and sin of the same shape, \(2 or 1, 3, rotary_dim\), found"
     with pytest.raises(ValueError, match=shapes + r" \(3, 8\) and \(3, 8\)"):
         rotary_embedding(q, q, table[0], table[0])
     with pytest.raises(ValueError, match=shapes + r" \(1, 3, 8\) and \(1, 3, 4\)"):
@@ -205,7 +205,9 @@ def test_bad_tables_are_errors() -> None:
 
 def test_learned_tables_are_errors() -> None:
     q, table = torch.ones(2, 4, 3, 8), torch.ones(1, 3, 8)
-    with pytest.raises(ValueError, match=r"gives sin no gradient, but it requires one; pass sin.detach\(\)"):
+    with pytest.raises(
+        ValueError, match=r"expected sin without requires_grad, because it gets no gradient; pass sin.detach\(\)"
+    ):
         rotary_embedding(q, q, table, table.clone().requires_grad_())
     with torch.no_grad():
         rotary_embedding(q, q, table, table.clone().requires_grad_())

@@ -117,7 +117,7 @@ def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int
 
     def look(action: Action, start: float, end: float) -> None:
         nonlocal most_held
-        most_held = max(most_held, executor.num_held)
+        most_held = max(most_held, len(executor._run.graphs))
         if action.op not in (Op.B, Op.I):
             return
         assert action.microbatch is not None

@@ -166,11 +166,11 @@ class Disk:
     def run_window(self) -> float:
         begin = time.perf_counter()
         take = partial(self.pool.take, self.unit_bytes)
-        residents = [Offloadable.of(self.store, key, take, self.pool.give) for key in self.keys]
+        offloadables = [Offloadable.of(self.store, key, take, self.pool.give) for key in self.keys]
         with Window(self.options.depth) as window:
-            window.expect(residents)
-            for index, resident in enumerate(residents):
-                with window.use(resident) as buffer:
+            window.expect(offloadables)
+            for index, offloadable in enumerate(offloadables):
+                with window.use(offloadable) as buffer:
                     self.work(index, buffer)
         return time.perf_counter() - begin
 

@@ -294,7 +294,7 @@ def build_lowtide(model: PipelineModel, contender: Contender, ranks: int, microb
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(model, config)
-    pipeline = engine._driver
+    pipeline = engine._runner
     assert isinstance(pipeline, PipelineRunner)
     found: Timeline = []
 

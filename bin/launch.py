@@ -116,10 +116,10 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
         )
 
     notes = (*allocation.notes, *_notes(options, allocation))
-    if allocation.part == "agent" and allocation.meeting is not None:  # for a plan too: the first host asks for it
+    if allocation.part == "agent" and allocation.rendezvous is not None:  # for a plan too: the first host asks for it
         for note in notes:
             say(note)
-        become_agent(allocation.meeting, JOIN_SECONDS, options.lost_after)
+        become_agent(allocation.rendezvous, JOIN_SECONDS, options.lost_after)
     if options.print_plan:
         if allocation.part == "rank":
             print(printed_rank(allocation, request.command, request.environment))
@@ -150,8 +150,8 @@ def _notes(options: argparse.Namespace, allocation: Allocation) -> list[str]:
         )
     if options.min_hosts is not None and not options.max_restarts:
         notes.append("--min-hosts has no effect without --max-restarts")
-    if allocation.part != "rank" and allocation.meeting is not None and not os.environ.get(TOKEN_VARIABLE):
-        place = f"{allocation.meeting.address}:{allocation.meeting.port}"
+    if allocation.part != "rank" and allocation.rendezvous is not None and not os.environ.get(TOKEN_VARIABLE):
+        place = f"{allocation.rendezvous.address}:{allocation.rendezvous.port}"
         notes.append(
             f"LOWTIDE_TOKEN is not set: whoever reaches {place}, or listens there first, can run commands on the hosts "
             "of this job; set it to the same secret on all of them"

@@ -140,10 +140,10 @@ class CollectiveWatchdog:
                 logger.warning("a process group could not be aborted: %s", error)
 
 
-def _watch(overdue: weakref.ref[CollectiveWatchdog], stop: threading.Event, poll_seconds: float) -> None:
-    """Poll until stopped, or until the engine that owns `overdue` is garbage-collected."""
+def _watch(collective_watchdog: weakref.ref[CollectiveWatchdog], stop: threading.Event, poll_seconds: float) -> None:
+    """Poll until stopped, or until the engine that owns `collective_watchdog` is garbage-collected."""
     while not stop.wait(poll_seconds):
-        there = overdue()
+        there = collective_watchdog()
         if there is None or not there.look(poll_seconds):
             return
         del there

@@ -120,10 +120,10 @@ class ErrorBroadcast:
         try:
             yield
         except BaseException as error:
-            self.tell(error)
+            self.broadcast(error)
             raise
 
-    def tell(self, error: BaseException) -> None:
+    def broadcast(self, error: BaseException) -> None:
         """Announce an error that ends a pass.
 
         An error before the first collective is not announced: the pass may be repeated with another batch.
@@ -168,7 +168,7 @@ class ErrorBroadcast:
     def fail(self, what: str, error: BaseException, before: list[int], is_context: bool = False) -> None:
         """Announce an error that ends the call."""
         if isinstance(error, CollectiveError) and not self._gave_up:
-            self.tell(error)
+            self.broadcast(error)
         if self._is_told and not is_context:  # a pass in this call has announced it
             return
         self._left[what] += 1
@@ -218,12 +218,12 @@ class ErrorBroadcast:
         if count == self._num_told and all(other == count for other, _ in told):
             return
         others = ", ".join(str(other) for other, (number, _) in enumerate(told) if number < count)
-        raised = (
+        error_broadcast = (
             f"rank {rank} raised {text}"
             if count > self._num_told
             else f"this rank raised {text}, rank {others} did not"
         )
-        raise CollectiveError(f"rank {self._rank} in {what}: {raised}{_NO_FURTHER}")
+        raise CollectiveError(f"rank {self._rank} in {what}: {error_broadcast}{_NO_FURTHER}")
 
     def alone(self, channel: Begun, ranks: Sequence[int]) -> str:
         """Explain why this rank waits in vain for one of `ranks` in a collective. Returns "" if unknown."""
@@ -253,14 +253,15 @@ class ErrorBroadcast:
     # -- blocking waits, observed by a thread ---------------------------------------------------------------------
 
     def wait(self, channel: Begun, end: Callable[[], None]) -> None:
-        """Record that this rank waits, until `go_on`. end: called by the thread, lets the wait raise RuntimeError."""
+        """Record that this rank waits, until `end_wait`. end: called by the thread, lets the wait raise
+        RuntimeError."""
         self._waits = channel, time.monotonic(), end
         if self._thread is None and self._store is not None:
             arguments = weakref.ref(self), self._stop
             self._thread = threading.Thread(target=_look, args=arguments, name="lowtide raised", daemon=True)
             self._thread.start()
 
-    def go_on(self) -> None:
+    def end_wait(self) -> None:
         self._waits = None
 
     def close(self) -> None:
@@ -290,10 +291,10 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MAX_CHARACTERS]
 
 
-def _look(raised: weakref.ref[ErrorBroadcast], stop: threading.Event) -> None:
-    """Poll until closed, or until the engine that owns `raised` is garbage-collected."""
+def _look(error_broadcast: weakref.ref[ErrorBroadcast], stop: threading.Event) -> None:
+    """Poll until closed, or until the engine that owns `error_broadcast` is garbage-collected."""
     while not stop.wait(_POLL_SECONDS):
-        there = raised()
+        there = error_broadcast()
         if there is None:
             return
         there.look()

@@ -34,7 +34,7 @@ class InFlight:
     def __init__(self, world: World, compare: Callable[[Sequence[int]], str]) -> None:
         """compare: see `FlightRecorder.compare`."""
         self._world = world
-        self._overdue = world.overdue
+        self._collective_watchdog = world.collective_watchdog
         self._compare = compare
         # Without a timeout on devices: NCCL's `wait` with a timeout would block the host.
         self._timeout = (timedelta(seconds=world.timeout_seconds),) if world.waits_on_host else ()
@@ -45,36 +45,36 @@ class InFlight:
         The first operation between two ranks may block until the other rank connects.
         """
         started = time.monotonic()
-        if self._overdue.is_on:
-            self._overdue.begin(what, others, self._compare, waits=False)
+        if self._collective_watchdog.is_on:
+            self._collective_watchdog.begin(what, others, self._compare, waits=False)
         try:
             work = make()
         except RuntimeError as error:  # the peer closed the connection
             raise self._error(what, others, started, error) from error
         finally:
-            if self._overdue.is_on:
-                self._overdue.end()
+            if self._collective_watchdog.is_on:
+                self._collective_watchdog.end()
         assert work is not None
         return work
 
     def wait(self, work: dist.Work, what: str, others: Sequence[int]) -> None:
         """Wait until the current stream may use the result. Raises CollectiveError."""
         started = time.monotonic()
-        if self._overdue.is_on:
-            self._overdue.begin(what, others, self._compare, waits=True)
+        if self._collective_watchdog.is_on:
+            self._collective_watchdog.begin(what, others, self._compare, waits=True)
         try:
             work.wait(*self._timeout)
         except RuntimeError as error:
             raise self._error(what, others, started, error) from error
         finally:
-            if self._overdue.is_on:
-                self._overdue.end()
-        if self._overdue.is_on:
-            self._overdue.check()
+            if self._collective_watchdog.is_on:
+                self._collective_watchdog.end()
+        if self._collective_watchdog.is_on:
+            self._collective_watchdog.check()
 
     def _error(self, what: str, others: Sequence[int], started: float, error: RuntimeError) -> CollectiveError:
-        if self._overdue.error is not None:
-            return self._overdue.error
+        if self._collective_watchdog.error is not None:
+            return self._collective_watchdog.error
         text = no_answer(self._world.rank, what, others, time.monotonic() - started, error)
         return CollectiveError(text + self._compare(others))
 
@@ -104,7 +104,7 @@ class FlightRecorder:
                     trails[rank] = self._world.store.get(key).decode()
         except RuntimeError:
             pass  # that rank has not timed out, or the rank that hosts the store is gone
-        listed = "; ".join(f"rank {rank}: {trail}" for rank, trail in sorted(trails.items()))
+        listed = "; ".join(f"rank {rank}: {recorder}" for rank, recorder in sorted(trails.items()))
         return f" The last collectives: {listed}."
 
 
@@ -112,26 +112,31 @@ class AxisRecorder:
     """Records the collectives of an axis in the trail and, numbered, in this rank's progress record."""
 
     def __init__(
-        self, trail: FlightRecorder, raised: ErrorBroadcast, progress: Progress, number: int, ranks: Sequence[int]
+        self,
+        recorder: FlightRecorder,
+        error_broadcast: ErrorBroadcast,
+        progress: Progress,
+        number: int,
+        ranks: Sequence[int],
     ) -> None:
         """number: of the channel, equal on all `ranks`. The distance between consecutive `ranks` is constant."""
-        self.trail = trail
-        self.raised = raised
+        self.recorder = recorder
+        self.error_broadcast = error_broadcast
         self.progress = progress
-        self.begun = raised.channel(number, ranks)
+        self.begun = error_broadcast.channel(number, ranks)
         self._number = number % NUM_RECORDED
         self._ranks = (ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1, len(ranks))
 
     def begin(self, what: str) -> int:
         """Record that a collective begins. Returns its sequence number, which is equal on every rank."""
-        self.trail.note(what)
+        self.recorder.note(what)
         self.begun.count += 1
         return self.progress.begin(self._number, what) if self.progress.is_on else 0
 
     def wait(self, what: str, sequence: int) -> None:
-        """Record that this rank waits in collective `sequence`, until `progress.go_on`."""
+        """Record that this rank waits in collective `sequence`, until `progress.end_wait`."""
         self.progress.wait(what, self._number, sequence, *self._ranks)
 
     def alone(self, ranks: Sequence[int]) -> str:
         """See `ErrorBroadcast.alone`."""
-        return self.raised.alone(self.begun, ranks)
+        return self.error_broadcast.alone(self.begun, ranks)

@@ -38,15 +38,15 @@ _NUM_TAGGED = 512  # channels with distinct tags, since a tag has 31 bits
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a job by name, laid out by `arrangement`. `peers` carries messages along the pipe axis."""
+    """The axes of a job by name, laid out by `parallel_dims`. `peers` carries messages along the pipe axis."""
 
     world: World
-    arrangement: ParallelDims
+    parallel_dims: ParallelDims
     axes: Mapping[str, Axis]
     peers: P2P
     _lines: Mapping[tuple[str, ...], Axis]  # each axis, each fold of axes, and () for this rank alone
     inner: Mapping[str, Axis]  # the inner axes of `create` that have several ranks
-    raised: ErrorBroadcast
+    error_broadcast: ErrorBroadcast
     _host: Transport | None  # between all ranks, for CPU tensors; None if the axes' transports take CPU tensors
     _host_group: dist.ProcessGroup | None
 
@@ -54,7 +54,7 @@ class Mesh:
     def create(
         cls,
         world: World,
-        arrangement: ParallelDims,
+        parallel_dims: ParallelDims,
         route: str,
         shared_bytes: int,
         messages: str,
@@ -69,29 +69,29 @@ class Mesh:
         layers, which run while gradients are in flight. Raises ValueError if the arrangement has another number of
         ranks, or if the transport is not possible here.
         """
-        if arrangement.num_ranks != world.size:
-            raise ValueError(f"{arrangement} = {arrangement.num_ranks} != world size ({world.size})")
-        lines = arrangement.lines(folds)
-        inside = arrangement.wide(inner)
+        if parallel_dims.num_ranks != world.size:
+            raise ValueError(f"{parallel_dims} = {parallel_dims.num_ranks} != world size ({world.size})")
+        lines = parallel_dims.lines(folds)
+        inside = parallel_dims.wide(inner)
         route, first, pids = _agree(world, route, shared_bytes, len(lines) + 3 + len(inside))
-        trail, raised = FlightRecorder(world, first), world.raised
-        raised.start(world.rank, world.store, first)
-        works = InFlight(world, trail.compare)
+        recorder, error_broadcast = FlightRecorder(world, first), world.error_broadcast
+        error_broadcast.start(world.rank, world.store, first)
+        in_flight = InFlight(world, recorder.compare)
         axes, groups = {}, {}
 
         def connected(number: int, names: tuple[str, ...], group: dist.ProcessGroup | None) -> Axis:
-            by_place = arrangement.ranks(world.rank, names)
+            by_place = parallel_dims.ranks(world.rank, names)
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
-            channel = AxisRecorder(trail, raised, world.progress, number, ranks)
-            made = _make_route(world, route, rank, ranks, places, pids, group, _first_tag(number), channel, works)
+            channel = AxisRecorder(recorder, error_broadcast, world.progress, number, ranks)
+            made = _make_route(world, route, rank, ranks, places, pids, group, _first_tag(number), channel, in_flight)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
         for number, names in enumerate(lines, first):
-            groups[names] = _make_group(world, arrangement, names)
+            groups[names] = _make_group(world, parallel_dims, names)
             axes[names] = connected(number, names, groups[names])
         own = {
-            name: connected(number, (name,), _new_group(world, arrangement, (name,)))
+            name: connected(number, (name,), _new_group(world, parallel_dims, (name,)))
             for number, name in enumerate(inside, first + len(lines) + 2)
         }
         number = first + len(lines)
@@ -99,19 +99,19 @@ class Mesh:
         on_host: Transport = axes[along].route if along in axes else SoloTransport(world.device)
         ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # [Note: messages without tags] in p2p.py: a group for each direction
-            ways = _new_group(world, arrangement, along), _new_group(world, arrangement, along)
-            on_host, _ = _make_host_route(world, arrangement, along, number + 1, trail, raised)
-        places = arrangement.ranks(world.rank, along)
-        peers = P2P(places, ways, _first_tag(number), world, trail, works, number % NUM_RECORDED, on_host)
+            ways = _new_group(world, parallel_dims, along), _new_group(world, parallel_dims, along)
+            on_host, _ = _make_host_route(world, parallel_dims, along, number + 1, recorder, error_broadcast)
+        places = parallel_dims.ranks(world.rank, along)
+        peers = P2P(places, ways, _first_tag(number), world, recorder, in_flight, number % NUM_RECORDED, on_host)
         host: Transport | None = None
         host_group: dist.ProcessGroup | None = None
         if not world.waits_on_host and not world.is_simulated:
-            every = tuple(name for name, _ in arrangement.sizes)
+            every = tuple(name for name, _ in parallel_dims.sizes)
             after = number + 2 + len(inside)
-            host, host_group = _make_host_route(world, arrangement, every, after, trail, raised)
+            host, host_group = _make_host_route(world, parallel_dims, every, after, recorder, error_broadcast)
         alone = Axis("", 0, (world.rank,), (0,), SoloTransport(world.device))
-        single = {name: axes.get((name,), alone) for name, _ in arrangement.sizes}
-        return cls(world, arrangement, single, peers, {**axes, (): alone}, own, raised, host, host_group)
+        single = {name: axes.get((name,), alone) for name, _ in parallel_dims.sizes}
+        return cls(world, parallel_dims, single, peers, {**axes, (): alone}, own, error_broadcast, host, host_group)
 
     @property
     def slot_bytes(self) -> int:
@@ -121,11 +121,11 @@ class Mesh:
 
     def over(self, names: Sequence[str]) -> Axis:
         """Return the axis of the ranks that differ only on these axes. The first axis divides first."""
-        return self._lines[self.arrangement.wide(names)]
+        return self._lines[self.parallel_dims.wide(names)]
 
     def exchange(self, names: Sequence[str]) -> Collectives:
         """Return the collectives for layers over the ranks of `over(names)`. Every call returns the same object."""
-        wide = self.arrangement.wide(names)
+        wide = self.parallel_dims.wide(names)
         if wide not in self._exchanges:
             own = self.inner.get(wide[0]) if len(wide) == 1 else None
             self._exchanges[wide] = Collectives(own or self._lines[wide])
@@ -137,17 +137,17 @@ class Mesh:
 
     def place(self, name: str) -> int:
         """Return this rank's coordinate on an axis."""
-        return self.arrangement.place(self.world.rank, (name,))
+        return self.parallel_dims.place(self.world.rank, (name,))
 
     @cached_property
     def data_size(self) -> int:
         """The number of data-parallel ranks: a global batch has as many shares."""
-        return self.arrangement.size(self.arrangement.data)
+        return self.parallel_dims.size(self.parallel_dims.data)
 
     @cached_property
     def data_rank(self) -> int:
         """This rank's number among the data-parallel ranks."""
-        return self.arrangement.place(self.world.rank, self.arrangement.data)
+        return self.parallel_dims.place(self.world.rank, self.parallel_dims.data)
 
     @cached_property
     def has_whole(self) -> bool:
@@ -155,32 +155,32 @@ class Mesh:
 
         Then this rank's parameters, together with their shards on data-parallel ranks, are the whole model.
         """
-        return self.arrangement.size(self.arrangement.summed) == self.world.size
+        return self.parallel_dims.size(self.parallel_dims.summed) == self.world.size
 
     @cached_property
     def is_first(self) -> bool:
         """True if this rank is the first among the ranks of its pipeline stage."""
-        same = self.arrangement.summed + self.arrangement.layers
-        return self.arrangement.place(self.world.rank, same) == 0
+        same = self.parallel_dims.summed + self.parallel_dims.layers
+        return self.parallel_dims.place(self.world.rank, same) == 0
 
     @cached_property
     def speaks(self) -> bool:
         """True if this rank reports values that are equal on all ranks that split the same layers, like the loss."""
-        return self.arrangement.place(self.world.rank, self.arrangement.layers) == 0
+        return self.parallel_dims.place(self.world.rank, self.parallel_dims.layers) == 0
 
     @cached_property
     def _summed(self) -> list[Axis]:
         """Axes with several ranks over which gradients are summed, the last axis first."""
-        return [self.axes[name] for name in reversed(self.arrangement.wide(self.arrangement.summed))]
+        return [self.axes[name] for name in reversed(self.parallel_dims.wide(self.parallel_dims.summed))]
 
     def sum_small(self, values: Any, what: str) -> Any:
         """Sum a small int64 vector over all ranks. Overwrites `values`. Also a barrier."""
-        for name, size in reversed(self.arrangement.sizes):
+        for name, size in reversed(self.parallel_dims.sizes):
             if size > 1:
                 values = self.axes[name].route.sum_small(values, what)
         return values
 
-    def meet(self, value: T) -> list[T]:
+    def gather_values(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank, or only this rank's value if all are equal. A collective on the
         host.
 
@@ -189,7 +189,7 @@ class Mesh:
         if self.world.size == 1 or self.world.is_simulated:
             return [value]
         # Equal values cost a single small sum: all x are equal if n * sum(x^2) = (sum x)^2.
-        error = self.raised.last
+        error = self.error_broadcast.last
         digest = int.from_bytes(hashlib.blake2b(pickle.dumps((error[0], value)), digest_size=6).digest(), "little")
         halves = digest & 0xFFFFFF, digest >> 24  # 24 bits each, so sums of squares fit 64 bits
         mine = torch.tensor([power for half in halves for power in (half, half * half)], dtype=torch.int64)
@@ -198,7 +198,7 @@ class Mesh:
         if self.world.size * low_squares == low * low and self.world.size * high_squares == high * high:
             return [value]
         told = gather_objects((error, value), self._host_group)
-        self.raised.check_same([one for one, _ in told], _MEETING)
+        self.error_broadcast.check_same([one for one, _ in told], _MEETING)
         return [one for _, one in told]
 
     def fence(self, what: str) -> None:
@@ -257,42 +257,42 @@ def _first_tag(number: int) -> int:
     return number % _NUM_TAGGED * _TAGS_PER_CHANNEL
 
 
-def _make_group(world: World, arrangement: ParallelDims, names: Sequence[str]) -> dist.ProcessGroup | None:
+def _make_group(world: World, parallel_dims: ParallelDims, names: Sequence[str]) -> dist.ProcessGroup | None:
     """Return the process group of this rank's axis. None if the axis has a single rank."""
-    if 1 < arrangement.size(names) == world.size:
+    if 1 < parallel_dims.size(names) == world.size:
         return dist.group.WORLD
-    return _new_group(world, arrangement, names)
+    return _new_group(world, parallel_dims, names)
 
 
 def _make_host_route(
     world: World,
-    arrangement: ParallelDims,
+    parallel_dims: ParallelDims,
     names: Sequence[str],
     number: int,
-    trail: FlightRecorder,
-    raised: ErrorBroadcast,
+    recorder: FlightRecorder,
+    error_broadcast: ErrorBroadcast,
 ) -> tuple[Transport, dist.ProcessGroup | None]:
     """Make a transport for CPU tensors beside the transports of a device: gloo messages, without reserved buffers."""
-    ranks = tuple(sorted(arrangement.ranks(world.rank, names)))
-    group = _new_group(world, arrangement, names, backend="gloo")
+    ranks = tuple(sorted(parallel_dims.ranks(world.rank, names)))
+    group = _new_group(world, parallel_dims, names, backend="gloo")
     if group is None:
         return SoloTransport(torch.device("cpu")), None
-    channel = AxisRecorder(trail, raised, world.progress, number, ranks)
+    channel = AxisRecorder(recorder, error_broadcast, world.progress, number, ranks)
     rank, places = ranks.index(world.rank), tuple(range(len(ranks)))
     route = SocketTransport(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
     return route, group
 
 
 def _new_group(
-    world: World, arrangement: ParallelDims, names: Sequence[str], backend: str | None = None
+    world: World, parallel_dims: ParallelDims, names: Sequence[str], backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """Make a process group for this rank's axis. None if the axis has a single rank. A collective.
 
     backend: None takes the default group's backend.
     """
-    if arrangement.size(names) == 1:
+    if parallel_dims.size(names) == 1:
         return None
-    every = dict.fromkeys(tuple(sorted(arrangement.ranks(rank, names))) for rank in range(world.size))
+    every = dict.fromkeys(tuple(sorted(parallel_dims.ranks(rank, names))) for rank in range(world.size))
     make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
     timeout = timedelta(seconds=world.timeout_seconds)
     return make([list(ranks) for ranks in every], timeout=timeout, backend=backend)[0]
@@ -308,7 +308,7 @@ def _make_route(
     group: dist.ProcessGroup | None,
     first_tag: int,
     channel: AxisRecorder,
-    works: InFlight,
+    in_flight: InFlight,
 ) -> Transport:
     if group is None:
         return SoloTransport(world.device)
@@ -318,4 +318,4 @@ def _make_route(
         return SharedMemoryTransport(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
     if route == "sockets":
         return SocketTransport(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
-    return NativeTransport(rank, ranks, places, group, world.device, channel, works)
+    return NativeTransport(rank, ranks, places, group, world.device, channel, in_flight)

@@ -46,14 +46,14 @@ class NativeTransport(Transport):
         group: dist.ProcessGroup,
         device: torch.device,
         channel: AxisRecorder,
-        works: InFlight,
+        in_flight: InFlight,
     ) -> None:
         """rank: on the axis. ranks, places: as in `Axis`."""
         super().__init__(device, rank, ranks)
         self._places = None if list(places) == sorted(places) else torch.tensor(places, device=device)
         self._group: dist.ProcessGroup | None = group
         self._channel = channel
-        self._works = works
+        self._in_flight = in_flight
         self._others = [*ranks[:rank], *ranks[rank + 1 :]]
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
@@ -119,15 +119,15 @@ class NativeTransport(Transport):
 
     def _start(self, collective: Callable[..., Any], what: str, *tensors: Tensor) -> Pending:
         sequence = self._channel.begin(what)
-        work = self._works.start(partial(collective, *tensors, group=self._group), what, self._others)
+        work = self._in_flight.start(partial(collective, *tensors, group=self._group), what, self._others)
         return Pending(partial(self._finish, work, what, sequence))
 
     def _finish(self, work: dist.Work, what: str, sequence: int) -> None:
         is_recorded = self._channel.progress.is_on
         if is_recorded:
             self._channel.wait(what, sequence)
-        self._works.wait(work, what, self._others)
+        self._in_flight.wait(work, what, self._others)
         # On an accelerator only the stream waits here. The host blocks later, in some other call: so the record keeps
         # this collective until the next unit or activity begins.
         if is_recorded and self._device.type == "cpu":
-            self._channel.progress.go_on()
+            self._channel.progress.end_wait()

@@ -39,8 +39,8 @@ class P2P:
         ways: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
         first_tag: int,
         world: World,
-        trail: FlightRecorder,
-        works: InFlight,
+        recorder: FlightRecorder,
+        in_flight: InFlight,
         channel: int,
         on_host: Transport,
     ) -> None:
@@ -54,8 +54,8 @@ class P2P:
         self._ways: tuple[dist.ProcessGroup | None, ...] = ways
         self._first_tag = first_tag
         self._world = world
-        self._trail = trail
-        self._works = works
+        self._recorder = recorder
+        self._in_flight = in_flight
         self._channel = channel
         self._on_host = on_host
         # gloo sends CPU tensors only
@@ -68,7 +68,7 @@ class P2P:
 
     def send(self, tensor: Tensor, place: int, tag: int, what: str) -> Pending:
         """Start to send a contiguous tensor. Do not change it until `wait` returns."""
-        self._trail.note(what)
+        self._recorder.note(what)
         if not tensor.numel():
             return Pending()
         work = self._started(dist.isend, tensor.cpu() if self._is_staged else tensor, place, tag, what)
@@ -77,7 +77,7 @@ class P2P:
 
     def receive(self, out: Tensor, place: int, tag: int, what: str) -> Pending:
         """Start to receive into a contiguous tensor of the sent shape and dtype."""
-        self._trail.note(what)
+        self._recorder.note(what)
         if not out.numel():
             return Pending()
         arriving = torch.empty_like(out, device="cpu") if self._is_staged else out
@@ -111,17 +111,17 @@ class P2P:
         """Start to send a small picklable object, such as shapes at start-up."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
-        works = [self._started(dist.isend, part, place, _HEADER_TAG + tag, what) for part in (size, data)]
+        in_flight = [self._started(dist.isend, part, place, _HEADER_TAG + tag, what) for part in (size, data)]
 
         def wait() -> None:
-            for work, _ in zip(works, (size, data), strict=True):  # keeps the tensors alive until they are sent
+            for work, _ in zip(in_flight, (size, data), strict=True):  # keeps the tensors alive until they are sent
                 self._wait(work, place, what)
 
         return Pending(wait)
 
     def receive_object(self, place: int, tag: int, what: str) -> Any:
         """Wait for an object from `send_object`."""
-        self._trail.note(what)
+        self._recorder.note(what)
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._wait(self._started(dist.irecv, size, place, _HEADER_TAG + tag, what), place, what)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
@@ -149,11 +149,11 @@ class P2P:
         assert 0 <= tag < 2 * NUM_TAGS, tag
         is_to_later = (place > self._place) == (start is dist.isend)
         group, rank = self._ways[0 if is_to_later else 1], self._ranks[place]
-        return self._works.start(lambda: start(tensor, rank, group, self._first_tag + tag), what, [rank])
+        return self._in_flight.start(lambda: start(tensor, rank, group, self._first_tag + tag), what, [rank])
 
     def _wait(self, work: dist.Work, place: int, what: str) -> None:
         self._world.progress.wait(what, self._channel, 0, self._ranks[place], 1, 1)
         try:
-            self._works.wait(work, what, [self._ranks[place]])
+            self._in_flight.wait(work, what, [self._ranks[place]])
         finally:
-            self._world.progress.go_on()
+            self._world.progress.end_wait()

@@ -285,6 +285,6 @@ def _gather_by(exchange: Callable[[Any], list[Any]], rank: int, ranks: Sequence[
         except RuntimeError as error:  # from gloo: a rank is late or gone
             others = [other for other in ranks if other != ranks[rank]]
             text = no_answer(ranks[rank], what, others, time.monotonic() - started, error)
-            raise CollectiveError(text + channel.trail.compare(others)) from error
+            raise CollectiveError(text + channel.recorder.compare(others)) from error
 
     return gather

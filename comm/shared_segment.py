@@ -155,7 +155,7 @@ class SharedCounters:
 
         Raises CollectiveError if a missing rank died, left, failed, or exceeds the timeout.
         """
-        self._channel.trail.note(what)
+        self._channel.recorder.note(what)
         column = self._values[:, counter]
         for _ in range(200):  # most waits are short: yield before sleeping
             if column.min() >= target:
@@ -173,7 +173,7 @@ class SharedCounters:
                     checked = now
                     self._check_peers(column, target, now - started, what)
         finally:
-            self._channel.progress.go_on()
+            self._channel.progress.end_wait()
 
     def close(self) -> None:
         """Tell the other ranks that this rank stores nothing more."""
@@ -187,7 +187,7 @@ class SharedCounters:
         for fate in (_DIED, _FAILED, _HAS_LEFT):  # the likely root cause first
             gone = ", ".join(str(rank) for rank, found in late.items() if found == fate)
             if gone:
-                advice = f" {self._channel.raised.what_to_do}" if fate == _HAS_LEFT else ""
+                advice = f" {self._channel.error_broadcast.what_to_do}" if fate == _HAS_LEFT else ""
                 raise CollectiveError(f"{here}: rank {gone} {fate}{advice}")
         if late and (found := self._channel.alone(list(late))):
             raise CollectiveError(f"{here}: {found}")
@@ -195,8 +195,8 @@ class SharedCounters:
             raise CollectiveError(
                 f"{here}: waited {waited_seconds:.0f} s for rank {', '.join(map(str, late))}, which is alive but not "
                 "in this call. Do all ranks make the same calls of the engine in the same order? "
-                f"A slow rank needs a larger communication.timeout_seconds. {self._channel.raised.what_to_do}"
-                + self._channel.trail.compare(list(late))
+                f"A slow rank needs a larger communication.timeout_seconds. {self._channel.error_broadcast.what_to_do}"
+                + self._channel.recorder.compare(list(late))
             )
 
     def _fate(self, rank: int) -> str:
@@ -269,6 +269,6 @@ class SharedMail:
             raise CollectiveError(
                 f"rank {self._ranks[self._rank]} in {what}: rank {', '.join(map(str, others))} made a different call "
                 "of the engine. All ranks must make the same calls in the same order."
-                + self._channel.trail.compare(others)
+                + self._channel.recorder.compare(others)
             )
         return box[:, : values.numel()]

@@ -64,12 +64,12 @@ class SocketTransport(Transport):
         """Gather the parts of all ranks: full[part q] = the `part` of rank q. full: (size * part.numel(),)."""
         parts = full.view(self.size, part.numel())
         tag, sequence = self._next_operation(what)
-        works = self._receive({peer: parts[self._places[peer]] for peer in self._peers}, tag, what)
-        works += self._send(dict.fromkeys(self._peers, part), tag, what)
+        in_flight = self._receive({peer: parts[self._places[peer]] for peer in self._peers}, tag, what)
+        in_flight += self._send(dict.fromkeys(self._peers, part), tag, what)
         own = parts[self._places[self.rank]]
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
-        return Pending(lambda: self._wait(works, what, sequence))
+        return Pending(lambda: self._wait(in_flight, what, sequence))
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the slot that `open_slot` will return next, to be written early."""
@@ -102,26 +102,26 @@ class SocketTransport(Transport):
         tag, sequence = self._next_operation(what)
         parts = torch.split(out, [row[self.rank] for row in numels])
         sent = torch.split(given, list(numels[self.rank]))
-        works = self._receive({peer: parts[peer] for peer in self._peers}, tag, what)
-        works += self._send({peer: sent[peer] for peer in self._peers}, tag, what)
+        in_flight = self._receive({peer: parts[peer] for peer in self._peers}, tag, what)
+        in_flight += self._send({peer: sent[peer] for peer in self._peers}, tag, what)
         parts[self.rank].copy_(sent[self.rank])
-        return Pending(lambda: self._wait(works, what, sequence))
+        return Pending(lambda: self._wait(in_flight, what, sequence))
 
     def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. pieces: (any, ...), unchanged until
         `wait`.
         """
         tag, sequence = self._next_operation(what)
-        works: list[dist.Work] = []
+        in_flight: list[dist.Work] = []
         for (rank, piece), one in sorted(zip(of, out, strict=True), key=lambda pair: pair[0]):
             if rank == self.rank:
                 one.copy_(pieces[piece])
             else:  # messages of the same tag match in the order of their start
-                works += self._receive({rank: one}, tag, what)
+                in_flight += self._receive({rank: one}, tag, what)
         for rank, one in zip(to, pieces, strict=True):
             if rank != self.rank:
-                works += self._send({rank: one}, tag, what)
-        return Pending(lambda: self._wait(works, what, sequence))
+                in_flight += self._send({rank: one}, tag, what)
+        return Pending(lambda: self._wait(in_flight, what, sequence))
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
         """Start out = sum over ranks of slot. Each rank sums its region and sends the sum to the other ranks.
@@ -139,9 +139,9 @@ class SocketTransport(Transport):
         tag, sequence = self._next_operation(what)
 
         def send() -> Pending:
-            works = self._receive({peer: regions[peer] for peer in self._peers}, tag, what)
-            works += self._send(dict.fromkeys(self._peers, regions[self.rank]), tag, what)
-            return Pending(lambda: self._wait(works, what, sequence))
+            in_flight = self._receive({peer: regions[peer] for peer in self._peers}, tag, what)
+            in_flight += self._send(dict.fromkeys(self._peers, regions[self.rank]), tag, what)
+            return Pending(lambda: self._wait(in_flight, what, sequence))
 
         return Terms(arrived, bounds[self.rank], lambda: terms, send)
 
@@ -151,9 +151,9 @@ class SocketTransport(Transport):
         tag, sequence = self._next_operation(what)
         everyone = torch.empty(self.size, values.numel(), dtype=values.dtype)
         everyone[self.rank].copy_(values)
-        works = self._receive({peer: everyone[peer] for peer in self._peers}, tag, what)
-        works += self._send(dict.fromkeys(self._peers, everyone[self.rank]), tag, what)
-        self._wait(works, what, sequence)
+        in_flight = self._receive({peer: everyone[peer] for peer in self._peers}, tag, what)
+        in_flight += self._send(dict.fromkeys(self._peers, everyone[self.rank]), tag, what)
+        self._wait(in_flight, what, sequence)
         return everyone.sum(dim=0)
 
     def close(self) -> None:
@@ -172,9 +172,9 @@ class SocketTransport(Transport):
         contributions = [mine] * self.size
         for index, peer in enumerate(self._peers):
             contributions[peer] = received[index]
-        works = self._receive({peer: contributions[peer] for peer in self._peers}, tag, what)
-        works += self._send({peer: parts[peer] for peer in self._peers}, tag, what)
-        return contributions, Pending(lambda: self._wait(works, what, sequence))
+        in_flight = self._receive({peer: contributions[peer] for peer in self._peers}, tag, what)
+        in_flight += self._send({peer: parts[peer] for peer in self._peers}, tag, what)
+        return contributions, Pending(lambda: self._wait(in_flight, what, sequence))
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
@@ -202,25 +202,25 @@ class SocketTransport(Transport):
         self, start: Callable[..., dist.Work | None], tensors: dict[int, Tensor], tag: int, what: str
     ) -> list[dist.Work]:
         try:
-            works = [
+            in_flight = [
                 start(tensor, self.ranks[peer], self._group, tag) for peer, tensor in tensors.items() if tensor.numel()
             ]
         except RuntimeError as error:  # the peer closed the connection
             raise self._error(what, 0.0, error) from error
-        return [work for work in works if work is not None]
+        return [work for work in in_flight if work is not None]
 
-    def _wait(self, works: Sequence[dist.Work], what: str, sequence: int) -> None:
+    def _wait(self, in_flight: Sequence[dist.Work], what: str, sequence: int) -> None:
         self._channel.wait(what, sequence)
         started = time.monotonic()
-        self._channel.raised.wait(self._channel.begun, self._break)
+        self._channel.error_broadcast.wait(self._channel.begun, self._break)
         try:
-            for work in works:
+            for work in in_flight:
                 work.wait(timedelta(seconds=self._timeout_seconds))
         except RuntimeError as error:
             raise self._error(what, time.monotonic() - started, error) from error
         finally:
-            self._channel.raised.go_on()
-            self._channel.progress.go_on()
+            self._channel.error_broadcast.end_wait()
+            self._channel.progress.end_wait()
 
     def _break(self) -> None:
         break_connections(self._group, [self.ranks[peer] for peer in self._peers], self._first_tag + _NO_TAG)
@@ -228,8 +228,8 @@ class SocketTransport(Transport):
     def _error(self, what: str, waited_seconds: float, error: RuntimeError) -> CollectiveError:
         note_broken(self._group, str(error))
         peers = [self.ranks[peer] for peer in self._peers]
-        if found := self._channel.raised.found or self._channel.alone(peers):
+        if found := self._channel.error_broadcast.found or self._channel.alone(peers):
             return CollectiveError(f"rank {self.ranks[self.rank]} in {what}: {found}")
-        what_to_do = self._channel.raised.what_to_do
+        what_to_do = self._channel.error_broadcast.what_to_do
         text = no_answer(self.ranks[self.rank], what, peers, waited_seconds, error, what_to_do)
-        return CollectiveError(text + self._channel.trail.compare(peers))
+        return CollectiveError(text + self._channel.recorder.compare(peers))

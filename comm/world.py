@@ -65,8 +65,8 @@ class World:
     began_alone: bool = False
     progress: Progress = field(default_factory=Progress, compare=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
-    overdue: CollectiveWatchdog = field(default_factory=CollectiveWatchdog, compare=False)
-    raised: ErrorBroadcast = field(default_factory=ErrorBroadcast, compare=False)
+    collective_watchdog: CollectiveWatchdog = field(default_factory=CollectiveWatchdog, compare=False)
+    error_broadcast: ErrorBroadcast = field(default_factory=ErrorBroadcast, compare=False)
 
     @classmethod
     def join(cls, device: str = "auto", timeout_seconds: float = 300.0) -> World:
@@ -97,10 +97,10 @@ class World:
         progress.identify(rank, size)
         world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)
         if size > 1 and not world.waits_on_host:
-            world.overdue.start(rank, chosen, timeout_seconds)
+            world.collective_watchdog.start(rank, chosen, timeout_seconds)
         return world
 
-    def settle(self) -> None:
+    def wait_for_device(self) -> None:
         """Wait until the device is idle. If a rank is lost meanwhile, `leave` raises."""
         if self.size > 1 and not self.waits_on_host and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
@@ -110,11 +110,11 @@ class World:
 
         Raises CollectiveError if a lost rank was found and not reported yet.
         """
-        self.raised.close()
+        self.error_broadcast.close()
         self.watchdog.stop()
         self.progress.stop_clock(Activity.CLOSED)
         try:
-            self.overdue.stop()
+            self.collective_watchdog.stop()
         finally:
             self._leave_group()
 
@@ -215,28 +215,28 @@ class World:
         others = [rank for rank in range(self.size) if rank != self.rank]
         group = dist.group.WORLD
         _refuse_broken(group)
-        self.overdue.begin(what, others, lambda _: "", waits=True)
+        self.collective_watchdog.begin(what, others, lambda _: "", waits=True)
         self._begun.count += 1
-        self.raised.wait(self._begun, partial(break_connections, group, others, _NO_TAG))
+        self.error_broadcast.wait(self._begun, partial(break_connections, group, others, _NO_TAG))
         with self.progress.waiting(what, _CHANNEL, self.size):
             try:
                 yield
             except RuntimeError as error:
-                self.overdue.check()
+                self.collective_watchdog.check()
                 note_broken(group, str(error))
-                if found := self.raised.found or self.raised.alone(self._begun, others):
+                if found := self.error_broadcast.found or self.error_broadcast.alone(self._begun, others):
                     raise CollectiveError(f"rank {self.rank} in {what}: {found}") from error
                 seconds = time.monotonic() - started
-                text = no_answer(self.rank, what, others, seconds, error, self.raised.what_to_do)
+                text = no_answer(self.rank, what, others, seconds, error, self.error_broadcast.what_to_do)
                 raise CollectiveError(text) from error
             finally:
-                self.raised.go_on()
-                self.overdue.end()
-        self.overdue.check()
+                self.error_broadcast.end_wait()
+                self.collective_watchdog.end()
+        self.collective_watchdog.check()
 
     @cached_property
     def _begun(self) -> Begun:
-        return self.raised.channel(-1, range(self.size))
+        return self.error_broadcast.channel(-1, range(self.size))
 
     @cached_property
     def hosts(self) -> list[str]:

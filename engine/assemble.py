@@ -40,7 +40,7 @@ from .archive.full_values import FullValues
 from .blueprint.axes import EXPERT, PIPE, TENSOR
 from .blueprint.blueprint import Blueprint, Timing
 from .blueprint.footprint import shared_bytes
-from .blueprint.offload import Placement, activation_store, host_update, offloaded_states, shard_rest
+from .blueprint.offload import Placement, activation_store, host_update, offloaded_states, shard_store_of
 from .blueprint.places import shares_of
 from .config.config import Config
 from .engine import Engine
@@ -80,37 +80,39 @@ def assemble(
     prepared: of which the blueprint was made. trial: for which the engine is made, where it is.
     Raises OffloadError and CollectiveError where there is no room.
     """
-    module, ledger = prepared.module, prepared.ledger
+    module, patches = prepared.module, prepared.patches
     config = blueprint.config
-    rest = _reserve_rest(blueprint, world)
+    shard_store = _reserve_store(blueprint, world)
     mesh = _connect(blueprint, world)
     prediction = _memory_prediction(blueprint, module, loss_fn, world)
-    states = _States.of(blueprint, mesh, rest, lr_scheduler)
+    states = _States.of(blueprint, mesh, shard_store, lr_scheduler)
     units, optimizer = states.units, states.optimizer
     _fill(module, units, optimizer, mesh, prepared.values, blueprint)
     model_call = _model_call(blueprint, mesh, prepared, loss_fn, rows_per_microbatch)
     _compile(blueprint, prepared.compiled, world)
-    _autocast(module, config, mesh.world.device, ledger)
-    checkpoint_activations(blueprint.units, config.activation_checkpointing.every, ledger)
+    _autocast(module, config, mesh.world.device, patches)
+    checkpoint_activations(blueprint.units, config.activation_checkpointing.every, patches)
     activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
-    driver = _driver(blueprint, mesh, module, units, model_call, ledger, activation_offload, join)
-    _cast_inputs(blueprint, module, ledger)
+    runner = _runner(blueprint, mesh, module, units, model_call, patches, activation_offload, join)
+    _cast_inputs(blueprint, module, patches)
     if trial is not None:
-        ledger.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
+        patches.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
     features, scaler = StepFeatures(FEATURES), _loss_scaler(config)
-    steps = Steps(config, mesh, driver.passes, optimizer, scaler, join, features)
+    steps = Steps(config, mesh, runner.passes, optimizer, scaler, join, features)
     parts = Parts(
         config=config,
         mesh=mesh,
         module=module,
-        driver=driver,
+        runner=runner,
         optimizer=optimizer,
-        late_groups=AddedParameterGroups(blueprint, mesh, states.memories, driver, optimizer, rest, states.host),
+        added_groups=AddedParameterGroups(
+            blueprint, mesh, states.memories, runner, optimizer, shard_store, states.host
+        ),
         activations=activation_offload,
         learning_rates=_learning_rates(config, states),
         steps=steps,
-        ledger=ledger,
+        patches=patches,
         close_last=close_last,
         blueprint=blueprint,
         memory_prediction=prediction,
@@ -121,14 +123,14 @@ def assemble(
     return Engine(parts)
 
 
-def _reserve_rest(blueprint: Blueprint, world: World) -> ShardStore | None:
+def _reserve_store(blueprint: Blueprint, world: World) -> ShardStore | None:
     """Where shards are that are not with the model, with room for them. A collective, where they are not."""
-    if blueprint.homes.parameters is Placement.MODEL:
+    if blueprint.offload_plan.parameters is Placement.MODEL:
         return None
     with no_rank_alone(world, "lowtide.initialize"):
-        rest = shard_rest(blueprint.config, blueprint.homes, world)
-        rest.reserve([group.shard_bytes for group in blueprint.places[blueprint.place_of(world.rank)].groups])
-    return rest
+        shard_store = shard_store_of(blueprint.config, blueprint.offload_plan, world)
+        shard_store.reserve([group.shard_bytes for group in blueprint.places[blueprint.place_of(world.rank)].groups])
+    return shard_store
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,14 @@ class _States:
     scheduler: Any
 
     @classmethod
-    def of(cls, blueprint: Blueprint, mesh: Mesh, rest: ShardStore | None, lr_scheduler: Any) -> _States:
+    def of(cls, blueprint: Blueprint, mesh: Mesh, shard_store: ShardStore | None, lr_scheduler: Any) -> _States:
         """Takes it. A collective."""
         own = blueprint.places[blueprint.place_of(mesh.world.rank)]
-        host = host_update(blueprint.config, blueprint.homes, mesh.world)
+        host = host_update(blueprint.config, blueprint.offload_plan, mesh.world)
         memories = GroupMemories(
             mesh,
             blueprint.reduces_every_backward,
-            rest,
+            shard_store,
             shares_gradients=blueprint.shares_gradients,
             delays_updates=blueprint.timing is Timing.DELAYED,
             keeps_sums=not blueprint.is_layered,
@@ -157,10 +159,10 @@ class _States:
             num_steps=lambda: optimizer.num_steps_before,
             low_rank=blueprint.low_rank,
         )
-        hosts = {} if host is None else dict.fromkeys(blueprint.homes.updated_apart(own.updated), host)
+        hosts = {} if host is None else dict.fromkeys(blueprint.offload_plan.updated_apart(own.updated), host)
         units = memories.units(own, hosts)
         with no_rank_alone(mesh.world, "lowtide.initialize"):
-            optimizer = _optimizer(blueprint, mesh.world, units, rest, host)
+            optimizer = _optimizer(blueprint, mesh.world, units, shard_store, host)
             scheduler = scheduler_for(optimizer, lr_scheduler)
         return cls(memories, units, optimizer, host, scheduler)
 
@@ -169,15 +171,15 @@ def _model_call(
     blueprint: Blueprint, mesh: Mesh, prepared: PreparedModel, loss_fn: LossFn, rows_per_microbatch: int | None
 ) -> ModelCall:
     """Puts on the model what ranks exchange that share layers, experts or sequences."""
-    config, module, ledger = blueprint.config, prepared.module, prepared.ledger
-    splits = _split_layers(blueprint, mesh, module, prepared.tiled, ledger)
-    _split_experts(blueprint, mesh, ledger)
+    config, module, patches = blueprint.config, prepared.module, prepared.patches
+    splits = _split_layers(blueprint, mesh, module, prepared.tiled, patches)
+    _split_experts(blueprint, mesh, patches)
     axes = [name for name, plan in ((TENSOR, blueprint.tensor), (EXPERT, blueprint.experts)) if plan is not None]
     if axes:
         note_divided(module, ", ".join(f"parallel.{name}" for name in axes))
     sequences = None
     if config.parallel.sequence > 1:
-        sequences = Sequences(module, mesh, ledger, loss_fn, config.sequence_parallel.attention)
+        sequences = Sequences(module, mesh, patches, loss_fn, config.sequence_parallel.attention)
     dtype = blueprint.dtypes.compute if _casts_inputs(config) else None
     return ModelCall(loss_fn, sequences, splits, mesh.world, dtype, rows_per_microbatch)
 
@@ -186,9 +188,9 @@ def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
     section = blueprint.config.compile
     if section.blocks:
         options = {key: getattr(section, key) for key in ("backend", "mode", "dynamic", "fullgraph")}
-        blocks = (unit.module for unit in blueprint.units if not (unit.is_rest or unit.is_end))
+        blocks = (unit.module for unit in blueprint.units if not (unit.is_root or unit.is_end))
         compiled.want(blocks, partial(torch.compile, **options))
-    num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_rest])
+    num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_root])
     if num_divided and not world.rank:
         logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
 
@@ -196,7 +198,7 @@ def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
 def _connect(blueprint: Blueprint, world: World) -> Mesh:
     mesh = Mesh.create(
         world,
-        blueprint.arrangement,
+        blueprint.parallel_dims,
         blueprint.wanted_route,
         shared_bytes(blueprint),
         messages=PIPE,
@@ -204,7 +206,7 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
         inner=blueprint.inner,
     )
     partition = blueprint.config.zero_optimization.partition_size
-    if partition > 1 and mesh.over(blueprint.domain.states).route.copies_are_shared and not world.rank:
+    if partition > 1 and mesh.over(blueprint.sharding.states).route.copies_are_shared and not world.rank:
         why = "its ranks share the memory of one host, which has one copy of the parameters that nobody gathers"
         logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
     wire = blueprint.config.communication
@@ -217,23 +219,25 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
 
 
 def _optimizer(
-    blueprint: Blueprint, world: World, units: Sequence[Unit], rest: ShardStore | None, host: HostUpdate | None
+    blueprint: Blueprint, world: World, units: Sequence[Unit], shard_store: ShardStore | None, host: HostUpdate | None
 ) -> ShardedOptimizer:
-    config, homes, plan = blueprint.config, blueprint.homes, blueprint.optimizer
+    config, offload_plan, plan = blueprint.config, blueprint.offload_plan, blueprint.optimizer
     if plan.fused is not None and (host is not None or world.device.type == "cpu"):
         cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
-    offloaded = offloaded_states(config, homes, world)
+    offloaded = offloaded_states(config, offload_plan, world)
     gradients = [one for unit in units for one in unit.gradients if one.group.plan.role is Role.UPDATED]
-    return ShardedOptimizer(gradients, plan.param_groups, plan.defaults, plan.make_update(), offloaded, rest, host)
+    return ShardedOptimizer(
+        gradients, plan.param_groups, plan.defaults, plan.make_update(), offloaded, shard_store, host
+    )
 
 
-def _driver(
+def _runner(
     blueprint: Blueprint,
     mesh: Mesh,
     module: nn.Module,
     units: Sequence[Unit],
     model_call: ModelCall,
-    ledger: ModelPatches,
+    patches: ModelPatches,
     activation_offload: ActivationOffload | None,
     join: Join,
 ) -> Runner:
@@ -241,13 +245,13 @@ def _driver(
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
         turns = MicrobatchTurns(mesh.world.device, activation_offload) if plan.is_layered else None
-        return PipelineRunner(plan, mesh, module, units, model_call, ledger, turns)
-    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.meet)
+        return PipelineRunner(plan, mesh, module, units, model_call, patches, turns)
+    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)
     on_block = activation_offload.begin_block if activation_offload else None
-    hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, ledger, on_block)
+    hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, patches, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
-        make_gradients_in_place(sequence, module.modules(), ledger)
-    return ModelRunner(module, sequence, hooks, model_call, mesh, ledger)
+        make_gradients_in_place(sequence, module.modules(), patches)
+    return ModelRunner(module, sequence, hooks, model_call, mesh, patches)
 
 
 def _fill(
@@ -274,13 +278,13 @@ def _fill(
 
 
 def _split_layers(
-    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, ledger: ModelPatches
+    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, patches: ModelPatches
 ) -> SplitSelfCheck | None:
     """What layers take in and give out is exchanged, where they are split over ranks. Returns what is to be tried."""
     if blueprint.tensor is None:
         return None
     exchange = mesh.exchange((TENSOR,))
-    repeated = [unit.module for unit in blueprint.units if not unit.is_rest]
+    repeated = [unit.module for unit in blueprint.units if not unit.is_root]
     parts: SequenceParallelRegions | None = None
     trial = SplitSelfCheck(
         blueprint.tensor,
@@ -308,9 +312,9 @@ def _split_layers(
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
     if blueprint.tensor.stacks:
         in_tiles = frozenset(id(one) for _, one in tiled.modules)
-        parts = SequenceParallelRegions(_stacks_of(blueprint, mesh), in_tiles, module, exchange, randomness, ledger)
-    SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, ledger, parts)
-    watch_copies(blueprint.tensor, module, exchange, ledger)
+        parts = SequenceParallelRegions(_stacks_of(blueprint, mesh), in_tiles, module, exchange, randomness, patches)
+    SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, patches, parts)
+    watch_copies(blueprint.tensor, module, exchange, patches)
     return trial
 
 
@@ -323,7 +327,7 @@ def _stacks_of(blueprint: Blueprint, mesh: Mesh) -> tuple[SequenceParallelRegion
     return tuple(part for stack in blueprint.tensor.stacks for part in stack.cut(names))
 
 
-def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: ModelPatches) -> None:
+def _split_experts(blueprint: Blueprint, mesh: Mesh, patches: ModelPatches) -> None:
     """Tokens go to the ranks that have their experts."""
     if blueprint.experts is None:
         return
@@ -335,9 +339,9 @@ def _split_experts(blueprint: Blueprint, mesh: Mesh, ledger: ModelPatches) -> No
             names,
         )
     exchange = mesh.exchange((EXPERT,))
-    split_experts(blueprint.experts, exchange, ledger)
+    split_experts(blueprint.experts, exchange, patches)
     for layer in blueprint.experts.lists:
-        ListedExperts(layer, exchange, ledger)
+        ListedExperts(layer, exchange, patches)
 
 
 def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
@@ -352,11 +356,11 @@ def _casts_inputs(config: Config) -> bool:
     return config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
 
 
-def _cast_inputs(blueprint: Blueprint, module: nn.Module, ledger: ModelPatches) -> None:
+def _cast_inputs(blueprint: Blueprint, module: nn.Module, patches: ModelPatches) -> None:
     """Inputs of blocks are cast as those of the model where buffers may be wider."""
     dtype = blueprint.dtypes.compute
     if dtype is not None and _casts_inputs(blueprint.config) and _has_wide_buffers(module):
-        cast_inputs([unit.module for unit in blueprint.units if not unit.is_rest], dtype, ledger)
+        cast_inputs([unit.module for unit in blueprint.units if not unit.is_root], dtype, patches)
 
 
 def _has_wide_buffers(module: nn.Module) -> bool:
@@ -365,7 +369,7 @@ def _has_wide_buffers(module: nn.Module) -> bool:
     return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
 
 
-def _autocast(module: nn.Module, config: Config, device: torch.device, ledger: ModelPatches) -> None:
+def _autocast(module: nn.Module, config: Config, device: torch.device, patches: ModelPatches) -> None:
     """Each forward of the model runs under torch.autocast, in evaluations too."""
     if not config.torch_autocast.enabled:
         return
@@ -376,17 +380,17 @@ def _autocast(module: nn.Module, config: Config, device: torch.device, ledger: M
         with torch.autocast(device.type, dtype):
             return inner(*args, **kwargs)
 
-    ledger.override(module, "forward", forward)
+    patches.override(module, "forward", forward)
 
 
 def _offload_activations(
     blueprint: Blueprint, world: World, module: nn.Module, units: Sequence[Unit]
 ) -> tuple[ActivationOffload | None, Sequence[Callable[[], None]]]:
     """What moves activations, and what is to be closed at the end. A collective, where they are moved."""
-    if blueprint.homes.activations is Placement.MODEL:
+    if blueprint.offload_plan.activations is Placement.MODEL:
         return None, ()
     with no_rank_alone(world, "lowtide.initialize"):
-        store = activation_store(blueprint.config, blueprint.homes, world)
+        store = activation_store(blueprint.config, blueprint.offload_plan, world)
     wanted = blueprint.config.activation_checkpointing.offload
     kept = [*(group.full for unit in units for group in unit.groups), *module.buffers()]
     offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, in_storages_of(kept))

@@ -80,11 +80,11 @@ def initialize(
     trial = Trial.asked(config, optimizer, fill)
     checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
     world = World.join(checked.device, checked.communication.timeout_seconds)
-    ledger = ModelPatches()
+    patches = ModelPatches()
     try:
         checked = _planned(checked, model, world, trial, loss_fn, sample_batch)
         resolved = _prepare_process(checked, world)
-        prepared = PreparedModel.of(model, resolved, world, ledger)
+        prepared = PreparedModel.of(model, resolved, world, patches)
         blueprint = _blueprint(resolved, world, prepared.module, loss_fn, optimizer, lr_scheduler, sample_batch)
         check_units(prepared.tiled, blueprint)
         _take_optimizer(optimizer, blueprint, world, prepared)
@@ -99,10 +99,10 @@ def initialize(
             trial=trial,
         )
         if isinstance(optimizer, torch.optim.Optimizer):
-            ledger.hook(optimizer.register_step_pre_hook(partial(_step_in_its_place, weakref.ref(engine))))
+            patches.hook(optimizer.register_step_pre_hook(partial(_step_in_its_place, weakref.ref(engine))))
         return engine
     except BaseException:
-        ledger.close()
+        patches.close()
         world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
         raise
 
@@ -126,7 +126,7 @@ def _take_optimizer(optimizer: OptimizerChoice, blueprint: Blueprint, world: Wor
     if optimizer is not None:
         check_optimizers_agree(world, prepared.module, blueprint.optimizer)
     if not blueprint.optimizer.trains:
-        _freeze(prepared.module, prepared.ledger)
+        _freeze(prepared.module, prepared.patches)
     _log_notes(world, blueprint.optimizer.notes(prepared.module))
 
 
@@ -149,12 +149,12 @@ def _step_in_its_place(
         )
 
 
-def _freeze(module: nn.Module, ledger: ModelPatches) -> None:
+def _freeze(module: nn.Module, patches: ModelPatches) -> None:
     """Without an optimizer no gradient of a parameter would ever be used."""
     for param in module.parameters():
         if param.requires_grad:
             param.requires_grad_(False)
-            ledger.callback(partial(param.requires_grad_, True))
+            patches.callback(partial(param.requires_grad_, True))
 
 
 def _prepare_process(config: Config, world: World) -> Config:
@@ -203,7 +203,7 @@ def _blueprint(
                 f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; '
                 "leave one out"
             )
-    _log_notes(world, blueprint.homes.notes)
+    _log_notes(world, blueprint.offload_plan.notes)
     return blueprint
 
 

@@ -58,27 +58,27 @@ class Engine(ModuleFacade):
         self._module = parts.module
         self.optimizer = parts.optimizer
         self._mesh = parts.mesh
-        self._driver = parts.driver
-        self._turn = CallGuard(self._mesh.raised)
+        self._runner = parts.runner
+        self._call_guard = CallGuard(self._mesh.error_broadcast)
         self._steps = parts.steps
         self._state = TrainingState(parts.config, parts.optimizer, parts.learning_rates, self._steps.scale.loss_scaler)
-        parts.driver.listen(self._steps, self._turn)
+        parts.runner.watch_backwards(self._steps, self._call_guard)
         if parts.optimizer.param_groups:
-            parts.ledger.callback(clip_calls.listen(self._clip_as_torch))
-        self._take_up_groups(FrozenValues())
+            parts.patches.callback(clip_calls.listen(self._clip_as_torch))
+        self._register_groups(FrozenValues())
         parts.save = weakref.WeakMethod(self._save_checkpoint)
-        self._late_groups = parts.late_groups
+        self._added_groups = parts.added_groups
         parts.optimizer.listen(self._add_param_group)
         self._closing = ExitStack()  # the last one first
-        for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.ledger.close):
+        for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.patches.close):
             self._closing.callback(close)
         self._closing.callback(self._features.close)
-        self._closing.callback(self._turn.close)
-        parts.ledger.belongs_to(self, self._closing.close)
+        self._closing.callback(self._call_guard.close)
+        parts.patches.belongs_to(self, self._closing.close)
         for module in parts.module.modules():
-            parts.ledger.override(module, "__reduce_ex__", refuse_copy)
-        own_storages = partial(give_own_storages, parts.driver.passes.units)
-        parts.ledger.hook(parts.module.register_state_dict_post_hook(own_storages))  # type: ignore[no-untyped-call]
+            parts.patches.override(module, "__reduce_ex__", refuse_copy)
+        own_storages = partial(give_own_storages, parts.runner.passes.units)
+        parts.patches.hook(parts.module.register_state_dict_post_hook(own_storages))  # type: ignore[no-untyped-call]
         for feature in self._features.before_next_step:
             feature(0)
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
@@ -101,7 +101,7 @@ class Engine(ModuleFacade):
     @property
     def is_open(self) -> bool:
         """Until `close`, or an error on the way out of `with`."""
-        return not self._turn.is_over
+        return not self._call_guard.is_over
 
     @property
     def rank(self) -> int:
@@ -161,7 +161,7 @@ class Engine(ModuleFacade):
 
     def memory(self) -> ModelStateBytes:
         """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
-        return measure(self._driver.passes.units, self.optimizer)
+        return measure(self._runner.passes.units, self.optimizer)
 
     def record_memory(self) -> AbstractContextManager[None]:
         """A context whose steps are recorded, operation by operation, for `memory_report`; of several the last one.
@@ -189,8 +189,8 @@ class Engine(ModuleFacade):
         """
         self._check_trains("engine.train_step")
         try:
-            with self._mesh.raised.passes():
-                self._driver.train(self._steps, batch)
+            with self._mesh.error_broadcast.passes():
+                self._runner.train(self._steps, batch)
         except BaseException:
             self._steps.forget()
             raise
@@ -200,8 +200,8 @@ class Engine(ModuleFacade):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with inputs on the device and in the compute dtype."""
         refuse_to_be_traced("an engine")
-        with self._mesh.raised.passes():
-            return self._driver.forward(self._steps, args, kwargs)
+        with self._mesh.error_broadcast.passes():
+            return self._runner.forward(self._steps, args, kwargs)
 
     @exclusive
     def backward(self, loss: Tensor) -> None:
@@ -213,7 +213,7 @@ class Engine(ModuleFacade):
         only the loss in the result of the step is not known then (None): see `scale`.
         """
         self._check_trains("engine.backward")
-        self._driver.backward(self._steps, loss)
+        self._runner.backward(self._steps, loss)
         self._shown.put()
 
     @exclusive
@@ -228,7 +228,7 @@ class Engine(ModuleFacade):
         return self._step(by_hand=True)
 
     def _step(self, by_hand: bool = False) -> StepResult:
-        if not self._steps.so_far.is_complete:
+        if not self._steps.accumulated.is_complete:
             return self._steps.last
         for feature in self._features.before_step:
             feature()
@@ -264,8 +264,8 @@ class Engine(ModuleFacade):
             was_training = self.module.training
             self.module.eval()
             try:
-                with self._mesh.raised.passes():
-                    losses = self._driver.evaluate(self._steps, batch)
+                with self._mesh.error_broadcast.passes():
+                    losses = self._runner.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
             with self._steps.join.together(Call.EVALUATION) as num_ranks:
@@ -297,14 +297,14 @@ class Engine(ModuleFacade):
                 f"engine.run(): expected a config without parallel.{found}, whose ranks have parts of the inputs, "
                 "found it; call engine(...) with the inputs of the model"
             )
-        with self._mesh.raised.passes():
-            return self._driver.run(self._steps, function, args, kwargs)
+        with self._mesh.error_broadcast.passes():
+            return self._runner.run(self._steps, function, args, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
         loss in the result of the step. Its value is that of `loss`. Raises ValueError for what is no loss, ().
         """
-        return self._driver.scale(self._steps, loss)
+        return self._runner.scale(self._steps, loss)
 
     def sequence_part(self, x: Tensor, fill: float = 0) -> Tensor:
         """This rank's part of x, (rows, tokens, ...), where ranks share sequences (`parallel.sequence`); else x.
@@ -313,7 +313,7 @@ class Engine(ModuleFacade):
         Labels are to stand where they are predicted (shifted by one, -100 for none). fill: of the tokens that are added
         where the ranks do not divide them. Ask for it before the forward, which needs no labels then.
         """
-        return self._driver.model_call.own(x, fill)
+        return self._runner.model_call.own(x, fill)
 
     @exclusive
     def whole_output(self, output: Any, tokens: int) -> Any:
@@ -323,7 +323,7 @@ class Engine(ModuleFacade):
         along dimension 1 has those of all, and a loss, (), is the sum of the ranks' parts. Anything else is as it is.
         tokens: of the whole sequences, in dimension 1. Ranks that are given the same batch must all call it.
         """
-        return self._driver.model_call.whole_output(output, tokens)
+        return self._runner.model_call.whole_output(output, tokens)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
@@ -335,27 +335,27 @@ class Engine(ModuleFacade):
         For loops that count by themselves; a backward outside of any is then the last. Gradients are divided by
         gradient_accumulation_steps all the same: leave it at 1 and weigh the losses.
         """
-        return self._steps.so_far.accumulate(last)
+        return self._steps.accumulated.accumulate(last)
 
     @property
     def microbatches_done(self) -> int:
         """How many backwards there were since the last step; without any `step` is an error."""
-        return self._steps.so_far.num_microbatches
+        return self._steps.accumulated.num_microbatches
 
     @property
     def is_step_complete(self) -> bool:
         """Whether the last backward was the last of its step, so that `step` updates."""
-        return self._steps.so_far.is_complete
+        return self._steps.accumulated.is_complete
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backwards may be the last of their step. As DDP's: it may be set before each forward, in the
         place of `accumulate(last=...)`. False holds until it is set again, True until the step has ended."""
-        return self._steps.so_far.may_be_last
+        return self._steps.accumulated.may_be_last
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._steps.so_far.say(last=bool(value))
+        self._steps.accumulated.say(last=bool(value))
 
     def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
         """From now on `is_last()` says before each backward, `loss.backward()` too, whether it is the last of its step.
@@ -363,12 +363,12 @@ class Engine(ModuleFacade):
         For loops that count by calls of their own. accumulation: the microbatches of a step, for messages; gradients
         are divided as the config says.
         """
-        self._steps.so_far.count_by(is_last, accumulation)
+        self._steps.accumulated.count_by(is_last, accumulation)
 
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""
-        if self._steps.so_far.num_microbatches:
+        if self._steps.accumulated.num_microbatches:
             self._steps.join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")
         self._steps.forget(ends_graphs=False)
@@ -399,16 +399,16 @@ class Engine(ModuleFacade):
         over a pipeline, layer by layer, or where ranks share layers, sequences or experts, StateError for other calls
         of all ranks in it, for those of other engines, and where another engine's is open.
         """
-        self._turn.check("engine.join()")
+        self._call_guard.check("engine.join()")
         if not self._mesh.has_whole or self._mesh.axes[SEQUENCE].size > 1:
             raise ValueError(NO_JOIN)
         if self._mesh.axes[EXPERT].size > 1:
             raise ValueError(NO_JOIN_OF_EXPERTS)
         if self.config.zero_optimization.layered_gradient_accumulation:
             raise ValueError(NO_JOIN_BY_LAYERS)
-        with self._mesh.raised.call("engine.join()", is_context=True), self._steps.join.opened():
+        with self._mesh.error_broadcast.call("engine.join()", is_context=True), self._steps.join.opened():
             yield
-            with self._turn.of("engine.join()"):
+            with self._call_guard.of("engine.join()"):
                 for call in self._steps.join.calls_without_data():
                     self._take_part(call)
 
@@ -418,13 +418,13 @@ class Engine(ModuleFacade):
         elif call is Call.CLIPPING:
             self._gradients.clip_without_data()
         elif call is Call.TAKING_BACK:
-            self._steps.take_back()
+            self._steps.roll_back()
         elif call is Call.EVALUATION:
             mean_over_ranks(self._mesh, [], self._mesh.world.size)
         elif call is Call.AGREEMENT:
             self._count(False)
         else:
-            self._driver.take_part(self._steps, call)
+            self._runner.take_part(self._steps, call)
 
     @exclusive
     def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
@@ -459,16 +459,16 @@ class Engine(ModuleFacade):
         if modify:
             # What is changed is in the engine when its turn has ended.
             with (
-                self._turn.of(what),
-                self._mesh.raised.call(f"{BODY}{what}", is_context=True),
+                self._call_guard.of(what),
+                self._mesh.error_broadcast.call(f"{BODY}{what}", is_context=True),
                 self._steps.apart(Activity.WEIGHTS, Access.CHANGES),
                 values.modified(params),
             ):
                 yield
             return
-        self._turn.check(what)
+        self._call_guard.check(what)
         with (
-            self._mesh.raised.call(what, is_context=True),
+            self._mesh.error_broadcast.call(what, is_context=True),
             self._steps.apart(Activity.WEIGHTS, Access.LOOKS),
             values.gathered(params, lambda: self._steps.num_changes),
         ):
@@ -684,10 +684,10 @@ class Engine(ModuleFacade):
             feature("engine.save_checkpoint()", Access.CHANGES)
         for pause in self._features.between_steps:
             pause("engine.save_checkpoint()")
-        if self._steps.so_far.num_microbatches and not within_step:
+        if self._steps.accumulated.num_microbatches and not within_step:
             raise ValueError(
-                f"save_checkpoint: expected a whole step, found {self._steps.so_far.done}; gradients are not saved, "
-                "so call it after engine.step() has acted"
+                f"save_checkpoint: expected a whole step, found {self._steps.accumulated.done}; gradients are not "
+                "saved, so call it after engine.step() has acted"
             )
         self._steps.refuse_more("engine.save_checkpoint()")  # what the step's last backward has updated already
         if any(forbids("checkpoint") for forbids in self._features.forbids_files):
@@ -726,17 +726,17 @@ class Engine(ModuleFacade):
         A checkpoint that is being written is waited for, and an update that is made in the background; raises
         CheckpointError or OffloadError if it failed.
         """
-        if not self._turn.is_over:
+        if not self._call_guard.is_over:
             for feature in self._features.before_call:
                 feature("engine.close()", Access.CLOSES)
-            with self._turn.of("engine.close()"):
+            with self._call_guard.of("engine.close()"):
                 self._close()
 
     def _close(self) -> None:
         with self._closing:
             self._closing.callback(self._archive.checkpoints.wait)
             self._steps.update.close()
-            self._mesh.world.settle()
+            self._mesh.world.wait_for_device()
 
     def __enter__(self) -> Self:
         return self
@@ -746,7 +746,7 @@ class Engine(ModuleFacade):
     ) -> None:
         if error is None:
             self.close()
-        elif not self._turn.is_over:
+        elif not self._call_guard.is_over:
             self._archive.checkpoints.wait_alone()  # the other ranks may be lost: nothing is waited for together
             self._closing.close()
 
@@ -762,7 +762,7 @@ class Engine(ModuleFacade):
         Until `reload_states` a training call, a change and a save raise StateError; without "parameters" the model can
         be run. Raises ValueError for other kinds, and OffloadError where the host has not enough memory.
         """
-        return self._features.get(OffloadedStates).lend(include, pin_memory)
+        return self._features.get(OffloadedStates).offload(include, pin_memory)
 
     @exclusive
     def reload_states(self) -> None:
@@ -770,7 +770,7 @@ class Engine(ModuleFacade):
 
         Raises torch's own error where the device has not enough memory; free some, and call it again.
         """
-        self._features.get(OffloadedStates).take_back()
+        self._features.get(OffloadedStates).reload()
 
     @exclusive
     def ema(self, decay: float = 0.999) -> None:
@@ -792,7 +792,7 @@ class Engine(ModuleFacade):
         `load_weights`, ...) or leave them as those of the training (`save_checkpoint`, `close`) raises
         StateError.
         """
-        return self._features.get(AveragedWeights).shown(self._turn, self._archive.swap)
+        return self._features.get(AveragedWeights).shown(self._call_guard, self._archive.swap)
 
     def profile(self, steps: int = 1) -> StepProfile:
         """What the next `steps` steps do is recorded: a trace, each collective, operations by module.
@@ -812,9 +812,9 @@ class Engine(ModuleFacade):
                 "to lowtide.initialize(..., optimizer=...). This one computes: engine(...), engine.eval_step(batch)"
             )
 
-    def _take_up_groups(self, frozen: FrozenValues) -> None:
+    def _register_groups(self, frozen: FrozenValues) -> None:
         """What knows the groups of parameters as they are now. frozen: what is known of the values."""
-        units, whole, features = self._driver.passes.units, self._driver.whole, self._features
+        units, whole, features = self._runner.passes.units, self._runner.whole, self._features
 
         def note_exact() -> None:  # without self: hooks on the model reach it, and the engine goes with its last name
             for feature in features.after_refresh:
@@ -827,14 +827,14 @@ class Engine(ModuleFacade):
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """What `engine.optimizer.add_param_group` does."""
-        with self._turn.of(ADDING):
+        with self._call_guard.of(ADDING):
             self._check_trains(ADDING)
             self._steps.check_between(ADDING)
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
                 self._archive.checkpoints.wait()  # what is being saved is of the groups of before
-                self._late_groups.add(param_group, self._state.learning_rates.check_takes)
-                self._steps.take_up_groups()
-                self._take_up_groups(self._archive.frozen)
+                self._added_groups.add(param_group, self._state.learning_rates.check_takes)
+                self._steps.register_groups()
+                self._register_groups(self._archive.frozen)
                 self._state.learning_rates.add(param_group)
 
     @property

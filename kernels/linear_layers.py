@@ -32,17 +32,17 @@ class LinearLayers:
     computed (weight norm), or if backward itself is differentiated.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], make: MakeGradient, ledger: ModelPatches) -> None:
+    def __init__(self, modules: Iterable[nn.Module], make: MakeGradient, patches: ModelPatches) -> None:
         """Override `forward` of the linear layers (torch's, and GPT-2's transposed Conv1D) among `modules`.
 
-        ledger: undoes the overrides. Copies of the layers then compute as plain layers.
+        patches: undoes the overrides. Copies of the layers then compute as plain layers.
         """
         self._make: MakeGradient | None = make
         for module in modules:
             is_transposed = _transposes(module)
             if is_transposed is not None:
-                ledger.override(module, "forward", partial(self._forward, module, is_transposed))
-        ledger.callback(self._forget_make)
+                patches.override(module, "forward", partial(self._forward, module, is_transposed))
+        patches.callback(self._forget_make)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copied layer calls this object with its copied parameters.

@@ -37,14 +37,14 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Compiled:
     """Which modules of a model are to be compiled, and how; see [Note: what is compiled]."""
 
-    def __init__(self, model: nn.Module, ledger: ModelPatches, loads: bool = False) -> None:
+    def __init__(self, model: nn.Module, patches: ModelPatches, loads: bool = False) -> None:
         """Takes torch's wrappers out of the model; the ledger puts them back. `module` is the model without them.
 
         loads: something will be compiled that the model does not say: the compiler is there from now on.
         """
         if loads:
             importlib.import_module("torch._dynamo")
-        self._ledger = ledger
+        self._patches = patches
         self._wanted: dict[int, tuple[nn.Module, Compile]] = {}
         self.module = model
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs a second
@@ -76,8 +76,8 @@ class Compiled:
             done.update(map(id, parts))
             self._compile(parts, make)
         for module in _outside(self.module, inner):
-            self._ledger.override(module, "compile", _compiling(self, module, inner))
-            self._ledger.override(module, "__call__", _refusing_to_be_traced(module))
+            self._patches.override(module, "compile", _compiling(self, module, inner))
+            self._patches.override(module, "__call__", _refusing_to_be_traced(module))
         return divided
 
     def compile(self, module: nn.Module, inner: Collection[int], make: Compile) -> None:
@@ -91,7 +91,7 @@ class Compiled:
                 compiled: Any = replace(forward, forward=make(forward.forward))
             else:
                 compiled = make(forward)
-            self._ledger.override(part, "forward", compiled)
+            self._patches.override(part, "forward", compiled)
 
     # -- what torch.compile has put there -------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Compiled:
         while isinstance(module, OptimizedModule):
             inner = module._orig_mod
             self._wanted.setdefault(id(inner), (inner, module.dynamo_ctx))
-            self._ledger.override(module, "forward", inner.__call__)  # whoever still calls it comes to the hooks
+            self._patches.override(module, "forward", inner.__call__)  # whoever still calls it comes to the hooks
             module = inner
         return module
 
@@ -111,11 +111,11 @@ class Compiled:
                 inner = None if child is None else self._unwrapped(child)
                 if inner is not child:
                     parent._modules[name] = inner
-                    self._ledger.callback(_putting_back(parent, name, inner, child))
+                    self._patches.callback(_putting_back(parent, name, inner, child))
         for module in model.modules():
             call = module._compiled_call_impl
             if call is not None:
-                self._ledger.override(module, "_compiled_call_impl", None)
+                self._patches.override(module, "_compiled_call_impl", None)
                 make = _options_of(call)
                 if make is not None:
                     self._wanted[id(module)] = module, make

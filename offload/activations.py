@@ -100,7 +100,7 @@ class ActivationOffload:
                 pass  # what the last pass left to transfers that have ended since is given back
         hooks = None
         if self._others_decide():
-            self._tell("saved-tensor hooks are active around the model: they decide, and nothing is offloaded there")
+            self._log("saved-tensor hooks are active around the model: they decide, and nothing is offloaded there")
         else:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
@@ -160,7 +160,7 @@ class ActivationOffload:
         if span * itemsize < self._min_bytes or self._is_parameter_storage(tensor):
             return None
         if tensor.device.type == "cpu" and not self._moves_from_host:
-            self._tell("activations on the CPU are in host memory already, so they stay there; a file would take them")
+            self._log("activations on the CPU are in host memory already, so they stay there; a file would take them")
             return None
         if tensor.device.type == "cpu":
             return_large_blocks(max(self._min_bytes, _MIN_RETURNED_BYTES))
@@ -181,7 +181,7 @@ class ActivationOffload:
     def _add(self, tensor: Tensor, start: int, end: int) -> SavedMemory:
         nbytes, budget = end - start, self._limit.budget_bytes
         if budget is not None and nbytes > budget:
-            self._tell(
+            self._log(
                 f"budget_bytes is {budget:,}, but a single saved tensor has {nbytes:,}: "
                 "it stays in memory until the next one is saved"
             )
@@ -247,7 +247,7 @@ class ActivationOffload:
         finally:
             self._sweep()
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             _LOGGER.info("activation offload: %s", text)

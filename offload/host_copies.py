@@ -92,7 +92,7 @@ def bytes_in_memory(values: Tensor) -> int:
 
 
 class OffloadedMemory:
-    """Takes the memory of tensors on a device from them, and their values to the host, until `take_back`.
+    """Takes the memory of tensors on a device from them, and their values to the host, until `reload`.
 
     The tensors, and what is a view of them, stay the same objects, and must not be used until then. Their storages get
     the memory back, at other addresses perhaps.
@@ -125,7 +125,7 @@ class OffloadedMemory:
         """That are lent."""
         return sum(host.nbytes for _, host in self._kept)
 
-    def take_back(self) -> None:
+    def reload(self) -> None:
         """The values are on the device again, and the host's memory is given back. Waits for the device."""
         for storage, host in self._kept:
             storage.resize_(host.nbytes)

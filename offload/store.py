@@ -201,9 +201,9 @@ _Listener = tuple[int, Callable[[str], None], Callable[[], None]]
 _listeners: list[_Listener] = []
 
 
-def listen(on_wait: Callable[[str], None], on_go_on: Callable[[], None]) -> Callable[[], None]:
+def listen(on_wait: Callable[[str], None], on_end_wait: Callable[[], None]) -> Callable[[], None]:
     """Tells of each wait of this thread, "transfer of layers.7", and of its end, until the result is called."""
-    listener = (threading.get_ident(), on_wait, on_go_on)
+    listener = (threading.get_ident(), on_wait, on_end_wait)
     _listeners.append(listener)
 
     def stop() -> None:
@@ -225,8 +225,8 @@ def wait_for(transfer: Transfer, what: str) -> None:
     try:
         transfer.wait()
     finally:
-        for _, _, on_go_on in told:
-            on_go_on()
+        for _, _, on_end_wait in told:
+            on_end_wait()
 
 
 @dataclass(frozen=True)

@@ -136,110 +136,110 @@ class Window:
 
     def expect(self, order: Iterable[Offloadable]) -> None:
         """In which order residents are used next. Some may be left out then, and others come between."""
-        for resident in self._order:
-            self._cancel(resident)
+        for offloadable in self._order:
+            self._cancel(offloadable)
         self._order = deque(order)
 
     @contextlib.contextmanager
-    def use(self, resident: Offloadable, changes: bool = True) -> Iterator[Tensor]:
+    def use(self, offloadable: Offloadable, changes: bool = True) -> Iterator[Tensor]:
         """Its bytes, to be worked on in place; meanwhile the next of the order come, and those before are saved.
 
         changes: they are saved after it; not after an exception. A resident that somebody else has acquired stays here.
         """
-        stay = self._here.get(resident)
+        stay = self._here.get(offloadable)
         is_nested = stay is not None and not stay.is_waiting
-        values = self.acquire(resident)
+        values = self.acquire(offloadable)
         try:
             yield values
-            self._here[resident].has_changed |= changes
+            self._here[offloadable].has_changed |= changes
         finally:
-            if not is_nested and resident in self._here:
-                self.release(resident)
+            if not is_nested and offloadable in self._here:
+                self.release(offloadable)
 
     # -- in any order ---------------------------------------------------------------------------------------------
 
-    def holds(self, resident: Offloadable) -> bool:
+    def holds(self, offloadable: Offloadable) -> bool:
         """Whether its bytes are here."""
-        return resident in self._here
+        return offloadable in self._here
 
-    def prefetch(self, resident: Offloadable) -> None:
+    def prefetch(self, offloadable: Offloadable) -> None:
         """Begins to load it, unless it is here or coming. Waits where it is still leaving, for nothing else.
 
         What is opened gives way.
         """
-        if resident in self._coming or resident in self._here:
+        if offloadable in self._coming or offloadable in self._here:
             return
-        if resident in self._leaving:
-            self._end_transfer(self._leaving, resident, gives=True)
+        if offloadable in self._leaving:
+            self._end_transfer(self._leaving, offloadable, gives=True)
         for other in [other for other, stay in self._here.items() if stay.is_opened]:
             self.release(other)
-        memory = resident.take()
+        memory = offloadable.take()
         try:
-            self._coming[resident] = (memory, resident.load(memory))
+            self._coming[offloadable] = (memory, offloadable.load(memory))
         except BaseException:
-            resident.give(memory)
+            offloadable.give(memory)
             raise
 
-    def acquire(self, resident: Offloadable) -> Tensor:
+    def acquire(self, offloadable: Offloadable) -> Tensor:
         """Its bytes, to be worked on in place until `release`. Waits until they are here.
 
         Raises OffloadError where they cannot be loaded.
         """
-        if resident in self._order:
-            while (passed := self._order.popleft()) is not resident:
+        if offloadable in self._order:
+            while (passed := self._order.popleft()) is not offloadable:
                 self._cancel(passed)
-        self.prefetch(resident)
-        if resident in self._here:  # in use from now on, and no longer in the way of others
-            self._here[resident].is_waiting = self._here[resident].is_opened = False
+        self.prefetch(offloadable)
+        if offloadable in self._here:  # in use from now on, and no longer in the way of others
+            self._here[offloadable].is_waiting = self._here[offloadable].is_opened = False
         for following in itertools.islice(self._order, self._depth):
             self.prefetch(following)
-        if resident in self._coming:
-            self._here[resident] = _Stay(self._end_transfer(self._coming, resident))
-        return self._here[resident].values
+        if offloadable in self._coming:
+            self._here[offloadable] = _Stay(self._end_transfer(self._coming, offloadable))
+        return self._here[offloadable].values
 
-    def create(self, resident: Offloadable) -> Tensor:
+    def create(self, offloadable: Offloadable) -> Tensor:
         """Memory for bytes that are made anew, content arbitrary; then as `acquire`, and changed."""
         for state in (self._coming, self._leaving):
-            if resident in state:
-                self._end_transfer(state, resident, gives=True)
-        if resident in self._here:
-            resident.give(self._here.pop(resident).values)
-        self._here[resident] = _Stay(resident.take(), has_changed=True)
-        return self._here[resident].values
+            if offloadable in state:
+                self._end_transfer(state, offloadable, gives=True)
+        if offloadable in self._here:
+            offloadable.give(self._here.pop(offloadable).values)
+        self._here[offloadable] = _Stay(offloadable.take(), has_changed=True)
+        return self._here[offloadable].values
 
-    def open(self, resident: Offloadable, changes: bool = False) -> Tensor:
+    def open(self, offloadable: Offloadable, changes: bool = False) -> Tensor:
         """Its bytes, until another one is loaded, or `put_back`; saved then, if anyone opened them for changes.
 
         Of one that is here already: until whoever has acquired it releases it.
         """
-        if resident not in self._here:
-            self.acquire(resident)
-            self._here[resident].is_waiting = self._here[resident].is_opened = True
-        self._here[resident].has_changed |= changes
-        return self._here[resident].values
+        if offloadable not in self._here:
+            self.acquire(offloadable)
+            self._here[offloadable].is_waiting = self._here[offloadable].is_opened = True
+        self._here[offloadable].has_changed |= changes
+        return self._here[offloadable].values
 
-    def hold(self, resident: Offloadable) -> None:
+    def hold(self, offloadable: Offloadable) -> None:
         """In place of `release`: its next user finds it here. Until then, or `put_back`."""
-        self._here[resident].is_waiting = True
+        self._here[offloadable].is_waiting = True
 
-    def let_go(self, resident: Offloadable) -> None:
+    def end_hold(self, offloadable: Offloadable) -> None:
         """The end of `hold`, or of `open`. Does nothing for one that is used, or not here."""
-        stay = self._here.get(resident)
+        stay = self._here.get(offloadable)
         if stay is not None and stay.is_waiting:
-            self.release(resident)
+            self.release(offloadable)
 
-    def release(self, resident: Offloadable) -> None:
+    def release(self, offloadable: Offloadable) -> None:
         """Ends the work on it: what has changed is saved, anything else given back at once."""
-        if resident not in self._here:
-            raise ValueError(f"expected a resident that was acquired, found '{resident.name}', which is not here")
-        stay = self._here.pop(resident)
+        if offloadable not in self._here:
+            raise ValueError(f"expected a resident that was acquired, found '{offloadable.name}', which is not here")
+        stay = self._here.pop(offloadable)
         if not stay.has_changed:
-            resident.give(stay.values)
+            offloadable.give(stay.values)
             return
         try:
-            self._leaving[resident] = (stay.values, resident.save(stay.values))
+            self._leaving[offloadable] = (stay.values, offloadable.save(stay.values))
         except BaseException:
-            resident.give(stay.values)
+            offloadable.give(stay.values)
             raise
         while len(self._leaving) > self._max_leaving:
             self._retire_oldest()
@@ -249,8 +249,8 @@ class Window:
     def put_back(self) -> None:
         """Releases what nobody uses: opened, or held."""
         if self._here:
-            for resident in [resident for resident, stay in self._here.items() if stay.is_waiting]:
-                self.release(resident)
+            for offloadable in [offloadable for offloadable, stay in self._here.items() if stay.is_waiting]:
+                self.release(offloadable)
 
     def wait(self, num_left: int = 0) -> None:
         """Returns when everything released has been saved, but for the newest, of which so many may still be leaving.
@@ -264,12 +264,12 @@ class Window:
         """Waits for the transfers that run, gives all memory back, and says nothing of failed ones: see `wait`."""
         self._order.clear()
         for state in (self._coming, self._leaving):
-            for resident in list(state):
+            for offloadable in list(state):
                 with contextlib.suppress(Exception):
-                    self._end_transfer(state, resident, gives=True)
+                    self._end_transfer(state, offloadable, gives=True)
         while self._here:
-            resident, stay = self._here.popitem()
-            resident.give(stay.values)
+            offloadable, stay = self._here.popitem()
+            offloadable.give(stay.values)
 
     def __enter__(self) -> Self:
         return self
@@ -286,25 +286,25 @@ class Window:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _cancel(self, resident: Offloadable) -> None:
+    def _cancel(self, offloadable: Offloadable) -> None:
         """A wrong guess, which is never an error."""
-        if resident in self._coming:
+        if offloadable in self._coming:
             with contextlib.suppress(Exception):
-                self._end_transfer(self._coming, resident, gives=True)
+                self._end_transfer(self._coming, offloadable, gives=True)
 
     def _retire_oldest(self) -> None:
         self._end_transfer(self._leaving, next(iter(self._leaving)), gives=True)
 
     def _end_transfer(
-        self, state: dict[Offloadable, tuple[Tensor, Transfer]], resident: Offloadable, gives: bool = False
+        self, state: dict[Offloadable, tuple[Tensor, Transfer]], offloadable: Offloadable, gives: bool = False
     ) -> Tensor:
         """Waits for a transfer and gives its memory back: where it is asked to, or the transfer has failed."""
-        memory, transfer = state.pop(resident)
+        memory, transfer = state.pop(offloadable)
         try:
-            wait_for(transfer, resident.name)
+            wait_for(transfer, offloadable.name)
         except Exception:  # an interrupt is none: the transfer would still run, and the memory stays taken
-            resident.give(memory)
+            offloadable.give(memory)
             raise
         if gives:
-            resident.give(memory)
+            offloadable.give(memory)
         return memory

@@ -49,14 +49,14 @@ class ChunkedHead:
     """Replaces a linear layer's forward: more tokens than a tile give `ChunkedLogits`."""
 
     def __init__(
-        self, name: str, head: nn.Linear, tokens: int | None, backend: Backend, ledger: ModelPatches, warn: Warn
+        self, name: str, head: nn.Linear, tokens: int | None, backend: Backend, patches: ModelPatches, warn: Warn
     ) -> None:
         """tokens: of a tile; None: the width of hidden, at least MIN_TILE. backend: of the loss."""
         self.name, self.backend = name, backend
         self._tokens = tokens
         self._warn = warn
         self._warned = set[str]()
-        ledger.override(head, "forward", untraced(partial(self._forward, head, head.forward)))
+        patches.override(head, "forward", untraced(partial(self._forward, head, head.forward)))
 
     def _forward(self, head: nn.Linear, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs:

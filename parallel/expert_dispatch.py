@@ -277,7 +277,7 @@ def _counted(slots: Tensor, num_tokens: int) -> Slots:
     return tuple(tuple(tuple(one) for one in row) for row in slots.tolist())
 
 
-def split_experts(plan: ExpertPlan, exchange: Collectives, ledger: ModelPatches, read: _Read = _counted) -> None:
+def split_experts(plan: ExpertPlan, exchange: Collectives, patches: ModelPatches, read: _Read = _counted) -> None:
     """Install the exchange on all layers of the plan. Their modules have this rank's experts alone.
 
     read: turns the (ranks, ranks, k) int64 counts and this rank's number of tokens into `Slots`; the planner replaces
@@ -287,8 +287,8 @@ def split_experts(plan: ExpertPlan, exchange: Collectives, ledger: ModelPatches,
         experts = ExpertSelfCheck(layer.name, layer.module, layer.module.forward)
         forward = partial(_forward, layer, exchange, experts, read)
         for key in layer.counts:
-            ledger.override(layer.module, key, layer.num_experts // plan.degree)
-        ledger.override(layer.module, "forward", partial(_called, layer, untraced(forward)))
+            patches.override(layer.module, key, layer.num_experts // plan.degree)
+        patches.override(layer.module, "forward", partial(_called, layer, untraced(forward)))
 
 
 def _called(layer: ExpertLayer, forward: _Forward, *args: Any, **kwargs: Any) -> Tensor:

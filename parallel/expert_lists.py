@@ -68,7 +68,7 @@ _Run = Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
 class ListedExperts:
     """A list on one rank, which has the values of some of its experts. The parameters of the rest are empty."""
 
-    def __init__(self, layer: ExpertList, exchange: Collectives, ledger: ModelPatches) -> None:
+    def __init__(self, layer: ExpertList, exchange: Collectives, patches: ModelPatches) -> None:
         self._layer, self._exchange = layer, exchange
         num_own = layer.num_experts // exchange.size
         self._first = exchange.place * num_own
@@ -78,8 +78,8 @@ class ListedExperts:
         self._is_compared = False
         for expert in layer.experts:
             if all(expert is not own for own in self._own):
-                ledger.override(expert, "forward", partial(_refuse, layer.name))
-        ledger.override(layer.block, "forward", partial(_called, untraced(self._forward)))
+                patches.override(expert, "forward", partial(_refuse, layer.name))
+        patches.override(layer.block, "forward", partial(_called, untraced(self._forward)))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         name = self._layer.name
@@ -116,7 +116,7 @@ class ListedExperts:
         modules = self._layer.block._modules
         real = modules[self._layer.key]
         modules[self._layer.key] = nn.ModuleList(
-            _StandIn(self._layer.name, partial(call, number)) for number in range(self._layer.num_experts)
+            _Placeholder(self._layer.name, partial(call, number)) for number in range(self._layer.num_experts)
         )
         try:
             return self._inner(*args, **kwargs)
@@ -209,7 +209,7 @@ _CHANGED = (
 )
 
 
-class _StandIn(nn.Module):
+class _Placeholder(nn.Module):
     """Replaces an expert while its block runs."""
 
     def __init__(self, name: str, call: Callable[[tuple[Any, ...], dict[str, Any]], Tensor]) -> None:

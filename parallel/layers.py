@@ -37,20 +37,20 @@ class ExpertSums:
     """
 
     def __init__(
-        self, layer: LayerSplit, exchange: Collectives, parts: SequenceParallelRegions | None, ledger: ModelPatches
+        self, layer: LayerSplit, exchange: Collectives, parts: SequenceParallelRegions | None, patches: ModelPatches
     ) -> None:
         """Must run before the token exchange is installed on the module."""
         self._layer, self._exchange, self._parts = layer, exchange, parts
         module = layer.module
         self._inputs = inputs_of(module)
-        ledger.hook(module.register_forward_pre_hook(self._before, with_kwargs=True))
-        ledger.hook(module.register_forward_hook(self._behind))
+        patches.hook(module.register_forward_pre_hook(self._before, with_kwargs=True))
+        patches.hook(module.register_forward_hook(self._behind))
         if _BIAS in layer.parameters and exchange.place:
-            ledger.override(module, "forward", partial(_without_bias, module, module.forward))
+            patches.override(module, "forward", partial(_without_bias, module, module.forward))
         low, high = layer.inputs[exchange.place]
         for key, value in list(vars(module).items()):
             if "intermediate" in key and type(value) is int and value == layer.inputs[-1][1]:
-                ledger.override(module, key, high - low)
+                patches.override(module, key, high - low)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         x, choices, weights = *args, *(kwargs[name] for name in self._inputs[len(args) :])
@@ -106,7 +106,7 @@ class SplitLayers:
         model: nn.Module,
         exchange: Collectives,
         randomness: Randomness | None,
-        ledger: ModelPatches,
+        patches: ModelPatches,
         parts: SequenceParallelRegions | None = None,
     ) -> None:
         """Parameters have their local shapes, or get them before the first forward."""
@@ -115,51 +115,51 @@ class SplitLayers:
         self._parts = parts
         self._last: tuple[weakref.ref[Tensor], Tensor] | None = None  # (input, its copy), until the next row split
         parents = {id(child): module for module in model.modules() for child in module.children()}
-        self._put_on_adapters(plan, model, parents, ledger)
+        self._put_on_adapters(plan, model, parents, patches)
         for layer in plan.layers:
-            self._put(layer, parents[id(layer.module)], ledger)
+            self._put(layer, parents[id(layer.module)], patches)
         for heads in plan.heads:
             for name, value in heads.local_counts(plan.degree):
-                ledger.override(heads.module, name, value)
-        self._override_sizes(plan, ledger)
-        ledger.hook(model.register_forward_hook(self._forget, always_call=True))
+                patches.override(heads.module, name, value)
+        self._override_sizes(plan, patches)
+        patches.hook(model.register_forward_hook(self._forget, always_call=True))
         if randomness is not None:
-            ledger.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
+            patches.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
             # also after an error: a self-check compares the next random numbers
-            ledger.hook(model.register_forward_hook(lambda *_: randomness.return_to_common(), always_call=True))
+            patches.hook(model.register_forward_hook(lambda *_: randomness.return_to_common(), always_call=True))
 
     def _forget(self, *_: object) -> None:
         """Drop the copy between columns and rows, since it would keep the graph of a forward alive."""
         self._last = None
 
-    def _put(self, layer: LayerSplit, parent: nn.Module, ledger: ModelPatches) -> None:
+    def _put(self, layer: LayerSplit, parent: nn.Module, patches: ModelPatches) -> None:
         module, bias = layer.module, getattr(layer.module, "bias", None)
         if layer.style in (Style.COLUMN, Style.GATHERED) and not isinstance(module, nn.Embedding):
-            ledger.hook(module.register_forward_pre_hook(partial(self._before_columns, layer, parent)))
+            patches.hook(module.register_forward_pre_hook(partial(self._before_columns, layer, parent)))
             if layer.style is Style.GATHERED:
-                ledger.hook(module.register_forward_hook(partial(self._behind_gathered, layer)))
+                patches.hook(module.register_forward_hook(partial(self._behind_gathered, layer)))
         elif layer.style is Style.ROW:
-            ledger.hook(module.register_forward_pre_hook(partial(self._before_rows, layer)))
+            patches.hook(module.register_forward_pre_hook(partial(self._before_rows, layer)))
             if bias is None:
-                ledger.hook(module.register_forward_hook(partial(self._behind_rows, layer)))
+                patches.hook(module.register_forward_hook(partial(self._behind_rows, layer)))
             else:
-                ledger.override(module, "forward", partial(self._rows_with_bias, layer))
+                patches.override(module, "forward", partial(self._rows_with_bias, layer))
         elif layer.style is Style.VOCABULARY:
             first, numel = self._first_of(layer), self._numel_of(layer)
             if isinstance(module, nn.Embedding):
-                self._override_padding(module, layer, first, ledger)
-                ledger.override(module, "forward", partial(self._embedded, layer, first, numel, module.forward))
+                self._override_padding(module, layer, first, patches)
+                patches.override(module, "forward", partial(self._embedded, layer, first, numel, module.forward))
             else:
-                ledger.hook(module.register_forward_pre_hook(partial(self._before_logits, layer)))
-                ledger.hook(module.register_forward_hook(partial(self._behind_logits, first, numel)))
+                patches.hook(module.register_forward_pre_hook(partial(self._before_logits, layer)))
+                patches.hook(module.register_forward_hook(partial(self._behind_logits, first, numel)))
         elif layer.style is Style.EXPERTS:
-            ExpertSums(layer, self._exchange, self._parts, ledger)
+            ExpertSums(layer, self._exchange, self._parts, patches)
         for key, split in layer.parameters.items():
             if split.is_partial:
-                _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), ledger)
+                _hook_gradient(module.get_parameter(key), partial(self._added_up, layer, key), patches)
 
     def _put_on_adapters(
-        self, plan: TensorPlan, model: nn.Module, parents: dict[int, nn.Module], ledger: ModelPatches
+        self, plan: TensorPlan, model: nn.Module, parents: dict[int, nn.Module], patches: ModelPatches
     ) -> None:
         """Draw from the common stream if an adapter sees whole tensors, else from the private stream."""
         styles = {id(layer.module): layer.style for layer in plan.layers}
@@ -172,13 +172,13 @@ class SplitLayers:
                 continue
             leave, back = _leave(randomness, outer), _return(randomness)
             if style is Style.COLUMN:
-                ledger.hook(wrapper.register_forward_pre_hook(back))
-                ledger.hook(wrapper.register_forward_hook(leave))
+                patches.hook(wrapper.register_forward_pre_hook(back))
+                patches.hook(wrapper.register_forward_hook(leave))
             else:
-                ledger.hook(base.register_forward_hook(leave))
-                ledger.hook(wrapper.register_forward_hook(back))
+                patches.hook(base.register_forward_hook(leave))
+                patches.hook(wrapper.register_forward_hook(back))
 
-    def _override_sizes(self, plan: TensorPlan, ledger: ModelPatches) -> None:
+    def _override_sizes(self, plan: TensorPlan, patches: ModelPatches) -> None:
         """Set the sizes that a layer reports to those of its part, since users print and check them."""
         for layer in plan.layers:
             weight = layer.parameters.get("weight")
@@ -187,13 +187,13 @@ class SplitLayers:
             sizes = weight.portions[self._exchange.place].shape
             names = ("nx", "nf") if layer.is_transposed else ("out_features", "in_features")
             for name, size in zip(names, sizes, strict=True):
-                ledger.override(layer.module, name, size)
+                patches.override(layer.module, name, size)
 
-    def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, ledger: ModelPatches) -> None:
+    def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, patches: ModelPatches) -> None:
         """Set `padding_idx` to its local row number, or to None if another rank has the row."""
         if module.padding_idx is not None:
             own, count = module.padding_idx - first, layer.parameters["weight"].portions[self._exchange.place].shape[0]
-            ledger.override(module, "padding_idx", own if 0 <= own < count else None)
+            patches.override(module, "padding_idx", own if 0 <= own < count else None)
 
     # -- columns --------------------------------------------------------------------------------------------------
 
@@ -324,9 +324,9 @@ def _return(randomness: Randomness) -> Callable[..., None]:
     return hook
 
 
-def _hook_gradient(param: nn.Parameter, hook: Any, ledger: ModelPatches) -> None:
+def _hook_gradient(param: nn.Parameter, hook: Any, patches: ModelPatches) -> None:
     """Register a hook on a parameter that may be frozen now and trained later."""
     is_trained = param.requires_grad
     param.requires_grad_(True)
-    ledger.hook(param.register_hook(hook))  # type: ignore[no-untyped-call]  # as torch has it
+    patches.hook(param.register_hook(hook))  # type: ignore[no-untyped-call]  # as torch has it
     param.requires_grad_(is_trained)

@@ -93,7 +93,7 @@ class Randomness:
         set_random_states(self._device, states)
 
     def draw_alike(
-        self, module: nn.Module, seed: Callable[[], int], is_off: Callable[[], bool], ledger: ModelPatches
+        self, module: nn.Module, seed: Callable[[], int], is_off: Callable[[], bool], patches: ModelPatches
     ) -> None:
         """Let a module in a stack draw equal numbers on all ranks. See [Note: equal random numbers in a stack].
 
@@ -113,8 +113,8 @@ class Randomness:
                 self.restore(self._private)
                 self._private = None
 
-        ledger.hook(module.register_forward_pre_hook(enter))
-        ledger.hook(module.register_forward_hook(leave, always_call=True))
+        patches.hook(module.register_forward_pre_hook(enter))
+        patches.hook(module.register_forward_hook(leave, always_call=True))
 
 
 def _state_of_first(exchange: Collectives, device: torch.device, state: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class SequenceAttention:
         """Return the context for the forward of a copy that was made before `put_on`."""
         return _Mode(self) if self._has_callers else nullcontext()
 
-    def put_on(self, model: nn.Module, ledger: ModelPatches) -> None:
+    def put_on(self, model: nn.Module, patches: ModelPatches) -> None:
         """Install on all attention of the model. `check_attention` must have accepted it."""
         configs = _configs(model)
         registry = _registry() if configs else None
@@ -84,12 +84,12 @@ class SequenceAttention:
             name = f"lowtide_sequence_{id(self)}_{number}"
             before = config._attn_implementation
             registry[name] = untraced(partial(self._of_hugging_face, registry, before))  # type: ignore[index]
-            ledger.callback(partial(registry.__delitem__, name))  # type: ignore[union-attr]
+            patches.callback(partial(registry.__delitem__, name))  # type: ignore[union-attr]
             config._attn_implementation = name
-            ledger.callback(partial(setattr, config, "_attn_implementation", before))
+            patches.callback(partial(setattr, config, "_attn_implementation", before))
         self._has_callers = not configs
         for module in () if configs else _callers(model):
-            ledger.override(module, "forward", untraced(partial(self._in_mode, module.forward)))
+            patches.override(module, "forward", untraced(partial(self._in_mode, module.forward)))
 
     def _of_hugging_face(
         self,

@@ -70,7 +70,7 @@ class SequenceParallelRegions:
         model: nn.Module,
         exchange: Collectives,
         randomness: Randomness,
-        ledger: ModelPatches,
+        patches: ModelPatches,
     ) -> None:
         """tiled: identities of modules in tiles; a tile holds tokens of a part."""
         self._exchange, self._randomness = exchange, randomness
@@ -93,20 +93,20 @@ class SequenceParallelRegions:
             for index, block in enumerate(stack.blocks):
                 is_last = index + 1 == len(stack.blocks)
                 run = partial(self._run, stream, block, index == 0, is_last, block.module.forward)
-                ledger.override(block.module, "forward", run)
+                patches.override(block.module, "forward", run)
                 for module in (*block.wholes, *block.alike):
                     if id(module) not in tiled | self._tiled:
                         self._given_all |= {id(part) for part in module.modules()}
                         hook = module.register_forward_pre_hook(self._before_whole, with_kwargs=True)
-                        ledger.hook(hook)
+                        patches.hook(hook)
                 for module in block.alike:
-                    ledger.hook(module.register_forward_hook(partial(self._behind_alike, block)))
+                    patches.hook(module.register_forward_hook(partial(self._behind_alike, block)))
                 for module in filter(draws, block.common):
-                    randomness.draw_alike(module, partial(self._seed_of, stream), lambda: self.is_plain, ledger)
+                    randomness.draw_alike(module, partial(self._seed_of, stream), lambda: self.is_plain, patches)
                     self._draws_alike = True
-        ledger.hook(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        ledger.hook(model.register_forward_hook(self._end))
-        ledger.hook(model.register_forward_hook(self._stop_watch, always_call=True))
+        patches.hook(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        patches.hook(model.register_forward_hook(self._end))
+        patches.hook(model.register_forward_hook(self._stop_watch, always_call=True))
 
     def has(self, layer: nn.Module) -> bool:
         """Return whether the layer is in a block."""

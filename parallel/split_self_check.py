@@ -266,7 +266,7 @@ def distance_of(found: Tensor, right: Tensor) -> float:
 _MOST_APART = 1e-3  # largest relative difference of sums of a gradient: replicas differ by rounding at most
 
 
-def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, ledger: ModelPatches) -> None:
+def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, patches: ModelPatches) -> None:
     """Compare the first gradient of each replicated parameter over the ranks, once.
 
     A parameter between a column and a row split that no plan names gets a part of its gradient on each rank. Without
@@ -277,7 +277,7 @@ def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, ledg
             handles: list[Any] = []
             handle = param.register_hook(partial(_compare, name, exchange, handles))  # type: ignore[no-untyped-call]
             handles.append(handle)
-            ledger.hook(handle)
+            patches.hook(handle)
 
 
 def _compare(name: str, exchange: Collectives, handles: list[Any], gradient: Tensor) -> None:

@@ -40,14 +40,14 @@ _NAMES = re.compile(r"mlp|feed_?forward|ffn|^ff$|dense(gated)?act", re.IGNORECAS
 _TOLERANCE = 0.02  # relative to the largest value: products of other shapes sum in another order, also in bfloat16
 
 
-def put_in_tiles(modules: Iterable[tuple[str, nn.Module]], tokens: int | None, ledger: ModelPatches) -> None:
+def put_in_tiles(modules: Iterable[tuple[str, nn.Module]], tokens: int | None, patches: ModelPatches) -> None:
     """Replace the forwards of (name, module) pairs by forwards in tiles. The ledger can undo it.
 
     tokens: of a tile; None: the width of the input, at least MIN_TILE.
     """
     checked = set[int]()
     for name, module in modules:
-        ledger.override(module, "forward", untraced(partial(_forward, name, module, module.forward, tokens, checked)))
+        patches.override(module, "forward", untraced(partial(_forward, name, module, module.forward, tokens, checked)))
 
 
 def _forward(

@@ -52,17 +52,17 @@ class Tiles:
     head: str = AUTO
     backend: Backend = "auto"  # kernel of the loss
 
-    def apply(self, model: nn.Module, ledger: ModelPatches, warn: Callable[[str], None]) -> Tiled:
+    def apply(self, model: nn.Module, patches: ModelPatches, warn: Callable[[str], None]) -> Tiled:
         """Replace the forwards of the chosen modules and the head. Raises TilesError if the model has none."""
         lines = []
         modules = self.token_modules(model) if self.mlp else []
         if modules:
-            put_in_tiles(modules, _tokens(self.mlp), ledger)
+            put_in_tiles(modules, _tokens(self.mlp), patches)
             classes = dict.fromkeys(type(module).__name__ for _, module in modules)
             lines.append(f"tiles: {len(modules)} x {', '.join(classes)} in tiles of {_said(self.mlp)}")
         if self.loss:
             name, head = self.find_head(model)
-            ChunkedHead(name, head, _tokens(self.loss), self.backend, ledger, warn)
+            ChunkedHead(name, head, _tokens(self.loss), self.backend, patches, warn)
             lines.append(f"tiles: the cross-entropy of '{name}' in tiles of {_said(self.loss)}, without its logits")
         return Tiled(modules, lines)
 

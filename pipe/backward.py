@@ -74,11 +74,11 @@ _Products = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 class WeightGradients:
     """Delays the weight gradients of a stage's linear layers from I to W."""
 
-    def __init__(self, modules: Iterable[nn.Module], ledger: ModelPatches) -> None:
+    def __init__(self, modules: Iterable[nn.Module], patches: ModelPatches) -> None:
         """modules: those of the stage."""
         self._delayed: dict[int, list[_Products]] = {}  # by microbatch
         self._open: list[_Products] | None = None  # of the microbatch whose I runs now
-        LinearLayers(modules, self._put, ledger)
+        LinearLayers(modules, self._put, patches)
 
     @contextmanager
     def put_off(self, microbatch: int) -> Iterator[None]:

@@ -108,12 +108,12 @@ class Executor:
         device: torch.device,
         forward: Callable[[nn.Module, Any], Any],
         loss: Callable[[Any, Any], Tensor],
-        ledger: ModelPatches,
+        patches: ModelPatches,
         around: Callable[[Action], AbstractContextManager[None]] = _nothing_around,
     ) -> None:
         """place: this rank's coordinate on the pipe axis. forward(module, microbatch) -> output.
 
-        loss(output, microbatch) -> scalar. ledger: takes the changes of the stages' modules back. around: a context
+        loss(output, microbatch) -> scalar. patches: takes the changes of the stages' modules back. around: a context
         that is entered for each F.
         """
         self.schedule = schedule
@@ -129,7 +129,9 @@ class Executor:
         self._around = around
         splits = schedule.has_any(Op.I)
         self._weights = {
-            index: WeightGradients(_modules_with_parameters(stage), ledger) for index, stage in stages.items() if splits
+            index: WeightGradients(_modules_with_parameters(stage), patches)
+            for index, stage in stages.items()
+            if splits
         }
         self.difference: str | None = None
         """The error text if a stage of this rank returned different shapes than for an earlier batch of equal shapes.

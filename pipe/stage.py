@@ -174,11 +174,11 @@ def make_stages(
     model: nn.Module,
     plan: SplitPlan,
     indices: Sequence[int],
-    ledger: ModelPatches,
+    patches: ModelPatches,
     streams: RandomStreams | None = None,
 ) -> tuple[Stage, ...]:
     """Make the stages of a rank, in the order of `indices`. They share a module with the parameters of all of them."""
-    replayed = ReplayedModel(model, plan, indices, ledger)
+    replayed = ReplayedModel(model, plan, indices, patches)
     return tuple(Stage(model, plan, index, replayed, streams) for index in indices)
 
 

@@ -59,7 +59,7 @@ class Activity(Enum):
 _ACTIVITIES = tuple(Activity)
 _CODES = {activity: code for code, activity in enumerate(_ACTIVITIES)}
 _FIRST_OF_STEP, _LAST_OF_STEP = _CODES[Activity.DATA_LOADING], _CODES[Activity.UPDATE]
-_TOLD = ("enter", "begin", "wait", "go_on")
+_TOLD = ("enter", "begin", "wait", "end_wait")
 T = TypeVar("T")
 
 
@@ -239,13 +239,13 @@ class Progress:
         on_enter: Callable[[Activity, str], None],
         on_begin: Callable[[str], None],
         on_wait: Callable[[str], None],
-        on_go_on: Callable[[], None],
+        on_end_wait: Callable[[], None],
     ) -> Callable[[], None]:
         """Tells of each activity with its unit, each collective, each wait and its end, until the result is called.
 
         The methods themselves are exchanged, so that nothing is asked for where nobody listens. The last one first.
         """
-        enter, begin, wait, go_on = self.enter, self.begin, self.wait, self.go_on
+        enter, begin, wait, end_wait = self.enter, self.begin, self.wait, self.end_wait
         before = {name: vars(self)[name] for name in _TOLD if name in vars(self)}
 
         def told_enter(activity: Activity, microbatch: int = -1, unit: str = "") -> None:
@@ -260,16 +260,16 @@ class Progress:
             on_wait(what)
             wait(what, channel, sequence, first, distance, count)
 
-        def told_go_on() -> None:
-            go_on()
-            on_go_on()
+        def told_end_wait() -> None:
+            end_wait()
+            on_end_wait()
 
         def stop() -> None:
             for name in _TOLD:
                 vars(self).pop(name, None)
             vars(self).update(before)
 
-        vars(self).update(zip(_TOLD, (told_enter, told_begin, told_wait, told_go_on), strict=True))
+        vars(self).update(zip(_TOLD, (told_enter, told_begin, told_wait, told_end_wait), strict=True))
         return stop
 
     # -- activity -------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Progress:
             self._waits.write(now, channel, sequence, first, distance, count, what.encode())
             self._words[WAITING] = now
 
-    def go_on(self) -> None:
+    def end_wait(self) -> None:
         """The end of the wait."""
         if self.is_on:
             self._words[WAITING] = 0
@@ -366,7 +366,7 @@ class Progress:
         try:
             yield
         finally:
-            self.go_on()
+            self.end_wait()
 
     def _store_in(self, memory: mmap.mmap) -> None:
         self._memory = memory

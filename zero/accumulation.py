@@ -164,7 +164,7 @@ class LocalSum:
         self.has_values = True
         return taken
 
-    def take_back(self, total: Tensor) -> None:
+    def add_total(self, total: Tensor) -> None:
         """Add a sum, (padded_numel,), that another backward continues."""
         flat = self._open_flat()
         flat.add_(total) if self.has_values else flat.copy_(total)

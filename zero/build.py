@@ -34,7 +34,7 @@ class GroupMemories:
         self,
         mesh: Mesh,
         reduces_every_backward: bool,
-        rest: ShardStore | None = None,
+        shard_store: ShardStore | None = None,
         shares_gradients: bool = False,
         delays_updates: bool = False,
         keeps_sums: bool = True,
@@ -42,7 +42,7 @@ class GroupMemories:
         num_steps: Callable[[], int] = lambda: 0,
         low_rank: PowerSGDOptions | None = None,
     ) -> None:
-        """rest: the store of shards between uses, with room for all; None: shards stay in memory.
+        """shard_store: the store of shards between uses, with room for all; None: shards stay in memory.
 
         shares_gradients: replicas on a host share the sum of their gradients read-only, except for tied groups.
         delays_updates: gradients of a step are still in use while the next gradients arrive. keeps_sums: see
@@ -51,7 +51,7 @@ class GroupMemories:
         """
         self._mesh = mesh
         self._reduces_every_backward = reduces_every_backward
-        self._rest = rest
+        self._shard_store = shard_store
         self._shares_gradients = shares_gradients
         self._delays_updates = delays_updates
         self._keeps_sums = keeps_sums
@@ -107,7 +107,7 @@ class GroupMemories:
 
         is_elsewhere: the shard is shared by replicas, or is sent to the host.
         """
-        is_whole = self._mesh.over(plan.domain.states).size == 1
+        is_whole = self._mesh.over(plan.sharding.states).size == 1
         adds_up = self._keeps_sums and self._low_rank is None and not is_elsewhere
         return is_whole and adds_up and plan.is_added_up_flat
 
@@ -115,11 +115,13 @@ class GroupMemories:
 
     def _codec(self, plan: GroupPlan, axes: tuple[str, ...], bits: int | None) -> Codec:
         """Return the codec of a group's gradient over these axes."""
-        axis, arrangement = self._mesh.over(axes), self._mesh.arrangement
+        axis, parallel_dims = self._mesh.over(axes), self._mesh.parallel_dims
         parts: Parts | None = None
-        if axes == plan.domain.first and len(plan.levels) > 1:
-            states, last = plan.domain.states, plan.domain.last
-            parts = [[arrangement.place(one, states) for one in arrangement.ranks(rank, last)] for rank in axis.ranks]
+        if axes == plan.sharding.first and len(plan.levels) > 1:
+            states, last = plan.sharding.states, plan.sharding.last
+            parts = [
+                [parallel_dims.place(one, states) for one in parallel_dims.ranks(rank, last)] for rank in axis.ranks
+            ]
         if bits is None or axis.size == 1:
             return Codec(axis, plan.reduce_dtype, parts)
         name = f"{plan.name} over {axis.name} from rank {self._mesh.world.rank}"
@@ -127,7 +129,7 @@ class GroupMemories:
 
     def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:
         """Reserve larger message slots if these groups need them."""
-        for axes, nbytes, count in rings_for(trained, self._mesh.arrangement):
+        for axes, nbytes, count in rings_for(trained, self._mesh.parallel_dims):
             if nbytes > self._slot_bytes.get(axes, 0):
                 self._slot_bytes[axes] = nbytes
                 self._mesh.over(axes).route.reserve_slots(nbytes, count)
@@ -135,7 +137,7 @@ class GroupMemories:
     def _common_sums(self, trained: Sequence[GroupPlan]) -> dict[str, Tensor]:
         """Allocate the gradient sums that replicas on a host share, by name of the group."""
         found: dict[str, Tensor] = {}
-        for axes, plans in _by_axes([one for one in trained if not one.domain.tied], lambda one: one.replicas):
+        for axes, plans in _by_axes([one for one in trained if not one.sharding.tied], lambda one: one.replicas):
             route = self._mesh.over(axes).route
             if self._shares_gradients and route.copies_are_shared:
                 specs = [(plan.layout.shard_numel, plan.accumulation_dtype) for plan in plans]
@@ -149,16 +151,16 @@ class GroupMemories:
     def _memory_for(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
         """Return the function that gives each group, in order, the memory of its full buffer."""
         takers: dict[str, Callable[[ShardedGroup], None]] = {}
-        for _, own in _by_axes(plans, lambda domain: domain.states):
+        for _, own in _by_axes(plans, lambda sharding: sharding.states):
             takers |= dict.fromkeys((plan.name for plan in own), self._memory_on(own))
         return lambda group: takers[group.plan.name](group)
 
     def _memory_on(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
         """As `_memory_for`, for groups whose states are divided over the same axes."""
-        mesh, rest, domain = self._mesh, self._rest, plans[0].domain
-        route, device = mesh.over(domain.states).route, mesh.world.device
-        axis = mesh.over(domain.parameters)
-        frees_memory = rest is not None or (axis.size > 1 and not route.copies_are_shared)
+        mesh, shard_store, sharding = self._mesh, self._shard_store, plans[0].sharding
+        route, device = mesh.over(sharding.states).route, mesh.world.device
+        axis = mesh.over(sharding.parameters)
+        frees_memory = shard_store is not None or (axis.size > 1 and not route.copies_are_shared)
         if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
             return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.plan.dtype, device))
         if not frees_memory:
@@ -168,7 +170,7 @@ class GroupMemories:
 
             def adopt_pages(group: ShardedGroup) -> None:
                 pages = PagedBuffer(self._pages, group.layout.padded_numel, group.plan.dtype)
-                group.adopt_memory(PagedMemory(pages, group.at_rest, group.rests_beside), rest)
+                group.adopt_memory(PagedMemory(pages, group.at_rest, group.rests_beside), shard_store)
 
             return adopt_pages
 
@@ -176,7 +178,7 @@ class GroupMemories:
             group: ShardedGroup,
         ) -> None:  # one by one: each is made, and its memory freed, before the next
             (full,) = route.allocate([(group.layout.padded_numel, group.plan.dtype)])
-            group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), rest)
+            group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), shard_store)
 
         return adopt_storage
 
@@ -187,5 +189,5 @@ def _by_axes(
     """Collect the groups with the same axes, in order."""
     found: dict[tuple[str, ...], list[GroupPlan]] = {}
     for plan in plans:
-        found.setdefault(axes_of(plan.domain), []).append(plan)
+        found.setdefault(axes_of(plan.sharding), []).append(plan)
     return list(found.items())

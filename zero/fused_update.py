@@ -60,7 +60,7 @@ class StepCounts:
         self.num_steps -= 1
         self.is_in_step = False
 
-    def take_up(self, params: Iterable[nn.Parameter]) -> None:
+    def add(self, params: Iterable[nn.Parameter]) -> None:
         """Add parameters that have made no step."""
         if self.num_steps:
             self.missed.update({id(param): self.num_steps for param in params})

@@ -45,10 +45,10 @@ class GatherRing:
     different need takes part: it gathers the units that it lacks, sends its shards, and keeps nothing.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch_numel: int, meet: Meet) -> None:
+    def __init__(self, units: Sequence[Unit], prefetch_numel: int, gather_values: Meet) -> None:
         self._units = units
         self._prefetch_numel = prefetch_numel
-        self._meet = meet
+        self._gather_values = gather_values
         self.order: Sequence[Unit] = ()
         """The units of the round."""
         self._left: set[Unit] = set()  # units that the round has not passed yet
@@ -72,7 +72,7 @@ class GatherRing:
         self.end_round()
         self._lacked = {self._units[number] for number in proposal.wanted}
         while True:
-            proposals = self._meet(proposal)
+            proposals = self._gather_values(proposal)
             top = max([one.round for one in proposals])
             self._start(top, [one for one in proposals if one.round is top])
             if top is proposal.round:

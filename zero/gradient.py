@@ -53,10 +53,10 @@ class GroupGradient:
         self.shard: Tensor | None = None
         self.used: set[int] = set()
         """Indices of the parameters that got a gradient on this rank, in any backward of this step."""
-        self.inspection = GradientStats(group)
-        self._move = GradientReducer(group, levels, replicas, accumulation_dtype, self.inspection)
+        self.stats = GradientStats(group)
+        self._reducer = GradientReducer(group, levels, replicas, accumulation_dtype, self.stats)
         if low_rank is not None:
-            self._move = PowerSGDReducer(group, levels, replicas, accumulation_dtype, self.inspection, low_rank)
+            self._reducer = PowerSGDReducer(group, levels, replicas, accumulation_dtype, self.stats, low_rank)
         self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
         self._host = None if host is None else HostSum(host)
@@ -84,12 +84,12 @@ class GroupGradient:
 
     def sum_if(self, sums: Callable[[], bool]) -> None:
         """Sum over replicas only in steps for which `sums` returns True."""
-        self._move.sums = sums
+        self._reducer.sums = sums
 
     @property
     def low_rank(self) -> PowerSGDReducer | None:
         """The PowerSGD reducer, if the group has it."""
-        return self._move if isinstance(self._move, PowerSGDReducer) else None
+        return self._reducer if isinstance(self._reducer, PowerSGDReducer) else None
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tensors that `held_bytes` counts."""
@@ -108,25 +108,25 @@ class GroupGradient:
     @property
     def non_finite(self) -> NonFinite | None:
         """The first non-finite value found. Waits for the device."""
-        return self.inspection.first(self.shard, is_own=not self.group.axes.is_tied)
+        return self.stats.first(self.shard, is_own=not self.group.axes.is_tied)
 
     def check(self) -> bool:
         """Return whether the gradient is finite. Keeps the first value that is not, even if the shard is freed. Waits
         for the device.
         """
-        if self.inspection.is_finite:
+        if self.stats.is_finite:
             return True
-        self.inspection.first(self.shard, is_own=not self.group.axes.is_tied)
+        self.stats.first(self.shard, is_own=not self.group.axes.is_tied)
         return False
 
     def remember(self) -> None:
-        """As `check`, before the shard is freed, without waiting for a device: see `inspection.is_bad`."""
+        """As `check`, before the shard is freed, without waiting for a device: see `stats.is_bad`."""
         if self.shard is not None:
-            self.inspection.remember(self.shard, is_own=not self.group.axes.is_tied)
+            self.stats.remember(self.shard, is_own=not self.group.axes.is_tied)
 
     def clear(self, cleared: Mapping[int, bool]) -> None:
         """Zero final gradients. cleared: id of a parameter -> whether its gradient becomes None."""
-        self.settle()
+        self.flush()
         for index, param in enumerate(self.group.params):
             if id(param) in cleared:
                 for piece in self.group.pieces.of(index):
@@ -144,7 +144,7 @@ class GroupGradient:
         slot, param = self.group.layout.slots[index], self.group.params[index]
         found = torch.zeros(slot.numel, dtype=dtype, device=self.group.full.device)
         has_final = (
-            self.group.axes.replicas.rank == 0 or not self._move.sums()
+            self.group.axes.replicas.rank == 0 or not self._reducer.sums()
         )  # the replicas hold equal sums: a single replica reports it
         sums = [self.shard] if self._has_shard and (has_final or not self._is_final) else []
         if self._host is not None and has_final:
@@ -162,17 +162,17 @@ class GroupGradient:
             found += arrived.reshape(-1)
         return found, arrived is not None or index in self.used
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until a gradient that leaves the device has arrived, and count it again if it was changed."""
         if self._host is not None:
             self._host.arrive()
-        if self.inspection.is_outdated:
-            self.inspection.forget()
+        if self.stats.is_outdated:
+            self.stats.forget()
             self._count()
 
     def mark_changed(self, index: int, is_used: bool) -> None:
         """The caller has changed the final gradient of parameter `index`. is_used: it is not None."""
-        self.inspection.is_outdated = True
+        self.stats.is_outdated = True
         if is_used:
             self.used.add(index)
         else:
@@ -182,13 +182,13 @@ class GroupGradient:
         """Clamp the elements of the final sum to [-bound, bound]."""
         if self.shard is not None:
             self.shard.clamp_(-bound, bound)
-            self.inspection.is_outdated = True
+            self.stats.is_outdated = True
 
     def reset(self) -> None:
         """Forget the gradient after an optimizer step."""
-        self.inspection.forget()
-        if self._move.has_steps:
-            self._move.reset()
+        self.stats.forget()
+        if self._reducer.has_steps:
+            self._reducer.reset()
         self.used.clear()
         self._staging = None
         self._early.clear()
@@ -272,8 +272,8 @@ class GroupGradient:
             return
         if self._is_final:
             self._reopen()
-        axis = self._move.staging_axis(boundary, self._has_shard)
-        message = None if axis is None else self._move.open_message(axis, self._has_shard)
+        axis = self._reducer.staging_axis(boundary, self._has_shard)
+        message = None if axis is None else self._reducer.open_message(axis, self._has_shard)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
         if self._is_in_place:
             self._drop_untouched()
@@ -281,7 +281,7 @@ class GroupGradient:
         self._is_in_place = False
         counts = boundary and self._host is None and not self.group.axes.is_tied and self.group.axes.is_counted
         assert self.shard is not None
-        yield from self._move.sum(axis, message, self.shard, self._has_shard, boundary, counts)
+        yield from self._reducer.sum(axis, message, self.shard, self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
         if self._host is not None and not self.group.axes.is_tied and (boundary or self.group.axes.replicas.size == 1):
             self._leave(boundary)
@@ -289,7 +289,7 @@ class GroupGradient:
     def replace(self, total: Tensor) -> None:
         """Set the final shard of a tied weight to the sum over its copies, (shard_numel,)."""
         assert self.shard is not None
-        self.inspection.remember(self.shard, is_own=True)  # before the sum hides which rank has a bad value
+        self.stats.remember(self.shard, is_own=True)  # before the sum hides which rank has a bad value
         self.shard.copy_(total)
         self._count()
         self._leave(is_final=True)
@@ -298,8 +298,8 @@ class GroupGradient:
 
     def _reopen(self) -> None:
         """Prepare a final sum for another backward. Over replicas, the first replica keeps the sum alone."""
-        self.settle()
-        self.inspection.count_anew()
+        self.flush()
+        self.stats.count_anew()
         self._is_final = False
         replica = self.group.axes.replicas.rank
         if self.group.axes.replicas.size == 1 or not self._has_shard:
@@ -309,8 +309,8 @@ class GroupGradient:
             if replica:
                 self.shard.zero_()
             return
-        if replica == 0 or not self._move.sums():  # else replicas may share the shard's memory
-            self._local.take_back(self.shard)
+        if replica == 0 or not self._reducer.sums():  # else replicas may share the shard's memory
+            self._local.add_total(self.shard)
         self._has_shard = False
 
     def _drop_untouched(self) -> None:
@@ -338,8 +338,8 @@ class GroupGradient:
             return
         axis, shard = self.group.axes.replicas, self.shard
         assert shard is not None
-        region = regions_of(shard.numel(), axis.size)[axis.rank] if self._move.sums() else slice(0, shard.numel())
-        self.inspection.look(axis, region.start, shard[region], (), counts=True)
+        region = regions_of(shard.numel(), axis.size)[axis.rank] if self._reducer.sums() else slice(0, shard.numel())
+        self.stats.look(axis, region.start, shard[region], (), counts=True)
 
     def _early_staging(self, boundary: bool) -> Staging | None:
         """Return the staging of the current backward. Begins it if possible; the next gradient may ask again.
@@ -348,18 +348,18 @@ class GroupGradient:
         """
         if self._local.has_values or not (boundary or self.reduces_every_backward):
             return None
-        axis = self._move.staging_axis(boundary, self._has_shard)
+        axis = self._reducer.staging_axis(boundary, self._has_shard)
         if axis is None:
             if not self._has_shard:
                 self._staging = self._open_staging(None, None)
-        elif self._move.adds_exactly:
-            message = self._move.next_message(axis, self._has_shard)
+        elif self._reducer.adds_exactly:
+            message = self._reducer.next_message(axis, self._has_shard)
             if message is not None:
                 self._staging = self._open_staging(axis, message)
         return self._staging
 
     def _open_staging(self, axis: Axis | None, message: Tensor | None) -> Staging:
-        places = self._move.places(axis, message, self._open_shard(), self._has_shard)
+        places = self._reducer.places(axis, message, self._open_shard(), self._has_shard)
         adds = message is None and self._has_shard
         if self._local.has_values:
             self._local.pour(places, adds)

@@ -35,7 +35,7 @@ class GradientReducer:
         levels: Sequence[Codec],
         replicas: Codec,
         dtype: torch.dtype,
-        inspection: GradientStats,
+        stats: GradientStats,
     ) -> None:
         """levels: codecs of the sum over `states`. replicas: codec of the sum over `replicas`. dtype: of the sum."""
         self._group = group
@@ -48,7 +48,7 @@ class GradientReducer:
         self._counting = [codec for codec in (*levels, replicas) if codec.counts_messages]
         self.has_steps = bool(self._counting)
         """Whether `reset` has an effect."""
-        self._inspection = inspection
+        self._inspection = stats
         self._name = f"reduction of {group.plan.name}"
         self.sums: Callable[[], bool] = lambda: True
         """Whether this step sums gradients over replicas; else each replica updates with its gradient, and counts it.

@@ -57,20 +57,20 @@ class ShardedGroup:
         """Replaced when the role of the parameters changes."""
         self.params = [param for _, param in plan.params]
         self.layout = plan.layout
-        self.axes = ShardingAxes(mesh, plan.domain)
+        self.axes = ShardingAxes(mesh, plan.sharding)
         self._codec = codec
-        self.residence = ShardedState.UNSHARDED
+        self.sharded_state = ShardedState.UNSHARDED
         self.full = torch.empty(0)
         self.shard = torch.empty(0)
-        self.resident = Offloadable(plan.name, lambda: self.shard)
+        self.offloadable = Offloadable(plan.name, lambda: self.shard)
         """The shard, for a window that brings it to the memory of the update."""
         self._pending = _NOTHING_PENDING  # pending result of the last gather
         self.keeper: Callable[[], bool] | None = None
         """While it returns True, `release` does nothing."""
         self._memory = GroupMemory(self.full, self.shard)
-        self._rest: ShardStore | None = None
+        self._shard_store: ShardStore | None = None
         are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
-        self.frees_memory = bool(plan.domain.parameters) and are_apart
+        self.frees_memory = bool(plan.sharding.parameters) and are_apart
         """True if a release frees memory, so that a gather needs the other ranks."""
         # Made once for each parameter; neither list takes memory.
         self._views: list[Tensor] = []  # of `full`
@@ -80,16 +80,16 @@ class ShardedGroup:
     def full_bytes(self) -> int:
         """Bytes that `full` takes now."""
         held = self.layout.padded_numel * self.plan.dtype.itemsize
-        if not self.frees_memory or self.residence is not ShardedState.SHARDED:
+        if not self.frees_memory or self.sharded_state is not ShardedState.SHARDED:
             return held
         if not self._memory.own_is_in_full:
             return 0
-        has_own = self._rest is None or self._rest.window.holds(self.resident)
+        has_own = self._shard_store is None or self._shard_store.window.holds(self.offloadable)
         return bytes_in_memory(self._memory.own) if has_own else 0
 
     def held_at_rest(self) -> Iterator[Tensor]:
         """Yield the tensors in memory of a released group, if they are separate from `full`."""
-        if self.frees_memory and self.residence is ShardedState.SHARDED and self._rest is None:
+        if self.frees_memory and self.sharded_state is ShardedState.SHARDED and self._shard_store is None:
             yield from (self._memory.own, self.shard)
 
     @property
@@ -113,15 +113,15 @@ class ShardedGroup:
         self._memory = GroupMemory(full, full[self.at_rest])
         self.shard = full[self.own] if self._codec.is_exact else torch.zeros_like(full[self.own])
 
-    def adopt_memory(self, memory: GroupMemory, rest: ShardStore | None = None) -> None:
+    def adopt_memory(self, memory: GroupMemory, shard_store: ShardStore | None = None) -> None:
         """Take addresses for all parameters, with memory for the resting part alone, all zero.
 
-        rest: the store that holds the shard whenever the group is not full.
+        shard_store: the store that holds the shard whenever the group is not full.
         """
-        self._memory, self._rest = memory, rest
-        self.frees_memory |= rest is not None
+        self._memory, self._shard_store = memory, shard_store
+        self.frees_memory |= shard_store is not None
         self.full = memory.full
-        self.residence = ShardedState.SHARDED
+        self.sharded_state = ShardedState.SHARDED
         memory.take_own()
         first = self.own.start - self.at_rest.start
         self.shard = self._memory.own[
@@ -130,13 +130,13 @@ class ShardedGroup:
         if self.sends_differences:
             self.shard = torch.zeros_like(self.shard)
         self._memory.own.zero_()
-        if rest is None:
+        if shard_store is None:
             return
         memory.give_own()
-        self.resident = rest.resident(self.plan.name, self._take_own, lambda _: memory.give_own())
-        rest.window.create(self.resident).zero_()
-        rest.window.release(self.resident)
-        rest.window.wait()
+        self.offloadable = shard_store.offloadable(self.plan.name, self._take_own, lambda _: memory.give_own())
+        shard_store.window.create(self.offloadable).zero_()
+        shard_store.window.release(self.offloadable)
+        shard_store.window.wait()
 
     @property
     def own(self) -> slice:
@@ -158,10 +158,12 @@ class ShardedGroup:
 
     def own_values(self, changes: bool = False) -> Memory:
         """Return this rank's shard, in memory or in a store. changes: the caller writes to it."""
-        rest = self._rest
-        if rest is None:
+        shard_store = self._shard_store
+        if shard_store is None:
             return self.shard
-        return StoredRange(self.layout.shard_numel, self.plan.dtype, lambda: rest.window.open(self.resident, changes))
+        return StoredRange(
+            self.layout.shard_numel, self.plan.dtype, lambda: shard_store.window.open(self.offloadable, changes)
+        )
 
     def _take_own(self) -> Tensor:
         self._memory.take_own()
@@ -175,41 +177,43 @@ class ShardedGroup:
 
     def start_gather(self) -> None:
         """Start to gather the parameters. Does nothing unless the group is SHARDED."""
-        if self.residence is not ShardedState.SHARDED:
+        if self.sharded_state is not ShardedState.SHARDED:
             return
-        if self._rest is not None:
-            self._rest.window.let_go(self.resident)  # so that a change is saved before another rank reads it
-            self._rest.window.prefetch(self.resident)
+        if self._shard_store is not None:
+            self._shard_store.window.end_hold(
+                self.offloadable
+            )  # so that a change is saved before another rank reads it
+            self._shard_store.window.prefetch(self.offloadable)
             self._memory.take_others()
-            self.residence = ShardedState.LOADING
+            self.sharded_state = ShardedState.LOADING
             return
         if self.frees_memory:
             self._memory.take_others()
             self._pending = untransformed(self._exchange)
-        self.residence = ShardedState.UNSHARDING
+        self.sharded_state = ShardedState.UNSHARDING
 
     def continue_gather(self) -> None:
         """Start the collective of an offloaded group, once its shard is loaded. `start_gather` starts only the load."""
-        if self._rest is not None and self.residence is ShardedState.LOADING:
-            self.residence = ShardedState.UNSHARDING
-            self._rest.window.acquire(self.resident)
+        if self._shard_store is not None and self.sharded_state is ShardedState.LOADING:
+            self.sharded_state = ShardedState.UNSHARDING
+            self._shard_store.window.acquire(self.offloadable)
             self._pending = untransformed(self._exchange)
 
     def gather(self) -> None:
         """Gather the parameters, and wait for them."""
-        if self.residence is ShardedState.UNSHARDED:
+        if self.sharded_state is ShardedState.UNSHARDED:
             return
         if self.frees_memory:  # else the memory was kept, and only the marks change
             self.start_gather()
             self.continue_gather()
             untransformed(self._take_gathered)
         mark_present(self.params)
-        self.residence = ShardedState.UNSHARDED
+        self.sharded_state = ShardedState.UNSHARDED
 
     @property
     def is_loaded(self) -> bool:
         """Whether a gather loads the shard from a store first."""
-        return self._rest is not None
+        return self._shard_store is not None
 
     def join_gather(self) -> Pending:
         """Send this rank's shard to ranks that gather a group which is full on this rank."""
@@ -218,30 +222,30 @@ class ShardedGroup:
     def park(self) -> None:
         """Mark full parameters as released but keep their memory: as UNSHARDING, without a pending collective."""
         untransformed(self._hide)
-        self.residence = ShardedState.UNSHARDING
+        self.sharded_state = ShardedState.UNSHARDING
 
     def release(self, holds_shard: bool = False) -> None:
         """Free the full parameters, if the policy frees parameters and `keeper` does not hold them.
 
         holds_shard: an offloaded shard stays in memory, because its update comes next.
         """
-        if not self.plan.domain.parameters or self.residence is ShardedState.SHARDED:
+        if not self.plan.sharding.parameters or self.sharded_state is ShardedState.SHARDED:
             return
         if self.keeper is not None and self.keeper():
             return
         if self.frees_memory:
-            if self.residence is not ShardedState.UNSHARDED:  # prefetched, and not used
+            if self.sharded_state is not ShardedState.UNSHARDED:  # prefetched, and not used
                 self.continue_gather()
                 untransformed(self._take_gathered)
             untransformed(self._hide)
             self._memory.give_others()
         else:
             mark_released(self.params, self.layout.names)
-        self.residence = ShardedState.SHARDED
-        if self._rest is not None and self._rest.window.holds(self.resident):
-            self._rest.window.hold(self.resident)
+        self.sharded_state = ShardedState.SHARDED
+        if self._shard_store is not None and self._shard_store.window.holds(self.offloadable):
+            self._shard_store.window.hold(self.offloadable)
             if not holds_shard:
-                self._rest.window.let_go(self.resident)
+                self._shard_store.window.end_hold(self.offloadable)
 
     def keep(self, as_long_as: Callable[[], bool] = lambda: True) -> None:
         """Make `release` do nothing while `as_long_as()` is True: a rank may use the parameters without the other
@@ -278,7 +282,7 @@ class ShardedGroup:
 
     def make_exact(self) -> None:
         """Fill `full` with the exact values of all ranks' shards, if the gather was quantized. A collective."""
-        assert self.residence is ShardedState.UNSHARDED
+        assert self.sharded_state is ShardedState.UNSHARDED
         if self._codec.is_exact:
             return
         self.refresh().wait()

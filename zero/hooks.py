@@ -42,18 +42,18 @@ class UnitHooks:
         self,
         sequence: UnitSequence,
         frees_parameters: bool,
-        ledger: ModelPatches,
+        patches: ModelPatches,
         on_block: Callable[[], None] | None = None,
     ) -> None:
-        """ledger: removes the hooks later. on_block: called when a block's forward begins, recomputed forwards
+        """patches: removes the hooks later. on_block: called when a block's forward begins, recomputed forwards
         included.
         """
         self._sequence = sequence
         self._on_block = on_block
-        self._add = ledger.hook
+        self._add = patches.hook
         self._of_leaves = WeakIdKeyDictionary()  # returned leaves -> [the newest hook]
         self._is_around = False  # `around` runs, and the root's forward is a part of it
-        root = sequence.rest.module
+        root = sequence.root.module
         self._add(root.register_forward_pre_hook(self._before_root, prepend=True))
         self._add(root.register_forward_hook(self._after_root))
         for unit in sequence.blocks:
@@ -62,12 +62,12 @@ class UnitHooks:
         for unit in sequence.units:
             self.hook_params(unit)
         if frees_parameters:
-            self._hook_users_of_rest(sequence.rest)
+            self._hook_users_of_root(sequence.root)
             self._modules = frozenset(map(id, root.modules()))
             for unit in sequence.units:
-                self._let_read(unit, ledger)
+                self._let_read(unit, patches)
 
-    def _let_read(self, unit: Unit, ledger: ModelPatches) -> None:
+    def _let_read(self, unit: Unit, patches: ModelPatches) -> None:
         def read(is_differentiated: bool, together: object) -> bool:
             is_computing = self._sequence.phase is not Phase.IDLE and not self._sequence.has_lost_backward()
             is_of_loss = is_differentiated and unit.is_end and self._sequence.awaits_backward
@@ -78,7 +78,7 @@ class UnitHooks:
 
         for group in unit.groups:
             for param in group.params:
-                ledger.callback(set_reader(param, read))
+                patches.callback(set_reader(param, read))
 
     def around(self, run: Callable[[], R]) -> R:
         """Call `run` as a forward of the root. `run` calls the root once or several times, or parts of it."""
@@ -165,26 +165,26 @@ class UnitHooks:
                 if is_frozen:
                     param.requires_grad_(False)
 
-    def _hook_users_of_rest(self, rest: Unit) -> None:
+    def _hook_users_of_root(self, root: Unit) -> None:
         """Gather the root unit for modules outside of the blocks that are called directly, not through the root."""
         sequence = self._sequence
-        members = {id(param) for group in rest.groups for param in group.params}
+        members = {id(param) for group in root.groups for param in group.params}
 
         def before(module: nn.Module, args: Any) -> None:
             if sequence.phase is Phase.IDLE:
-                sequence.enter(rest)
+                sequence.enter(root)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if sequence.phase is Phase.IDLE and not _tensors_with_graph(output):
-                rest.release()
+                root.release()
 
-        for module in rest.module.modules():
-            if module is not rest.module and has_forward(module) and members & set(map(id, parameters_read_by(module))):
+        for module in root.module.modules():
+            if module is not root.module and has_forward(module) and members & set(map(id, parameters_read_by(module))):
                 self._add(module.register_forward_pre_hook(before, prepend=True))
                 self._add(module.register_forward_hook(after))
 
 
-def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: ModelPatches) -> None:
+def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, patches: ModelPatches) -> None:
     """Cast float32 inputs of blocks (a float32 buffer has promoted them) to the dtype in which blocks compute."""
 
     def cast(value: Any) -> Any:
@@ -194,13 +194,13 @@ def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype, ledger: ModelPa
         return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
     for block in blocks:
-        ledger.hook(block.register_forward_pre_hook(before, with_kwargs=True))
+        patches.hook(block.register_forward_pre_hook(before, with_kwargs=True))
 
 
 _MIN_NUMEL = 1 << 17  # of a weight; copying a smaller gradient costs less than a backward in Python
 
 
-def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module], ledger: ModelPatches) -> None:
+def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module], patches: ModelPatches) -> None:
     """Let linear layers write the gradients of large weights into their message or shard, without a copy.
 
         dw = dy^T x  ---written to--->  slot (or shard)  <---view--- param.grad
@@ -221,7 +221,7 @@ def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module]
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         return weight is not None and weight.requires_grad and weight.numel() >= _MIN_NUMEL
 
-    LinearLayers(filter(is_large, modules), make, ledger)
+    LinearLayers(filter(is_large, modules), make, patches)
 
 
 def _is_in_method(modules: Collection[int]) -> bool:

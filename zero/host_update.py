@@ -37,27 +37,28 @@ class HostUpdate:
         self._gradients = Window(max_leaving=MAX_LEAVING)
         self.num_taken = 0
 
-    def resident(self, group: ShardedGroup, rest: ShardStore | None, needs_values: bool) -> Offloadable:
+    def offloadable(self, group: ShardedGroup, shard_store: ShardStore | None, needs_values: bool) -> Offloadable:
         """The group's shard, (shard_numel,), loaded into a host buffer for the update.
 
-        rest: its store, if it is offloaded and not on the device. needs_values: else the update overwrites all values.
+        shard_store: its store, if it is offloaded and not on the device. needs_values: else the update overwrites all
+        values.
         """
         shard = group.shard
 
         def take() -> Tensor:
             return self._pool.take(shard.nbytes).view(shard.dtype)
 
-        if rest is not None:
-            resident = rest.resident(group.plan.name, take, self._pool.give)
+        if shard_store is not None:
+            offloadable = shard_store.offloadable(group.plan.name, take, self._pool.give)
         else:
-            resident = Offloadable(
+            offloadable = Offloadable(
                 group.plan.name,
                 take,
                 self._pool.give,
                 load=lambda out: self._copies.to_host(shard, out),
                 save=lambda values: self._copies.to_device(values, shard),
             )
-        return resident if needs_values else resident.made_anew()
+        return offloadable if needs_values else offloadable.made_anew()
 
     def take(self, values: Tensor, total: Tensor | None, on_arrived: Callable[[], None] | None) -> Tensor:
         """Start to copy a gradient shard, (n,), to the host. Its device memory is freed with the last reference.

@@ -49,13 +49,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         update: FusedUpdate | TorchUpdate,
         offloaded: StateChunks,
-        rest: ShardStore | None = None,
+        shard_store: ShardStore | None = None,
         host: HostUpdate | None = None,
     ) -> None:
         """param_groups: [{"params": [...], options...}]. defaults: options for groups that lack them.
 
-        offloaded: where states rest between steps. rest: where the shards of parameters rest, if offloaded. host:
-        updates the offloaded shards of a device. Raises OffloadError.
+        offloaded: where states rest between steps. shard_store: where the shards of parameters rest, if offloaded.
+        host: updates the offloaded shards of a device. Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process. Unpickling sets all that is needed. The
         # groups are the user's dictionaries, so schedulers bound to them act here too. From the defaults schedulers
@@ -68,10 +68,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
         self.averages: Averages | None = None
         """Moving averages of the master weights, if the user wants them."""
-        self._homes = ShardPlacements(offloaded, rest, host)
+        self._placements = ShardPlacements(offloaded, shard_store, host)
         self._on_group: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
         self.shards = self.make_shards(gradients, dict(enumerate(param_groups)))
-        self._are_here = self._homes.are_where_computed(self.shards)
+        self._are_here = self._placements.are_where_computed(self.shards)
         self.by_parameter = ParameterStates(update, self.shards, self.counts)
         for shard in self.shards:
             shard.fill_chunks()
@@ -135,8 +135,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         that are in no other group. Their master weights begin as the current parameters, their states as new. Raises
         ValueError, or StateError during a step, before anything is changed.
         """
-        take_up = self._on_group() if self._on_group is not None else None
-        if take_up is None:
+        register_groups = self._on_group() if self._on_group is not None else None
+        if register_groups is None:
             raise StateError(
                 "engine.optimizer.add_param_group(): the engine of this optimizer was freed; keep a reference to it"
             )
@@ -149,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         for name, default in self.defaults.items():
             param_group.setdefault(name, default)
-        take_up(param_group)
+        register_groups(param_group)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for options of a parameter group that would need a different kind of update."""
@@ -165,19 +165,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> list[ShardState]:
         """Take memory for masters and states of groups. param_groups: index -> group with the parameters."""
         index_of = {id(p): index for index, group in param_groups.items() for p in group["params"]}
-        shards = self._homes.make_shards(gradients, index_of, self._update)
+        shards = self._placements.make_shards(gradients, index_of, self._update)
         if isinstance(self._update, FusedUpdate):
             for one in gradients:
                 one.sum_if(lambda: self.sums_gradients)
         return shards
 
-    def take_up(self, param_group: dict[str, Any], shards: Sequence[ShardState]) -> None:
+    def register_groups(self, param_group: dict[str, Any], shards: Sequence[ShardState]) -> None:
         """Add a parameter group. shards: this rank's, from `make_shards`."""
         self.param_groups.append(param_group)
         self._group_sizes.append(len(param_group["params"]))
         self.shards.extend(shards)
-        self._are_here = self._homes.are_where_computed(self.shards)
-        self.counts.take_up(param_group["params"])
+        self._are_here = self._placements.are_where_computed(self.shards)
+        self.counts.add(param_group["params"])
         for shard in shards:
             shard.fill_chunks()
             shard.begin_with_parameters()
@@ -185,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._update.make_states(shard, {}, dict.fromkeys(shard.group.layout.names))
             if self.averages is not None:
                 self.averages.add(shard)
-        self._homes.put_back()
+        self._placements.put_back()
 
     # -- updates --------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._are_here and isinstance(self._update, FusedUpdate) and not self._update.waits_for_norm:
             self._update.update_together(due, terms, on_updated)
         else:
-            self._homes.window.expect([shard.resident for shard, _ in due])
+            self._placements.window.expect([shard.offloadable for shard, _ in due])
             self._update_all(due, terms, self._update_shard, on_updated)
         if skip is None:
             self.count()
@@ -237,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Parameters keep their values until `delayed.wait` returns no error and each shard is told to take `ahead`.
         """
         what = "a shard that is not in memory cannot be computed with while it is updated"
-        assert self._homes.rest is None, what
+        assert self._placements.shard_store is None, what
         self.begin_step()
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_all(due, terms, self._update_ahead)
             if self.averages is not None:
                 self._average(self.averages, ahead=True)
-            self._homes.offloaded.window.wait()  # so that an error of the drive belongs to this step
+            self._placements.offloaded.window.wait()  # so that an error of the drive belongs to this step
 
         self.delayed.start(update, [gradient for _, gradient in due])
 
@@ -269,10 +269,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.counts.begin()
         self._opt_called = True  # torch's schedulers check it to see that `step` was called
         if self._are_here:
-            self._homes.widened.settle()
+            self._placements.widened.flush()
         else:
-            self._homes.put_back()
-            self._homes.expect(order)
+            self._placements.put_back()
+            self._placements.expect(order)
         if speculates:
             self.speculation.begin()
 
@@ -286,11 +286,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if gradient is not None:
             self._update_shard(shard, gradient, self._terms(gradient_scale, skip))
             if shard.is_apart:
-                self._homes.window.let_go(shard.group.resident)  # else `speculation` would read old values
+                self._placements.window.end_hold(shard.group.offloadable)  # else `speculation` would read old values
 
     def skip(self, shard: ShardState) -> None:
         """Leave a shard as it is, in its turn of the `begin_step` order."""
-        self._homes.window.let_go(shard.group.resident)
+        self._placements.window.end_hold(shard.group.offloadable)
 
     def accept(self) -> None:
         """Count a step whose shards were updated in separate calls."""
@@ -339,16 +339,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of states and master weights in the store."""
-        return self._homes.offloaded.nbytes
+        return self._placements.offloaded.nbytes
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write changes made through `states_of` into the states."""
-        self._homes.widened.settle()
+        self._placements.widened.flush()
 
     def close(self) -> None:
         """Free stores and threads. No update may follow."""
         self.delayed.close()
-        self._homes.close()
+        self._placements.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _average(self, averages: Averages, ahead: bool = False) -> None:
         """Update the averages after a step that counts. Reads offloaded master weights again."""
         averages.update(ahead)
-        self._homes.put_back()
+        self._placements.put_back()
 
     def _terms(self, gradient_scale: float | Tensor, skip: Tensor | None = None) -> UpdateTerms:
         counts = self.counts
@@ -374,14 +374,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         update: Callable[[ShardState, Tensor, UpdateTerms], None],
         on_updated: Callable[[ShardState], None] = lambda shard: None,
     ) -> None:
-        self._homes.expect([shard for shard, _ in due])
+        self._placements.expect([shard for shard, _ in due])
         while due:
             shard, gradient = due.popleft()
             update(shard, gradient, terms)
             on_updated(shard)
 
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
-        with self._homes.window.use(shard.resident) as values:
+        with self._placements.window.use(shard.offloadable) as values:
             self.speculation.keep(shard.versions.keep)
             parts = partial(shard.parts, Version(0, values), self.speculation)
             self._update.update(shard, parts, gradient, terms)

@@ -40,7 +40,7 @@ class ShardStore:
         """Reserve room for shards of these sizes in bytes. Raises OffloadError, with the numbers."""
         self._store.reserve(sizes)
 
-    def resident(self, name: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Offloadable:
+    def offloadable(self, name: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Offloadable:
         """Return the shard of the group `name`, which loads into the memory that `take` returns."""
         return Offloadable.of(self._store, name, take, give)
 
@@ -118,8 +118,8 @@ class StateChunks:
         chunks = []
         for low, high in self.plan.chunks(start, end):
             layout = ChunkLayout.of(kinds_for(high - low))
-            resident = self._resident(f"{name} [{low}, {high})", layout.nbytes)
-            chunks.append(StateChunk(low, high, layout, resident, self.window))
+            offloadable = self._resident(f"{name} [{low}, {high})", layout.nbytes)
+            chunks.append(StateChunk(low, high, layout, offloadable, self.window))
         return chunks
 
     def reserve(self) -> None:
@@ -152,19 +152,19 @@ class StateChunk:
     start: int
     end: int
     layout: ChunkLayout
-    resident: Offloadable
+    offloadable: Offloadable
     window: Window
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
         """Store the first values of all tensors."""
-        buffer = self.window.create(self.resident).zero_()
+        buffer = self.window.create(self.offloadable).zero_()
         for name, target in self.layout.views(buffer).items():
             target.copy_(values[name])
-        self.window.release(self.resident)
+        self.window.release(self.offloadable)
 
     def open(self, changes: bool = False) -> dict[str, Tensor]:
         """Return the tensors. They are valid until another chunk is opened, and saved then if opened with `changes`."""
-        return self.layout.views(self.window.open(self.resident, changes))
+        return self.layout.views(self.window.open(self.offloadable, changes))
 
 
 @dataclass(frozen=True)

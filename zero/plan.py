@@ -42,7 +42,7 @@ class UnitPlan:
     is_end: bool = False  # a large embedding or head, and no block
 
     @property
-    def is_rest(self) -> bool:
+    def is_root(self) -> bool:
         return self.name == REST
 
 
@@ -72,7 +72,7 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
         members = keys & own
         params = tuple((n, p) for n, p in named if id(p) in members)
         units.append(UnitPlan(name, block, params, is_end=id(block) in ends))
-    return [unit for unit in units if unit.params or unit.is_rest]
+    return [unit for unit in units if unit.params or unit.is_root]
 
 
 _Named = list[tuple[str, nn.Module]]
@@ -166,22 +166,22 @@ class Wire:
     gradients_in_host: int | None = None
     ranks_of_host: int = 1
 
-    def is_in_host(self, arrangement: ParallelDims, names: tuple[str, ...]) -> bool:
+    def is_in_host(self, parallel_dims: ParallelDims, names: tuple[str, ...]) -> bool:
         """Whether ranks along these axes are on the same host. Ranks of a host are consecutive."""
-        return arrangement.reach(names) < self.ranks_of_host
+        return parallel_dims.reach(names) < self.ranks_of_host
 
-    def gradient_bits(self, arrangement: ParallelDims, names: tuple[str, ...], dtype: torch.dtype) -> int | None:
+    def gradient_bits(self, parallel_dims: ParallelDims, names: tuple[str, ...], dtype: torch.dtype) -> int | None:
         """Return the bits of a gradient of that dtype over these axes."""
         if dtype not in QUANTIZED_DTYPES or self.gradients is None:
             return None
-        return self.gradients_in_host if self.is_in_host(arrangement, names) else self.gradients
+        return self.gradients_in_host if self.is_in_host(parallel_dims, names) else self.gradients
 
     def weight_bits(
-        self, arrangement: ParallelDims, domain: ShardingSpec, dtype: torch.dtype, is_frozen: bool
+        self, parallel_dims: ParallelDims, sharding: ShardingSpec, dtype: torch.dtype, is_frozen: bool
     ) -> int | None:
         """Return the bits of weights of that dtype; None if no weights are sent."""
-        sent = domain.refreshed if arrangement.size(domain.refreshed) > 1 else domain.parameters
-        if dtype not in QUANTIZED_DTYPES or arrangement.size(sent) == 1:
+        sent = sharding.refreshed if parallel_dims.size(sharding.refreshed) > 1 else sharding.parameters
+        if dtype not in QUANTIZED_DTYPES or parallel_dims.size(sent) == 1:
             return None
         return self.frozen if is_frozen and self.frozen is not None else self.weights
 
@@ -247,10 +247,10 @@ class GroupPlan:
     reduce_dtype: torch.dtype  # of gradients in messages
     accumulation_dtype: torch.dtype  # of gradient sums over ranks and microbatches
     layout: FlatLayout
-    domain: ShardingSpec
+    sharding: ShardingSpec
     role: Role
-    levels: tuple[Level, ...]  # sums of gradients over `domain.states`
-    replicas: Level  # the sum over `domain.replicas`
+    levels: tuple[Level, ...]  # sums of gradients over `sharding.states`
+    replicas: Level  # the sum over `sharding.replicas`
     weight_bits: int | None  # per value of a weight in messages; None: unquantized
     sends_differences: bool  # an update sends the changes of weights
 
@@ -290,8 +290,8 @@ class ModelPlan:
         cls,
         units: Sequence[UnitPlan],
         dtypes: Dtypes,
-        domain: ShardingSpec,
-        arrangement: ParallelDims,
+        sharding: ShardingSpec,
+        parallel_dims: ParallelDims,
         role_of: Roles,
         share_of: ShardCounts = ParallelShard.all_of,
         is_matrix: Callable[[nn.Parameter], bool] = lambda param: False,
@@ -300,7 +300,7 @@ class ModelPlan:
         other states.
         """
         groups = (
-            (unit, tuple(_plan_groups(unit, dtypes, domain, arrangement, role_of, share_of, is_matrix)))
+            (unit, tuple(_plan_groups(unit, dtypes, sharding, parallel_dims, role_of, share_of, is_matrix)))
             for unit in units
         )
         return cls(tuple(groups))
@@ -319,23 +319,23 @@ class ModelPlan:
         """Groups that have gradients and states."""
         return [group for group in self.groups if group.role is Role.UPDATED]
 
-    def rings(self, arrangement: ParallelDims) -> list[Ring]:
+    def rings(self, parallel_dims: ParallelDims) -> list[Ring]:
         """The message rings of the reductions, for each rank."""
-        return rings_for(self.trained, arrangement)
+        return rings_for(self.trained, parallel_dims)
 
 
 Ring = tuple[tuple[str, ...], int, int]
 """(axes, bytes of a slot, number of slots)"""
 
 
-def rings_for(trained: Sequence[GroupPlan], arrangement: ParallelDims) -> list[Ring]:
+def rings_for(trained: Sequence[GroupPlan], parallel_dims: ParallelDims) -> list[Ring]:
     """Return the message rings that reduce the gradients of these groups, for each rank."""
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for group in trained:
-        states, replicas = arrangement.wide(group.domain.states), arrangement.wide(group.domain.replicas)
+        states, replicas = parallel_dims.wide(group.sharding.states), parallel_dims.wide(group.sharding.replicas)
         # A unit is staged when the previous one was summed; an all-reduce takes one more phase. More slots do not help:
         # ranks do not wait if they are less than a unit apart.
-        rings = ((states, group.slot_bytes, 1), (replicas, group.slot_bytes // arrangement.size(states), 2))
+        rings = ((states, group.slot_bytes, 1), (replicas, group.slot_bytes // parallel_dims.size(states), 2))
         for axes, nbytes, count in rings:
             most, slots = found.get(axes, (0, 0))
             found[axes] = max(most, nbytes), max(slots, count)
@@ -345,8 +345,8 @@ def rings_for(trained: Sequence[GroupPlan], arrangement: ParallelDims) -> list[R
 def _plan_groups(
     unit: UnitPlan,
     dtypes: Dtypes,
-    domain: ShardingSpec,
-    arrangement: ParallelDims,
+    sharding: ShardingSpec,
+    parallel_dims: ParallelDims,
     role_of: Roles,
     share_of: ShardCounts,
     is_matrix: Callable[[nn.Parameter], bool],
@@ -362,8 +362,8 @@ def _plan_groups(
         kind += "".join(f", on {one.axis} {', '.join(map(str, one.places))}" for one in copies)
         kind += "".join(f", split over {axis}" for axis in portioned)
         kind += ", matrices" if has_matrices else ""
-        own = replace(domain.within(portioned), copies=(*unit.copies, *copies))
-        yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, own, arrangement, share_of)
+        own = replace(sharding.within(portioned), copies=(*unit.copies, *copies))
+        yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, own, parallel_dims, share_of)
 
 
 def plan_group(
@@ -372,18 +372,18 @@ def plan_group(
     dtype: torch.dtype,
     role: Role,
     dtypes: Dtypes,
-    domain: ShardingSpec,
-    arrangement: ParallelDims,
+    sharding: ShardingSpec,
+    parallel_dims: ParallelDims,
     share_of: ShardCounts = ParallelShard.all_of,
 ) -> GroupPlan:
     """Plan a group of these parameters, computed in `dtype`."""
     reduce, wire = _at_least_float32(dtypes.reduce, dtype), dtypes.wire
 
     def level(axes: tuple[str, ...]) -> Level:
-        return axes, wire.gradient_bits(arrangement, axes, reduce)
+        return axes, wire.gradient_bits(parallel_dims, axes, reduce)
 
-    weight_bits = wire.weight_bits(arrangement, domain, dtype, role is Role.FROZEN)
-    in_two = arrangement.size(domain.first) > 1 and arrangement.size(domain.last) > 1
+    weight_bits = wire.weight_bits(parallel_dims, sharding, dtype, role is Role.FROZEN)
+    in_two = parallel_dims.size(sharding.first) > 1 and parallel_dims.size(sharding.last) > 1
     return GroupPlan(
         name=name,
         params=tuple(params),
@@ -391,14 +391,14 @@ def plan_group(
         reduce_dtype=reduce,
         accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
         layout=FlatLayout.of_portions(
-            [(name, share_of(param).portion) for name, param in params], arrangement.size(domain.states)
+            [(name, share_of(param).portion) for name, param in params], parallel_dims.size(sharding.states)
         ),
-        domain=domain,
+        sharding=sharding,
         role=role,
-        levels=tuple(map(level, (domain.first, domain.last) if in_two else (domain.states,))),
-        replicas=level(domain.replicas),
+        levels=tuple(map(level, (sharding.first, sharding.last) if in_two else (sharding.states,))),
+        replicas=level(sharding.replicas),
         weight_bits=weight_bits,
-        sends_differences=weight_bits is not None and arrangement.size(domain.refreshed) > 1,
+        sends_differences=weight_bits is not None and parallel_dims.size(sharding.refreshed) > 1,
     )
 
 

@@ -109,10 +109,10 @@ class PowerSGDReducer(GradientReducer):
         levels: Sequence[Codec],
         replicas: Codec,
         dtype: torch.dtype,
-        inspection: GradientStats,
+        stats: GradientStats,
         low_rank: PowerSGDOptions,
     ) -> None:
-        super().__init__(group, levels, replicas, dtype, inspection)
+        super().__init__(group, levels, replicas, dtype, stats)
         self._low_rank = low_rank
         self.has_steps = True
         self.step: Callable[[], int] = lambda: 0

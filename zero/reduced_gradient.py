@@ -105,7 +105,7 @@ class ReducedGradients:
     def put(self) -> None:
         """Set the placeholders: the gradients are reduced."""
         if len(self._gradients) != len(self._params):
-            self._gradients = [_stand_in(param, self._cleared) for param in self._params]
+            self._gradients = [_placeholder(param, self._cleared) for param in self._params]
         with torch._C.DisableTorchFunctionSubclass():  # avoids a Python call for each released parameter
             for param, gradient in zip(self._params, self._gradients, strict=True):
                 param.grad = gradient
@@ -161,7 +161,7 @@ class ReducedGradients:
         return len(self._params)
 
 
-def _stand_in(param: nn.Parameter, cleared: set[int]) -> ReducedGradient:
+def _placeholder(param: nn.Parameter, cleared: set[int]) -> ReducedGradient:
     """Make a placeholder of the parameter's shape, without memory."""
     gradient: ReducedGradient = Tensor._make_wrapper_subclass(
         ReducedGradient, param.shape, dtype=param.dtype, device=param.device

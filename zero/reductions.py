@@ -21,7 +21,7 @@ from .unit import BEFORE_ALL_USES, Unit
 OnFinal = Callable[[GroupGradient], None]
 """Called when a gradient's sum over microbatches and ranks is complete; may consume it.
 
-Call `settle` first if the gradient goes to the host.
+Call `flush` first if the gradient goes to the host.
 """
 
 
@@ -226,8 +226,8 @@ class ReductionTurns:
         A unit that seems unused is left for the end of the backward, unless a gather waits for it.
         """
         is_behind = self._ring is not None if unit.first_use is None else unit.first_use > use > 0
-        is_rest = unit is self.order[-1]
-        return is_behind and not is_rest and not will_run([unit.accumulators[key] for key in unit.waiting])
+        is_root = unit is self.order[-1]
+        return is_behind and not is_root and not will_run([unit.accumulators[key] for key in unit.waiting])
 
 
 def gates(order: Sequence[int], proposals: Sequence[Proposal], num_units: int, lag: int) -> list[int]:

@@ -43,7 +43,7 @@ class ScheduledUnits:
         on.
         """
         self.units = units
-        self.rest, self.blocks = units[0], list(units[1:])
+        self.root, self.blocks = units[0], list(units[1:])
         self.reduction_order = reduction_order(units, stages)
         self._stages = stages
         self._adds_in_place = adds_in_place
@@ -136,7 +136,7 @@ class ScheduledUnits:
         self._on_final = None
         for unit in self.units:
             for gradient in unit.gradients:
-                for copies in gradient.group.plan.domain.tied:
+                for copies in gradient.group.plan.sharding.tied:
                     self._sum_tied(gradient, copies)
 
     def abort(self, error: BaseException) -> None:

@@ -104,19 +104,19 @@ class UnitSequence:
         prefetch_numel: int,
         progress: Progress,
         before_pass: Callable[[Phase, bool], None] = lambda phase, boundary: None,
-        meet: Meet = lambda proposal: [proposal],
+        gather_values: Meet = lambda proposal: [proposal],
     ) -> None:
         """before_pass: called with (phase, boundary) before the collectives of a forward (if it has any) or a backward;
         boundary: the last backward of a step. IDLE: before gathers of an autograd run that reduces nothing, or of a
-        read outside of the model. meet: exchanges proposals, if units are gathered from other ranks.
+        read outside of the model. gather_values: exchanges proposals, if units are gathered from other ranks.
         """
         self.units = units
         self._before_pass = before_pass
         self._progress = progress
-        self.rest = units[0]
+        self.root = units[0]
         self.phase = Phase.IDLE
         self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
-        self._ring = GatherRing(units, prefetch_numel, meet)
+        self._ring = GatherRing(units, prefetch_numel, gather_values)
         self._reach = self._ring.reach if self._needs_ring else _gather_alone
         """Gathers a unit: in the order of a round, if that needs other ranks."""
         self._turns = ReductionTurns(units, self._ring if self._needs_ring else None)
@@ -127,7 +127,7 @@ class UnitSequence:
         self._turns.is_nested = lambda: current_graph_task() != self._graph_task
         self._graph_task: int | None = None  # autograd's number of the outer backward
         self._listener: BackwardListener | None = None
-        self._heard: weakref.ref[GraphTask] | None = None  # the run of autograd that the engine did not start
+        self._implicit_task: weakref.ref[GraphTask] | None = None  # the run of autograd that the engine did not start
         self._lent: list[Unit] = []  # gathered for an autograd run that reduces nothing
         self._kept = set[Unit]()  # stay full until the step ends
 
@@ -141,7 +141,7 @@ class UnitSequence:
         """The units in the order of their reductions."""
         return self._turns.order
 
-    def listen(self, listener: BackwardListener) -> None:
+    def set_listener(self, listener: BackwardListener) -> None:
         """Set the listener, before the first forward."""
         self._listener = listener
 
@@ -161,7 +161,7 @@ class UnitSequence:
             self._before_pass(Phase.FORWARD, False)
         self.phase = Phase.FORWARD
         self._forwards.begin(torch.is_grad_enabled())
-        self.enter(self.rest)
+        self.enter(self.root)
 
     def end_forward(self, keeps_graph: bool) -> None:
         """Leave the root module. keeps_graph: a backward may follow, which starts with the last block and the root
@@ -200,7 +200,7 @@ class UnitSequence:
     def enter(self, unit: Unit) -> Use | None:
         """Gather a unit at the start of its forward. Returns its use; None if the forward is recomputed in backward."""
         if self._progress.is_on:
-            self._progress.at_unit("" if unit is self.rest else unit.name)
+            self._progress.at_unit("" if unit is self.root else unit.name)
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
             if self._turns.read_on:
                 self._come_to(unit)
@@ -227,7 +227,7 @@ class UnitSequence:
 
         No hook reports when autograd needs the tensors that it saves here.
         """
-        if unit not in self._kept and unit is not self.rest:
+        if unit not in self._kept and unit is not self.root:
             logger.info(
                 "unit '%s' is read outside of its forward, so it stays gathered until the step ends. If that takes "
                 "too much memory, name a common parent of the unit and its reader in zero_optimization.units",
@@ -260,38 +260,38 @@ class UnitSequence:
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def hear(self, arrived: nn.Parameter | None = None) -> None:
+    def on_backward_start(self, arrived: nn.Parameter | None = None) -> None:
         """Begin a backward that the engine did not start: autograd has reached a part of the model.
 
         arrived: the parameter whose `grad` autograd has already added to. See [Note: what autograd runs].
         """
-        if self._heard is not None:
-            if self._heard() is not None:
+        if self._implicit_task is not None:
+            if self._implicit_task() is not None:
                 return
             if self.phase is Phase.BACKWARD:
-                self._tell_listener().abort()
+                self._required_listener().abort()
         if self.phase is Phase.BACKWARD:  # begun by the engine
             if self._graph_task is None:
                 self._graph_task = current_graph_task()
             return
-        self._heard = weakref.ref(GraphTask(self._end_heard))
+        self._implicit_task = weakref.ref(GraphTask(self._end_implicit))
         if any(will_run(unit.accumulators.values()) for unit in self.units):
-            self._begin_heard(arrived)
+            self._begin_implicit(arrived)
         else:
             self._begin_lending()
 
     def has_lost_backward(self) -> bool:
         """Whether an error has ended a backward that autograd had begun, without a callback."""
-        return self.phase is Phase.BACKWARD and self._heard is not None and self._heard() is None
+        return self.phase is Phase.BACKWARD and self._implicit_task is not None and self._implicit_task() is None
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
         """Begin a backward. boundary: the last of an optimizer step. on_final: called with each complete gradient."""
         self._before_pass(Phase.BACKWARD, boundary)
         self.phase = Phase.BACKWARD
         self._graph_task = None
-        if self._heard is not None and self._heard() is None:
-            self._heard = None
-        self._gather_rest()
+        if self._implicit_task is not None and self._implicit_task() is None:
+            self._implicit_task = None
+        self._gather_root()
         self._forwards.count(self.units)
         self._turns.begin(boundary, on_final, self._begin_round() if self._needs_ring else ())
 
@@ -304,17 +304,17 @@ class UnitSequence:
         """Autograd has reached the gradient of a forward's output."""
         if forward not in self._forwards.of_backward:
             self._forwards.come_to(forward, self.units)
-        self.hear()
+        self.on_backward_start()
 
     def enter_backward(self, use: Use) -> None:
         """Autograd has reached the gradient of a use's output: gather its unit, and reduce later units."""
         if (
             use.forward not in self._forwards.of_backward
-        ):  # before `hear`: a backward that begins here follows these uses
+        ):  # before `on_backward_start`: a backward that begins here follows these uses
             self._forwards.come_to(use.forward, self.units)
-        heard = self._heard
+        heard = self._implicit_task
         if self._graph_task is None if heard is None else heard() is None:
-            self.hear()
+            self.on_backward_start()
         if self.phase is Phase.BACKWARD:
             if self._turns.read_on:
                 self._turns.leave_behind(use.number)
@@ -329,16 +329,16 @@ class UnitSequence:
     def gradient_arrived(self, number: int, name: str, param: nn.Parameter) -> None:
         """Autograd has added to `param.grad` of the unit with this number."""
         unit = self.units[number]
-        heard = self._heard
+        heard = self._implicit_task
         if (
             self._graph_task is None if heard is None else heard() is None
         ):  # skips a call that does nothing, for each parameter
-            self.hear(param if param.requires_grad else None)
+            self.on_backward_start(param if param.requires_grad else None)
         if self.phase is not Phase.BACKWARD:  # as a nested run of a checkpoint seems to add to no gradient
             if not param.requires_grad:  # frozen since its forward: the hook runs, nothing is added
                 return
             self._end_lending()
-            self._begin_heard(param)
+            self._begin_implicit(param)
         if unit.is_collected and not unit.is_left_over:
             raise StateError(
                 f"parameter '{name}' got a gradient after its unit '{unit.name}' had been reduced in the same "
@@ -346,7 +346,7 @@ class UnitSequence:
                 "forward: use use_reentrant=False, or leave the unit out of zero_optimization.units."
             )
         for group in unit.groups if self._needs_ring else ():  # inlined `is_full`: a call per parameter costs time
-            if group.residence is not ShardedState.UNSHARDED:  # without this error the gradient is silently wrong
+            if group.sharded_state is not ShardedState.UNSHARDED:  # without this error the gradient is silently wrong
                 raise StateError(
                     f"the backward of unit '{unit.name}' ran while its parameters were released, so the gradient of "
                     f"'{name}' would be wrong: expected a backward that begins with a tensor that '{unit.name}' "
@@ -364,7 +364,7 @@ class UnitSequence:
         # If a unit is used twice, only the outer backward says that the last gradient is there.
         # Reentrant checkpointing runs a backward of its own for each use of a unit.
         is_last = not unit.waiting and (unit.num_uses < 2 or current_graph_task() == self._graph_task)
-        if is_last and unit is not self.rest:
+        if is_last and unit is not self.root:
             unit.is_ready = True
             turns.collect_ready()
         elif unit.stages_early and unit is turns.order[turns.cursor] and id(param) in unit.places:
@@ -398,7 +398,7 @@ class UnitSequence:
         lost.
         """
         self.phase = Phase.IDLE
-        self._heard = self._graph_task = None
+        self._implicit_task = self._graph_task = None
         self._ring.forget()
         self._turns.abort()
         if isinstance(error, CollectiveError):
@@ -420,7 +420,7 @@ class UnitSequence:
 
     # -- what autograd runs ---------------------------------------------------------------------------------------
 
-    def _tell_listener(self) -> BackwardListener:
+    def _required_listener(self) -> BackwardListener:
         assert self._listener is not None
         return self._listener
 
@@ -428,35 +428,35 @@ class UnitSequence:
         """Abort a lost backward. Returns whether there was any."""
         if not self.has_lost_backward():
             return False
-        self._tell_listener().abort()
+        self._required_listener().abort()
         return True
 
-    def _begin_heard(self, arrived: nn.Parameter | None) -> None:
+    def _begin_implicit(self, arrived: nn.Parameter | None) -> None:
         """Begin a backward that the engine did not start."""
         if self.phase is Phase.FORWARD:  # a forward that raised
             self.end_forward(keeps_graph=False)
-        self._tell_listener().begin(arrived)
-        task = self._heard() if self._heard is not None else None
+        self._required_listener().begin(arrived)
+        task = self._implicit_task() if self._implicit_task is not None else None
         assert task is not None
         self._graph_task = task.number
 
-    def _end_heard(self) -> None:
+    def _end_implicit(self) -> None:
         if self.phase is Phase.BACKWARD:
-            self._tell_listener().end()
+            self._required_listener().end()
         else:
             self._end_lending()
-        self._heard = None
+        self._implicit_task = None
 
     def _begin_lending(self) -> None:
         """Begin an autograd run in which nothing is reduced."""
         if self._needs_ring:
             self._before_pass(Phase.IDLE, False)
-        if not self.rest.is_full:
-            self._lent.append(self.rest)
-        self._gather_rest()
+        if not self.root.is_full:
+            self._lent.append(self.root)
+        self._gather_root()
         self._forwards.count(self.units)
         if torch.is_grad_enabled():
-            self._keep(self.rest)
+            self._keep(self.root)
 
     def _lend(self, use: Use) -> None:
         """Gather the unit of a use, and release the units after it."""
@@ -474,20 +474,20 @@ class UnitSequence:
             self._ring.end_round()
         lent, self._lent = self._lent, []
         for unit in lent:
-            if not (unit is self.rest and self.phase is Phase.FORWARD):
+            if not (unit is self.root and self.phase is Phase.FORWARD):
                 unit.release()
         self._forwards.of_backward.clear()  # another backward of these forwards may follow
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _gather_rest(self) -> None:
+    def _gather_root(self) -> None:
         """Gather the root unit, in a round of its own, if a forward without gradients has released it."""
-        if self._needs_ring and not self.rest.is_full:
+        if self._needs_ring and not self.root.is_full:
             self._release_parked()
             self._ring.begin(Proposal(Round.GATHER, (0,)))
-            self._ring.reach(self.rest, Round.GATHER)
+            self._ring.reach(self.root, Round.GATHER)
         elif not self._needs_ring:
-            self.rest.gather()
+            self.root.gather()
 
     def _begin_round(self) -> Sequence[int]:
         """Begin the round of a backward. Returns the gates of its reductions. A collective."""
@@ -530,7 +530,7 @@ class UnitSequence:
 
     def _come_to(self, unit: Unit) -> None:
         """Autograd has reached a read of a unit that is in its forward."""
-        if unit.first_use is not None and unit is not self.rest and unit not in self._kept:
+        if unit.first_use is not None and unit is not self.root and unit not in self._kept:
             self._turns.leave_behind(unit.first_use)
 
 

@@ -45,14 +45,14 @@ class UpcastStates:
         stored: returns payloads and scales, named as in `new_states`; called with whether they are changed.
         """
         if self._part is not part:
-            self.settle()
+            self.flush()
             self._part = part
             self._values = {name: state.widened() for name, state in _states_in(stored(False)).items()}
         if changes:
             self._write = partial(stored, True)
         return self._values
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Close the open part. Changed values are rounded to the nearest 8-bit values."""
         if self._write is not None:
             for name, state in _states_in(self._write()).items():
@@ -185,12 +185,12 @@ class ShardState:
         resident_numel: int,
         options_index_of: Mapping[int, int],
         kept: Kept,
-        homes: ShardPlacements,
+        placements: ShardPlacements,
     ) -> None:
         """resident_numel: elements whose states stay in memory. options_index_of: id of a parameter -> index in
         param_groups.
 
-        kept: the states of the update. homes: shared by all shards.
+        kept: the states of the update. placements: shared by all shards.
         """
         self.gradient = gradient
         self.group = gradient.group
@@ -201,17 +201,17 @@ class ShardState:
         first = options_index_of[id(self.group.params[0])] if self.group.params else 0
         self._new_states = partial(kept.new_states, options_index=first)
         self.memory = StatesInMemory(resident_numel, self.form, self.group.shard.device, self._new_states)
-        self._widened = homes.widened
+        self._widened = placements.widened
         kinds = kinds_of_block(self.group.plan.dtype, kept.masters, self._new_states)
         numel = self.group.layout.shard_numel
-        self.chunks = homes.offloaded.divide(self.group.plan.name, resident_numel, numel, partial(scaled, kinds))
-        self.resident = self.group.resident
+        self.chunks = placements.offloaded.divide(self.group.plan.name, resident_numel, numel, partial(scaled, kinds))
+        self.offloadable = self.group.offloadable
         """The parameters' values, for the update."""
-        host = homes.host if self.is_apart else None
+        host = placements.host if self.is_apart else None
         if host is not None:
             # In mixed precision the master weights alone determine them.
             needs_values = not (self.form.is_mixed and self.runs.all)
-            self.resident = host.resident(self.group, homes.rest, needs_values)
+            self.offloadable = host.offloadable(self.group, placements.shard_store, needs_values)
         self.versions = ParameterVersions(self.group, self.memory.master, host)
 
     @property
@@ -249,8 +249,8 @@ class ShardState:
                 speculation.keep(partial(OldVersion.of, values))
             yield self._part(0, memory.numel, memory.master, memory.states, parameters)
         for chunk in self.chunks:
-            with chunk.window.use(chunk.resident) as buffer:
-                speculation.keep(partial(chunk.resident.fork, buffer))
+            with chunk.window.use(chunk.offloadable) as buffer:
+                speculation.keep(partial(chunk.offloadable.fork, buffer))
                 tensors = chunk.layout.views(buffer)
                 own_master = tensors.pop(MASTER) if self.form.is_mixed else None
                 yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
@@ -359,13 +359,13 @@ class ShardPlacements:
     | host      | host copies of shards that a host updates     | parameters are updated in place     |
     """
 
-    def __init__(self, offloaded: StateChunks, rest: ShardStore | None, host: HostUpdate | None) -> None:
+    def __init__(self, offloaded: StateChunks, shard_store: ShardStore | None, host: HostUpdate | None) -> None:
         self.offloaded = offloaded
-        self.rest = rest
+        self.shard_store = shard_store
         self.host = host
         self.widened = UpcastStates()
         """Opens 8-bit states as float32."""
-        self.window = Window() if rest is None else rest.window
+        self.window = Window() if shard_store is None else shard_store.window
         """Loads parameters for the update."""
 
     def make_shards(
@@ -382,22 +382,22 @@ class ShardPlacements:
 
     def are_where_computed(self, shards: Iterable[ShardState]) -> bool:
         """Whether all shards and their states are in the memory of compute."""
-        return self.rest is None and not any(shard.is_apart or shard.chunks for shard in shards)
+        return self.shard_store is None and not any(shard.is_apart or shard.chunks for shard in shards)
 
     def expect(self, order: Iterable[ShardState]) -> None:
         """Set the order of updates, so that the next shard's chunks are read during an update."""
-        self.offloaded.window.expect([chunk.resident for shard in order for chunk in shard.chunks])
+        self.offloaded.window.expect([chunk.offloadable for shard in order for chunk in shard.chunks])
 
     def put_back(self) -> None:
         """Close open parts, and save their changes."""
-        self.widened.settle()
+        self.widened.flush()
         self.window.put_back()
         self.offloaded.window.put_back()
 
     def close(self) -> None:
         """Free stores and buffers."""
-        if self.rest is None:  # else `rest` closes it
+        if self.shard_store is None:  # else `shard_store` closes it
             self.window.close()
-        for place in (self.host, self.offloaded, self.rest):
+        for place in (self.host, self.offloaded, self.shard_store):
             if place is not None:
                 place.close()

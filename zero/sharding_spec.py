@@ -99,18 +99,18 @@ class ShardingSpec:
 class ShardingAxes:
     """The process groups of a `ShardingSpec`."""
 
-    def __init__(self, mesh: Mesh, domain: ShardingSpec) -> None:
-        self.parameters = mesh.over(domain.parameters)
-        self.states = mesh.over(domain.states)
-        self.replicas = mesh.over(domain.replicas)
-        self.refreshed = mesh.over(domain.refreshed)
+    def __init__(self, mesh: Mesh, sharding: ShardingSpec) -> None:
+        self.parameters = mesh.over(sharding.parameters)
+        self.states = mesh.over(sharding.states)
+        self.replicas = mesh.over(sharding.replicas)
+        self.refreshed = mesh.over(sharding.refreshed)
         self.exchange_along = mesh.exchange
         """Collectives between the ranks along some axes, for updates that need more of a parameter than its shard."""
-        self.is_counted = _is_first(mesh, domain.copies)
+        self.is_counted = _is_first(mesh, sharding.copies)
         """Whether this rank counts and saves the group, among the ranks with equal copies."""
-        self.is_first_of_layers = _is_first(mesh, tuple(one for one in domain.copies if not one.are_added))
+        self.is_first_of_layers = _is_first(mesh, tuple(one for one in sharding.copies if not one.are_added))
         """The same among the ranks of a pipeline stage."""
-        self.is_tied = bool(domain.tied)
+        self.is_tied = bool(sharding.tied)
         """Whether gradients of copies are added after the sum over ranks."""
         self.copies_are_shared = self.states.route.copies_are_shared
         """Whether the ranks of `states` share a single copy of the parameters in host memory."""

@@ -32,7 +32,7 @@ class Unit:
         self.is_end = is_end
         self.module = module
         self.accumulators: dict[int, Node] = {}
-        self.take_up(groups, gradients)
+        self.register_groups(groups, gradients)
         self.waiting: set[int] = set()  # ids of parameters that have no gradient yet in this backward
         self.is_ready = False
         self.is_collected = False
@@ -42,7 +42,7 @@ class Unit:
         self.repeats = False
         """Whether a forward has used it twice in a row."""
 
-    def take_up(self, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]) -> None:
+    def register_groups(self, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]) -> None:
         """Replace its groups and gradients."""
         self.groups = groups
         self.gradients = gradients
@@ -60,7 +60,7 @@ class Unit:
     @property
     def is_full(self) -> bool:
         for group in self.groups:  # noqa: SIM110  (called several times per unit and step; `all` costs two more calls)
-            if group.residence is not ShardedState.UNSHARDED:
+            if group.sharded_state is not ShardedState.UNSHARDED:
                 return False
         return True
 
@@ -87,17 +87,17 @@ class Unit:
 
     def start_gather(self) -> None:
         for group in self.groups:
-            if group.residence is ShardedState.SHARDED:
+            if group.sharded_state is ShardedState.SHARDED:
                 group.start_gather()
 
     def continue_gather(self) -> None:
         for group in self.groups:
-            if group.residence is ShardedState.LOADING:
+            if group.sharded_state is ShardedState.LOADING:
                 group.continue_gather()
 
     def gather(self) -> None:
         for group in self.groups:
-            if group.residence is not ShardedState.UNSHARDED:
+            if group.sharded_state is not ShardedState.UNSHARDED:
                 group.gather()
 
     def join_gather(self, is_loaded: bool = False) -> list[Pending]:
@@ -121,7 +121,7 @@ class Unit:
 
     def release(self) -> None:
         for group in self.groups:
-            if group.residence is not ShardedState.SHARDED:
+            if group.sharded_state is not ShardedState.SHARDED:
                 group.release()
 
     def release_reduced(self, is_updated: bool) -> bool:

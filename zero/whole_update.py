@@ -30,7 +30,7 @@ SHARDED, REPLICATED = ("shard",), ("replica",)
 class MatrixTrip:
     """Sends the matrices of a group to owner ranks and back. Owners balance the cost of orthogonalisation.
 
-        rank 0 | a a a b |  bring   | a a a a   |  take_back  | a a a b |
+        rank 0 | a a a b |  bring   | a a a a   |  scatter  | a a a b |
         rank 1 | a b b . |          |       b b b|            | a b b . |
 
     Each rank sends its parts of a matrix to the owner, and gets the same parts back. If all ranks have whole matrices,
@@ -51,7 +51,7 @@ class MatrixTrip:
         pieces = tuple(tuple(group.layout.pieces(0 if is_repeated else place)) for place in range(exchange.size))
         return cls(group, exchange, owners, pieces, is_repeated)
 
-    def bring(self, values: Tensor) -> dict[int, Tensor]:
+    def gather(self, values: Tensor) -> dict[int, Tensor]:
         """values: (shard_numel,) -> the matrices that this rank owns, whole and flat, by slot."""
         place, slots = self.exchange.place, self.group.layout.slots
         if self.is_repeated:
@@ -68,7 +68,7 @@ class MatrixTrip:
                     low += piece.numel
         return owned
 
-    def take_back(self, owned: Mapping[int, Tensor], values: Tensor) -> None:
+    def scatter(self, owned: Mapping[int, Tensor], values: Tensor) -> None:
         """Write the owners' results into values, (shard_numel,)."""
         given = [
             owned[piece.index][piece.offset_in_param :][: piece.numel]
@@ -232,7 +232,7 @@ class WholeUpdate(FusedUpdate):
         """Apply the matrix rule to every matrix on its owner rank. A collective."""
         group, used = shard.group, {i for i, p in enumerate(shard.group.params) if terms.step_of(id(p))}
         trip = MatrixTrip.of(group)
-        owned = trip.bring(direction)
+        owned = trip.gather(direction)
         matrix = self._whole.matrix
         assert matrix is not None
         for index in used & owned.keys():
@@ -240,7 +240,7 @@ class WholeUpdate(FusedUpdate):
             options, step = terms.options[shard.runs.options_index(index)], terms.step_of(id(group.params[index]))
             factors = self._factors_of(shard, index, direction)
             owned[index] = matrix(owned[index].view(shape), step, options, factors).reshape(-1)
-        trip.take_back(owned, direction)
+        trip.scatter(owned, direction)
 
     def _factors_of(self, shard: ShardState, index: int, like: Tensor) -> dict[str, Tensor]:
         """Return the factors of a matrix that this rank owns, made at the first call on the device of the update."""

@@ -89,7 +89,7 @@ class FullValues:
             before = _marks(groups, wanted)
             yield
             if is_unchanged():  # but for those that a forward has released since
-                after = _marks([group for group in groups if group.residence is ShardedState.UNSHARDED], wanted)
+                after = _marks([group for group in groups if group.sharded_state is ShardedState.UNSHARDED], wanted)
                 self._check_unchanged([name for name, mark in after.items() if mark != before[name]], groups)
 
     @contextmanager
@@ -122,7 +122,7 @@ class FullValues:
                 "pass the parameters themselves, for example engine.module.head.weight"
             )
         chosen = [g for g in self._groups if not wanted or any(id(param) in wanted for param in g.params)]
-        found = [group for group in chosen if group.residence is not ShardedState.UNSHARDED]
+        found = [group for group in chosen if group.sharded_state is not ShardedState.UNSHARDED]
         for group in found:
             group.gather()
             group.keep(as_long_as)
@@ -146,13 +146,15 @@ class FullValues:
         values: dict[int, Tensor] = {}
         self.make_copies_exact()
         for group in self._groups:
-            exchange = self._mesh.exchange((*group.plan.domain.portioned, *self._mesh.arrangement.layers))
-            was_sharded = group.residence is not ShardedState.UNSHARDED
+            exchange = self._mesh.exchange((*group.plan.sharding.portioned, *self._mesh.parallel_dims.layers))
+            was_sharded = group.sharded_state is not ShardedState.UNSHARDED
             group.gather()
             group.make_exact()
             for slot, param in zip(group.layout.slots, group.params, strict=True):
                 whole = param.detach()
-                if group.plan.domain.portioned or not slot.portion.is_all:  # one expert of a list is whole on its rank
+                if (
+                    group.plan.sharding.portioned or not slot.portion.is_all
+                ):  # one expert of a list is whole on its rank
                     whole = put_together(exchange, slot.portion, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     values[id(param)] = whole.cpu().clone()
@@ -186,7 +188,7 @@ class FullValues:
     def _check_unchanged(self, changed: Sequence[str], groups: Sequence[ShardedGroup]) -> None:
         """Raises ValueError on every rank where any has changed what it was shown. A collective."""
         for group in groups:
-            if changed and not group.frees_memory and group.residence is ShardedState.UNSHARDED:
+            if changed and not group.frees_memory and group.sharded_state is ShardedState.UNSHARDED:
                 group.install()  # the model's parameters are what the engine has, not what was put in their place
         count = torch.tensor([len(changed)], dtype=torch.int64, device=self._mesh.world.device)
         if not int(self._mesh.sum_small(count, "the end of gathered")):

@@ -194,7 +194,7 @@ class NamedState:
 
         groups: those that have changed; None: all.
         """
-        self._optimizer.settle()
+        self._optimizer.flush()
         groups = self._groups if groups is None else groups
         for shard in [self._shards[id(group)] for group in groups if id(group) in self._shards]:
             for piece in shard.pieces if shard.form.is_mixed else ():

@@ -163,7 +163,7 @@ class ParameterValues:
                         f"{what}: expected trained parameters, found '{place.name}', which has no states; leave it out"
                     )
         self._optimizer.by_parameter.reset({one.name: self._named.whole.params[one.name] for one in places}, what)
-        self._optimizer.settle()
+        self._optimizer.flush()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class ParameterValues:
         if place.group is None:
             return []
         gradient = self._shards[id(place.group)].gradient
-        gradient.settle()
+        gradient.flush()
         assert gradient.shard is not None
         return [(p, _part(gradient.shard, p)) for p in place.group.pieces.of(place.index)]
 
@@ -294,7 +294,7 @@ class ParameterValues:
                     self._note_changed([place.name])
                 self._named.publish([] if place.group is None else [place.group])
             else:
-                self._optimizer.settle()
+                self._optimizer.flush()
 
 
 def _part(memory: Memory, piece: ParamShard) -> Memory:

@@ -57,8 +57,8 @@ def parallel_dims_of(
     return ParallelDims(sizes, data=(REPLICA, SECONDARY, SHARD, EXPERT), parts=(SEQUENCE,), layers=(TENSOR,))
 
 
-def domain_of(
-    policy: ZeroPolicy, arrangement: ParallelDims, holds_all: bool = True, in_levels: bool = False
+def sharding_of(
+    policy: ZeroPolicy, parallel_dims: ParallelDims, holds_all: bool = True, in_levels: bool = False
 ) -> ShardingSpec:
     """Of parameters that are alike on all ranks of a pipeline place, but for what a tensor axis splits of them.
 
@@ -70,6 +70,6 @@ def domain_of(
     return ShardingSpec(
         states=states if policy.shards_states else (),
         parameters=() if not policy.frees_parameters else group if holds_all else states,
-        summed=arrangement.summed,
+        summed=parallel_dims.summed,
         last=(SECONDARY,) if in_levels and policy.shards_states else (),
     )

@@ -21,7 +21,7 @@ from ...zero.policy import ZeroPolicy
 from ...zero.powersgd import PowerSGDOptions
 from ...zero.sharding_spec import ShardingSpec
 from ..config.config import Config
-from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, domain_of, parallel_dims_of
+from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, parallel_dims_of, sharding_of
 from .offload import OffloadPlan, Placement
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
 from .pipeline_plan import PipelinePlan
@@ -54,12 +54,13 @@ class Blueprint:
 
     | what                         | where                                                                        |
     |------------------------------|------------------------------------------------------------------------------|
-    | axes, and ranks on each      | `arrangement`: see `parallel_dims_of`                                          |
-    | what is divided over which   | `domain`; `policy` is the ZeRO stage                                         |
+    | axes, and ranks on each      | `parallel_dims`: see `parallel_dims_of`                                          |
+    | what is divided over which   | `sharding`; `policy` is the ZeRO stage                                         |
     | units, groups, flat layouts  | `units` of the whole model; `places`, by `place_of`, what ranks have of them |
     | dtypes                       | `dtypes`; each group of a place has its own                                  |
     | how bytes move               | `route`                                                                      |
-    | where they rest              | `homes`                                                                      |
+    | where they rest              | `offload_plan`
+    |
     | what is done when            | `timing` of the updates; `pipeline.schedule`, where there are stages         |
     | the optimizer                | `optimizer`                                                                  |
     | bytes of a rank, by kind     | `footprint.bytes_of(blueprint, rank)`                                        |
@@ -70,8 +71,8 @@ class Blueprint:
 
     config: Config  # resolved
     policy: ZeroPolicy
-    arrangement: ParallelDims
-    domain: ShardingSpec
+    parallel_dims: ParallelDims
+    sharding: ShardingSpec
     dtypes: Dtypes
     units: tuple[UnitPlan, ...]
     tensor: TensorPlan | None  # which layers are split over ranks
@@ -79,7 +80,7 @@ class Blueprint:
     pipeline: PipelinePlan | None  # as its first place sees it
     places: tuple[ModelPlan, ...]
     optimizer: OptimizerPlan
-    homes: OffloadPlan
+    offload_plan: OffloadPlan
     timing: Timing
     wanted_route: str
     route: str  # what that comes to, of axes with several ranks; "auto" takes sockets where a rank finds no room
@@ -114,20 +115,20 @@ class Blueprint:
         zero = config.zero_optimization
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
-        homes = OffloadPlan.of(config, device, chosen.fused is not None)
-        wanted, route = _routes(config, homes, device, num_ranks, num_hosts)
+        offload_plan = OffloadPlan.of(config, device, chosen.fused is not None)
+        wanted, route = _routes(config, offload_plan, device, num_ranks, num_hosts)
         wire = _wire(config, num_ranks // num_hosts) if route in ("sockets", "native") else PLAIN
-        arrangement, domain = _axes(config, policy, wire, num_ranks)
+        parallel_dims, sharding = _axes(config, policy, wire, num_ranks)
         dtypes = replace(dtypes, wire=wire)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         splits = Splits.of(config, model, split, tensor)
-        places = Places(units, splits, chosen, dtypes, domain, arrangement).plans(alike)
+        places = Places(units, splits, chosen, dtypes, sharding, parallel_dims).plans(alike)
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         return cls(
             config=config,
             policy=policy,
-            arrangement=arrangement,
-            domain=domain,
+            parallel_dims=parallel_dims,
+            sharding=sharding,
             dtypes=dtypes,
             units=units,
             tensor=splits.tensor,
@@ -135,7 +136,7 @@ class Blueprint:
             pipeline=splits.pipeline,
             places=places,
             optimizer=chosen,
-            homes=homes,
+            offload_plan=offload_plan,
             timing=Timing.of(config),
             wanted_route=wanted,
             route=route,
@@ -145,14 +146,14 @@ class Blueprint:
 
     def place_of(self, rank: int) -> int:
         """Which part of the model a rank has, of all that are different: it is `places[...]`."""
-        return self.arrangement.place(rank, (PIPE, EXPERT, TENSOR))
+        return self.parallel_dims.place(rank, (PIPE, EXPERT, TENSOR))
 
     def first_rank_of(self, place: int) -> int:
         """The first rank that has the part `places[place]`."""
         parallel = self.config.parallel
         of_stage, part = divmod(place, parallel.tensor)
         stage, of_experts = divmod(of_stage, parallel.expert)
-        first = self.arrangement.num_ranks // parallel.pipeline * stage
+        first = self.parallel_dims.num_ranks // parallel.pipeline * stage
         return first + of_experts * parallel.sequence * parallel.tensor + part
 
     def stage_place_of(self, place: int) -> int:
@@ -162,14 +163,14 @@ class Blueprint:
     @property
     def ranks_of_place(self) -> int:
         """How many ranks have the same part of the model."""
-        return self.arrangement.num_ranks // len(self.places)
+        return self.parallel_dims.num_ranks // len(self.places)
 
     @property
     def folds(self) -> tuple[tuple[str, ...], ...]:
         """Axes that are taken together."""
         if self.experts is None:
-            return self.domain.folds
-        return *self.domain.folds, *self.domain.within((EXPERT,)).folds, (EXPERT, TENSOR)
+            return self.sharding.folds
+        return *self.sharding.folds, *self.sharding.within((EXPERT,)).folds, (EXPERT, TENSOR)
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -178,7 +179,7 @@ class Blueprint:
         # thin matrices to who adds them up.
         moves = self.optimizer.moves_matrices or self.optimizer.sends_signs or self.low_rank is not None
         moved = ((SHARD if self.policy.shards_states else REPLICA),) if moves else ()
-        return self.arrangement.wide((*moved, EXPERT, SEQUENCE))
+        return self.parallel_dims.wide((*moved, EXPERT, SEQUENCE))
 
     @property
     def shares_gradients(self) -> bool:
@@ -235,9 +236,9 @@ def _dtypes(config: Config, module: nn.Module) -> Dtypes:
     return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
 
 
-def _routes(config: Config, homes: OffloadPlan, device: str, num_ranks: int, num_hosts: int) -> tuple[str, str]:
+def _routes(config: Config, offload_plan: OffloadPlan, device: str, num_ranks: int, num_hosts: int) -> tuple[str, str]:
     """What is wanted of `route_for`, and what that comes to."""
-    rests_in_pages = homes.parameters is Placement.FILE and not homes.is_apart and num_ranks > 1
+    rests_in_pages = offload_plan.parameters is Placement.FILE and not offload_plan.is_apart and num_ranks > 1
     wanted = "sockets" if rests_in_pages else config.communication.route
     return wanted, route_for(wanted, device, num_ranks, num_hosts)
 
@@ -245,8 +246,10 @@ def _routes(config: Config, homes: OffloadPlan, device: str, num_ranks: int, num
 def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tuple[ParallelDims, ShardingSpec]:
     """Gradients are summed in two levels where they are sent in fewer bits."""
     zero, in_levels = config.zero_optimization, wire.gradients is not None
-    arrangement = parallel_dims_of(config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None)
-    return arrangement, domain_of(policy, arrangement, zero.partition_size > 1, in_levels)
+    parallel_dims = parallel_dims_of(
+        config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None
+    )
+    return parallel_dims, sharding_of(policy, parallel_dims, zero.partition_size > 1, in_levels)
 
 
 def _wire(config: Config, ranks_of_host: int) -> Wire:

@@ -89,18 +89,20 @@ def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = Non
     """
     if blueprint.route != "shared_memory":
         return 0
-    arrangement, same_size = blueprint.arrangement, blueprint.ranks_of_place
-    lines = [*arrangement.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
-    sizes = [arrangement.size(names) for names in lines]
-    total = sum(arrangement.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
-    largest = {name: known_exchange_bytes(blueprint) for name in arrangement.wide((SEQUENCE, TENSOR))}
+    parallel_dims, same_size = blueprint.parallel_dims, blueprint.ranks_of_place
+    lines = [*parallel_dims.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
+    sizes = [parallel_dims.size(names) for names in lines]
+    total = sum(parallel_dims.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
+    largest = {name: known_exchange_bytes(blueprint) for name in parallel_dims.wide((SEQUENCE, TENSOR))}
     for nbytes in {**largest, **(exchanged or {})}.values():
-        total += arrangement.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
+        total += parallel_dims.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
     common: Counter[int] = Counter()  # by ranks that have one copy, over all ranks of all places
     for plan in blueprint.places:
-        total += same_size * _ring_bytes(plan, arrangement)
+        total += same_size * _ring_bytes(plan, parallel_dims)
         for group in plan.groups:
-            states_size, replicas_size = (arrangement.size(d) for d in (group.domain.states, group.domain.replicas))
+            states_size, replicas_size = (
+                parallel_dims.size(d) for d in (group.sharding.states, group.sharding.replicas)
+            )
             if states_size > 1:
                 common[states_size] += same_size * page_aligned(group.full_bytes)
             elif blueprint.shares_gradients and replicas_size > 1 and _is_summed(group):
@@ -125,7 +127,7 @@ def known_exchange_bytes(blueprint: Blueprint) -> int:
 
 def _is_summed(group: GroupPlan) -> bool:
     """Whether replicas may have one sum of its gradient."""
-    return group.role is not Role.FROZEN and not group.domain.tied
+    return group.role is not Role.FROZEN and not group.sharding.tied
 
 
 class Footprint:
@@ -151,12 +153,14 @@ class Footprint:
 
         self._kinds_of, self._of_chunk = kinds_of, of_chunk
         self._gradients: dict[Hashable, int] = {}
-        numels = blueprint.homes.states_plan.resident_numels([one.layout.shard_numel for one in self._plan.updated])
+        numels = blueprint.offload_plan.states_plan.resident_numels(
+            [one.layout.shard_numel for one in self._plan.updated]
+        )
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
     def at(self, moment: MemoryPhase, gathers: bool = True) -> RankBytes:
         """gathers: False where nobody asks for what is gathered, which has to be found by running the units."""
-        blueprint, homes, plan = self._blueprint, self._blueprint.homes, self._plan
+        blueprint, offload_plan, plan = self._blueprint, self._blueprint.offload_plan, self._plan
         shards = [group.shard_bytes for group in plan.groups]
         chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
         left = [self._left(group, moment) for group in plan.trained]
@@ -167,11 +171,11 @@ class Footprint:
             optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
             staging=self._staging() + self._leaving(),
-            host=_kept(shards, homes.parameters is Placement.HOST)
-            + _kept(chunks, homes.states is Placement.HOST)
+            host=_kept(shards, offload_plan.parameters is Placement.HOST)
+            + _kept(chunks, offload_plan.states is Placement.HOST)
             + _kept(left, True),
-            file=_kept(shards, homes.parameters is Placement.FILE)
-            + _kept(chunks * homes.states_plan.num_versions, homes.states is Placement.FILE),
+            file=_kept(shards, offload_plan.parameters is Placement.FILE)
+            + _kept(chunks * offload_plan.states_plan.num_versions, offload_plan.states is Placement.FILE),
         )
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -179,23 +183,23 @@ class Footprint:
     @property
     def frees_memory(self) -> bool:
         """Whether released parameters give memory back."""
-        if self._blueprint.homes.parameters is not Placement.MODEL:
+        if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return True
-        is_divided = any(self._size(group.domain.parameters) > 1 for group in self._plan.groups)
+        is_divided = any(self._size(group.sharding.parameters) > 1 for group in self._plan.groups)
         return is_divided and self._blueprint.route != "shared_memory"
 
     def _size(self, axes: tuple[str, ...]) -> int:
-        return self._blueprint.arrangement.size(axes)
+        return self._blueprint.parallel_dims.size(axes)
 
     def _at_rest(self, group: GroupPlan) -> int:
-        if self._blueprint.homes.parameters is not Placement.MODEL:
+        if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return 0
         own = group.shard_bytes if group.sends_differences else 0  # beside what the others have of it
-        return group.full_bytes // self._sizes(group.domain).shares.parameters + own
+        return group.full_bytes // self._sizes(group.sharding).shares.parameters + own
 
     def gathered(self, group: GroupPlan) -> int:
         """What full parameters take beside those at rest, which lie among them where pages move."""
-        rest = group.full_bytes // self._sizes(group.domain).shares.parameters
+        rest = group.full_bytes // self._sizes(group.sharding).shares.parameters
         is_rounded = group.weight_bits is not None and not group.sends_differences
         is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
         own = group.shard_bytes if group.sends_differences else 0
@@ -229,7 +233,7 @@ class Footprint:
         """As `_gradient`, for all groups that are alike: a search asks of hundreds of equal blocks."""
         layout = group.layout
         sizes = layout.shard_numel, layout.shard_count, layout.numel, self._resident.get(id(group), 1) == 0
-        key = moment, group.domain, group.dtype, group.accumulation_dtype, sizes
+        key = moment, group.sharding, group.dtype, group.accumulation_dtype, sizes
         if key not in self._gradients:
             self._gradients[key] = self._gradient(group, moment)
         return self._gradients[key]
@@ -242,14 +246,14 @@ class Footprint:
     def _gradient(self, group: GroupPlan, moment: MemoryPhase) -> int:
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.route == "shared_memory"
-        sizes = self._sizes(group.domain)
+        sizes = self._sizes(group.sharding)
         common, own = (shard // sizes.replicas, 0) if self._is_common(group) else (0, shard)
         leaves = self._leaves(group)
         in_shard = self.adds_up_in_shard(group)
         if moment is MemoryPhase.ACCUMULATING and not (self.adds_in_place(group) or in_shard):
             if not blueprint.reduces_every_backward:
                 return common + self._local(group)
-            waits = bool(group.domain.tied) or sizes.replicas > 1  # for the sum over these
+            waits = bool(group.sharding.tied) or sizes.replicas > 1  # for the sum over these
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
             return whole // sizes.shares.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
@@ -272,7 +276,7 @@ class Footprint:
 
     def _leaves(self, group: GroupPlan) -> bool:
         """Whether it is updated on the host, with gradients that go there."""
-        return self._blueprint.homes.updates_on_host and not self._resident.get(id(group), 1)
+        return self._blueprint.offload_plan.updates_on_host and not self._resident.get(id(group), 1)
 
     @property
     def _is_on_accelerator(self) -> bool:
@@ -298,7 +302,7 @@ class Footprint:
 
     def adds_in_place(self, group: GroupPlan) -> bool:
         """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
-        sizes = self._sizes(group.domain)
+        sizes = self._sizes(group.sharding)
         is_alone = sizes.states == sizes.replicas == 1
         is_added = is_alone and not self._leaves(group) and not group.is_added_up_flat
         return self._in_pipeline and not self._blueprint.is_layered and is_added
@@ -308,18 +312,18 @@ class Footprint:
         blueprint = self._blueprint
         is_elsewhere = self._is_common(group) or self._leaves(group)
         adds_up = blueprint.low_rank is None and not blueprint.is_layered and not is_elsewhere
-        return adds_up and self._sizes(group.domain).states == 1 and group.is_added_up_flat
+        return adds_up and self._sizes(group.sharding).states == 1 and group.is_added_up_flat
 
     def _is_common(self, group: GroupPlan) -> bool:
         """Whether replicas have one sum of its gradient."""
-        blueprint, has_replicas = self._blueprint, self._sizes(group.domain).replicas > 1
+        blueprint, has_replicas = self._blueprint, self._sizes(group.sharding).replicas > 1
         is_shared = blueprint.shares_gradients and blueprint.route == "shared_memory"
-        return is_shared and has_replicas and not group.domain.tied
+        return is_shared and has_replicas and not group.sharding.tied
 
     def _staging(self) -> int:
         trained, route = self._plan.trained, self._blueprint.route
         if route == "shared_memory":
-            return _ring_bytes(self._plan, self._blueprint.arrangement)
+            return _ring_bytes(self._plan, self._blueprint.parallel_dims)
         if route != "sockets":
             return 0
         # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
@@ -332,7 +336,7 @@ class Footprint:
                 dtype = one.accumulation_dtype if number else one.reduce_dtype
                 parts.setdefault(axes, []).append((dtype, 0 if number else sent, numel if bits is None else 0))
             replicas, bits = one.replicas
-            place = self._blueprint.arrangement.place(self._rank, replicas)
+            place = self._blueprint.parallel_dims.place(self._rank, replicas)
             summed = _numel(regions_of(shard, self._size(replicas))[place])
             if bits is None:
                 others = shard - summed if one.reduce_dtype == one.accumulation_dtype else shard
@@ -345,7 +349,7 @@ class Footprint:
         """In the order in which they are reduced: units from the last one, what is in none at the end."""
         is_trained = {id(one) for one in trained}
         units = list(reversed(self._plan.units))
-        units.sort(key=lambda one: one[0].is_rest)
+        units.sort(key=lambda one: one[0].is_root)
         pipeline = self._blueprint.pipeline
         if pipeline is not None and pipeline.is_layered:
             units = pipeline.in_layers(self._plan.units)
@@ -367,7 +371,7 @@ class Footprint:
         if len(group.levels) > 1 or group.levels[0][1] is not None:
             return False
         has_sum = self._accumulates and self._blueprint.reduces_every_backward
-        is_gone = self._leaves(group) and self._sizes(group.domain).replicas == 1
+        is_gone = self._leaves(group) and self._sizes(group.sharding).replicas == 1
         return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)
 
     # -- states ---------------------------------------------------------------------------------------------------
@@ -396,9 +400,9 @@ class Footprint:
         blueprint = self._blueprint
         if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
             return 0
-        axes = SHARDED if self._sizes(group.domain).states > 1 else REPLICATED
-        owners = owners_of(group.layout, blueprint.arrangement.size(axes))
-        place = blueprint.arrangement.place(self._rank, axes)
+        axes = SHARDED if self._sizes(group.sharding).states > 1 else REPLICATED
+        owners = owners_of(group.layout, blueprint.parallel_dims.size(axes))
+        place = blueprint.parallel_dims.place(self._rank, axes)
         own = (slot.shape for slot, owner in zip(group.layout.slots, owners, strict=True) if owner == place)
         return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
 
@@ -407,13 +411,13 @@ class Footprint:
         if not self._blueprint.optimizer.sends_signs:
             return 0
         dtype = torch.float32 if MASTER in self._kinds(group) else group.dtype
-        layout = SignLayout.of(group.layout, self._sizes(group.domain).replicas, dtype)
-        place = self._blueprint.arrangement.place(self._rank, group.domain.replicas)
+        layout = SignLayout.of(group.layout, self._sizes(group.sharding).replicas, dtype)
+        place = self._blueprint.parallel_dims.place(self._rank, group.sharding.replicas)
         return layout.error_numel(place) * dtype.itemsize
 
     def _thin(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """What a group remembers of what thin matrices did not say: until a step counts, of two of them."""
-        low_rank, sizes = self._blueprint.low_rank, self._sizes(group.domain)
+        low_rank, sizes = self._blueprint.low_rank, self._sizes(group.sharding)
         if low_rank is None or sizes.states == sizes.replicas == 1:
             return 0
         layout = ThinLayout.of(group.layout, low_rank)
@@ -443,7 +447,7 @@ class Footprint:
         return (group.layout.shard_numel - resident) * group.dtype.itemsize
 
     def _copied_chunks(self, group: GroupPlan) -> list[int]:
-        return self.chunks(group) if self._blueprint.homes.states is Placement.HOST else []
+        return self.chunks(group) if self._blueprint.offload_plan.states is Placement.HOST else []
 
     def _second_on_host(self, group: GroupPlan, moment: MemoryPhase) -> list[int]:
         """Of second versions, what the host has that updates them, while the model is on an accelerator: buffers."""
@@ -457,7 +461,7 @@ class Footprint:
     def chunks(self, group: GroupPlan) -> list[int]:
         """Bytes of what is not with the model."""
         index = self._blueprint.optimizer.options_index(group)
-        parts = self._blueprint.homes.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
+        parts = self._blueprint.offload_plan.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
         return [self._of_chunk(group.dtype, index, high - low) for low, high in parts]
 
 
@@ -470,17 +474,17 @@ class _Sizes:
     shares: ShardCounts
 
 
-def _sizes(blueprint: Blueprint, domain: ShardingSpec) -> _Sizes:
-    size = blueprint.arrangement.size
-    states = size(domain.states)
+def _sizes(blueprint: Blueprint, sharding: ShardingSpec) -> _Sizes:
+    size = blueprint.parallel_dims.size
+    states = size(sharding.states)
     has_one_copy = blueprint.route == "shared_memory" and states > 1
-    parameters = states if has_one_copy else size(domain.parameters)
-    return _Sizes(states, size(domain.replicas), ShardCounts.of(blueprint.reduces_every_backward, states, parameters))
+    parameters = states if has_one_copy else size(sharding.parameters)
+    return _Sizes(states, size(sharding.replicas), ShardCounts.of(blueprint.reduces_every_backward, states, parameters))
 
 
-def _ring_bytes(plan: ModelPlan, arrangement: ParallelDims) -> int:
+def _ring_bytes(plan: ModelPlan, parallel_dims: ParallelDims) -> int:
     """Of a rank's slots in shared memory."""
-    return sum(count * page_aligned(nbytes) for _, nbytes, count in plan.rings(arrangement))
+    return sum(count * page_aligned(nbytes) for _, nbytes, count in plan.rings(parallel_dims))
 
 
 def _sum_bytes(group: GroupPlan) -> int:

@@ -50,23 +50,23 @@ class _CountedGroup:
 
     def __init__(self, tally: _Tally, plan: GroupPlan, nbytes: int) -> None:
         self.layout = plan.layout
-        self.residence = ShardedState.SHARDED
+        self.sharded_state = ShardedState.SHARDED
         self._tally = tally
         self._nbytes = nbytes
 
     def start_gather(self) -> None:
-        if self.residence is ShardedState.SHARDED:
+        if self.sharded_state is ShardedState.SHARDED:
             self._tally.add(self._nbytes)
-            self.residence = ShardedState.UNSHARDING
+            self.sharded_state = ShardedState.UNSHARDING
 
     def gather(self) -> None:
         self.start_gather()
-        self.residence = ShardedState.UNSHARDED
+        self.sharded_state = ShardedState.UNSHARDED
 
     def release(self, holds_shard: bool = False) -> None:
-        if self.residence is not ShardedState.SHARDED:
+        if self.sharded_state is not ShardedState.SHARDED:
             self._tally.add(-self._nbytes)
-            self.residence = ShardedState.SHARDED
+            self.sharded_state = ShardedState.SHARDED
 
 
 def _counted(tally: _Tally, plan: GroupPlan, nbytes: int) -> ShardedGroup:

@@ -94,36 +94,36 @@ def copies_for(world: World) -> HostCopies:
     return StreamCopies(world.device)
 
 
-def host_update(config: Config, homes: OffloadPlan, world: World) -> HostUpdate | None:
+def host_update(config: Config, offload_plan: OffloadPlan, world: World) -> HostUpdate | None:
     """What updates offloaded states on the host; None: they are updated where the model is."""
-    if not homes.updates_on_host:
+    if not offload_plan.updates_on_host:
         return None
     wanted = config.zero_optimization.offload_optimizer
     return HostUpdate(copies_for(world), _pool(wanted, world))
 
 
-def offloaded_states(config: Config, homes: OffloadPlan, world: World) -> StateChunks:
+def offloaded_states(config: Config, offload_plan: OffloadPlan, world: World) -> StateChunks:
     """What keeps the states that are not with the model. Raises OffloadError where the file cannot be made."""
     wanted = config.zero_optimization.offload_optimizer
-    store = file_store(config, world, wanted) if homes.states is Placement.FILE else None
-    return StateChunks(homes.states_plan, store, _pool(wanted, world))
+    store = file_store(config, world, wanted) if offload_plan.states is Placement.FILE else None
+    return StateChunks(offload_plan.states_plan, store, _pool(wanted, world))
 
 
-def shard_rest(config: Config, homes: OffloadPlan, world: World) -> ShardStore:
+def shard_store_of(config: Config, offload_plan: OffloadPlan, world: World) -> ShardStore:
     """What keeps the shards of stage 3 while nobody needs them, where they do not stay. Raises OffloadError."""
     wanted = config.zero_optimization.offload_param
-    if homes.parameters is Placement.HOST:
+    if offload_plan.parameters is Placement.HOST:
         return ShardStore(HostStore(_pool(wanted, world)))
     store = file_store(config, world, wanted)
-    return ShardStore(StagedStore(store, _pool(wanted, world)) if homes.is_apart else store)
+    return ShardStore(StagedStore(store, _pool(wanted, world)) if offload_plan.is_apart else store)
 
 
-def activation_store(config: Config, homes: OffloadPlan, world: World) -> Store:
+def activation_store(config: Config, offload_plan: OffloadPlan, world: World) -> Store:
     """Where activations are between forward and backward, if not where they were made. Raises OffloadError."""
-    if homes.activations is Placement.HOST:
+    if offload_plan.activations is Placement.HOST:
         return HostStore(pinned=host_is_pinned(world.device))
     store = file_store(config, world, config.activation_checkpointing.offload)
-    return StagedStore(store, HostPool(pinned=host_is_pinned(world.device))) if homes.is_apart else store
+    return StagedStore(store, HostPool(pinned=host_is_pinned(world.device))) if offload_plan.is_apart else store
 
 
 def file_store(

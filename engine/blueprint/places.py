@@ -76,8 +76,8 @@ class Places:
     splits: Splits
     optimizer: OptimizerPlan
     dtypes: Dtypes
-    domain: ShardingSpec
-    arrangement: ParallelDims
+    sharding: ShardingSpec
+    parallel_dims: ParallelDims
 
     def plans(self, alike: AlikePlaces | None = None) -> tuple[ModelPlan, ...]:
         """Of each place, by stage, then part of the experts, then part of the layers.
@@ -102,7 +102,7 @@ class Places:
         """Of the ranks that have these units."""
         shares, optimizer = self._shares(of_experts, part), self.optimizer
         return ModelPlan.of(
-            own, self.dtypes, self.domain, self.arrangement, optimizer.role_of, shares, optimizer.is_matrix
+            own, self.dtypes, self.sharding, self.parallel_dims, optimizer.role_of, shares, optimizer.is_matrix
         )
 
     def last_plan(self, own: _Units) -> ModelPlan:
@@ -141,7 +141,7 @@ class AlikePlaces:
         # All that units of stages and kinds of parameters depend on.
         splits = places.splits
         stages = splits.degrees, None if splits.pipeline is None else splits.pipeline.schedule.rank_of_stage
-        key = stages, places.domain, places.arrangement
+        key = stages, places.sharding, places.parallel_dims
         if key not in self._plans:
             if stages not in self._stages:
                 self._stages[stages] = _first_ones(places.units_by_stage(), places.kinds())

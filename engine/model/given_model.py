@@ -113,7 +113,7 @@ def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield several
 
 
-def take(module: nn.Module, ledger: ModelPatches) -> None:
+def take(module: nn.Module, patches: ModelPatches) -> None:
     """The module is an engine's from now on, until that is closed. Raises ValueError where it is another one's.
 
     That is where the one is the other, or in it. What is noted is of this object, and not of copies of it. An engine
@@ -137,7 +137,7 @@ def take(module: nn.Module, ledger: ModelPatches) -> None:
             "has a part; build the model again, or give initialize the callable that builds it"
         )
     for part in parts.values():
-        ledger.override(part, _OPEN, (id(part), part is module, ledger))
+        patches.override(part, _OPEN, (id(part), part is module, patches))
 
 
 def refuse_copy(protocol: object) -> NoReturn:
@@ -158,8 +158,8 @@ def _close_lost(parts: Iterable[nn.Module]) -> None:
     noted = {note[2]: None for part in parts if (note := part.__dict__.get(_OPEN, ()))[:1] == (id(part),)}
     if noted:
         gc.collect()  # a cycle of the caller's may have it
-    for ledger in noted:
-        if ledger.close_if_lost():
+    for patches in noted:
+        if patches.close_if_lost():
             logger.info("model: the engine that had it is gone without engine.close(), and is closed now")
 
 

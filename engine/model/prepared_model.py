@@ -38,7 +38,7 @@ def check_kernels(config: Config, device: torch.device) -> None:
         raise ConfigError([Fault(f"kernels.{key}", "conflict", message) for key in asking])
 
 
-def fuse_modules(module: nn.Module, config: Config, world: World, ledger: ModelPatches) -> None:
+def fuse_modules(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> None:
     """Replaces what kernels.fuse_modules asks for, and logs it on rank 0."""
     wanted = config.kernels.fuse_modules
     backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
@@ -55,7 +55,7 @@ def fuse_modules(module: nn.Module, config: Config, world: World, ledger: ModelP
         names.remove("linear_cross_entropy")
         lines.append("config: kernels.linear_cross_entropy: its head and loss are computed by tiles.loss here")
     fused, missing = replace_modules(
-        module, names, backends, always_fuses_loss=isinstance(wanted, tuple), exchange=ledger.exchange_class
+        module, names, backends, always_fuses_loss=isinstance(wanted, tuple), exchange=patches.exchange_class
     )
     lines += lines_of(fused)
     if isinstance(wanted, tuple):
@@ -94,7 +94,7 @@ def tiles_of(config: Config) -> Tiles:
     return Tiles(wanted.mlp, wanted.loss, wanted.modules, wanted.head, backend)
 
 
-def tile_modules(module: nn.Module, config: Config, world: World, ledger: ModelPatches) -> Tiled:
+def tile_modules(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> Tiled:
     """Puts tiles on the model, and logs which on rank 0. Raises ConfigError where there is nothing of that kind."""
 
     def warn(text: str) -> None:
@@ -102,7 +102,7 @@ def tile_modules(module: nn.Module, config: Config, world: World, ledger: ModelP
             logger.warning("%s", text)
 
     try:
-        tiled = tiles_of(config).apply(module, ledger, warn)
+        tiled = tiles_of(config).apply(module, patches, warn)
     except TilesError as error:
         raise ConfigError([Fault(f"tiles.{error.key}", "conflict", error.message)]) from error
     if world.rank == 0:
@@ -120,37 +120,37 @@ def check_units(tiled: Tiled, blueprint: Blueprint) -> None:
                 "have other numbers of tiles; leave it out, or set parallel.expert to 1"
             )
             raise ConfigError([Fault("tiles.modules", "conflict", message)])
-    if fault := tiled.fault([(unit.name, unit.module) for unit in blueprint.units if not unit.is_rest]):
+    if fault := tiled.fault([(unit.name, unit.module) for unit in blueprint.units if not unit.is_root]):
         raise ConfigError([Fault("zero_optimization.units", "conflict", fault)])
 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """values: of the parameters, which take the place of what the module has. ledger: of what is put on the module.
+    """values: of the parameters, which take the place of what the module has. patches: of what is put on the module.
 
     compiled: what of it is to be. tiled: what is in tiles already. flops: None where nobody asks for them.
     """
 
     module: nn.Module
     values: Values
-    ledger: ModelPatches
+    patches: ModelPatches
     compiled: Compiled
     tiled: Tiled
     flops: ModelFlops | None
 
     @classmethod
-    def of(cls, model: Model, config: Config, world: World, ledger: ModelPatches) -> PreparedModel:
+    def of(cls, model: Model, config: Config, world: World, patches: ModelPatches) -> PreparedModel:
         """A collective. Raises ValueError for what the config cannot do with the model, and where ranks differ."""
         module, values = module_and_values(model, world)
-        take(module, ledger)
-        compiled = Compiled(module, ledger, loads=config.compile.blocks)
+        take(module, patches)
+        compiled = Compiled(module, patches, loads=config.compile.blocks)
         module = compiled.module
         check_model(module)
         check_ranks_agree(world, config, module)
         check_kernels(config, world.device)
         check_sequences(config, module)
-        fuse_modules(module, config, world, ledger)
-        tiled = tile_modules(module, config, world, ledger)
+        fuse_modules(module, config, world, patches)
+        tiled = tile_modules(module, config, world, patches)
         if config.parallel.tensor > 1 and (compiled.is_wanted or config.compile.blocks):
             found = "torch.compile on it" if compiled.is_wanted else "compile.blocks"
             raise ValueError(
@@ -158,4 +158,4 @@ class PreparedModel:
                 f"cannot be traced; leave {found.removesuffix(' on it')} out"
             )
         flops = ModelFlops.of(module) if config.has_monitors else None
-        return cls(module, values, ledger, compiled, tiled, flops)
+        return cls(module, values, patches, compiled, tiled, flops)

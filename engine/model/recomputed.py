@@ -17,7 +17,7 @@ from ...watch.log import logger
 from ...zero.plan import UnitPlan
 
 
-def checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: ModelPatches) -> None:
+def checkpoint_activations(units: Sequence[UnitPlan], every: int, patches: ModelPatches) -> None:
     """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once.
 
     Not an embedding or a head: next to what a block keeps, they keep nothing that a recomputation would save.
@@ -25,9 +25,9 @@ def checkpoint_activations(units: Sequence[UnitPlan], every: int, ledger: ModelP
     if not every:
         return
     said = set[str]()
-    for unit in [unit for unit in units if not (unit.is_rest or unit.is_end)][::every]:
+    for unit in [unit for unit in units if not (unit.is_root or unit.is_end)][::every]:
         around = partial(_recomputed, said, unit.module)
-        ledger.override(unit.module, "forward", Recomputing(around, unit.module.forward))
+        patches.override(unit.module, "forward", Recomputing(around, unit.module.forward))
 
 
 def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ _OF_LOSS_FN = "; a loss_fn reads nothing of tokens without a label, and shifts n
 class Sequences:
     """A rank's parts of the microbatches, with the attention that sees all of them."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, ledger: ModelPatches, loss_fn: LossFn, way: str) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, patches: ModelPatches, loss_fn: LossFn, way: str) -> None:
         """way: sequence_parallel.attention of the config."""
         exchange = self._exchange = mesh.exchange((SEQUENCE,))
         self._device = mesh.world.device
@@ -51,11 +51,11 @@ class Sequences:
         self._data = SequenceData(module, exchange, self._has_own_loss)
         self._data_by_hand = SequenceData(module, exchange)
         self._attention = SequenceAttention(exchange, way, logger.info if mesh.world.rank == 0 else None)
-        self._attention.put_on(module, ledger)
+        self._attention.put_on(module, patches)
         self._randomness = Randomness(exchange, self._device)
         self._are_parts_known = False  # to the script
         self._tried: set[bool] = set()  # calls with labels, and without
-        ledger.hook(module.register_forward_pre_hook(self._check))
+        patches.hook(module.register_forward_pre_hook(self._check))
 
     def part(self, batch: Any) -> SequenceShard:
         """This rank's inputs of the model. Raises SequenceError."""
@@ -118,7 +118,7 @@ class Sequences:
             self._randomness.return_to_common()
             forwards.end(None)
 
-    def try_once(
+    def self_check(
         self,
         batch: Any,
         loss_of: Callable[[SequenceShard], Tensor | None],

@@ -45,7 +45,7 @@ def memory_prediction(
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
     machine = Machine(device="cpu" if blueprint.device == "cpu" else "cuda")
     try:
-        splits = PlannedSplits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
+        splits = PlannedSplits.of(blueprint, blueprint.parallel_dims.place(rank, (TENSOR,)))
         run = MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, splits=splits)
     except Exception as error:  # a model may have anything in it that cannot be copied; a report is not worth an end
         logger.info("memory_report: the model cannot be copied for a prediction: %s", error)

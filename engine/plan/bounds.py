@@ -339,8 +339,8 @@ class Bounds:
     def _per_byte(self, sizes: _Sizes, names: Sequence[str]) -> float:
         """Seconds of a collective over these axes, for each byte, without latency."""
         axes = (REPLICA, SECONDARY, SHARD, SEQUENCE, TENSOR)
-        arrangement = ParallelDims(tuple(zip(axes, sizes, strict=True)), data=())
-        size, on_host = arrangement.size(names), self._machine.ranks_on_host(arrangement, names)
+        parallel_dims = ParallelDims(tuple(zip(axes, sizes, strict=True)), data=())
+        size, on_host = parallel_dims.size(names), self._machine.ranks_on_host(parallel_dims, names)
         return max(0.0, self._machine.collective(2.0, size, on_host) - self._machine.collective(1.0, size, on_host))
 
     def _of_microbatch(

@@ -206,12 +206,12 @@ class Space:
                 if stage and (shard_size or data) % degrees.expert:
                     continue
                 for partition in self._values("partition", self._partitions(stage, shard_size or data, degrees)):
-                    for of_optimizer in self._homes("offload_optimizer"):
-                        for of_param in self._homes("offload_param", may_be_away=stage == 3):
+                    for of_optimizer in self._placements("offload_optimizer"):
+                        for of_param in self._placements("offload_param", may_be_away=stage == 3):
                             if of_param == "none" or (partition == 1 and pipeline == 1):
                                 yield stage, shard_size, partition, of_optimizer, of_param
 
-    def _homes(self, name: str, may_be_away: bool = True) -> Sequence[str]:
+    def _placements(self, name: str, may_be_away: bool = True) -> Sequence[str]:
         """Where it can be kept: in the memory of the model, in the host's where that is another, in files."""
         away = [("cpu", self.machine.device == "cuda"), ("nvme", name in self.in_files)]
         return self._values(name, ["none", *(home for home, is_there in away if is_there and may_be_away)])
@@ -224,7 +224,7 @@ class Space:
 
     def _activations(self, pipeline: int) -> Iterator[tuple[int, str]]:
         for every in self._values("every", (0, 1)):
-            for home in self._homes("offload_activations", may_be_away=pipeline == 1):
+            for home in self._placements("offload_activations", may_be_away=pipeline == 1):
                 if home == "none" or pipeline == 1:
                     yield every, home
 

@@ -161,11 +161,11 @@ def kept_limit(profile: Profile, config: Config) -> int:
 
 def writes_gradients(blueprint: Blueprint) -> bool:
     """Whether gradients of large weights are made where they are staged: see `make_gradients_in_place`."""
-    config, size = blueprint.config, blueprint.arrangement.size(blueprint.domain.states)
+    config, size = blueprint.config, blueprint.parallel_dims.size(blueprint.sharding.states)
     is_sent = blueprint.policy.reduces_every_backward and size > 1
     is_added = (config.gradient_accumulation_steps or 1) > 1 and not is_sent
     groups = [group for place in blueprint.places for group in place.trained]
-    has_others = blueprint.arrangement.size(blueprint.domain.summed) > 1
+    has_others = blueprint.parallel_dims.size(blueprint.sharding.summed) > 1
     staged = {(group.dtype, group.reduce_dtype if has_others else group.accumulation_dtype) for group in groups}
     is_cast = any(dtype not in (there, torch.float64) for dtype, there in staged)
     return blueprint.device == "cpu" and blueprint.pipeline is None and not is_added and not is_cast
@@ -197,7 +197,7 @@ class StepParts:
         self._update = update_seconds(blueprint, machine, self.place)
         self.is_direct = writes_gradients(blueprint)
         # Where gradients are made in their place, it is asked for, and what has come of other ranks by then is used up.
-        self._waits = not self.is_direct and blueprint.arrangement.size(blueprint.domain.summed) > 1
+        self._waits = not self.is_direct and blueprint.parallel_dims.size(blueprint.sharding.summed) > 1
         moments = [(True, True)] if not accumulates else [(True, False), (False, False), (False, True)]
         self._gradients = [gradient_seconds(blueprint, machine, self.place, *one, self.is_direct) for one in moments]
         self._num_units = len(blueprint.places[self.place].units)
@@ -303,7 +303,7 @@ def _exposed(line: SimulatedTimeline) -> dict[str, float]:
 def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
     footprint = Footprint(blueprint, blueprint.first_rank_of(place))
-    groups, share, homes = blueprint.places[place].updated, machine.devices_per_host, blueprint.homes
+    groups, share, offload_plan = blueprint.places[place].updated, machine.devices_per_host, blueprint.offload_plan
     states = footprint.at(MemoryPhase.BETWEEN_STEPS, gathers=False).optimizer
     elements = sum(group.layout.shard_numel for group in groups)
     passing = sum(
@@ -314,8 +314,8 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     seconds = machine.moving("update", moved, moved / machine.memory)
     if away:
         seconds += machine.moving("update", 2 * away, 2 * away / (machine.host_memory / share))
-        seconds += passing / machine.link if homes.is_apart else 0.0
-        if homes.states is Placement.FILE:
+        seconds += passing / machine.link if offload_plan.is_apart else 0.0
+        if offload_plan.states is Placement.FILE:
             passes = away / (machine.nvme / share)
             seconds += machine.moving("file read", away, passes) + machine.moving("file write", away, passes)
     return seconds if elements else 0.0
@@ -323,7 +323,7 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
 
 def speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
     """Bytes a second, each way, of those that are offloaded."""
-    is_file = blueprint.homes.activations is Placement.FILE
+    is_file = blueprint.offload_plan.activations is Placement.FILE
     return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
 
 
@@ -361,8 +361,8 @@ class Resting:
         columns = list(zip(*by_group.values(), strict=True))
         columns = columns if accumulates else columns[::2]
         chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
-        passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.homes.states is Placement.FILE else 0
-        is_here = not blueprint.homes.is_apart
+        passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.offload_plan.states is Placement.FILE else 0
+        is_here = not blueprint.offload_plan.is_apart
         buffers = reduced.staging + (passing if is_here else 0)
         copies = {group.name: footprint.copies(group) for group in plan.trained}
         kinds = {

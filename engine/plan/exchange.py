@@ -53,8 +53,8 @@ class CollectiveCosts:
         """Of full parameters, with what brings the shard from where it rests."""
         bits = None if group.sends_differences else group.weight_bits
         nbytes = _weight_bytes(group, group.layout.padded_numel, bits)
-        message, machine = self._spread("gather", group.domain.parameters, nbytes), self.machine
-        home = self.blueprint.homes.parameters
+        message, machine = self._spread("gather", group.sharding.parameters, nbytes), self.machine
+        home = self.blueprint.offload_plan.parameters
         if home is Placement.MODEL:
             return message
         speed = machine.link if home is Placement.HOST else min(machine.link, machine.nvme / machine.devices_per_host)
@@ -67,22 +67,22 @@ class CollectiveCosts:
         total, numel = Message(), group.layout.padded_numel
         for axes, bits in group.levels:
             total = total.and_then(self._spread("reduce", axes, _gradient_bytes(group, numel, bits)))
-            numel //= self.blueprint.arrangement.size(axes)
+            numel //= self.blueprint.parallel_dims.size(axes)
         return total
 
     def all_reduce(self, group: GroupPlan, rank: int = 0) -> Message:
         """Of a shard of the gradient, over replicas."""
         (names, bits), numel = group.replicas, group.layout.shard_numel
-        size = self.blueprint.arrangement.size(names)
+        size = self.blueprint.parallel_dims.size(names)
         if size == 1:
             return Message()
         wide, narrow = group.accumulation_dtype.itemsize, group.reduce_dtype.itemsize
         if bits is not None:  # a rank gets what it sums, and sends the sum, in as many bits
-            mine = regions_of(numel, size)[self.blueprint.arrangement.place(rank, names)]
+            mine = regions_of(numel, size)[self.blueprint.parallel_dims.place(rank, names)]
             own = mine.stop - mine.start
             sent = quantized_bytes(numel - own, bits) + (size - 1) * quantized_bytes(own, bits)
         elif self.blueprint.route == "sockets":  # a rank gets what it sums in the reduce dtype, and sends the sum
-            mine = regions_of(numel, size)[self.blueprint.arrangement.place(rank, names)]
+            mine = regions_of(numel, size)[self.blueprint.parallel_dims.place(rank, names)]
             own = mine.stop - mine.start
             sent = (numel - own) * narrow + (size - 1) * own * wide
         else:
@@ -92,18 +92,18 @@ class CollectiveCosts:
 
     def refresh(self, group: GroupPlan) -> Message:
         """Of updated parameters."""
-        numel = group.layout.padded_numel // self.blueprint.arrangement.size(group.domain.parameters)
+        numel = group.layout.padded_numel // self.blueprint.parallel_dims.size(group.sharding.parameters)
         nbytes = _weight_bytes(group, numel, group.weight_bits)
-        return self._spread("gather", group.domain.refreshed, nbytes)
+        return self._spread("gather", group.sharding.refreshed, nbytes)
 
     def _spread(self, what: str, names: Sequence[str], nbytes: int) -> Message:
-        size = self.blueprint.arrangement.size(names)
+        size = self.blueprint.parallel_dims.size(names)
         seconds = self.machine.collective(nbytes, size, self._on_host(names))
         return self._message(what, names, nbytes // size * (size - 1), seconds)
 
     def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> Message:
         """what: "gather" or "reduce". seconds: where the machine was not measured."""
-        size, route = self.blueprint.arrangement.size(names), self.blueprint.route
+        size, route = self.blueprint.parallel_dims.size(names), self.blueprint.route
         if size == 1:
             return Message()
         if route == "shared_memory":
@@ -113,7 +113,7 @@ class CollectiveCosts:
         return _over_links(sent, size, self._on_host(names), goes_to_each=route == "sockets", seconds=seconds)
 
     def _on_host(self, names: Sequence[str]) -> int:
-        return self.machine.ranks_on_host(self.blueprint.arrangement, names)
+        return self.machine.ranks_on_host(self.blueprint.parallel_dims, names)
 
 
 def _weight_bytes(group: GroupPlan, numel: int, bits: int | None) -> int:
@@ -161,9 +161,11 @@ class Calls:
     @cached_property
     def _axes(self) -> Mapping[str, tuple[int, int]]:
         """By axis: its ranks, and those of them that have one host."""
-        arrangement = ParallelDims(self.sizes, data=())
+        parallel_dims = ParallelDims(self.sizes, data=())
         names = [name for name, _ in self.sizes]
-        return {name: (arrangement.size((name,)), self.machine.ranks_on_host(arrangement, (name,))) for name in names}
+        return {
+            name: (parallel_dims.size((name,)), self.machine.ranks_on_host(parallel_dims, (name,))) for name in names
+        }
 
     def _message(self, call: CollectiveCall) -> Message:
         size, on_host = self._axes.get(call.axis, (1, 1))
@@ -206,10 +208,10 @@ def _of_group(
     blueprint: Blueprint, machine: Machine, group: GroupPlan, is_first: bool, is_last: bool, is_direct: bool
 ) -> float:
     assert machine.speeds is not None
-    size = blueprint.arrangement.size
+    size = blueprint.parallel_dims.size
     numel, dtype = group.layout.numel, str(group.dtype).removeprefix("torch.")
     wide = group.accumulation_dtype.itemsize
-    is_alone = size(group.domain.states) == size(group.domain.replicas) == 1
+    is_alone = size(group.sharding.states) == size(group.sharding.replicas) == 1
     is_staged = is_last or blueprint.policy.reduces_every_backward or group.is_added_up_flat
     seconds = 0.0
     if not is_first:  # it is added to what there is

@@ -127,10 +127,10 @@ class Machine:
         """Seconds of the host for a unit or a step, where they were measured."""
         return self.speeds.seconds(name) if self.speeds is not None else 0.0
 
-    def ranks_on_host(self, arrangement: ParallelDims, names: Sequence[str]) -> int:
+    def ranks_on_host(self, parallel_dims: ParallelDims, names: Sequence[str]) -> int:
         """How many ranks that differ on these axes alone have one host."""
-        sizes, stride, count = dict(arrangement.sizes), 1, 1
-        for name, size in reversed(arrangement.sizes):
+        sizes, stride, count = dict(parallel_dims.sizes), 1, 1
+        for name, size in reversed(parallel_dims.sizes):
             if name in names:
                 count *= max(1, min(sizes[name], self.devices_per_host // stride))
             stride *= size

@@ -67,7 +67,7 @@ class MetaRun:
         self._model = _meta_copy(model, dtypes)
         self._results = Results()
         self._splits, self._shrunk = splits, splits.shrink(self._model)
-        self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_rest]
+        self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_root]
         self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
         self._after = _after_blocks(self._model)
         self._dtype = dtypes.compute if casts_inputs else None
@@ -80,24 +80,24 @@ class MetaRun:
         is_direct: gradients of large weights are written where they are staged, and are no tensors beside it.
         Raises ValueError where the model does not run without values.
         """
-        ledger = ModelPatches()
+        patches = ModelPatches()
         tracker = Tracker([*self._model.parameters(), *self._model.buffers()], self._results)
         marks = _Marks(tracker, self._of_units)
         places = _Places(self._model.parameters(), marks)
         for memory in places.memory.values():
             tracker.leave_out(memory)
-        tiled = frozenset(id(one) for _, one in self._tiles.apply(self._model, ledger, lambda text: None).modules)
+        tiled = frozenset(id(one) for _, one in self._tiles.apply(self._model, patches, lambda text: None).modules)
         try:
-            split = SplitModel(self._splits, self._shrunk, self._model, self._device, tiled, tracker, ledger)
+            split = SplitModel(self._splits, self._shrunk, self._model, self._device, tiled, tracker, patches)
             own = split.part(batch, rows, self._loss_fn is None)
             made = _on_meta(own, rows, self._dtype)
             for one in tensors_of(made):
                 tracker.leave_out(one)
             for _, module in self._units[::every] if every else ():
-                ledger.override(module, "forward", self._recomputed(module))
-            self._observe(marks, ledger)
+                patches.override(module, "forward", self._recomputed(module))
+            self._observe(marks, patches)
             if is_direct:
-                make_gradients_in_place(cast(UnitSequence, places), self._model.modules(), ledger)
+                make_gradients_in_place(cast(UnitSequence, places), self._model.modules(), patches)
             with torch.enable_grad(), _Attention(self._device), tracker:
                 self._run(made, marks, split)
         except SequenceError:
@@ -111,7 +111,7 @@ class MetaRun:
                 "cannot be planned"
             ) from error
         finally:
-            ledger.close()
+            patches.close()
             for param in self._model.parameters():
                 param.grad = None
         # A part of a sequence is made, whatever its dtype.
@@ -144,21 +144,21 @@ class MetaRun:
         del loss
         marks.end()
 
-    def _observe(self, marks: _Marks, ledger: ModelPatches) -> None:
+    def _observe(self, marks: _Marks, patches: ModelPatches) -> None:
         for name, module in self._units:
-            ledger.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
+            patches.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
         if self._after is not None:
-            ledger.hook(self._after.register_forward_hook(marks.after_blocks))
+            patches.hook(self._after.register_forward_hook(marks.after_blocks))
         for module in self._model.modules():
             if isinstance(module, nn.Linear):
-                ledger.hook(module.register_forward_hook(marks.see_linear))
+                patches.hook(module.register_forward_hook(marks.see_linear))
         for param in self._model.parameters():
             if param.requires_grad:
-                let_go = partial(_let_go, marks)
-                ledger.hook(param.register_post_accumulate_grad_hook(let_go))  # type: ignore[no-untyped-call]
+                release = partial(_release, marks)
+                patches.hook(param.register_post_accumulate_grad_hook(release))  # type: ignore[no-untyped-call]
 
 
-def _let_go(marks: _Marks, param: Tensor) -> None:
+def _release(marks: _Marks, param: Tensor) -> None:
     param.grad = None
     marks.begin_gradient(param)
     marks.add_gradient(param)
@@ -199,7 +199,7 @@ class _Marks:
             if self._now is None or name in self._names or torch._C._current_graph_task_id() >= 0:
                 return  # in the backward it is computed again
             if self._now != END:
-                self._hear(self._now, (args, kwargs))
+                self._watch_backward(self._now, (args, kwargs))
             self.enter(name)
 
         return hook
@@ -207,7 +207,7 @@ class _Marks:
     def after_blocks(self, module: nn.Module, args: Any, output: Any) -> None:
         """The last repeated block is left: what follows is the head, or the end."""
         if self._now is not None and END not in self._names and torch._C._current_graph_task_id() < 0:
-            self._hear(self._now, output)
+            self._watch_backward(self._now, output)
             self.enter(END)
 
     def enter(self, name: str) -> None:
@@ -293,7 +293,7 @@ class _Marks:
             self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.done)
         self._now = None
 
-    def _hear(self, name: str, leaving: Any) -> None:
+    def _watch_backward(self, name: str, leaving: Any) -> None:
         """leaving: what goes on to the next part. Its gradient is where the backward of `name` begins."""
         tensors = [one for one in tensors_of(leaving) if one.is_floating_point()]
         self._outputs[name] = sum(one.nbytes for one in tensors)

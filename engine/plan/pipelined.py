@@ -190,7 +190,7 @@ class _Place:
         self._tied_bytes = sum(  # sums over the places that have a copy: each sends its own to each of the others
             (len(copies.places) - 1) * group.layout.shard_numel * group.accumulation_dtype.itemsize
             for group in plan.trained
-            for copies in group.domain.tied
+            for copies in group.sharding.tied
             if copies.are_added
         )
         self._sending, self._sending_again = _seconds([*gathers, *sums]), _seconds(again)

@@ -248,7 +248,7 @@ class SplitModel:
         device: str,
         tiled: frozenset[int],
         tracker: Tracker,
-        ledger: ModelPatches,
+        patches: ModelPatches,
     ) -> None:
         """device: as of `MetaRun`. tiled: identities of modules in tiles."""
         self._splits, self._model, self._tracker = splits, model, tracker
@@ -259,17 +259,17 @@ class SplitModel:
             stacks = plan.stacks
             if splits.stages is not None:
                 stacks = tuple(part for stack in plan.stacks for part in stack.cut(splits.stages))
-            parts = SequenceParallelRegions(stacks, tiled, model, exchange, _Still(), ledger) if stacks else None
-            SplitLayers(plan, model, exchange, None, ledger, parts)
+            parts = SequenceParallelRegions(stacks, tiled, model, exchange, _Still(), patches) if stacks else None
+            SplitLayers(plan, model, exchange, None, patches, parts)
         if shrunk.experts is not None:
             exchange = self._exchange(EXPERT, splits.expert, 0)
             for layer in shrunk.experts.layers:
                 read = partial(_evenly, splits.expert, layer.num_experts // splits.expert)
-                split_experts(replace(shrunk.experts, layers=(layer,)), exchange, ledger, read)
+                split_experts(replace(shrunk.experts, layers=(layer,)), exchange, patches, read)
         self._attention: SequenceAttention | None = None
         if splits.sequence > 1:
             self._attention = SequenceAttention(self._sequence, splits.attention, device=device)
-            self._attention.put_on(model, ledger)
+            self._attention.put_on(model, patches)
 
     @property
     def slot_bytes(self) -> int:

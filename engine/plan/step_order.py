@@ -148,7 +148,7 @@ class StepOrder:
             for gradient in unit.gradients:
                 for param in gradient.group.params:
                     sequence.gradient_arrived(sequence.units.index(unit), unit.name, param)
-        self._compute(START, is_backward=True, unit=sequence.rest)
+        self._compute(START, is_backward=True, unit=sequence.root)
         sequence.end_backward()
 
     def timeline(self, forward: Callable[[str], float], backward: Callable[[str], float]) -> SimulatedTimeline:
@@ -225,29 +225,29 @@ class _Group:
         self.plan = plan
         self.full = torch.empty(0, device=step.blueprint.device if step.blueprint.device == "cpu" else "meta")
         self.frees_memory = step.bytes_of is not None
-        self.residence = ShardedState.SHARDED if self.frees_memory else ShardedState.UNSHARDED
+        self.sharded_state = ShardedState.SHARDED if self.frees_memory else ShardedState.UNSHARDED
         self._step = step
         self._nbytes = step.bytes_of(plan) if step.bytes_of else 0
         self._started: int | None = None
 
     def start_gather(self) -> None:
-        if self.residence is ShardedState.SHARDED:
+        if self.sharded_state is ShardedState.SHARDED:
             self._started = self._step._send("gather", self._step.exchange.gather(self.plan))
             self._step._add(self._nbytes)
-            self.residence = ShardedState.UNSHARDING
+            self.sharded_state = ShardedState.UNSHARDING
 
     def gather(self) -> None:
         self.start_gather()
         if self._started is not None:
             self._step._wait(self._started)
         self._started = None
-        self.residence = ShardedState.UNSHARDED
+        self.sharded_state = ShardedState.UNSHARDED
 
     def release(self, holds_shard: bool = False) -> None:
-        if not self.frees_memory or self.residence is ShardedState.SHARDED:
+        if not self.frees_memory or self.sharded_state is ShardedState.SHARDED:
             return
         self._step._add(-self._nbytes)
-        self.residence, self._started = ShardedState.SHARDED, None
+        self.sharded_state, self._started = ShardedState.SHARDED, None
 
 
 class _Gradient:

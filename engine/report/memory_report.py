@@ -123,7 +123,7 @@ class MemoryReports(StepFeature):
                 logger.info("memory of step %d: `lowtide report %s`", step, path.parent)
 
     def memory(self) -> ModelStateBytes:
-        return measure(self._parts.driver.passes.units, self._parts.optimizer)
+        return measure(self._parts.runner.passes.units, self._parts.optimizer)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class MemoryReports(StepFeature):
             raise ValueError("engine.record_memory(): expected it to be ended, found it begun a second time")
         parts, progress = self._parts, self._parts.mesh.world.progress
         progress.turn_on()
-        units = parts.driver.passes.units
+        units = parts.runner.passes.units
         self._recorder = Recorder(parts.module, units, self.memory, parts.mesh.slot_bytes, progress)
         self._remove = parts.module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
         self._batch = None
@@ -228,7 +228,7 @@ class MemoryReports(StepFeature):
         for shard in self._parts.optimizer.shards:
             by_group[id(shard.group)] = by_group.get(id(shard.group), 0) + self._parts.optimizer.bytes_of(shard)
         found = {}
-        for unit in self._parts.driver.passes.units:
+        for unit in self._parts.runner.passes.units:
             states = measure([unit], self._parts.optimizer)
             found[unit.name or "the rest"] = {
                 "parameter_bytes": states.parameter_bytes,

@@ -244,13 +244,13 @@ class Monitors(StepFeature):
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
         """A microbatch may be seen several times, in part too: its largest part counts."""
         if torch.is_grad_enabled():
-            for at, batch in enumerate(batches, self._parts.steps.so_far.num_microbatches):
+            for at, batch in enumerate(batches, self._parts.steps.accumulated.num_microbatches):
                 self._sizes[at] = max(self._sizes.get(at, (0, 0)), tokens_in(batch), key=math.prod)
 
     def after_step(self, step: int, result: StepResult) -> None:
         parts, config = self._parts, self._parts.config
         samples = config.train_batch_size or 0  # 0: not known
-        memory = measure(parts.driver.passes.units, parts.optimizer)
+        memory = measure(parts.runner.passes.units, parts.optimizer)
         now = time.perf_counter()
         seconds, self._begun = max(now - self._begun, 1e-9), now
         numbers: dict[str, float] = {

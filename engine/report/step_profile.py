@@ -47,7 +47,7 @@ class StepProfile(StepFeature):
         self.is_done = False
         self._left = steps
         self._rank, self._data_size = world.rank, parts.mesh.data_size
-        groups = (group for unit in parts.driver.passes.units for group in unit.groups)
+        groups = (group for unit in parts.runner.passes.units for group in unit.groups)
         self._sizes = {one.plan.name: one.layout.padded_numel * one.plan.dtype.itemsize for one in groups}
         self._root = type(parts.module).__name__
         self._timeline = Timeline(world.progress)

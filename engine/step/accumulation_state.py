@@ -45,7 +45,7 @@ class AccumulationState:
         self.is_complete = False
         """Whether the last of them was the last of its step."""
         self.clipping_by_hand: Clipping | None = None  # of its gradients, by the caller
-        self.doubts: dict[StepFeature, Tensor] = {}  # see `note_doubt`
+        self.inconsistencies: dict[StepFeature, Tensor] = {}  # see `note_inconsistency`
         self.is_void = False  # of its microbatches nothing can be computed, as is known already
         self._own_clipping = Clipping(config.gradient_clipping or math.inf)
         self._is_last: bool | None = None  # as the caller says; None: by their number
@@ -91,10 +91,10 @@ class AccumulationState:
         else:
             self.losses.append(loss)
 
-    def note_doubt(self, feature: StepFeature, found: Tensor) -> None:
+    def note_inconsistency(self, feature: StepFeature, found: Tensor) -> None:
         """found: not 0 where this rank has one. If any has, nothing is updated after the norm, and all ranks ask the
-        features why (`StepFeature.explain_doubt`)."""
-        self.doubts[feature] = found
+        features why (`StepFeature.explain_inconsistency`)."""
+        self.inconsistencies[feature] = found
 
     def would_complete(self, num_microbatches: int) -> bool:
         """Whether so many more end the step."""
@@ -115,7 +115,7 @@ class AccumulationState:
         self.num_microbatches = self.num_begun = 0
         self.is_complete = self.lacks_loss = self._by_hand = self.is_void = False
         self.clipping_by_hand = None
-        self.doubts.clear()
+        self.inconsistencies.clear()
 
     def check_between(self, what: str) -> None:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""

@@ -59,20 +59,20 @@ class AddedParameterGroups:
         blueprint: Blueprint,
         mesh: Mesh,
         memories: GroupMemories,
-        driver: Runner,
+        runner: Runner,
         optimizer: ShardedOptimizer,
-        rest: ShardStore | None,
+        shard_store: ShardStore | None,
         host: HostUpdate | None,
     ) -> None:
-        """memories: of this engine's groups. rest, host: as of `ShardedOptimizer`."""
+        """memories: of this engine's groups. shard_store, host: as of `ShardedOptimizer`."""
         self._blueprint = blueprint
         self._mesh = mesh
         self._memories = memories
-        self._driver = driver
+        self._runner = runner
         self._optimizer = optimizer
-        self._rest = rest
+        self._shard_store = shard_store
         self._host = host
-        self._names = {id(param): name for name, param in driver.whole.params.items()}
+        self._names = {id(param): name for name, param in runner.whole.params.items()}
 
     def add(self, param_group: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> None:
         """Takes up the group, with all its options. A collective, between steps. check: raises what speaks against it.
@@ -84,17 +84,19 @@ class AddedParameterGroups:
             self._check(param_group)
             check(param_group)
         self._check_ranks_agree(param_group)
-        self._driver.passes.release_all()
+        self._runner.passes.release_all()
         divisions = self._divisions({id(param) for param in param_group["params"]})
         with no_rank_alone(self._mesh.world, ADDING):
             self._check_released([one.group for one in divisions])
-            self._reserve_rest(divisions)
+            self._reserve_store(divisions)
         new = [plan for one in divisions if one.is_split for plan in one.plans]
         made = dict(zip((plan.name for plan in new), self._memories.groups(new), strict=True))
         groups = {plan.name: made.get(plan.name, one.group) for one in divisions for plan in one.plans}
         taken = [one.taken for one in divisions]
         trained = [plan for one in divisions for plan in one.plans if plan.role is not Role.FROZEN]
-        hosts = {} if self._host is None else dict.fromkeys(self._blueprint.homes.updated_apart(taken), self._host)
+        hosts = (
+            {} if self._host is None else dict.fromkeys(self._blueprint.offload_plan.updated_apart(taken), self._host)
+        )
         made_gradients = self._memories.gradients([(plan, groups[plan.name]) for plan in trained], hosts)
         gradients = {plan.name: gradient for plan, gradient in zip(trained, made_gradients, strict=True)}
         with no_rank_alone(self._mesh.world, ADDING):
@@ -109,9 +111,9 @@ class AddedParameterGroups:
             parts = [part for group in one.unit.groups for part in (own if group is one.group else [group])]
             of_group = {id(gradient.group): gradient for gradient in one.unit.gradients}
             of_group |= {id(groups[plan.name]): gradients[plan.name] for plan in one.plans if plan.name in gradients}
-            one.unit.take_up(parts, [of_group[id(part)] for part in parts if id(part) in of_group])
-        self._driver.take_up([one.unit for one in divisions])
-        self._optimizer.take_up(param_group, shards)
+            one.unit.register_groups(parts, [of_group[id(part)] for part in parts if id(part) in of_group])
+        self._runner.register_groups([one.unit for one in divisions])
+        self._optimizer.register_groups(param_group, shards)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -159,19 +161,19 @@ class AddedParameterGroups:
                 "outside of `with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed)"
             )
 
-    def _reserve_rest(self, divisions: Sequence[_Division]) -> None:
+    def _reserve_store(self, divisions: Sequence[_Division]) -> None:
         """Room for the shards of new groups beside all others, where they rest in a store. Raises OffloadError."""
         new = [plan.shard_bytes for one in divisions if one.is_split for plan in one.plans]
-        if self._rest is not None and new:
-            now = [group.shard.nbytes for unit in self._driver.passes.units for group in unit.groups]
-            self._rest.reserve([*now, *new])
+        if self._shard_store is not None and new:
+            now = [group.shard.nbytes for unit in self._runner.passes.units for group in unit.groups]
+            self._shard_store.reserve([*now, *new])
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _divisions(self, wanted: set[int]) -> list[_Division]:
         number = len(self._optimizer.param_groups)
         found = []
-        for unit in self._driver.passes.units:
+        for unit in self._runner.passes.units:
             for group in unit.groups:
                 plan = group.plan
                 taken = [(name, param) for name, param in plan.params if id(param) in wanted]
@@ -192,9 +194,9 @@ class AddedParameterGroups:
         return found
 
     def _plan(self, name: str, like: ShardedGroup, params: Sequence[Any], role: Role) -> GroupPlan:
-        dtypes, arrangement = self._blueprint.dtypes, self._blueprint.arrangement
+        dtypes, parallel_dims = self._blueprint.dtypes, self._blueprint.parallel_dims
         shares = shares_of(self._blueprint.tensor, self._blueprint.experts, self._mesh.place)
-        return plan_group(name, params, like.plan.dtype, role, dtypes, like.plan.domain, arrangement, shares)
+        return plan_group(name, params, like.plan.dtype, role, dtypes, like.plan.sharding, parallel_dims, shares)
 
     @torch.no_grad()
     def _move(self, old: ShardedGroup, new: Sequence[ShardedGroup]) -> None:
@@ -212,8 +214,8 @@ class AddedParameterGroups:
         self._mesh.fence("the parameters of a group that was divided")
         if old.frees_memory:  # else releasing takes its parameters' names alone, which the new ones need
             old.release()
-        if self._rest is not None:
-            self._rest.drop(old.resident.name)
+        if self._shard_store is not None:
+            self._shard_store.drop(old.offloadable.name)
         for group in new:
             group.install()
             group.release()

@@ -45,14 +45,14 @@ class AveragedWeights(StepFeature):
             optimizer.averages = Averages(optimizer.shards, decay)
 
     @contextmanager
-    def shown(self, turn: CallGuard, swap: Callable[[Averages, bool], None]) -> Iterator[None]:
+    def shown(self, call_guard: CallGuard, swap: Callable[[Averages, bool], None]) -> Iterator[None]:
         """See `Engine.ema_weights`. swap: as `Archive.swap`."""
         averages, features = self._parts.optimizer.averages, self._parts.steps.features
         if averages is None:
             raise ValueError("engine.ema_weights(): expected averages, found none; call engine.ema(decay) first")
 
         def swapped(shown: bool) -> None:
-            with turn.of("engine.ema_weights()"):
+            with call_guard.of("engine.ema_weights()"):
                 with self._parts.steps.apart(Activity.WEIGHTS, Access.CHANGES):
                     swap(averages, shown)
                 averages.are_shown = shown
@@ -60,10 +60,10 @@ class AveragedWeights(StepFeature):
         swapped(True)
         features.turn_on(self)
         try:
-            with turn.raised.call(f"{BODY}engine.ema_weights()", is_context=True):
+            with call_guard.error_broadcast.call(f"{BODY}engine.ema_weights()", is_context=True):
                 yield
         finally:
             averages.are_shown = False
             features.turn_off(self)
-            if not turn.is_over:
+            if not call_guard.is_over:
                 swapped(False)

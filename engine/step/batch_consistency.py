@@ -35,10 +35,10 @@ class BatchConsistencyCheck(StepFeature):
     """A loader that divides its data by rank and world_size gives each of them another part: wrong, and not seen."""
 
     def __init__(self, parts: Parts, axes: Sequence[str]) -> None:
-        self._so_far = parts.steps.so_far
+        self._accumulated = parts.steps.accumulated
         self._mesh = mesh = parts.mesh
         self._axes = tuple(axes)
-        self._ranks = mesh.arrangement.ranks(mesh.world.rank, self._axes)
+        self._ranks = mesh.parallel_dims.ranks(mesh.world.rank, self._axes)
         self._draws = mesh.axes[TENSOR].size > 1 and draws(parts.module)
         self._differs = BatchDifference.NOTHING  # of the step, as stages know it
         self._found: Tensor | None = None  # (4,): on how many axes, and ranks, each of _KINDS differed since `read`
@@ -47,23 +47,25 @@ class BatchConsistencyCheck(StepFeature):
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
         """None where no ranks must be given the same."""
-        arrangement = parts.mesh.arrangement
-        axes = arrangement.wide([name for name, _ in arrangement.sizes if name not in arrangement.data])
+        parallel_dims = parts.mesh.parallel_dims
+        axes = parallel_dims.wide([name for name, _ in parallel_dims.sizes if name not in parallel_dims.data])
         return cls(parts, axes) if axes else None
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
         if PIPE in self._axes:
             self._differs = self.differ(batches)
-            self._so_far.is_void = self._differs is not BatchDifference.NOTHING
-            self._so_far.note_doubt(self, torch.full((), self._so_far.is_void, device=self._mesh.world.device))
+            self._accumulated.is_void = self._differs is not BatchDifference.NOTHING
+            self._accumulated.note_inconsistency(
+                self, torch.full((), self._accumulated.is_void, device=self._mesh.world.device)
+            )
         elif torch.is_grad_enabled() and (found := self.check(batches)) is not None:
-            self._so_far.note_doubt(self, found)
+            self._accumulated.note_inconsistency(self, found)
 
     def before_evaluation(self, batch: Any) -> None:
         if PIPE in self._axes:
             self.refuse(self.differ([batch]))
 
-    def explain_doubt(self) -> None:
+    def explain_inconsistency(self) -> None:
         if PIPE in self._axes:
             self.refuse(self._differs)
         self.read()

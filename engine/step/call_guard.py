@@ -19,9 +19,9 @@ def _never() -> bool:
 class CallGuard:
     """The call that an engine makes now. `what` is how users read it: "engine.step()"."""
 
-    def __init__(self, raised: ErrorBroadcast) -> None:
-        """raised: tells the other ranks of an error that ends a call."""
-        self.raised = raised
+    def __init__(self, error_broadcast: ErrorBroadcast) -> None:
+        """error_broadcast: tells the other ranks of an error that ends a call."""
+        self.error_broadcast = error_broadcast
         self.is_over = False
         self._lock = threading.Lock()
         self._what = ""
@@ -33,7 +33,7 @@ class CallGuard:
         """Raises StateError where another call is made, of this thread or of another one, or the engine is closed."""
         self.begin(what)
         try:
-            with self.raised.call(what):
+            with self.error_broadcast.call(what):
                 yield
         finally:
             self.end()
@@ -79,7 +79,7 @@ class CallGuard:
         )
 
 
-E = TypeVar("E", bound=Any)  # an engine, with its turn in `_turn`
+E = TypeVar("E", bound=Any)  # an engine, with its turn in `_call_guard`
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -90,18 +90,18 @@ def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E,
 
     @wraps(method)
     def wrapped(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        turn: CallGuard = self._turn
-        turn.begin(what)
+        call_guard: CallGuard = self._call_guard
+        call_guard.begin(what)
         try:
-            before = turn.raised.enter(what)
+            before = call_guard.error_broadcast.enter(what)
             try:
                 return method(self, *args, **kwargs)
             except BaseException as error:
-                turn.raised.fail(what, error, before)
+                call_guard.error_broadcast.fail(what, error, before)
                 raise
             finally:
-                turn.raised.leave()
+                call_guard.error_broadcast.leave()
         finally:
-            turn.end()
+            call_guard.end()
 
     return wrapped

@@ -89,17 +89,17 @@ class StepFeature:
         """The caller asks for the update, whose gradients are final."""
 
     def before_update(self) -> None:
-        """Before the sum over ranks, which tells all of a doubt (`AccumulationState.note_doubt`). All ranks are
+        """Before the sum over ranks, which tells all of a doubt (`AccumulationState.note_inconsistency`). All ranks are
         there."""
 
-    def tells(self) -> Sequence[bool]:
-        """Events that this rank knows of, as many on all ranks: the sum tells all ranks. With `hears` beside it."""
+    def events(self) -> Sequence[bool]:
+        """Events that this rank knows of, as many on all ranks: the sum tells all ranks. With `on_events` beside it."""
         return ()
 
-    def hears(self, counts: Sequence[int]) -> None:
+    def on_events(self, counts: Sequence[int]) -> None:
         """On how many ranks each of these events was, after the update."""
 
-    def explain_doubt(self) -> None:
+    def explain_inconsistency(self) -> None:
         """A rank has a doubt. Raises why, on all ranks, if the doubt is of this feature; all ranks call it."""
 
     def after_update(self, skipped: bool) -> None:
@@ -148,9 +148,9 @@ class StepFeatures:
     between_steps: tuple[Callable[[str], None], ...]
     before_step: tuple[Callable[[], None], ...]
     before_update: tuple[Callable[[], None], ...]
-    tells: tuple[Callable[[], Sequence[bool]], ...]
-    hears: tuple[Callable[[Sequence[int]], None], ...]
-    explain_doubt: tuple[Callable[[], None], ...]
+    events: tuple[Callable[[], Sequence[bool]], ...]
+    on_events: tuple[Callable[[Sequence[int]], None], ...]
+    explain_inconsistency: tuple[Callable[[], None], ...]
     after_update: tuple[Callable[[bool], None], ...]
     after_change: tuple[Callable[[], None], ...]
     after_refresh: tuple[Callable[[], None], ...]

@@ -32,13 +32,13 @@ class GradientPlaceholders(StepFeature):
 
     def after_new_groups(self) -> None:
         gradients = self._steps.gradients
-        self._final = _stand_ins(gradients)
-        self._taken = _stand_ins(gradient for gradient in gradients if gradient.takes_each)
+        self._final = _placeholders(gradients)
+        self._taken = _placeholders(gradient for gradient in gradients if gradient.takes_each)
         self._names = {id(param): name for gradient in gradients for name, param in gradient.group.plan.params}
 
     def put(self) -> None:
         """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
-        (self._final if self._steps.so_far.is_complete else self._taken).put()
+        (self._final if self._steps.accumulated.is_complete else self._taken).put()
 
     def are_all(self, gradients: Sequence[Tensor]) -> bool:
         """Of a whole step; see `ReducedGradients.are_all`."""
@@ -115,8 +115,8 @@ class GradientPlaceholders(StepFeature):
 
     def _note(self, cleared: Cleared) -> None:
         found = (f"{self._names[key]}{'' if is_none else ' (to zero)'}" for key, is_none in cleared.items())
-        self._steps.cleared.append(f"after backward {self._steps.so_far.num_begun}: {', '.join(found)}")
+        self._steps.cleared.append(f"after backward {self._steps.accumulated.num_begun}: {', '.join(found)}")
 
 
-def _stand_ins(gradients: Iterable[GroupGradient]) -> ReducedGradients:
+def _placeholders(gradients: Iterable[GroupGradient]) -> ReducedGradients:
     return ReducedGradients([pair for gradient in gradients for pair in gradient.group.plan.params])

@@ -26,7 +26,7 @@ Listener = Callable[[Sequence[Root], Sequence[Root] | None], Sequence[Root]]
 _NAME = "_engine_run_backward"  # what torch.autograd.backward and torch.autograd.grad call; Tensor.backward calls those
 
 
-def hear_backwards(listener: Listener) -> Callable[[], None]:
+def on_backward_start(listener: Listener) -> Callable[[], None]:
     """Has a bound method told of each backward that is not a part of another one. Returns what ends that.
 
     The object of the method is not held. torch has no hook at this place, so its function is replaced, as long as
@@ -73,7 +73,8 @@ class GradientScale:
 
         loss --- x seed ---> param.grad --- summed ---> shard --- x rest ---> update
 
-    The update multiplies by `rest` in the pass that it makes anyway. The seed is 1, so that everything in the graph has
+    The update multiplies by `grad_scale` in the pass that it makes anyway. The seed is 1, so that everything in the
+    graph has
     the gradient of the loss as it was passed: inputs of the engine and what has made them too. It is not where
     float16 would lose gradients without it, or where the config asks for it. Where the loss was given (`apply`), all of
     the graph gets it, and leaves that are not the engine's, and what lies before it, get their gradients divided (hooks
@@ -106,7 +107,7 @@ class GradientScale:
         return self.loss_scaler.scale * self._fixed
 
     @property
-    def rest(self) -> float:
+    def grad_scale(self) -> float:
         """What is left to multiply the sum of the step's gradients by."""
         return 1.0 / (self._num_summed * self.seed)
 

@@ -31,7 +31,7 @@ class ParameterFingerprints:
         self._memory: list[Tensor] = []  # of the values that were remembered last
         self._seen: Tensor | None = None  # () bool on a device: a value was found changed there
         self._looks: list[_Look] = []
-        self._told: list[_Look] = []  # those of which `take_seen` has told
+        self._told: list[_Look] = []  # those of which `take_changed` has told
 
     def __len__(self) -> int:
         """Of how many dtypes they are."""
@@ -54,7 +54,7 @@ class ParameterFingerprints:
         self._values = None
 
     def changed(self) -> str:
-        """The name of a parameter that has changed; "" where there is none, and on a device: `take_seen` tells."""
+        """The name of a parameter that has changed; "" where there is none, and on a device: `take_changed` tells."""
         if not self._samples:
             return ""
         if self._values is None:
@@ -75,7 +75,7 @@ class ParameterFingerprints:
         self._seen = torch.stack(differs).any()
         return ""
 
-    def take_seen(self) -> Tensor | None:
+    def take_changed(self) -> Tensor | None:
         """() bool on a device: `changed` has found a changed value there since this was asked last.
 
         The host need not know before the step ends. None where nothing was looked at, and on the CPU, where it knows.
@@ -84,8 +84,8 @@ class ParameterFingerprints:
         self._told, self._looks = self._looks, []
         return seen
 
-    def told(self) -> str:
-        """The name of a parameter of which `take_seen` has told last, or ""; the host waits."""
+    def changed_name(self) -> str:
+        """The name of a parameter of which `take_changed` has told last, or ""; the host waits."""
         for old, new in self._told:
             if name := self._first_difference(old, new):
                 self._values = old  # the next step is not to take it for right
@@ -145,7 +145,7 @@ class ModelGuard(StepFeature):
         return cls(parts)
 
     def after_new_groups(self) -> None:
-        groups = [group for unit in self._parts.driver.passes.units for group in unit.groups]
+        groups = [group for unit in self._parts.runner.passes.units for group in unit.groups]
         copies_are_shared = any(group.axes.copies_are_shared for group in groups)
         only_steps_change = Timing.of(self._parts.config) is not Timing.DELAYED
         members = [(group, name, p) for group in groups for name, p in group.plan.params]
@@ -156,7 +156,7 @@ class ModelGuard(StepFeature):
         self._watched = [(name, param) for group, name, param in members if id(group) in watched]
         self._places = dict(self._module.named_parameters(remove_duplicate=False))
         self._modules = _Modules(self._module)
-        readable = [group for group in groups if id(group) in watched and not group.plan.domain.parameters]
+        readable = [group for group in groups if id(group) in watched and not group.plan.sharding.parameters]
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
@@ -177,8 +177,8 @@ class ModelGuard(StepFeature):
 
     def before_update(self) -> None:
         self.values.expect_update()
-        if (seen := self.values.take_seen()) is not None:
-            self._parts.steps.so_far.note_doubt(self, seen)
+        if (seen := self.values.take_changed()) is not None:
+            self._parts.steps.accumulated.note_inconsistency(self, seen)
 
     def after_update(self, skipped: bool) -> None:
         """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
@@ -215,9 +215,9 @@ class ModelGuard(StepFeature):
         if name := self.values.changed():
             raise ValueError(_CHANGED.format(name=name, how=_THROUGH_DATA))
 
-    def explain_doubt(self) -> None:
-        """Raises ValueError on all ranks, for what `values.take_seen` has told of on any. A collective."""
-        name = self.values.told()
+    def explain_inconsistency(self) -> None:
+        """Raises ValueError on all ranks, for what `values.take_changed` has told of on any. A collective."""
+        name = self.values.changed_name()
         own = _CHANGED.format(name=name, how=_THROUGH_DATA) if name else ""
         if found := [text for text in self._mesh.world.gather_objects(own) if text]:
             raise ValueError(found[0])

@@ -93,7 +93,7 @@ class Join:
     def calls_without_data(self) -> Iterator[Call]:
         """This rank has run out: the calls that others make, until all ranks have."""
         self._has_data = False
-        while (met := self._meet(None)) is not None:
+        while (met := self._agree(None)) is not None:
             yield met[0]
 
     def before(self, call: Call) -> int:
@@ -105,7 +105,7 @@ class Join:
             self.check_outside(f"{call.value} of another engine")
         if not self._is_open or not self._has_data or self._is_together:
             return size
-        met = self._meet(call)
+        met = self._agree(call)
         assert met is not None  # this rank has come
         return met[1]
 
@@ -142,7 +142,7 @@ class Join:
                 "(checkpoint.every_steps)"
             )
 
-    def _meet(self, call: Call | None) -> tuple[Call, int] | None:
+    def _agree(self, call: Call | None) -> tuple[Call, int] | None:
         """What the ranks with data do next, and how many they are; None where no rank has any. A collective."""
         mine = torch.tensor([call is one for one in _CALLS], dtype=torch.int64, device=self._mesh.world.device)
         counts = self._mesh.sum_small(mine, "the meeting of ranks in engine.join()").tolist()

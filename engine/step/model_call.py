@@ -46,7 +46,7 @@ class ModelCall:
 
     def microbatches_of(self, steps: Steps, batch: Any) -> Iterator[Any]:
         """Those of this rank's share of a global batch, or drawn from an iterator. Raises ValueError."""
-        found = microbatches(batch, steps.so_far.accumulation, self._rows_per_microbatch)
+        found = microbatches(batch, steps.accumulated.accumulation, self._rows_per_microbatch)
         return self._world.progress.drawn(found) if self._world.progress.is_on else found
 
     def prepared(self, steps: Steps) -> Callable[[Any], Any]:

@@ -20,7 +20,7 @@ from ..archive.named_state import UnsplitModel
 from .batch import call, forward
 from .call_guard import CallGuard
 from .gradient_placeholders import GradientPlaceholders
-from .gradient_scale import hear_backwards
+from .gradient_scale import on_backward_start
 from .join import Call
 from .model_call import ModelCall
 from .steps import Steps
@@ -29,10 +29,10 @@ from .steps import Steps
 class ImplicitBackward:
     """Makes of each what `engine.backward` is: see `BackwardListener`. Has the engine's turn until autograd is done."""
 
-    def __init__(self, passes: UnitSequence, steps: Steps, turn: CallGuard, progress: Progress) -> None:
+    def __init__(self, passes: UnitSequence, steps: Steps, call_guard: CallGuard, progress: Progress) -> None:
         self._passes = passes
         self._steps = steps
-        self._turn = turn
+        self._call_guard = call_guard
         self._progress = progress
         self._shown = steps.features.get(GradientPlaceholders)
         self._losses: dict[int, Tensor] = {}  # by the run of autograd that they are of
@@ -51,13 +51,13 @@ class ImplicitBackward:
         self._steps.begin_use()
 
     def begin(self, arrived: nn.Parameter | None) -> None:
-        self._turn.begin("loss.backward()", self._is_lost)
+        self._call_guard.begin("loss.backward()", self._is_lost)
         try:
-            self._progress.enter(Activity.BACKWARD, self._steps.so_far.num_microbatches)
+            self._progress.enter(Activity.BACKWARD, self._steps.accumulated.num_microbatches)
             with self._shown.set_aside(arrived):
                 self._steps.begin_backward()
         except BaseException:
-            self._turn.end()
+            self._call_guard.end()
             raise
 
     def end(self) -> None:
@@ -69,13 +69,13 @@ class ImplicitBackward:
                 raise
             self._steps.end_backward()
             self._shown.put()
-            self._steps.so_far.note_loss(self._losses.get(current_graph_task()))
+            self._steps.accumulated.note_loss(self._losses.get(current_graph_task()))
         finally:
             self._losses.clear()
-            self._turn.end()
+            self._call_guard.end()
 
     def abort(self) -> None:
-        self._turn.end()
+        self._call_guard.end()
         self._steps.abort_backward(StateError("loss.backward() was ended by an error"))
 
     def _is_lost(self) -> bool:
@@ -113,16 +113,16 @@ class ModelRunner:
         hooks: UnitHooks,
         model_call: ModelCall,
         mesh: Mesh,
-        ledger: ModelPatches,
+        patches: ModelPatches,
     ) -> None:
-        """passes: told of all uses by the hooks. ledger: of what hears of backwards."""
+        """passes: told of all uses by the hooks. patches: of what hears of backwards."""
         self.passes = passes
         self.whole = UnsplitModel.of(module, passes.units)
         self._module = module
         self._hooks = hooks
         self.model_call = model_call
         self._progress = mesh.world.progress
-        self._ledger = ledger
+        self._patches = patches
 
     def train(self, steps: Steps, batch: Any) -> None:
         for microbatch in self.model_call.microbatches_of(steps, batch):
@@ -150,7 +150,7 @@ class ModelRunner:
 
     @contextmanager
     def _forward(self, steps: Steps) -> Iterator[None]:
-        progress = self._progress.forward(steps.so_far.num_microbatches, torch.is_grad_enabled())
+        progress = self._progress.forward(steps.accumulated.num_microbatches, torch.is_grad_enabled())
         with self.passes.failing_forward(), progress, steps.features.around():
             yield
 
@@ -161,27 +161,27 @@ class ModelRunner:
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
         check_loss(loss, "backward")
-        self._progress.enter(Activity.BACKWARD, steps.so_far.num_microbatches)
+        self._progress.enter(Activity.BACKWARD, steps.accumulated.num_microbatches)
         steps.backward(steps.scale.apply(loss).backward)
-        steps.so_far.losses.append(loss.detach())
+        steps.accumulated.losses.append(loss.detach())
 
     def scale(self, steps: Steps, loss: Tensor) -> Tensor:
         check_loss(loss, "scale")
         scaled = steps.scale.apply(loss)
-        return self._unasked.known(scaled, loss.detach())
+        return self._implicit.known(scaled, loss.detach())
 
-    def take_up(self, units: Sequence[Unit]) -> None:
+    def register_groups(self, units: Sequence[Unit]) -> None:
         for unit in units:
             self._hooks.hook_params(unit)
 
-    def listen(self, steps: Steps, turn: CallGuard) -> None:
-        self._unasked = ImplicitBackward(self.passes, steps, turn, self._progress)
-        self.passes.listen(self._unasked)
-        self._ledger.callback(hear_backwards(steps.scale.begin))
+    def watch_backwards(self, steps: Steps, call_guard: CallGuard) -> None:
+        self._implicit = ImplicitBackward(self.passes, steps, call_guard, self._progress)
+        self.passes.set_listener(self._implicit)
+        self._patches.callback(on_backward_start(steps.scale.begin))
 
     def take_part(self, steps: Steps, call: Call) -> None:
         if call in (Call.BACKWARD, Call.LAST_BACKWARD):
-            with steps.so_far.accumulate(last=call is Call.LAST_BACKWARD):
+            with steps.accumulated.accumulate(last=call is Call.LAST_BACKWARD):
                 steps.backward(lambda: None)  # all units count as unused
             return
         with torch.set_grad_enabled(call is Call.FORWARD):

@@ -33,7 +33,7 @@ class OffloadedStates(StepFeature):
     def before_call(self, what: str, access: Access) -> None:
         """Raises StateError where it needs what is lent."""
         if access is Access.CLOSES:
-            self.take_back()
+            self.reload()
         needed = {Access.NOTHING: (), Access.LOOKS: (_PARAMETERS,)}.get(access, _KINDS)
         if found := [kind for kind in self._memory if kind in needed]:
             raise StateError(
@@ -41,11 +41,11 @@ class OffloadedStates(StepFeature):
                 "since engine.offload_states(); call engine.reload_states() before"
             )
 
-    def lend(self, include: Collection[str] | None, pin_memory: bool) -> int:
+    def offload(self, include: Collection[str] | None, pin_memory: bool) -> int:
         """See `Engine.offload_states`."""
         what, parts = "engine.offload_states()", self._parts
         asked = _KINDS if include is None else tuple(include)
-        units, steps = parts.driver.passes.units, parts.steps
+        units, steps = parts.runner.passes.units, parts.steps
         groups = [group for unit in units for group in unit.groups]
         if unknown := [kind for kind in asked if kind not in _KINDS]:
             raise ValueError(f"{what}: expected of {', '.join(_KINDS)}, found {unknown[0]!r}")
@@ -70,7 +70,7 @@ class OffloadedStates(StepFeature):
 
         if not self._memory:  # else nothing can be under way
             with steps.apart(Activity.WEIGHTS, Access.READS):
-                parts.driver.passes.release_all()
+                parts.runner.passes.release_all()
         freed = 0
         steps.features.turn_on(self)
         for kind in asked:
@@ -79,9 +79,9 @@ class OffloadedStates(StepFeature):
                 freed += memory.nbytes
         return freed
 
-    def take_back(self) -> None:
+    def reload(self) -> None:
         """See `Engine.reload_states`."""
         for kind, memory in list(self._memory.items()):
-            memory.take_back()
+            memory.reload()
             del self._memory[kind]
         self._parts.steps.features.turn_off(self)

@@ -34,13 +34,13 @@ class Parts:
     config: Config
     mesh: Mesh
     module: nn.Module
-    driver: Runner
+    runner: Runner
     optimizer: ShardedOptimizer
-    late_groups: AddedParameterGroups
+    added_groups: AddedParameterGroups
     activations: ActivationOffload | None  # what moves those of the whole model
     learning_rates: LearningRates
     steps: Steps
-    ledger: ModelPatches  # what stands on the module
+    patches: ModelPatches  # what stands on the module
     close_last: Sequence[Callable[[], None]]
     blueprint: Blueprint
     memory_prediction: Prediction | str  # of a memory report; or why there is none

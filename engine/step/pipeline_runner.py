@@ -74,7 +74,7 @@ class PipelineRunner(StepFeature):
         module: nn.Module,
         units: Sequence[Unit],
         model_call: ModelCall,
-        ledger: ModelPatches,
+        patches: ModelPatches,
         turns: MicrobatchTurns | None = None,
     ) -> None:
         """module: the whole model; what other ranks have is taken out of it. turns: layer by layer."""
@@ -82,7 +82,7 @@ class PipelineRunner(StepFeature):
         self._plan = plan
         self._mesh = mesh
         streams = None if turns is None else turns.streams
-        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, ledger, streams), strict=True))
+        stages = dict(zip(plan.stages, make_stages(module, plan.split, plan.stages, patches, streams), strict=True))
         members = {stage: plan.members(units, stage) for stage in plan.stages}
         self.passes = ScheduledUnits(units, members, mesh, adds_in_place=not plan.is_layered)
         self._turns = turns
@@ -98,7 +98,7 @@ class PipelineRunner(StepFeature):
                 mesh.world.device,
                 model_call.output,
                 lambda output, ready: model_call.loss(self._marked(output), ready),
-                ledger,
+                patches,
                 *around,
             )
             for schedule, around in ((plan.training, [turns.around] if turns else []), (plan.evaluation, []))
@@ -106,7 +106,7 @@ class PipelineRunner(StepFeature):
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
-        return parts.driver if isinstance(parts.driver, cls) else None
+        return parts.runner if isinstance(parts.runner, cls) else None
 
     @property
     def schedule(self) -> Schedule:
@@ -118,12 +118,12 @@ class PipelineRunner(StepFeature):
         """What runs training steps; its `on_action` can be set to time them."""
         return self._training
 
-    def take_up(self, units: Sequence[Unit]) -> None:
+    def register_groups(self, units: Sequence[Unit]) -> None:
         """The schedule says when they are reduced. What stages send may need a gradient now that did not before."""
         for executor in (self._training, self._evaluation):
             executor.messages.forget_kinds()
 
-    def listen(self, steps: Steps, turn: CallGuard) -> None:
+    def watch_backwards(self, steps: Steps, call_guard: CallGuard) -> None:
         """Its graphs begin and end in its own stages, but for what a loss_fn adds."""
         self._scale = steps.scale
 
@@ -134,14 +134,14 @@ class PipelineRunner(StepFeature):
         ValueError on all ranks.
         """
         given = list(self.model_call.microbatches_of(steps, batch))
-        steps.so_far.check_whole(len(given))
+        steps.accumulated.check_whole(len(given))
         self._check_in_step()
         self._mesh.world.progress.enter(Activity.PIPELINE)
         steps.begin_forward(given, lambda: self.tried_loss(self.model_call.ready(steps, given[0])))
-        ready = [] if steps.so_far.is_void else [self.model_call.ready(steps, one) for one in given]
+        ready = [] if steps.accumulated.is_void else [self.model_call.ready(steps, one) for one in given]
 
         def run() -> list[Tensor]:
-            if steps.so_far.is_void:
+            if steps.accumulated.is_void:
                 return self._training.pass_by()
             with self._turns.of_step(len(ready)) if self._turns is not None else nullcontext():
                 return self._training.run(ready, steps.scale.apply)
@@ -149,8 +149,8 @@ class PipelineRunner(StepFeature):
         with self._remembers_failure():
             losses = steps.backward(run, len(given))
         if _is_void(self._training):
-            steps.so_far.note_doubt(self, torch.ones((), dtype=torch.bool, device=self._mesh.world.device))
-        steps.so_far.losses.extend(losses)
+            steps.accumulated.note_inconsistency(self, torch.ones((), dtype=torch.bool, device=self._mesh.world.device))
+        steps.accumulated.losses.extend(losses)
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise self._lacks_whole("engine(batch)", "engine.eval_step(batch)")
@@ -181,7 +181,7 @@ class PipelineRunner(StepFeature):
         finally:
             self.passes.release_all()
 
-    def explain_doubt(self) -> None:
+    def explain_inconsistency(self) -> None:
         self._explain(self._training)
 
     def _explain(self, executor: Executor) -> None:

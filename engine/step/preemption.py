@@ -111,11 +111,11 @@ class DueCheckpoints(StepFeature):
         wanted = parts.config.checkpoint
         return cls(parts) if wanted.every_steps or wanted.on_sigterm or wanted.asynchronous else None
 
-    def tells(self) -> Sequence[bool]:
+    def events(self) -> Sequence[bool]:
         """A save in the background has failed; this rank is to end; by Ctrl-C: what started the job is not to go on."""
         return self._parts.archive.checkpoints.has_failed, self._stop.is_requested, self._stop.is_interrupt
 
-    def hears(self, counts: Sequence[int]) -> None:
+    def on_events(self, counts: Sequence[int]) -> None:
         self._counts = counts
 
     def after_step(self, step: int, result: StepResult) -> None:

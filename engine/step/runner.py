@@ -46,10 +46,10 @@ class Runner(Protocol):
     def summed_over_stages(self, numbers: Sequence[int]) -> Sequence[int]:
         """Over the ranks that have parts of the model."""
 
-    def take_up(self, units: Sequence[Unit]) -> None:
+    def register_groups(self, units: Sequence[Unit]) -> None:
         """Parameters of some units have gradients from now on. Called on all ranks, whichever units they have."""
 
-    def listen(self, steps: Steps, turn: CallGuard) -> None:
+    def watch_backwards(self, steps: Steps, call_guard: CallGuard) -> None:
         """Before the first forward: where backwards come from that the engine is not asked for."""
 
     def train(self, steps: Steps, batch: Any) -> None:

@@ -18,34 +18,34 @@ from .parts import Parts
 
 
 class SequenceCheck(StepFeature):
-    """Whether tokens of shared sequences meet in attention alone: see `Sequences.try_once`."""
+    """Whether tokens of shared sequences meet in attention alone: see `Sequences.self_check`."""
 
     def __init__(self, sequences: Sequences, parts: Parts) -> None:
         self._sequences = sequences
         self._steps = parts.steps
-        self._driver = parts.driver
+        self._runner = parts.runner
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
-        sequences = parts.driver.model_call.sequences
+        sequences = parts.runner.model_call.sequences
         return None if sequences is None else cls(sequences, parts)
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
-        if not self._steps.so_far.is_void:
+        if not self._steps.accumulated.is_void:
             self.before_evaluation(batches[0])
 
     def before_evaluation(self, batch: Any) -> None:
-        driver = self._driver
+        runner = self._runner
 
         def ready(part: SequenceShard) -> SequenceShard:
             self._steps.begin_use()
-            return part.changed(driver.model_call.prepared(self._steps))
+            return part.changed(runner.model_call.prepared(self._steps))
 
         def loss(part: SequenceShard) -> Tensor | None:
-            return driver.tried_loss(ready(part))
+            return runner.tried_loss(ready(part))
 
-        outputs = (lambda part: driver.tried_output(ready(part))) if driver.passes_output else None
-        self._sequences.try_once(batch, loss, outputs, driver.summed_over_stages)
+        outputs = (lambda part: runner.tried_output(ready(part))) if runner.passes_output else None
+        self._sequences.self_check(batch, loss, outputs, runner.summed_over_stages)
 
 
 class SplitCheck(StepFeature):
@@ -60,14 +60,14 @@ class SplitCheck(StepFeature):
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
-        trial = parts.driver.model_call.splits
+        trial = parts.runner.model_call.splits
         return None if trial is None else cls(trial, parts)
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
-        if output is None or not torch.is_grad_enabled() or self._parts.steps.so_far.is_void:
+        if output is None or not torch.is_grad_enabled() or self._parts.steps.accumulated.is_void:
             return
         self._parts.steps.begin_use()
-        sequences = self._parts.driver.model_call.sequences
+        sequences = self._parts.runner.model_call.sequences
         around_copy = nullcontext if sequences is None else sequences.around_copy
         with in_eval_mode(self._parts.module), self._trial.compared(around_copy):
             output()

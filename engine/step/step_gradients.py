@@ -38,10 +38,10 @@ class StepGradients:
         """See `Engine.gradient`."""
         what = f"engine.gradient() (safe_get_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
         steps = self._steps
-        is_complete = steps.so_far.is_complete
-        if not steps.so_far.num_microbatches:
+        is_complete = steps.accumulated.is_complete
+        if not steps.accumulated.num_microbatches:
             raise StateError(
-                f"{what}: expected a backward since the last step, found {steps.so_far.done}; call it between a "
+                f"{what}: expected a backward since the last step, found {steps.accumulated.done}; call it between a "
                 "backward and engine.step()"
             )
         if is_complete:
@@ -49,7 +49,7 @@ class StepGradients:
         else:
             self._shown.show_cleared_so_far(what)
         self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
-        return self._values.gradient(param, steps.rest, is_local, what, is_complete=is_complete)
+        return self._values.gradient(param, steps.grad_scale, is_local, what, is_complete=is_complete)
 
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
         """See `Engine.set_gradient`."""
@@ -58,13 +58,13 @@ class StepGradients:
         self._check_is_held(
             what, "gradients are used up one by one as they come; a hook on the parameter may change it"
         )
-        if self._steps.so_far.clipping_by_hand is not None:
+        if self._steps.accumulated.clipping_by_hand is not None:
             raise StateError(
                 f"{what}: expected it before engine.clip_grad_norm_(), found it after that, whose norm is of other "
                 "gradients; clip when all gradients are set"
             )
-        self._steps.take_back()  # what was updated with another gradient
-        self._values.set_gradient(param, value, self._steps.rest, is_local, what)
+        self._steps.roll_back()  # what was updated with another gradient
+        self._values.set_gradient(param, value, self._steps.grad_scale, is_local, what)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See `Engine.clip_grad_norm_`."""
@@ -86,11 +86,11 @@ class StepGradients:
         self._check_is_held(
             what, "gradients are used up one by one as they come; a hook on the parameter may change it"
         )
-        if self._steps.so_far.clipping_by_hand is not None:
+        if self._steps.accumulated.clipping_by_hand is not None:
             raise StateError(f"{what}: expected it before engine.clip_grad_norm_(), found it after that")
-        self._steps.take_back()  # what was updated with other gradients
+        self._steps.roll_back()  # what was updated with other gradients
         for gradient in self._steps.gradients:
-            gradient.clamp(clip_value / self._steps.rest)
+            gradient.clamp(clip_value / self._steps.grad_scale)
 
     def clip_without_data(self) -> None:
         """Takes part in the `clip` of ranks that have data, under `engine.join`."""
@@ -117,24 +117,26 @@ class StepGradients:
 
     def _clip_by(self, clipping: Clipping) -> None:
         if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
-            self._steps.so_far.clipping_by_hand = clipping
+            self._steps.accumulated.clipping_by_hand = clipping
 
     def _norm_on_device(self) -> Tensor:
         """The L2 norm without waiting for it, as torch's."""
         steps = self._steps
-        norm = self._summed().norm() * (steps.rest * steps.norm_factor)
+        norm = self._summed().norm() * (steps.grad_scale * steps.norm_factor)
         return norm.to(self._norm_dtype)
 
     @property
     def _norm_dtype(self) -> torch.dtype:
         """In which a norm is shown."""
-        dtypes = {loss.dtype for loss in self._steps.so_far.losses}
+        dtypes = {loss.dtype for loss in self._steps.accumulated.losses}
         dtypes |= {gradient.accumulation_dtype for gradient in self._steps.gradients}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def _summed(self) -> SummedStep:
         steps = self._steps
-        return sum_step(self._mesh, steps.gradients, steps.so_far.losses, (), "the norm for engine.clip_grad_norm_")
+        return sum_step(
+            self._mesh, steps.gradients, steps.accumulated.losses, (), "the norm for engine.clip_grad_norm_"
+        )
 
     def _norm(self, norm_type: float) -> float:
         """Of all gradients of all ranks."""
@@ -142,17 +144,17 @@ class StepGradients:
         if sums.num_bad:
             return math.nan
         if norm_type == 2.0:
-            return math.sqrt(sums.square_norm) * self._steps.rest * self._steps.norm_factor
+            return math.sqrt(sums.square_norm) * self._steps.grad_scale * self._steps.norm_factor
         shards = [gradient.shard for gradient in gradients if gradient.shard is not None]
         largest = max((float(torch.linalg.vector_norm(shard, math.inf)) for shard in shards), default=0.0)
-        return float(max(self._mesh.world.gather_objects(largest))) * self._steps.rest
+        return float(max(self._mesh.world.gather_objects(largest))) * self._steps.grad_scale
 
     def _check_is_complete(self, what: str) -> None:
         """Also takes note of gradients that the caller has cleared."""
         steps = self._steps
-        if not steps.so_far.is_complete:
+        if not steps.accumulated.is_complete:
             raise StateError(
-                f"{what}: expected the gradients of a whole step, found {steps.so_far.done}; call it between the "
+                f"{what}: expected the gradients of a whole step, found {steps.accumulated.done}; call it between the "
                 "backward of the last one and engine.step()"
             )
         self._shown.take_cleared()

@@ -131,14 +131,14 @@ class SummedStep:
         self._cleared_by_all = cleared_by_all
         self._on_host = OnHost(total)
 
-    def factor_and_skip(self, clipping: Clipping, rest: float) -> tuple[Tensor, Tensor]:
+    def factor_and_skip(self, clipping: Clipping, grad_scale: float) -> tuple[Tensor, Tensor]:
         """For an update, on the device: what gradients are multiplied by, (1,), and not 0 where none is to be, (1,).
 
-        rest: by which the sum of the gradients is multiplied in any case.
+        grad_scale: by which the sum of the gradients is multiplied in any case.
         """
         fixed = 1.0 if clipping.fixed is None else clipping.fixed
         known, by_hand = (_CLEARED, self._cleared_by_all), clipping.is_by_hand
-        return clip_factor(self._total, _BAD, known, fixed * rest, clipping.limit, clips_below=by_hand)
+        return clip_factor(self._total, _BAD, known, fixed * grad_scale, clipping.limit, clips_below=by_hand)
 
     def norm(self) -> Tensor:
         """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite, as torch's."""
@@ -184,8 +184,8 @@ def sum_step(
     device = mesh.world.device
     squares, were_finite = [], []
     for gradient in gradients:
-        gradient.settle()
-        found = gradient.inspection
+        gradient.flush()
+        found = gradient.stats
         squares += found.counted
         if found.was_finite is not None:
             were_finite.append(found.was_finite)

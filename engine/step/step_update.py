@@ -91,7 +91,7 @@ class StepUpdate:
         """Whether a speculative update took other parameters for unused: those of the step before."""
         return self._optimizer.speculation.is_open and self._optimizer.counts.unused != unused
 
-    def take_back(self) -> bool:
+    def roll_back(self) -> bool:
         """What was updated in this step has not been: says whether there was any; only speculative updates are."""
         self.arriving.clear()
         return self._optimizer.roll_back()
@@ -105,7 +105,7 @@ class StepUpdate:
         """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective.
 
         unused: identities of the parameters that stay as they are. skip: (1,) on the device, where the host does not
-        know yet whether it counts; `settle_skipped` has to follow.
+        know yet whether it counts; `end_skipped` has to follow.
         """
         self._release_what_changes()
         self._optimizer.counts.unused = unused
@@ -129,7 +129,7 @@ class StepUpdate:
             one.wait()
         self._mesh.fence(what)
 
-    def settle_skipped(self, counts: bool, unused: frozenset[int]) -> None:
+    def end_skipped(self, counts: bool, unused: frozenset[int]) -> None:
         """After an `end_step` with `skip`: what that was, and which parameters of all ranks nobody used."""
         self._optimizer.counts.unused = unused
         self._optimizer.count() if counts else self._optimizer.uncount()
@@ -152,12 +152,12 @@ class StepUpdate:
         """Waits for an update in the background, on this rank alone. True where it could not be made."""
         return bool(self._failure) or self._optimizer.delayed.wait() is not None
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """What the steps so far have updated is in the parameters of all ranks, and what is not a step yet is not.
 
         A collective where an update was in the background. Raises OffloadError on every rank where any has failed.
         """
-        self.take_back()
+        self.roll_back()
         if self._failure:
             self.raise_failure()
         if not self._optimizer.delayed.is_pending:
@@ -189,9 +189,9 @@ class StepUpdate:
         self._failure = ""
 
     def close(self) -> None:
-        """As `settle`, but says nothing of a failure that was told before."""
+        """As `flush`, but says nothing of a failure that was told before."""
         if not self._failure:
-            self.settle()
+            self.flush()
 
     def _take_over(self) -> list[Pending]:
         """Brings what the last update in the background has made, if any, into the parameters."""
@@ -208,7 +208,7 @@ class StepUpdate:
         """A forward since the backward has left some full parameters, of values that now change."""
         for shard in self._optimizer.shards:
             group = shard.group
-            if group.frees_memory and (group.keeper is not None or group.residence is not ShardedState.SHARDED):
+            if group.frees_memory and (group.keeper is not None or group.sharded_state is not ShardedState.SHARDED):
                 group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:
@@ -216,12 +216,12 @@ class StepUpdate:
             self.arriving.append(gradient)
             self._update_arrived(MAX_LEAVING)
             return
-        gradient.settle()
+        gradient.flush()
         shard = self._shards.get(id(gradient))
         skip = None
         if self._is_waited_for and self._optimizer.can_be_skipped:  # it is left to the device whether it is finite
             gradient.remember()
-            skip, is_finite = gradient.inspection.is_bad(), True  # as far as the host knows
+            skip, is_finite = gradient.stats.is_bad(), True  # as far as the host knows
         else:
             is_finite = gradient.check()
         if shard is not None and is_finite:  # None: no group of the optimizer has it
@@ -241,7 +241,7 @@ class StepUpdate:
         """
         while len(self.arriving) > num_left:
             gradient = self.arriving.popleft()
-            gradient.settle()
+            gradient.flush()
             if id(gradient) in self._shards:
                 self._optimizer.update(self._shards[id(gradient)], self._unclipped_factor())
 

@@ -88,7 +88,7 @@ class Steps:
         join: Join,
         features: StepFeatures,
     ) -> None:
-        self.so_far = AccumulationState(config)
+        self.accumulated = AccumulationState(config)
         self.last = StepResult(torch.zeros(()), torch.zeros(()), optimizer.lr, loss_scaler.scale, False)
         """What the last step has come to."""
         self.join = join
@@ -104,16 +104,16 @@ class Steps:
         self._is_apart = False  # other ranks may still have what an error has interrupted
         own = (param for unit in passes.units for group in unit.groups for param in group.params)
         self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
-        self.take_up_groups()
+        self.register_groups()
 
-    def take_up_groups(self) -> None:
+    def register_groups(self) -> None:
         """The groups of the units, and of the optimizer, are those that there are now; between steps."""
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self.gradients = [gradient for unit in passes.units for gradient in unit.gradients]
         timing = Timing.of(self._config)
         delay_after_steps = self._config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
-        self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.rest, delay_after_steps)
+        self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.grad_scale, delay_after_steps)
         for feature in self.features.after_new_groups:
             feature()
 
@@ -121,7 +121,7 @@ class Steps:
         """Raises StateError in the middle of a step, and where the caller says which backwards count."""
         for feature in self.features.between_steps:
             feature(what)
-        self.so_far.check_between(what)
+        self.accumulated.check_between(what)
 
     # -- microbatches ---------------------------------------------------------------------------------------------
 
@@ -146,8 +146,8 @@ class Steps:
         """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""
         for feature in self.features.before_call:
             feature("a forward", Access.LOOKS)
-        if self.so_far.is_complete:
-            self.take_back()
+        if self.accumulated.is_complete:
+            self.roll_back()
         if self._is_apart:
             self._is_apart = False
             self._mesh.fence("the end of what an error has interrupted")
@@ -159,13 +159,13 @@ class Steps:
         self.refuse_more("another backward")  # a sum that was final was not
         for begin in self.features.before_backward:
             begin()
-        if self.so_far.clipping_by_hand is not None:
-            self.so_far.refuse_backward()
-        boundary = self.so_far.would_complete(num_microbatches)
+        if self.accumulated.clipping_by_hand is not None:
+            self.accumulated.refuse_backward()
+        boundary = self.accumulated.would_complete(num_microbatches)
         on_final = self.update.begin_backward(boundary)
         if on_final is not None:
             self.num_changes += 1
-        self.so_far.begin(num_microbatches, boundary)
+        self.accumulated.begin(num_microbatches, boundary)
         self._passes.begin_backward(boundary, on_final)
 
     def end_backward(self, num_microbatches: int = 1) -> None:
@@ -176,23 +176,23 @@ class Steps:
         except BaseException as error:
             self.abort_backward(error)
             raise
-        self.so_far.num_microbatches += num_microbatches
+        self.accumulated.num_microbatches += num_microbatches
 
     def abort_backward(self, error: BaseException) -> None:
         """Forgets the step of a backward that `error` has ended."""
-        self._mesh.raised.tell(error)
+        self._mesh.error_broadcast.broadcast(error)
         self._passes.abort(error)
         self.forget()
 
     def refuse_more(self, what: str) -> None:
         """Takes back what was updated before the end of the step. Raises StateError where it is there for good."""
-        if self.so_far.is_complete:
+        if self.accumulated.is_complete:
             self.update.refuse_more(what)
-            self.take_back()
+            self.roll_back()
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """What was updated before the end of the step has not been, on all ranks. Does nothing where nothing was."""
-        if self.update.take_back():
+        if self.update.roll_back():
             self.join.before(Call.TAKING_BACK)
             self._mesh.fence("the end of what was tried in the backward")
 
@@ -201,13 +201,13 @@ class Steps:
 
         ends_graphs: nothing that was computed before is differentiated after this.
         """
-        if self.update.take_back():  # what an error has interrupted
+        if self.update.roll_back():  # what an error has interrupted
             self._is_apart = True
         self.forget_gradients()
         if ends_graphs:
             self._passes.release_all()
             self.cleared.clear()
-        self.so_far.forget()
+        self.accumulated.forget()
         self.join.num_missing = 0
 
     def forget_gradients(self) -> None:
@@ -232,24 +232,27 @@ class Steps:
         self.num_changes += 1
         for begin in self.features.before_update:
             begin()
-        told = [tell() for tell in self.features.tells]
-        events = (self.update.has_failed(), self.so_far.lacks_loss, by_hand, *chain(*told))
-        losses, what = self.so_far.losses, f"the norm of step {number}"
+        told = [events() for events in self.features.events]
+        events = (self.update.has_failed(), self.accumulated.lacks_loss, by_hand, *chain(*told))
+        losses, what = self.accumulated.losses, f"the norm of step {number}"
         if self.join.num_missing:  # whose mean, averaged over the ranks, is that of all there were
-            losses = weighted(losses, self._weight * len(losses) / self.so_far.num_microbatches)
-        doubts, cleared = self.so_far.doubts.values(), 1 + crc32(str(self.cleared).encode()) if self.cleared else 0
-        doubt = torch.stack([one.any() for one in doubts]).any() if doubts else None
-        summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, doubt, cleared)
-        rest = self.rest
+            losses = weighted(losses, self._weight * len(losses) / self.accumulated.num_microbatches)
+        inconsistencies, cleared = (
+            self.accumulated.inconsistencies.values(),
+            1 + crc32(str(self.cleared).encode()) if self.cleared else 0,
+        )
+        inconsistency = torch.stack([one.any() for one in inconsistencies]).any() if inconsistencies else None
+        summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, inconsistency, cleared)
+        grad_scale = self.grad_scale
         has_nothing = self.update.uses.are_none and summed.read().is_without_gradients and summed.read().events[2] > 0
-        is_started = not has_nothing and self._update_if_finite(summed, number, rest)
+        is_started = not has_nothing and self._update_if_finite(summed, number, grad_scale)
         sums = summed.read()
         if is_started:
             is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
-            self.update.settle_skipped(not is_wrong, sums.unused)
+            self.update.end_skipped(not is_wrong, sums.unused)
         if sums.num_changed:
             self.forget()
-            for explain in self.features.explain_doubt:
+            for explain in self.features.explain_inconsistency:
                 explain()
             raise AssertionError("expected a feature that explains the doubt of a rank, found none")
         if sums.cleared != cleared * self._mesh.world.size:
@@ -263,7 +266,7 @@ class Steps:
         if has_nothing:
             self.forget()
             raise StateError(NO_GRADIENT)
-        norm = math.sqrt(sums.square_norm) * rest * self.norm_factor if not sums.num_bad else math.nan
+        norm = math.sqrt(sums.square_norm) * grad_scale * self.norm_factor if not sums.num_bad else math.nan
         result = StepResult(
             None if num_lacking else torch.scalar_tensor(sums.loss, dtype=sums.loss_dtype),
             torch.scalar_tensor(norm, dtype=sums.loss_dtype),
@@ -275,25 +278,25 @@ class Steps:
             self._update_or_skip(sums, norm, number)
         if not result.skipped:
             for one in self.update.thin:
-                one.accept(rest)
+                one.accept(grad_scale)
         for end in self.features.after_update:
             end(result.skipped)
         self.forget()
         self.scale.loss_scaler.update(result.skipped)
         self.last = result
-        for own, hear in zip(told, self.features.hears, strict=True):
-            hear(counts[: len(own)])
+        for own, on_events in zip(told, self.features.on_events, strict=True):
+            on_events(counts[: len(own)])
             del counts[: len(own)]
 
     @property
-    def rest(self) -> float:
+    def grad_scale(self) -> float:
         """What the sum of the step's gradients is multiplied by for their mean over the microbatches there were."""
-        return self.scale.rest * self._weight if self.join.num_missing else self.scale.rest
+        return self.scale.grad_scale * self._weight if self.join.num_missing else self.scale.grad_scale
 
     @property
     def _weight(self) -> float:
         """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
-        full = self._mesh.data_size * self.so_far.num_begun
+        full = self._mesh.data_size * self.accumulated.num_begun
         return full / (full - self.join.num_missing)
 
     @property
@@ -302,7 +305,7 @@ class Steps:
         of the ranks' norms."""
         return 1.0 if self._optimizer.sums_gradients else math.sqrt(self._mesh.data_size)
 
-    def _update_if_finite(self, summed: SummedStep, number: int, rest: float) -> bool:
+    def _update_if_finite(self, summed: SummedStep, number: int, grad_scale: float) -> bool:
         """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
 
         Where this rank lacks a gradient, of which all ranks have to say whether it was used, the host waits first, and
@@ -312,18 +315,18 @@ class Steps:
         if not self.update.can_be_skipped:
             return False
         unused = frozenset[int]() if self.update.uses.are_all else summed.read().unused
-        factor, skip = summed.factor_and_skip(self.so_far.clipping, rest)
+        factor, skip = summed.factor_and_skip(self.accumulated.clipping, grad_scale)
         self.update.end_step(factor, unused, f"the update of step {number}", skip)
         return True
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
-        factor = self.so_far.clipping.factor(norm) * self.rest
-        if sums.num_bad or sums.cleared or factor != self.rest or self.update.has_missed(sums.unused):
-            self.take_back()
+        factor = self.accumulated.clipping.factor(norm) * self.grad_scale
+        if sums.num_bad or sums.cleared or factor != self.grad_scale or self.update.has_missed(sums.unused):
+            self.roll_back()
         if not sums.num_bad:
             self.update.end_step(factor, sums.unused, f"the update of step {number}")
         elif self._config.fp16.enabled:
-            self.update.settle()
+            self.update.flush()
         else:
             try:
                 raise non_finite_error(self._mesh, self.gradients, number, self.update.outcome_without_step)
@@ -344,14 +347,14 @@ class Steps:
         changes = access in (Access.CHANGES, Access.REPLACES)
         for feature in self.features.before_call:
             feature("a change of the weights" if changes else activity.value, access)
-        with self._mesh.world.progress.during(activity), self._mesh.raised.between_steps():
+        with self._mesh.world.progress.during(activity), self._mesh.error_broadcast.between_steps():
             try:
                 if access is Access.LOOKS:
-                    self.update.take_back()
+                    self.update.roll_back()
                 elif access is not Access.NOTHING:
                     if self.update.is_under_way:
                         self.num_changes += 1
-                    self.update.settle()
+                    self.update.flush()
             except OffloadError as error:
                 if access is not Access.REPLACES:
                     raise

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..engine.step.gradient_scale import Root, hear_backwards, hook_output
+from ..engine.step.gradient_scale import Root, hook_output, on_backward_start
 from ..engine.step.model_runner import check_loss
 from . import comm
 from .accelerator import get_accelerator
@@ -124,7 +124,7 @@ class DeepSpeedEngine(OffloadsStates, SavingEngine):
         self._boundary = Boundary(is_managed=config.managed_gradient_accumulation)
         self._num_backwards = 0  # since the last step
         self._is_in_backward = self._is_in_grad = False
-        self._end_listening = hear_backwards(self._note_backward)
+        self._end_listening = on_backward_start(self._note_backward)
         self._step_applied = False
         self._grad_norm: Tensor | None = None
         self.tput_timer = ThroughputTimer(self.train_batch_size())

@@ -152,8 +152,8 @@ def _by_hand(request: AllocationRequest) -> Allocation:
     source = f"--host-index {index} of --num-hosts {count}, meeting at {meet}"
     if count == 1:
         return Allocation(source, "local", hosts)
-    meeting = Rendezvous(index, address.strip("[]"), int(port), f"by hand {meet}")
-    return Allocation(source, "join", hosts, part="agent" if index else "launcher", meeting=meeting)
+    rendezvous = Rendezvous(index, address.strip("[]"), int(port), f"by hand {meet}")
+    return Allocation(source, "join", hosts, part="agent" if index else "launcher", rendezvous=rendezvous)
 
 
 def _as_rank(found: Allocation, request: AllocationRequest) -> Allocation:

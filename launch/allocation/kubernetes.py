@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from ..hosts.host import Allocation, Host, LaunchError, Part, Rendezvous
-from .managers import meeting_port, number
+from .managers import number, rendezvous_port
 
 _LAST_NUMBER = re.compile(r"(.*[-.])?(\d+)")
 
@@ -52,7 +52,7 @@ def _kubeflow(environ: Mapping[str, str], num_hosts: int | None) -> Allocation |
         address = environ.get("HOSTNAME", address)  # older operators say this to the master pod alone
     identity = f"{source} {environ.get('PET_RDZV_ID') or address}"
     given_port = environ.get("MASTER_PORT") or environ.get("PET_MASTER_PORT") or endpoint_port
-    port = meeting_port(identity, {"MASTER_PORT": given_port} if given_port else {})
+    port = rendezvous_port(identity, {"MASTER_PORT": given_port} if given_port else {})
     per_pod = environ.get("PET_NPROC_PER_NODE") or environ.get("PET_N_PROC_PER_NODE") or ""
     return _joined(
         f"{source} at {address}",
@@ -93,8 +93,8 @@ def _indexed(environ: Mapping[str, str], num_hosts: int | None, full_name: Calla
     pods = num_hosts or number(environ, "JOB_COMPLETIONS", "indexed Job")
     address = environ.get("MASTER_ADDR") or _first_pod(full_name(), index, pods)
     source = f"indexed Job at {address}"
-    meeting = Rendezvous(index, address, meeting_port(source, environ), source)
-    return _joined(source, meeting, _pod_names(address, pods), None, [])
+    rendezvous = Rendezvous(index, address, rendezvous_port(source, environ), source)
+    return _joined(source, rendezvous, _pod_names(address, pods), None, [])
 
 
 def _first_pod(full_name: str, index: int, pods: int) -> str:
@@ -119,13 +119,13 @@ def _pod_names(address: str, pods: int) -> list[str]:
     return [address, *(f"pod-{index}" for index in range(1, pods))]
 
 
-def _joined(source: str, meeting: Rendezvous, names: list[str], nproc: int | None, notes: list[str]) -> Allocation:
-    if meeting.index >= len(names):
+def _joined(source: str, rendezvous: Rendezvous, names: list[str], nproc: int | None, notes: list[str]) -> Allocation:
+    if rendezvous.index >= len(names):
         raise LaunchError(
-            f"{source}: this is pod {meeting.index}, but there are {len(names)}, numbered from 0; check --num-hosts"
+            f"{source}: this is pod {rendezvous.index}, but there are {len(names)}, numbered from 0; check --num-hosts"
         )
     hosts = tuple(map(Host, names))
     if len(hosts) == 1:
         return Allocation(source, "local", hosts, nproc=nproc, notes=tuple(notes))
-    part: Part = "agent" if meeting.index else "launcher"
-    return Allocation(source, "join", hosts, nproc=nproc, notes=tuple(notes), part=part, meeting=meeting)
+    part: Part = "agent" if rendezvous.index else "launcher"
+    return Allocation(source, "join", hosts, nproc=nproc, notes=tuple(notes), part=part, rendezvous=rendezvous)

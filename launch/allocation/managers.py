@@ -47,7 +47,7 @@ def number(environ: Mapping[str, str], name: str, source: str) -> int:
     return int(value)
 
 
-def meeting_port(identity: str, environ: Mapping[str, str]) -> int:
+def rendezvous_port(identity: str, environ: Mapping[str, str]) -> int:
     """Where host 0 of the job `identity` listens: MASTER_PORT where it is set. See [Note: meeting port]."""
     if environ.get("MASTER_PORT"):
         return number(environ, "MASTER_PORT", identity)
@@ -159,10 +159,10 @@ def _step(environ: Mapping[str, str], source: str) -> Allocation:
     index = number(environ, "SLURM_NODEID", source)
     if index >= len(names):
         raise LaunchError(f"{source}: SLURM_NODEID={index} is outside of its {len(names)} nodes; say --hosts instead")
-    port = meeting_port(source, environ)
+    port = rendezvous_port(source, environ)
     if set(tasks) == {1}:
-        meeting = Rendezvous(index, names[0], port, source)
-        return Allocation(source, "join", hosts, part="agent" if index else "launcher", meeting=meeting)
+        rendezvous = Rendezvous(index, names[0], port, source)
+        return Allocation(source, "join", hosts, part="agent" if index else "launcher", rendezvous=rendezvous)
     rank = number(environ, "SLURM_PROCID", source)
     local_rank = number(environ, "SLURM_LOCALID", source)
     address = names[0] if len(names) > 1 else "127.0.0.1"

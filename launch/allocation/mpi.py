@@ -15,7 +15,7 @@ https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
 from collections.abc import Mapping
 
 from ..hosts.host import Allocation, Host, LaunchError, Rendezvous
-from .managers import host_names, meeting_port, node_names, number, rank_variables
+from .managers import host_names, node_names, number, rank_variables, rendezvous_port
 
 _VARIABLES = {
     "Open MPI": (
@@ -56,11 +56,11 @@ def _part(name: str, source: str, place: tuple[int, int, int, int], environ: Map
     address = "127.0.0.1" if local_size == size else _address(source, environ)
     job = next((environ[key] for key in _IDENTITIES if environ.get(key)), address)
     identity = f"{name} {job}"
-    port = meeting_port(identity, environ)
+    port = rendezvous_port(identity, environ)
     if local_size == 1:
-        meeting = Rendezvous(rank, address, port, identity)
+        rendezvous = Rendezvous(rank, address, port, identity)
         hosts = tuple(Host(host) for host in _names(size, address, environ))
-        return Allocation(source, "join", hosts, part="agent" if rank else "launcher", meeting=meeting)
+        return Allocation(source, "join", hosts, part="agent" if rank else "launcher", rendezvous=rendezvous)
     variables = rank_variables(rank, size, local_rank, local_size, address, port)
     note = f"mpirun has started {size} processes, of which this is rank {rank}: the script runs in its place"
     hosts = (Host("localhost"),)

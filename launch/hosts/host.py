@@ -99,7 +99,8 @@ class Allocation:
     source: where they come from, for the user ("hostfile hosts.txt", "SLURM job 4711"). nproc: ranks on each host,
     None: one a slot. notes: what the user should know, such as flags that win over what a resource manager says.
 
-    part: "launcher": start agents by `transport`, and with "join" listen at `meeting`. "agent": connect to `meeting`.
+    part: "launcher": start agents by `transport`, and with "join" listen at `rendezvous`. "agent": connect to
+    `rendezvous`.
     "rank": this process is one rank of a job that is started already; run the command in its place, with
     `rank_environment` set.
     """
@@ -110,5 +111,5 @@ class Allocation:
     nproc: int | None = None
     notes: tuple[str, ...] = ()
     part: Part = "launcher"
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
     rank_environment: Mapping[str, str] = field(default_factory=dict)

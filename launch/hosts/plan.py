@@ -172,8 +172,8 @@ def _shown_variables(variables: Mapping[str, str]) -> list[str]:
 def _master_address(allocation: Allocation) -> str:
     if len(allocation.hosts) == 1:
         return "127.0.0.1"
-    if allocation.meeting is not None:
-        return allocation.meeting.address
+    if allocation.rendezvous is not None:
+        return allocation.rendezvous.address
     return allocation.hosts[0].name.rpartition("@")[2]
 
 

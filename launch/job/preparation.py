@@ -90,14 +90,14 @@ class Preparation:
         port = held[0].port
         interfaces = {0: _LOOPBACK_INTERFACE}
         if not is_local:
-            address, interfaces = self._meeting_point(plan, port)
+            address, interfaces = self._rendezvous_point(plan, port)
             if address != plan.master_address:
                 plan = plan_of(self._peers, self._request, self._allocation, address)
         if not self._is_cut_short():
             self._check(plan, port)
         return None if self._is_cut_short() else Prepared(plan, port, interfaces)
 
-    def _meeting_point(self, plan: JobPlan, port: int) -> tuple[str, dict[int, str]]:
+    def _rendezvous_point(self, plan: JobPlan, port: int) -> tuple[str, dict[int, str]]:
         """The first address of rank 0's host that all others reach, and the interfaces that lead there."""
         first, *others = self._peers.all
         assert first.hello is not None

@@ -27,6 +27,6 @@ def transport_for(
     if allocation.transport == "mpirun":
         return StepTransport(mpirun_command, silence_seconds)
     if allocation.transport == "join":
-        assert allocation.meeting is not None
-        return JoinTransport(allocation.meeting, silence_seconds, environ, needs_terminal)
+        assert allocation.rendezvous is not None
+        return JoinTransport(allocation.rendezvous, silence_seconds, environ, needs_terminal)
     return LocalTransport(needs_terminal=needs_terminal)

@@ -90,12 +90,12 @@ class JoinTransport:
     )
 
     def __init__(
-        self, meeting: Rendezvous, silence_seconds: float, environ: Mapping[str, str], needs_terminal: bool
+        self, rendezvous: Rendezvous, silence_seconds: float, environ: Mapping[str, str], needs_terminal: bool
     ) -> None:
-        self._token = token_of(meeting, environ)
-        self._meeting = meeting
+        self._token = token_of(rendezvous, environ)
+        self._meeting = rendezvous
         self._silence_seconds = silence_seconds
-        self._own = LocalTransport(meeting.index, needs_terminal)
+        self._own = LocalTransport(rendezvous.index, needs_terminal)
         self.inherits_terminal = needs_terminal
         self._listener: Listener | None = None
 
@@ -132,14 +132,14 @@ class JoinTransport:
         self._own.close()
 
 
-def token_of(meeting: Rendezvous, environ: Mapping[str, str]) -> str:
+def token_of(rendezvous: Rendezvous, environ: Mapping[str, str]) -> str:
     """LOWTIDE_TOKEN if it is set; else made of what all hosts of the job know: against mix-ups, not attackers."""
-    return environ.get(TOKEN_VARIABLE) or hashlib.sha256(meeting.identity.encode()).hexdigest()
+    return environ.get(TOKEN_VARIABLE) or hashlib.sha256(rendezvous.identity.encode()).hexdigest()
 
 
-def become_agent(meeting: Rendezvous, wait_seconds: float, silence_seconds: float) -> NoReturn:
+def become_agent(rendezvous: Rendezvous, wait_seconds: float, silence_seconds: float) -> NoReturn:
     """Replaces this process by the agent of its host."""
-    os.environ[TOKEN_VARIABLE] = token_of(meeting, os.environ)
-    where = f"{meeting.address}:{meeting.port}"
-    command = agent_command("--connect", where, "--index", str(meeting.index), "--wait", f"{wait_seconds:g}")
+    os.environ[TOKEN_VARIABLE] = token_of(rendezvous, os.environ)
+    where = f"{rendezvous.address}:{rendezvous.port}"
+    command = agent_command("--connect", where, "--index", str(rendezvous.index), "--wait", f"{wait_seconds:g}")
     os.execv(sys.executable, [*command, "--silence", f"{silence_seconds:g}"])

@@ -77,9 +77,9 @@ class Absent(Tensor):
         if name in ("cpu", "cuda"):
             return absents[0]
         if (name in _NEW or name in _LIKE) and args and isinstance(args[0], Absent):
-            return func(_stand_in(args[0]), *args[1:], **kwargs)
+            return func(_placeholder(args[0]), *args[1:], **kwargs)
         if name in _SHAPED_AS and not isinstance(args[0], Absent):
-            return func(args[0], *(_stand_in(arg) if isinstance(arg, Absent) else arg for arg in args[1:]), **kwargs)
+            return func(args[0], *(_placeholder(arg) if isinstance(arg, Absent) else arg for arg in args[1:]), **kwargs)
         target = _written_to(name, args, kwargs)
         if target is not None and not isinstance(target, Absent):
             raise ValueError(
@@ -125,7 +125,7 @@ def _attribute(func: Any, args: Any, kwargs: Any) -> Any:
     return _on_meta(func, name, args, kwargs, [absent])
 
 
-def _stand_in(absent: Absent) -> Tensor:
+def _placeholder(absent: Absent) -> Tensor:
     """Make a real tensor of the same shape, dtype and device that takes the memory of a single element."""
     return torch.empty((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
 

@@ -33,7 +33,7 @@ class _Outer:
 class ReplayedModel:
     """Replays a model's forward for the stages of this rank. The model holds the parameters of these stages alone."""
 
-    def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int], ledger: ModelPatches) -> None:
+    def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int], patches: ModelPatches) -> None:
         """Remove the parameters of all remaining stages for good. The ledger can undo the overrides of the blocks."""
         self.module = model
         self._plan = plan
@@ -43,12 +43,12 @@ class ReplayedModel:
         self._outer = _tensors_outside(model, blocks.values())
         kept = {name for stage in stages for name in plan.parameters[stage]}
         self._dropped = _drop_parameters(model, kept)
-        _drop_buffers_from_state(model, {name for stage in stages for name in plan.buffers[stage]}, ledger)
+        _drop_buffers_from_state(model, {name for stage in stages for name in plan.buffers[stage]}, patches)
         self._examples = _example_of_each_dtype(model)
         for number, block in enumerate(blocks.values()):
             inner = block._compiled_call_impl or block._call_impl
             # Around the block's hooks: hooks of a skipped block must not run (test_stage_hooks).
-            ledger.override(block, "_compiled_call_impl", partial(self._call_block, number, inner))
+            patches.override(block, "_compiled_call_impl", partial(self._call_block, number, inner))
 
     @property
     def device(self) -> torch.device:
@@ -156,12 +156,12 @@ def _drop_parameters(model: nn.Module, kept: set[str]) -> Mapping[tuple[nn.Modul
     return dropped
 
 
-def _drop_buffers_from_state(model: nn.Module, kept: set[str], ledger: ModelPatches) -> None:
+def _drop_buffers_from_state(model: nn.Module, kept: set[str], patches: ModelPatches) -> None:
     """Take the buffers that are not kept out of the state dict. They stay in the model: masks may be made of them."""
     for prefix, owner in model.named_modules():
         dropped = {name for name in owner._buffers if (f"{prefix}.{name}" if prefix else name) not in kept}
         if dropped:
-            ledger.override(owner, "_non_persistent_buffers_set", owner._non_persistent_buffers_set | dropped)
+            patches.override(owner, "_non_persistent_buffers_set", owner._non_persistent_buffers_set | dropped)
 
 
 def _example_of_each_dtype(model: nn.Module) -> dict[torch.dtype, tuple[nn.Module, str]]:

@@ -116,7 +116,7 @@ def test_the_slot_of_a_parameter_says_which_box_it_is() -> None:
     config = {"optimizer": {"type": "adamw"}, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 0}
     engine = lowtide.initialize(Columns(whole[box.index]), config)
     try:
-        (group,) = (group for unit in engine._driver.passes.units for group in unit.groups)
+        (group,) = (group for unit in engine._runner.passes.units for group in unit.groups)
         (slot,) = group.layout.slots
         assert slot.portion == TensorShard.all_of((6, 5))
         slots = (dataclasses.replace(slot, portion=TensorShard((6, 8), (6, 5), ((box, TensorChunk.whole((6, 5))),))),)

@@ -16,15 +16,15 @@ def test_the_last_axis_is_the_fastest() -> None:
 
 
 @pytest.mark.parametrize("arrangement", [EIGHT, UNEVEN], ids=str)
-def test_ranks_and_places_belong_together(arrangement: ParallelDims) -> None:
-    names = [name for name, _ in arrangement.sizes]
+def test_ranks_and_places_belong_together(parallel_dims: ParallelDims) -> None:
+    names = [name for name, _ in parallel_dims.sizes]
     for axes in ((), *((name,) for name in names), names[1:], names[::-1], (names[-1], names[0])):
-        for rank in range(arrangement.num_ranks):
-            line = arrangement.ranks(rank, axes)
-            assert line[arrangement.place(rank, axes)] == rank
-            assert len(set(line)) == len(line) == arrangement.size(axes)
-            assert all(arrangement.ranks(other, axes) == line for other in line)
-    assert arrangement.ranks(0, names) == tuple(range(arrangement.num_ranks))
+        for rank in range(parallel_dims.num_ranks):
+            line = parallel_dims.ranks(rank, axes)
+            assert line[parallel_dims.place(rank, axes)] == rank
+            assert len(set(line)) == len(line) == parallel_dims.size(axes)
+            assert all(parallel_dims.ranks(other, axes) == line for other in line)
+    assert parallel_dims.ranks(0, names) == tuple(range(parallel_dims.num_ranks))
 
 
 def test_an_arrangement_is_of_all_ranks() -> None:

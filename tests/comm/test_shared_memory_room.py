@@ -16,11 +16,11 @@ from tests.kit.ranks import RankPool
 
 def create(route: str, patched: str, replacement: Any) -> tuple[str, str, list[str]]:
     """(route of the mesh, error, files left behind), with one function replaced."""
-    arrangement = ParallelDims((("shard", 2),), data=("shard",))
+    parallel_dims = ParallelDims((("shard", 2),), data=("shard",))
     before = set(os.listdir("/dev/shm"))
     with mock.patch(patched, replacement):
         try:
-            mesh = Mesh.create(World.join("cpu", 20.0), arrangement, route, 1 << 20, "shard")
+            mesh = Mesh.create(World.join("cpu", 20.0), parallel_dims, route, 1 << 20, "shard")
             return mesh.axes["shard"].route.name, "", []
         except CollectiveError as error:
             left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"lowtide-{os.getpid()}-")]

@@ -72,8 +72,8 @@ def engine_of(stage: int, config: dict[str, Any], seed: int = 0, steps: int = 1)
 
 
 def named_state(engine: Any) -> NamedState:
-    driver = engine._driver
-    return NamedState(engine.module, driver.passes.units, engine.optimizer, engine._mesh, driver.whole)
+    runner = engine._runner
+    return NamedState(engine.module, runner.passes.units, engine.optimizer, engine._mesh, runner.whole)
 
 
 def export(engine: Any, folder: Path | str, **options: Any) -> None:

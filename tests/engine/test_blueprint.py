@@ -150,11 +150,11 @@ def train(engine: lowtide.Engine, step: int, look: Any) -> None:
 
 def bytes_outside(engine: lowtide.Engine) -> Found:
     """In files, in host memory that is not the model's, and on the way to other ranks."""
-    homes = engine.optimizer._homes
-    stores: list[Any] = [one._store for one in (homes.offloaded, homes.rest) if one and one._store]
+    placements = engine.optimizer._placements
+    stores: list[Any] = [one._store for one in (placements.offloaded, placements.shard_store) if one and one._store]
     files = [os.fstat(store._file._descriptor).st_size for store in stores if hasattr(store, "_file")]
     pools = [store.pool for store in stores if hasattr(store, "pool")]
-    pools += [homes.offloaded._pool] if homes.offloaded._buffers else []
+    pools += [placements.offloaded._pool] if placements.offloaded._buffers else []
     return {"file": sum(files), "host": sum(pool.bytes_in_use for pool in pools), "staging": staging_bytes(engine)}
 
 
@@ -384,7 +384,7 @@ def test_many_ranks_cost_no_more_than_few() -> None:
     blueprint = Blueprint.of(Config.load(config).resolve(16_384), model, 16_384)
     first, last = bytes_of(blueprint, 0), bytes_of(blueprint, 16_383)
     assert time.process_time() - started < 1
-    assert str(blueprint.arrangement).startswith("pipe(2) x replica(128) x secondary(1) x shard(64) x ")
+    assert str(blueprint.parallel_dims).startswith("pipe(2) x replica(128) x secondary(1) x shard(64) x ")
     # Four trained groups at each place, of which a rank has the least that there is: a block of 1024 elements.
     assert first.optimizer == last.optimizer == 4 * 12 * 1024 and first.gradients == last.gradients == 4 * 4 * 1024
     assert first.parameters == 4 * 2 * 1024 and last.parameters == first.parameters + 2 * 1024, "the frozen block"

@@ -50,7 +50,7 @@ class Even(nn.Module):
 
 def measured(engine: lowtide.Engine) -> dict[str, int]:
     """Bytes by kind, from the storages themselves; each storage counts once."""
-    passes = engine._driver.passes
+    passes = engine._runner.passes
     groups = [group for unit in passes.units for group in unit.groups]
     gradients = [gradient for unit in passes.units for gradient in unit.gradients]
     kept = [group._memory.own if group.frees_memory else group.full for group in groups]

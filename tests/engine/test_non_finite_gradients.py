@@ -121,10 +121,10 @@ def test_a_finite_gradient_whose_square_is_not_is_named_too() -> None:
 def test_what_another_stage_adds_to_a_tied_weight_is_not_this_ranks() -> None:
     group = Mock(full=torch.zeros(4), own=slice(0, 4))
     group.axes.states = group.axes.replicas = Mock(size=1, rank=0, ranks=(0,))
-    inspection = GradientStats(group)
-    inspection.look(group.axes.states, 0, torch.zeros(4), (), counts=False)
-    assert inspection.first(torch.zeros(4), is_own=True) is None
+    stats = GradientStats(group)
+    stats.look(group.axes.states, 0, torch.zeros(4), (), counts=False)
+    assert stats.first(torch.zeros(4), is_own=True) is None
     total = torch.tensor([0.0, float("nan"), 0.0, 0.0])
-    inspection.look(group.axes.states, 0, total, (), counts=True)
-    found = inspection.first(total, is_own=False)
+    stats.look(group.axes.states, 0, total, (), counts=True)
+    found = stats.first(total, is_own=False)
     assert found is not None and found.rank is None

@@ -65,7 +65,7 @@ def live_elements(config: dict[str, Any], steps: int) -> tuple[int, int, list[fl
     """(elements of the model, the most of them that were in memory at once, losses); looked at at every gather."""
     torch.manual_seed(0)
     engine = lowtide.initialize(tiny_gpt(), config)
-    groups = [group for unit in engine._driver.passes.units for group in unit.groups]
+    groups = [group for unit in engine._runner.passes.units for group in unit.groups]
     total = sum(group.layout.padded_numel for group in groups)
     highest = 0
 

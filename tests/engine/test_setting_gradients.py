@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_can_be_put_right(stage: int) -> None:
         assert gradient is not None
         engine.set_gradient("last.bias", gradient * torch.nan)
         assert engine.clip_grad_norm_(torch.inf).isnan()
-        engine._steps.so_far.clipping_by_hand = None
+        engine._steps.accumulated.clipping_by_hand = None
         engine.set_gradient("last.bias", gradient)
         assert engine.step().grad_norm.isfinite()
         engine.backward(engine(*models.vector_batch(0, 2)))

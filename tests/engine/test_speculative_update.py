@@ -69,15 +69,15 @@ def loads_of_a_step(config: dict[str, Any]) -> list[str]:
     engine = lowtide.initialize(tiny_gpt(), config)
     found: list[str] = []
     engine.train_step(share_of(token_batch(0, 4)))
-    rest = engine.optimizer._homes.rest
-    assert rest is not None
-    load = rest._store.load
+    shard_store = engine.optimizer._placements.shard_store
+    assert shard_store is not None
+    load = shard_store._store.load
 
     def noted(key: str, out: Tensor) -> Any:
         found.append(key)
         return load(key, out)
 
-    rest._store.load = noted  # type: ignore[method-assign]  # to see its calls
+    shard_store._store.load = noted  # type: ignore[method-assign]  # to see its calls
     engine.train_step(share_of(token_batch(1, 4)))
     engine.close()
     return found

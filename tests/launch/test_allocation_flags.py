@@ -102,13 +102,13 @@ def test_a_job_within_a_rank_says_so() -> None:
 def test_launchers_started_by_hand_join(index: int, part: str) -> None:
     found = find(num_hosts=3, host_index=index, meet="node1:23456", nproc=4)
     assert found.hosts == (Host("node1"), Host("host-1"), Host("host-2")) and found.nproc == 4
-    assert found.meeting == Rendezvous(index, "node1", 23456, "by hand node1:23456")
+    assert found.rendezvous == Rendezvous(index, "node1", 23456, "by hand node1:23456")
     assert (found.part, found.transport) == (part, "join")
 
 
 def test_an_ipv6_address_can_be_where_they_meet() -> None:
-    meeting = find(num_hosts=2, host_index=0, meet="[fe80::1]:23456").meeting
-    assert meeting is not None and (meeting.address, meeting.port) == ("fe80::1", 23456)
+    rendezvous = find(num_hosts=2, host_index=0, meet="[fe80::1]:23456").rendezvous
+    assert rendezvous is not None and (rendezvous.address, rendezvous.port) == ("fe80::1", 23456)
 
 
 def test_one_host_by_hand_is_local() -> None:

@@ -53,19 +53,19 @@ def test_a_pod_knows_its_job(
 ) -> None:
     found = find(environ)
     assert [host.name for host in found.hosts] == names and found.nproc == nproc
-    assert found.meeting is not None and (found.part, found.transport) == ("agent", "join")
-    assert (found.meeting.index, found.meeting.address, found.meeting.port) == (index, address, port)
+    assert found.rendezvous is not None and (found.part, found.transport) == ("agent", "join")
+    assert (found.rendezvous.index, found.rendezvous.address, found.rendezvous.port) == (index, address, port)
 
 
 @pytest.mark.parametrize("environ", [OLD | {"RANK": "0"}, NEW | {"PET_NODE_RANK": "0"}, ELASTIC | {"HOSTNAME": "g-0"}])
 def test_the_first_pod_launches(environ: dict[str, str]) -> None:
     found = find(environ)
-    assert found.part == "launcher" and found.meeting is not None and found.meeting.index == 0
+    assert found.part == "launcher" and found.rendezvous is not None and found.rendezvous.index == 0
 
 
 def test_a_master_pod_that_is_told_localhost_has_the_identity_of_the_others() -> None:
-    master = find(OLD | {"RANK": "0", "MASTER_ADDR": "localhost", "HOSTNAME": "gpt-master-0"}).meeting
-    worker = find(OLD).meeting
+    master = find(OLD | {"RANK": "0", "MASTER_ADDR": "localhost", "HOSTNAME": "gpt-master-0"}).rendezvous
+    worker = find(OLD).rendezvous
     assert master is not None and worker is not None
     assert (master.address, master.port, master.identity) == (worker.address, worker.port, worker.identity)
 
@@ -81,7 +81,7 @@ def test_an_elastic_job_says_how_many_pods_it_waits_for() -> None:
 
 def test_a_job_of_one_pod_is_local() -> None:
     found = find(NEW | {"PET_NNODES": "1", "PET_NODE_RANK": "0"})
-    assert (found.transport, found.meeting, found.nproc) == ("local", None, 8)
+    assert (found.transport, found.rendezvous, found.nproc) == ("local", None, 8)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_pods_of_an_indexed_job_meet_in_its_service(environ: dict[str, str], req
     assert [host.name for host in found.hosts] == [
         f"train-{index}.workers.default.svc.cluster.local" for index in range(3)
     ]
-    assert found.meeting is not None
-    assert (found.meeting.index, found.meeting.address) == (2, "train-0.workers.default.svc.cluster.local")
+    assert found.rendezvous is not None
+    assert (found.rendezvous.index, found.rendezvous.address) == (2, "train-0.workers.default.svc.cluster.local")
 
 
 def test_all_pods_of_an_indexed_job_know_one_port() -> None:
     ports = {
-        found.meeting.port
+        found.rendezvous.port
         for index in range(3)
-        if (found := find(INDEXED | {"JOB_COMPLETION_INDEX": str(index)}, f"t-{index}.s", num_hosts=3)).meeting
+        if (found := find(INDEXED | {"JOB_COMPLETION_INDEX": str(index)}, f"t-{index}.s", num_hosts=3)).rendezvous
     }
     assert len(ports) == 1
 

@@ -27,8 +27,8 @@ def test_one_process_a_host_joins(mpi: str, rank: int, part: str) -> None:
     found = find(process(mpi, rank, 2, 0, 1) | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
     assert (found.part, found.transport) == (part, "join")
     assert [host.name for host in found.hosts] == ["head", "mpi-1"]
-    assert found.meeting is not None
-    assert (found.meeting.index, found.meeting.address, found.meeting.port) == (rank, "head", 1234)
+    assert found.rendezvous is not None
+    assert (found.rendezvous.index, found.rendezvous.address, found.rendezvous.port) == (rank, "head", 1234)
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
@@ -55,7 +55,7 @@ def test_processes_of_one_host_meet_at_home_and_at_one_port() -> None:
 @pytest.mark.parametrize("manager", [SLURM, {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "batch1 1 n1 40 n2 40"}])
 def test_the_resource_manager_tells_where_rank_0_is(manager: dict[str, str]) -> None:
     found = find(process("openmpi", 1, 2, 0, 1) | manager)
-    assert found.meeting is not None and found.meeting.address == "n1"
+    assert found.rendezvous is not None and found.rendezvous.address == "n1"
     assert [host.name for host in found.hosts] == ["n1", "n2"]
 
 

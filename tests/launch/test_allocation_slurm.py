@@ -92,15 +92,15 @@ def test_the_shell_of_salloc_is_no_task(step: int) -> None:
 def test_one_task_a_node_joins(index: str, part: str) -> None:
     found = find(STEP | {"SLURM_NODEID": index, "SLURM_PROCID": index})
     assert (found.part, found.transport, found.hosts) == (part, "join", (Host("gpu08"), Host("gpu09")))
-    assert found.meeting is not None and 20000 <= found.meeting.port < 30000
-    assert found.meeting == Rendezvous(int(index), "gpu08", found.meeting.port, "SLURM job 4711, step 2")
+    assert found.rendezvous is not None and 20000 <= found.rendezvous.port < 30000
+    assert found.rendezvous == Rendezvous(int(index), "gpu08", found.rendezvous.port, "SLURM job 4711, step 2")
 
 
 def test_all_tasks_of_a_step_know_one_port_and_those_of_another_an_other() -> None:
     ports = [
-        found.meeting.port
+        found.rendezvous.port
         for changes in ({"SLURM_NODEID": "0"}, {"SLURM_NODEID": "1"}, {"SLURM_STEP_ID": "3"}, {"MASTER_PORT": "1234"})
-        if (found := find(STEP | changes)).meeting is not None
+        if (found := find(STEP | changes)).rendezvous is not None
     ]
     assert ports[0] == ports[1] != ports[2] and ports[3] == 1234
 

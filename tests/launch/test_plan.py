@@ -66,7 +66,7 @@ def test_ranks_are_numbered_over_hosts_as_torchrun_does() -> None:
         (Allocation("x", "local", (Host("a"),)), None, "127.0.0.1"),
         (Allocation("x", "ssh", (Host("root@a"), Host("b"))), None, "a"),
         (Allocation("x", "ssh", (Host("a"), Host("b"))), "10.0.0.1", "10.0.0.1"),
-        (Allocation("x", "join", (Host("a"), Host("b")), meeting=Rendezvous(0, "a.svc", 1, "x")), None, "a.svc"),
+        (Allocation("x", "join", (Host("a"), Host("b")), rendezvous=Rendezvous(0, "a.svc", 1, "x")), None, "a.svc"),
     ],
 )
 def test_the_store_is_where_the_others_reach_the_first_host(

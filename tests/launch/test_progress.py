@@ -53,7 +53,7 @@ def test_what_a_rank_says_is_read(path: str) -> None:
     assert sequence == [1, 2, 1] and found.begun == ((1, 2), (3, 1))
     assert found.wait is not None and found.wait.seconds <= found.activity_seconds < 60
     assert (found.wait.what, found.wait.sequence, [*found.wait.ranks]) == ("gather of layers.7", 2, [2, 6, 10])
-    progress.go_on()
+    progress.end_wait()
     assert read(reader).wait is None
 
 

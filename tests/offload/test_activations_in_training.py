@@ -50,7 +50,7 @@ def open_store(folder: str | None) -> Any:
 
 
 def offload_of(engine: lowtide.Engine, store: Any) -> ActivationOffload:
-    groups = [group.full for unit in engine._driver.passes.units for group in unit.groups]
+    groups = [group.full for unit in engine._runner.passes.units for group in unit.groups]
     return ActivationOffload(store, 256, BUDGET, in_storages_of([*groups, *engine.module.buffers()]))
 
 

@@ -40,7 +40,7 @@ class SlowStore:
         self.allowed: set[str] | None = None  # what may end; None: everything
         self.failing: set[str] = set()  # "save KEY" or "load KEY"
         self.num_running = 0
-        self._turn = threading.Lock()
+        self._call_guard = threading.Lock()
         self._changed = threading.Condition()
 
     def is_ended(self, whats: set[str], seconds: float = 30.0) -> bool:
@@ -91,7 +91,7 @@ class SlowTransfer:
         self._thread.start()
 
     def _run(self) -> None:
-        with self._store._turn:
+        with self._store._call_guard:
             time.sleep(self._store.seconds)
             if not self._store.is_allowed(self._what):
                 self._error = OffloadError(f"{self._what} is waited for before the work that should hide it")
@@ -156,14 +156,14 @@ def add_ten(index: int, buffer: Tensor) -> bool:
     return True
 
 
-def run(residents: list[Offloadable], compute: Callable[[int, Tensor], bool], depth: int = 1) -> None:
+def run(offloadables: list[Offloadable], compute: Callable[[int, Tensor], bool], depth: int = 1) -> None:
     """Calls compute(index, buffer) for each in order; what it returns True for is saved."""
     with Window(depth) as window:
-        window.expect(residents)
-        for index, resident in enumerate(residents):
-            with window.use(resident, changes=False) as buffer:
+        window.expect(offloadables)
+        for index, offloadable in enumerate(offloadables):
+            with window.use(offloadable, changes=False) as buffer:
                 if compute(index, buffer):
-                    window.open(resident, changes=True)
+                    window.open(offloadable, changes=True)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5, 20])
@@ -230,9 +230,9 @@ def test_transfers_are_hidden_behind_the_work() -> None:
 
 
 def test_a_pool_without_room_is_an_error_with_the_arithmetic() -> None:
-    residents = residents_in(filled(HostStore()), HostPool(4999, 64))
+    offloadables = residents_in(filled(HostStore()), HostPool(4999, 64))
     with pytest.raises(OffloadError, match=r"0 bytes in use \+ 5,056 wanted = 5,056 > limit 4,999"):
-        run(residents, add_ten)
+        run(offloadables, add_ten)
 
 
 def test_a_depth_below_zero_is_refused() -> None:
@@ -281,12 +281,12 @@ def test_a_store_that_refuses_a_key_leaves_no_buffer() -> None:
 def test_a_wrong_guess_is_dropped_and_never_an_error() -> None:
     store, pool = SlowStore(), CountingPool()
     filled(store)
-    residents = residents_in(store, pool)
+    offloadables = residents_in(store, pool)
     with Window(depth=1, max_leaving=0) as window:
-        window.expect(residents)
+        window.expect(offloadables)
         store.failing = {"load unit 1", "load unit 5"}
         for index in (0, 4, 2, 9):  # 1 and 5 were to come next; 2 was passed over before
-            with window.use(residents[index]) as buffer:
+            with window.use(offloadables[index]) as buffer:
                 add_ten(index, buffer)
             assert pool.most_out <= 2
         window.expect([])
@@ -306,12 +306,12 @@ def test_what_is_still_being_saved_is_saved_before_it_is_loaded_again() -> None:
         is_taken.append(True)
         return only
 
-    resident = Offloadable.of(store, "a", take, lambda _: is_taken.clear())
+    offloadable = Offloadable.of(store, "a", take, lambda _: is_taken.clear())
     with Window(max_leaving=5) as window:
         for number in range(5):
-            window.create(resident).fill_(number)
-            window.release(resident)
-            with window.use(resident, changes=False) as values:
+            window.create(offloadable).fill_(number)
+            window.release(offloadable)
+            with window.use(offloadable, changes=False) as values:
                 assert (values == number).all()
     assert not is_taken
 
@@ -338,13 +338,13 @@ def test_what_is_opened_stays_until_another_is_and_is_saved_if_anyone_changed_it
 def test_what_is_opened_is_not_loaded_for_its_turn() -> None:
     store, pool = SlowStore(), CountingPool()
     filled(store)
-    residents = residents_in(store, pool)[:2]
+    offloadables = residents_in(store, pool)[:2]
     store.trail.clear()
     with Window() as window:
-        window.open(residents[0], changes=True).fill_(60)
-        window.expect(residents)
-        for index, resident in enumerate(residents):
-            with window.use(resident, changes=False) as values:
+        window.open(offloadables[0], changes=True).fill_(60)
+        window.expect(offloadables)
+        for index, offloadable in enumerate(offloadables):
+            with window.use(offloadable, changes=False) as values:
                 assert int(values[0]) == (60, 1)[index]
     assert store.trail == ["load unit 0", "load unit 1", "save unit 0"]
 
@@ -352,30 +352,30 @@ def test_what_is_opened_is_not_loaded_for_its_turn() -> None:
 def test_what_is_held_is_not_loaded_for_its_next_user() -> None:
     store, pool = SlowStore(), CountingPool()
     filled(store)
-    resident = residents_in(store, pool)[0]
+    offloadable = residents_in(store, pool)[0]
     store.trail.clear()
     with Window() as window:
-        window.acquire(resident)
-        window.let_go(resident)  # it is used
-        window.hold(resident)
-        with window.use(resident) as values, window.use(resident, changes=False) as again:
+        window.acquire(offloadable)
+        window.end_hold(offloadable)  # it is used
+        window.hold(offloadable)
+        with window.use(offloadable) as values, window.use(offloadable, changes=False) as again:
             assert again is values
             values.fill_(33)
-        assert not window.holds(resident)
+        assert not window.holds(offloadable)
     assert store.trail == ["load unit 0", "save unit 0"]
 
 
 def test_memory_is_given_back_whatever_was_not_released() -> None:
     store, pool = filled(SlowStore()), CountingPool()
-    residents = residents_in(store, pool)
+    offloadables = residents_in(store, pool)
     with Window() as window:
-        window.acquire(residents[0])
-        window.prefetch(residents[2])
-        window.create(residents[4])
+        window.acquire(offloadables[0])
+        window.prefetch(offloadables[2])
+        window.create(offloadables[4])
         with pytest.raises(
             ValueError, match="expected a resident that was acquired, found 'unit 5', which is not here"
         ):
-            window.release(residents[5])
+            window.release(offloadables[5])
     assert pool.num_out == 0
 
 
@@ -385,27 +385,27 @@ def test_memory_is_given_back_whatever_was_not_released() -> None:
 @pytest.mark.parametrize("takes_back", [False, True])
 def test_a_second_version_is_kept_beside_the_first(takes_back: bool) -> None:
     store, pool = filled(HostStore()), CountingPool()
-    resident = residents_in(store, pool)[1]
+    offloadable = residents_in(store, pool)[1]
     for turn in range(3):
         with Window() as window:
-            with window.use(resident) as values:
-                old = resident.fork(values)
+            with window.use(offloadable) as values:
+                old = offloadable.fork(values)
                 assert old.nbytes == 0
                 values.fill_(100 + turn)
             if takes_back:
                 old.restore()
-            with window.use(resident, changes=False) as values:
+            with window.use(offloadable, changes=False) as values:
                 assert int(values[0]) == (1 if takes_back else 100 + turn)
 
 
 def test_what_is_worked_on_where_it_is_needs_no_transfer_and_a_copy_for_its_old_version() -> None:
     values = torch.arange(7.0)
-    resident = Offloadable("here", lambda: values)
+    offloadable = Offloadable("here", lambda: values)
     with Window() as window:
-        window.expect([resident])
-        with window.use(resident) as found:
+        window.expect([offloadable])
+        with window.use(offloadable) as found:
             assert found is values
-            old = resident.fork(found)
+            old = offloadable.fork(found)
             found.zero_()
     assert old.nbytes == values.nbytes
     old.restore()

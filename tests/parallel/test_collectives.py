@@ -16,8 +16,8 @@ NAME = "a layer"
 
 
 def exchange_on(size: int, route: str) -> Collectives:
-    arrangement = ParallelDims((("tensor", size),), (), layers=("tensor",))
-    mesh = Mesh.create(World.join("cpu", 20.0), arrangement, route, 1 << 24, "tensor")
+    parallel_dims = ParallelDims((("tensor", size),), (), layers=("tensor",))
+    mesh = Mesh.create(World.join("cpu", 20.0), parallel_dims, route, 1 << 24, "tensor")
     return mesh.exchange(["tensor"])
 
 

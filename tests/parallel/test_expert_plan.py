@@ -120,11 +120,11 @@ def test_an_expert_is_divided_over_the_ranks_that_have_it(stage: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "sgd"}, "parallel": {"expert": 2}}
     config["zero_optimization"] = {"stage": stage}
     blueprint = Blueprint.of(Config.load(config).resolve(4), Routed(), 4)
-    groups = [group for group in blueprint.places[1].groups if group.domain.portioned]
-    assert {blueprint.arrangement.wide(group.domain.summed) for group in groups} == {
+    groups = [group for group in blueprint.places[1].groups if group.sharding.portioned]
+    assert {blueprint.parallel_dims.wide(group.sharding.summed) for group in groups} == {
         ("shard",) if stage else ("replica",)
     }
-    assert all(blueprint.arrangement.size(group.domain.states) == (2 if stage else 1) for group in groups)
+    assert all(blueprint.parallel_dims.size(group.sharding.states) == (2 if stage else 1) for group in groups)
     assert [blueprint.first_rank_of(place) for place in range(2)] == [0, 1]
     assert [blueprint.place_of(rank) for rank in range(4)] == [0, 1, 0, 1]
 

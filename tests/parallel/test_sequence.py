@@ -302,10 +302,10 @@ def test_close_gives_a_model_its_attention_back() -> None:
     for name in ("llama", "Plain"):
         model: Any = MODELS[name]()
         attention = SequenceAttention(Collectives(Axis("sequence", 0, (0,), (0,), SoloTransport(torch.device("cpu")))))
-        ledger, before = ModelPatches(), getattr(getattr(model, "config", None), "_attn_implementation", None)
-        attention.put_on(model, ledger)
+        patches, before = ModelPatches(), getattr(getattr(model, "config", None), "_attn_implementation", None)
+        attention.put_on(model, patches)
         assert name == "Plain" or model.config._attn_implementation != before
-        ledger.close()
+        patches.close()
         assert name == "Plain" or model.config._attn_implementation == before
         assert not any("forward" in vars(module) for module in model.modules())
 

@@ -185,7 +185,7 @@ def bytes_there_are() -> dict[str, int]:
     rows = others.tokens(0, 2 * engine.data_size)
     engine.train_step(tuple(t.chunk(engine.data_size)[engine.data_rank] for t in rows))
     memory = engine.memory()
-    groups = [group for unit in engine._driver.passes.units for group in unit.groups]
+    groups = [group for unit in engine._runner.passes.units for group in unit.groups]
     found = {
         "parameters": memory.parameter_bytes,
         "optimizer": memory.optimizer_bytes,

@@ -149,9 +149,9 @@ def test_a_pipeline_trains_in_tiles(ranks: RankPool) -> None:
 
 
 def tiled(model: nn.Module, tiles: Tiles) -> tuple[ModelPatches, list[str]]:
-    ledger, warnings = ModelPatches(), list[str]()
-    tiles.apply(model, ledger, warnings.append)
-    return ledger, warnings
+    patches, warnings = ModelPatches(), list[str]()
+    tiles.apply(model, patches, warnings.append)
+    return patches, warnings
 
 
 class DecoratedMlp(PlainMlp):
@@ -166,14 +166,14 @@ def test_an_mlp_with_a_decorated_forward_runs_in_tiles() -> None:
 
 def test_hooks_on_parameters_run_once_and_the_ledger_takes_tiles_off() -> None:
     model: Any = Plain()
-    ledger, _ = tiled(model, Tiles(mlp=5))
+    patches, _ = tiled(model, Tiles(mlp=5))
     runs: list[str] = []
     param = model.blocks[0].feed_forward.up.weight
     param.register_hook(lambda gradient: runs.append("gradient"))
     param.register_post_accumulate_grad_hook(lambda param: runs.append("accumulated"))
     model(**batch_of(0)).backward()
     assert runs == ["gradient", "accumulated"]
-    ledger.close()
+    patches.close()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -222,12 +222,12 @@ class CountedMlp(PlainMlp):
 def test_buffers_are_changed_by_the_tiles_of_the_forward_alone() -> None:
     torch.manual_seed(0)
     model: Any = nn.ModuleDict({"mlp": CountedMlp()})
-    ledger, _ = tiled(model, Tiles(mlp=5, modules=("mlp",)))
+    patches, _ = tiled(model, Tiles(mlp=5, modules=("mlp",)))
     x = torch.randn(1, LENGTH, WIDTH)
     y = model["mlp"](x)
     y.sum().backward()
     tiles = torch.split(x, 5, dim=1)
-    ledger.close()
+    patches.close()
     plain: Any = nn.ModuleDict({"mlp": CountedMlp()})
     plain.load_state_dict({**model.state_dict(), "mlp.count": torch.zeros(())})
     expected = torch.cat([plain["mlp"](tile) for tile in tiles], dim=1)

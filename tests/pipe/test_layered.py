@@ -163,7 +163,7 @@ def sent(settings: dict[str, Any], accumulation: int) -> dict[str, int]:
         return plain(self, tensors, tag, what)
 
     engine = trained(settings, accumulation)
-    shard = engine._driver.passes.units[-1].groups[0].layout.shard_numel
+    shard = engine._runner.passes.units[-1].groups[0].layout.shard_numel
     with patch.object(SocketTransport, "_send", count):
         engine.train_step(rows_of(1, 2 * accumulation))
     engine.close()
@@ -187,8 +187,8 @@ def read(settings: dict[str, Any], accumulation: int, folder: Path) -> int:
         return plain(self, key, out)
 
     with patch.object(FileStore, "load", count):
-        engine._driver.train(engine._steps, rows_of(1, 2 * accumulation))
-    nbytes = 4 * engine._driver.passes.units[-1].numel
+        engine._runner.train(engine._steps, rows_of(1, 2 * accumulation))
+    nbytes = 4 * engine._runner.passes.units[-1].numel
     engine._steps.forget()
     engine.close()
     return counted[0] // nbytes

@@ -46,7 +46,7 @@ def intervals_of_steps(schedule: str, seconds: float) -> tuple[list[tuple[float,
     chunks = SCHEDULES[schedule]
     each_has = BLOCKS // (RANKS * chunks)
     engine = engine_of(SleepingModel(BLOCKS), schedule, ROWS, balance=[each_has] * RANKS * chunks)
-    pipeline = engine._driver
+    pipeline = engine._runner
     times: list[tuple[float, float]] = []
 
     def note(action: Action, start: float, end: float) -> None:
@@ -107,7 +107,7 @@ def _memory_of(tensors: tuple[Tensor, ...]) -> list[StorageWeakRef]:
 def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int, Schedule]:
     """Complaints; the number of each kind of checks; the most graphs that were held at once; the schedule."""
     engine = engine_of(deep_gpt(), schedule, 2)
-    executor = engine._driver.executor
+    executor = engine._runner.executor
     buffers = Buffers()
     for stage in executor._stages.values():
         buffers.watch(stage)
@@ -129,7 +129,7 @@ def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int
 
     executor.on_action = look
     engine.train_step(models.token_batch(0, 2 * MICROBATCHES))
-    complete = engine._driver.schedule
+    complete = engine._runner.schedule
     engine.close()
     return found, dict(checks), most_held, complete
 
@@ -160,7 +160,7 @@ def storages_of_gradients(schedule: str) -> list[bool]:
                     assert gradient.shard is not None
                     found.append(param.grad.untyped_storage().data_ptr() == gradient.shard.untyped_storage().data_ptr())
 
-    engine._driver.executor.on_action = note
+    engine._runner.executor.on_action = note
     engine.train_step(models.token_batch(0, ROWS * MICROBATCHES))
     engine.close()
     return found

@@ -193,7 +193,7 @@ def test_a_few_layers_stand_for_all() -> None:
 
 def _whole_runs(blueprint: Blueprint) -> MetaRun:
     model = build(Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=64))
-    made = Blueprint.of(blueprint.config, model, blueprint.arrangement.num_ranks, device=blueprint.device)
+    made = Blueprint.of(blueprint.config, model, blueprint.parallel_dims.num_ranks, device=blueprint.device)
     return MetaRun(model, made.units, made.dtypes, blueprint.device, splits=PlannedSplits.of(blueprint))
 
 

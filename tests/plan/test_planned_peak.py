@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, engine: lowtide.Engine) -> None:
         super().__init__()
         self._engine = engine
-        self._gradients = [gradient for unit in engine._driver.passes.units for gradient in unit.gradients]
+        self._gradients = [gradient for unit in engine._runner.passes.units for gradient in unit.gradients]
         self._staging = staging_bytes(engine)
         self._alive: dict[int, tuple[Any, int, int]] = {}  # (reference, address, bytes)
         self.peak = 0
@@ -141,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
         addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
         made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in addresses)
         copies = self._engine.optimizer.speculation.nbytes  # operations have made them
-        buffers = self._engine.optimizer._homes.offloaded._pool.bytes_held  # of states that rest in files
+        buffers = self._engine.optimizer._placements.offloaded._pool.bytes_held  # of states that rest in files
         return made + self._engine.memory().total_bytes - copies + buffers + self._staging
 
 

@@ -90,7 +90,7 @@ def planned(config: dict[str, Any]) -> tuple[Blueprint, Profile, int]:
     with torch.device("meta"):
         module = model_of(config)
     blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
-    splits = PlannedSplits.of(blueprint, blueprint.arrangement.place(rank, (TENSOR,)))
+    splits = PlannedSplits.of(blueprint, blueprint.parallel_dims.place(rank, (TENSOR,)))
     run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", splits=splits)
     every, is_direct = config["activation_checkpointing"]["every"], writes_gradients(blueprint)
     return blueprint, run.profile(batch(1), ROWS, every, is_direct), blueprint.place_of(rank)

@@ -59,18 +59,18 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(
 
 def test_what_nobody_was_told_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    overdue = CollectiveWatchdog()
-    overdue.start(0, torch.device("cpu"), 0.1)
-    overdue.begin("gather of unit (rest)", [1], lambda others: "", waits=True)
+    collective_watchdog = CollectiveWatchdog()
+    collective_watchdog.start(0, torch.device("cpu"), 0.1)
+    collective_watchdog.begin("gather of unit (rest)", [1], lambda others: "", waits=True)
     deadline = time.monotonic() + 10
-    while overdue.error is None and time.monotonic() < deadline:
+    while collective_watchdog.error is None and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(
         lowtide.CollectiveError, match=r"rank 0 in gather of unit \(rest\): no answer from rank 1"
     ) as caught:
-        overdue.stop()
+        collective_watchdog.stop()
     assert str(caught.value).endswith(
         "To run a forward on a single rank, let all ranks enter `with engine.gathered():` (zero.GatheredParameters in "
         "lowtide.deepspeed) around it."
     )
-    overdue.stop()  # once
+    collective_watchdog.stop()  # once

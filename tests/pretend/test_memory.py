@@ -105,7 +105,7 @@ def in_background(blueprint: Blueprint) -> int:
     if blueprint.timing is not Timing.DELAYED:
         return 0
     trained = trained_groups(blueprint)
-    on_host = blueprint.homes.updated_apart(trained)
+    on_host = blueprint.offload_plan.updated_apart(trained)
     here = [one for one in trained if one.name not in on_host]
     return sum(one.layout.shard_numel * one.accumulation_dtype.itemsize for one in here)
 
@@ -131,12 +131,16 @@ def bytes_in_files() -> int:
 
 def passing(blueprint: Blueprint, rank: int) -> int:
     """Of host memory, buffers through which bytes only pass: of each kind, what comes, is used, and leaves."""
-    homes, plan, footprint = blueprint.homes, blueprint.places[blueprint.place_of(rank)], Footprint(blueprint, rank)
+    offload_plan, plan, footprint = (
+        blueprint.offload_plan,
+        blueprint.places[blueprint.place_of(rank)],
+        Footprint(blueprint, rank),
+    )
     gradients = [one.layout.shard_numel * one.accumulation_dtype.itemsize for one in plan.trained]
-    kinds = [gradients, [one.shard_bytes for one in plan.trained]] if homes.updates_on_host else []
-    if homes.parameters is Placement.FILE:
+    kinds = [gradients, [one.shard_bytes for one in plan.trained]] if offload_plan.updates_on_host else []
+    if offload_plan.parameters is Placement.FILE:
         kinds.append([one.shard_bytes for one in plan.groups])
-    if homes.states is Placement.FILE:
+    if offload_plan.states is Placement.FILE:
         kinds.append([nbytes for one in plan.updated for nbytes in footprint.chunks(one)])
     return sum(round_up(nbytes, PAGE) for sizes in kinds for nbytes in sorted(sizes)[-3:])
 
@@ -146,8 +150,8 @@ def on_its_way(blueprint: Blueprint) -> int:
     trained = trained_groups(blueprint)
     sums = [group.layout.shard_numel * group.accumulation_dtype.itemsize for group in trained]
     messages = [group.layout.padded_numel * group.reduce_dtype.itemsize for group in trained]
-    sends = blueprint.arrangement.num_ranks > 1
-    return max(messages) * sends + max(sums) * (sends or blueprint.homes.updates_on_host)
+    sends = blueprint.parallel_dims.num_ranks > 1
+    return max(messages) * sends + max(sums) * (sends or blueprint.offload_plan.updates_on_host)
 
 
 class Peak:

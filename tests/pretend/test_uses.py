@@ -153,7 +153,7 @@ def half_frozen() -> nn.Module:
     return model
 
 
-def late_groups(make: Make, folder: str) -> list[Tensor]:
+def added_groups(make: Make, folder: str) -> list[Tensor]:
     engine = make(half_frozen, 2)
     train(engine, range(1))
     added = [engine.module.get_parameter("blocks.2.up.weight"), *engine.module.get_submodule("norm").parameters()]
@@ -196,7 +196,7 @@ USES: dict[str, Use] = {
     "join": join,
     "averages": averages,
     "gathered": gathered,
-    "late groups": late_groups,
+    "late groups": added_groups,
     "an optimizer of torch": own_optimizer,
     "a deferred model": deferred,
     "export": export,

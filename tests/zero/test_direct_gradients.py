@@ -244,9 +244,9 @@ def test_small_layers_are_left_alone() -> None:
 
 
 def layers_of(model: nn.Module) -> ModelPatches:
-    ledger = ModelPatches()
-    LinearLayers(model.modules(), lambda param, dy, x, is_transposed: gradient_of(dy, x, is_transposed), ledger)
-    return ledger
+    patches = ModelPatches()
+    LinearLayers(model.modules(), lambda param, dy, x, is_transposed: gradient_of(dy, x, is_transposed), patches)
+    return patches
 
 
 def test_a_copy_of_a_layer_computes_with_its_own_weights() -> None:
@@ -267,10 +267,10 @@ def test_a_copy_lets_go_of_its_maker() -> None:
             return gradient_of(dy, x, is_transposed)
 
     layer, maker = nn.Linear(WIDTH, WIDTH), Maker()
-    ledger, alive = ModelPatches(), weakref.ref(maker)
-    LinearLayers([layer], maker, ledger)
+    patches, alive = ModelPatches(), weakref.ref(maker)
+    LinearLayers([layer], maker, patches)
     other = copy.deepcopy(layer)
-    ledger.close()
+    patches.close()
     del maker
     assert alive() is None
     assert other(torch.ones(1, WIDTH)).requires_grad
@@ -327,12 +327,12 @@ def test_outputs_and_gradients_are_those_of_autograd(dtype: torch.dtype, has_bia
     inputs = [x, *layer.parameters()]
     expected_y = layer(x)
     expected = torch.autograd.grad(expected_y, inputs, dy)
-    ledger = layers_of(layer)
+    patches = layers_of(layer)
     found_y = layer(x)
     found = torch.autograd.grad(found_y, inputs, dy)
     assert "forward" in layer.__dict__ and torch.equal(found_y, expected_y)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    ledger.close()
+    patches.close()
     assert "forward" not in layer.__dict__
 
 

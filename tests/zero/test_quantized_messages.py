@@ -101,7 +101,7 @@ def test_other_forms_train_as_they_do_with_whole_messages(ranks: RankPool) -> No
 
 
 def groups_of(engine: lowtide.Engine) -> list[ShardedGroup]:
-    return [group for unit in engine._driver.passes.units for group in unit.groups]
+    return [group for unit in engine._runner.passes.units for group in unit.groups]
 
 
 def copies_and_errors(case: Case) -> tuple[list[Tensor], list[float]]:

@@ -39,7 +39,7 @@ def test_repeated_blocks_are_units_and_the_rest_is_first() -> None:
         "blocks.0": ["blocks.0.linear.weight", "blocks.0.linear.bias"],
         "blocks.1": ["blocks.1.linear.weight", "blocks.1.linear.bias"],
     }
-    assert [unit.is_rest for unit in units] == [True, False, False]
+    assert [unit.is_root for unit in units] == [True, False, False]
 
 
 def test_every_parameter_is_in_exactly_one_unit() -> None:

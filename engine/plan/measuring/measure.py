@@ -93,7 +93,7 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
                             preexec_fn=end_with_parent,
                         )
                     )
-            reader = threading.Thread(target=_tell, args=(processes[0], say), daemon=True)
+            reader = threading.Thread(target=_relay, args=(processes[0], say), daemon=True)
             reader.start()
             _wait(processes, [Path(name) / f"rank{rank}.log" for rank in range(count)])
             reader.join()
@@ -124,7 +124,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _tell(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:
+def _relay(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         say(line.decode(errors="replace").strip())

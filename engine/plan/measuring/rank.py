@@ -128,8 +128,8 @@ def _load(store: FileStore, values: torch.Tensor) -> None:
 def _messages(world: World, route: str) -> Curves:
     """Each rank sends to each other one; sizes are what it sends."""
     size = world.size
-    arrangement = ParallelDims((("shard", size),), ("shard",))
-    mesh = Mesh.create(world, arrangement, route, 0, "shard")
+    parallel_dims = ParallelDims((("shard", size),), ("shard",))
+    mesh = Mesh.create(world, parallel_dims, route, 0, "shard")
     try:
         axis = mesh.axes["shard"]
         axis.route.reserve_slots(4 * _NUMELS[-1], _SLOTS)

@@ -27,8 +27,13 @@ def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
     (TRITON_INTERPRET=1), "triton" is possible on the CPU. Raises ValueError if tensors are on several devices, or if
     "triton" is not possible.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
-    devices = {tensor.device for tensor in given}
+    places = tuple([(tensor.device, tensor.dtype) for tensor in tensors if tensor is not None])
+    return _uses_triton(backend, kernel, places)
+
+
+@cache  # of a call that a step makes for every layer
+def _uses_triton(backend: Backend, kernel: str, given: tuple[tuple[torch.device, torch.dtype], ...]) -> bool:
+    devices = {device for device, _ in given}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(
@@ -39,10 +44,10 @@ def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
     if backend not in _BACKENDS:
         choices = " or ".join(f'"{name}"' for name in _BACKENDS)
         raise ValueError(f'{kernel}: expected backend {choices}, found "{backend}"')
-    device = given[0].device.type if given else "cpu"
+    device = given[0][0].type if given else "cpu"
     if backend == "auto" and device != "cuda":
         return False
-    wide = [tensor.dtype for tensor in given if tensor.is_floating_point() and tensor.dtype not in TRITON_DTYPES]
+    wide = [dtype for _, dtype in given if dtype.is_floating_point and dtype not in TRITON_DTYPES]
     if backend == "auto":
         return not wide and _has_triton_or_says_so()
     if not has_triton():
@@ -93,6 +98,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 def as_rows(x: Tensor) -> Tensor:
     """Reshape x, (..., n), to (rows, n) with adjacent columns: a view of x if its strides allow it."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
     # reshape(-1, n) is ambiguous for an empty x.
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()

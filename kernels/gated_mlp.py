@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dispatch import Backend, as_rows, uses_triton
+from .dispatch import Backend, as_rows, triton_form, uses_triton
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -114,20 +114,16 @@ def _gate_and_up(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-        from .triton import gated_mlp as triton_form
-
         ctx.save_for_backward(x, up)
         ctx.activation = activation
-        y = triton_form.forward(*_gate_and_up(x, up), activation)
+        y: Tensor = triton_form("gated_mlp").forward(*_gate_and_up(x, up), activation)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from .triton import gated_mlp as triton_form
-
         x, up = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dup = torch.empty_like(dx) if up is not None else None
-        triton_form.backward(as_rows(dy), *_gate_and_up(x, up), *_gate_and_up(dx, dup), ctx.activation)
+        triton_form("gated_mlp").backward(as_rows(dy), *_gate_and_up(x, up), *_gate_and_up(dx, dup), ctx.activation)
         return dx, dup, None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import Backend, uses_triton
+from .dispatch import Backend, triton_form, uses_triton
 
 
 def rotary_embedding(
@@ -91,17 +91,16 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-        from .triton import rotary as triton_form
-
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return triton_form.rotate(q, k, cos, sin, interleaved=interleaved, transposed=False)
+        rotated: tuple[Tensor, Tensor] = triton_form("rotary").rotate(
+            q, k, cos, sin, interleaved=interleaved, transposed=False
+        )
+        return rotated
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        from .triton import rotary as triton_form
-
         cos, sin = ctx.saved_tensors
-        dq, dk = triton_form.rotate(dq, dk, cos, sin, interleaved=ctx.interleaved, transposed=True)
+        dq, dk = triton_form("rotary").rotate(dq, dk, cos, sin, interleaved=ctx.interleaved, transposed=True)
         return dq, dk, None, None, None

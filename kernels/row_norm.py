@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import Backend, as_rows, check_row_weight, uses_triton
+from .dispatch import Backend, as_rows, check_row_weight, triton_form, uses_triton
 
 
 def rms_norm(
@@ -130,7 +130,7 @@ def _row_norm(
     subtracts_mean: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute y and h on Triton. h is None without a residual. x must not be empty."""
-    return _RowNorm.apply(x, residual, weight, bias, eps, offset, subtracts_mean)  # type: ignore[no-untyped-call, no-any-return]
+    return _RowNorm.apply(x, residual, weight, bias, (eps, offset, subtracts_mean))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _check_residual(kernel: str, x: Tensor, residual: Tensor) -> None:
@@ -150,33 +150,29 @@ class _RowNorm(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-        offset: float,
-        subtracts_mean: bool,
+        options: tuple[
+            float, float, bool
+        ],  # eps, offset, whether the mean is subtracted: autograd looks at each argument
     ) -> tuple[Tensor, Tensor | None]:
-        from .triton import row_norm as triton_form
-
         residual_rows = as_rows(residual) if residual is not None else None
-        y, h, mean, rstd = triton_form.forward(as_rows(x), residual_rows, weight, bias, eps, offset, subtracts_mean)
+        y, h, mean, rstd = triton_form("row_norm").forward(as_rows(x), residual_rows, weight, bias, *options)
         ctx.save_for_backward(h, weight, mean, rstd)
         _, ctx.needs_residual, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         ctx.dweight_dtype = weight.dtype if weight is not None and needs_weight else None
         ctx.dbias_dtype = bias.dtype if bias is not None and needs_bias else None
-        ctx.offset = offset
+        ctx.offset = options[1]
         ctx.set_materialize_grads(False)  # if h is not used, backward reads no zeros
         return y.view(x.shape), h.view(x.shape) if residual is not None else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        from .triton import row_norm as triton_form
-
         h, weight, mean, rstd = ctx.saved_tensors
         if dy is None:
-            return dh, dh, None, None, None, None, None
+            return dh, dh, None, None, None
         dh_rows = as_rows(dh) if dh is not None else None
-        dx, dweight, dbias = triton_form.backward(
+        dx, dweight, dbias = triton_form("row_norm").backward(
             as_rows(dy), dh_rows, h, weight, mean, rstd, ctx.offset, ctx.dweight_dtype, ctx.dbias_dtype
         )
         dx = dx.view(dy.shape)
-        return dx, dx if ctx.needs_residual else None, dweight, dbias, None, None, None
+        return dx, dx if ctx.needs_residual else None, dweight, dbias, None

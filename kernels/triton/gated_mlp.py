@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, next_power_of_2
+from .launch import MOST_PREPARED, PreparedLaunch, next_power_of_2
 
 TILE_NUMEL = 1024  # 8 elements per thread: a 16-byte load of each input in two-byte dtypes
 NUM_WARPS = 4
@@ -75,29 +76,37 @@ def _backward_kernel(
 def forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Compute y, contiguous. gate, up: (n_rows, n_cols) with adjacent columns."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    grid, tile = _tiles(gate)
-    launch(
-        _forward_kernel, grid, num_warps=NUM_WARPS,
-        G_ptr=gate, U_ptr=up, Y_ptr=y, G_row_stride=gate.stride(0), U_row_stride=up.stride(0),
-        ACTIVATION=activation, **tile,
-    )  # fmt: skip
+    _forward_launch(*gate.shape, gate.dtype, gate.stride(0), up.stride(0), activation)(gate, up, y)
     return y
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _forward_launch(
+    n_rows: int, n_cols: int, dtype: torch.dtype, gate_stride: int, up_stride: int, activation: str
+) -> PreparedLaunch:
+    grid, tile = _tiles(n_rows, n_cols)
+    strides = {"G_row_stride": gate_stride, "U_row_stride": up_stride}
+    return PreparedLaunch(_forward_kernel, grid, num_warps=NUM_WARPS, **strides, ACTIVATION=activation, **tile)
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str) -> None:
     """Compute dgate and dup in place. All tensors: (n_rows, n_cols) with adjacent columns."""
-    grid, tile = _tiles(gate)
-    launch(
-        _backward_kernel, grid, num_warps=NUM_WARPS,
-        DY_ptr=dy, G_ptr=gate, U_ptr=up, DG_ptr=dgate, DU_ptr=dup,
-        DY_row_stride=dy.stride(0), G_row_stride=gate.stride(0), U_row_stride=up.stride(0),
-        DG_row_stride=dgate.stride(0), DU_row_stride=dup.stride(0), ACTIVATION=activation, **tile,
-    )  # fmt: skip
+    strides = dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0)
+    _backward_launch(*gate.shape, gate.dtype, dy.dtype, strides, activation)(dy, gate, up, dgate, dup)
 
 
-def _tiles(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+@lru_cache(maxsize=MOST_PREPARED)
+def _backward_launch(
+    n_rows: int, n_cols: int, dtype: torch.dtype, dy_dtype: torch.dtype, strides: tuple[int, ...], activation: str
+) -> PreparedLaunch:
+    """strides: the row strides of dy, gate, up, dgate and dup."""
+    grid, tile = _tiles(n_rows, n_cols)
+    named = {f"{name}_row_stride": stride for name, stride in zip(("DY", "G", "U", "DG", "DU"), strides, strict=True)}
+    return PreparedLaunch(_backward_kernel, grid, num_warps=NUM_WARPS, **named, ACTIVATION=activation, **tile)
+
+
+def _tiles(n_rows: int, n_cols: int) -> tuple[tuple[int], dict[str, Any]]:
     """Return the grid over (n_rows, n_cols) and the kernel's sizes. The grid uses the GPU's only large dimension."""
-    n_rows, n_cols = x.shape
     block_size = min(next_power_of_2(n_cols), TILE_NUMEL)
     rows, num_blocks = TILE_NUMEL // block_size, -(-n_cols // block_size)
     sizes = {"n_rows": n_rows, "n_cols": n_cols, "num_blocks": num_blocks, "ROWS": rows, "BLOCK_SIZE": block_size}

@@ -1,15 +1,24 @@
-"""Launch Triton kernels (`launch`). All launches go through this file, so that tests can record and compile them."""
+"""Starts Triton kernels. Every launch goes through here, so that tests can record it and compile it ahead of time.
+
+[Note: Cost of a launch] Triton looks at each argument of each launch: name, type, alignment, value of an integer. That
+costs the host more than a small kernel costs the device. A `PreparedLaunch` has the grid and the scalars; its call
+passes tensors alone. After the first call on a device it starts the compiled kernel directly, if every pointer is a
+multiple of 16 bytes, as Triton assumed when it compiled the kernel. Every other case goes through Triton.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+
+ALIGNMENT_BYTES = 16  # that Triton distinguishes
+MOST_PREPARED = 512  # launches that a kernel keeps: of a block's norms in several shapes, and of their backwards
 
 
 @dataclass(frozen=True)
@@ -24,37 +33,93 @@ class Launch:
     enable_fp_fusion: bool = True
 
 
-_RECORDED: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+_RECORDERS: list[list[Launch]] = []  # innermost last; a ContextVar would cost each launch more
 
 
-def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **args: Any) -> None:
-    """Run `kernel` on `grid` programs, or nothing for an empty grid. args: the kernel's parameters by name.
+def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **args: Any) -> Any:
+    """Run `kernel` on `grid` programs; do nothing if the grid is empty. args: the kernel's parameters by name.
 
-    args may contain enable_fp_fusion: True (default) if the compiler may fuse a product and a sum.
+    enable_fp_fusion (in args): whether the compiler may fuse a product and a sum into one rounding; True by default.
+    Returns Triton's compiled kernel, None if there is none.
     """
     enable_fp_fusion = bool(args.pop("enable_fp_fusion", True))
-    recorded = _RECORDED.get()
-    if recorded is not None:
-        recorded.append(Launch(kernel, grid, args, num_warps, num_stages, enable_fp_fusion))
-        return
+    if _RECORDERS:
+        _RECORDERS[-1].append(Launch(kernel, grid, args, num_warps, num_stages, enable_fp_fusion))
+        return None
     if not all(grid):
-        return
+        return None
     device = next((value.device for value in args.values() if isinstance(value, Tensor)), None)
-    # Triton starts kernels on the current device, which may differ from the tensors' device.
+    # Triton starts kernels on the current device, which need not be that of the tensors.
     on_device = torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
     with on_device:
-        kernel[grid](**args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
+        return kernel[grid](**args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
+
+
+class PreparedLaunch:
+    """A launch with a fixed grid and fixed scalars. A call passes the tensors. [Note: Cost of a launch]
+
+    kernel: its parameters are pointers first, then scalars and constants. scalars: values of these by name.
+    The dtypes of the tensors must be the same in every call.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **scalars: Any):
+        self._kernel, self._num_warps, self._num_stages, self._scalars = kernel, num_warps, num_stages, scalars
+        self._names = kernel.arg_names[: -len(scalars)]
+        self._grid, self._whole_grid = grid, (*grid, 1, 1)[:3]
+        self._trailing = tuple(scalars[name] for name in kernel.arg_names[-len(scalars) :])
+        self._started: dict[
+            int, tuple[Any, ...]
+        ] = {}  # by device: launcher, function and metadata of the compiled kernel
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Start the kernel on the device of the first tensor. tensors: in the order of the kernel's pointers."""
+        first = tensors[0]
+        assert first is not None
+        device = first.get_device()
+        started = self._started.get(device)
+        if (
+            started is None
+            or _RECORDERS
+            or device != torch._C._cuda_getDevice()  # torch.cuda.current_device costs more
+            or not _are_aligned(tensors)
+            or _is_watched()
+        ):
+            self._start_by_triton(device, tensors)
+            return
+        run, function, metadata = started
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(*self._whole_grid, stream, function, metadata, None, None, None, *tensors, *self._trailing)
+
+    def _start_by_triton(self, device: int, tensors: tuple[Tensor | None, ...]) -> None:
+        args = dict(zip(self._names, tensors, strict=True)) | self._scalars
+        compiled = launch(self._kernel, self._grid, self._num_warps, self._num_stages, **args)
+        if device >= 0 and compiled is not None and _are_aligned(tensors):
+            self._started[device] = compiled.run, compiled.function, compiled.packed_metadata
+
+
+def _are_aligned(tensors: tuple[Tensor | None, ...]) -> bool:
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return not bits % ALIGNMENT_BYTES
+
+
+def _is_watched() -> bool:
+    """Tell if a profiler has hooks on launches: Triton gives them the metadata of each launch."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within the context, record launches in the list and run no kernel. Tensors may be on the meta device."""
+    """Put every launch within the context into the list, and start none. Takes meta tensors too."""
     launches: list[Launch] = []
-    token = _RECORDED.set(launches)
+    _RECORDERS.append(launches)
     try:
         yield launches
     finally:
-        _RECORDED.reset(token)
+        _RECORDERS.pop()
 
 
 def next_power_of_2(number: int) -> int:

@@ -11,12 +11,14 @@ early, which they do if the shared memory of a small GPU can hold them.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, next_power_of_2, num_processors
+from .launch import MOST_PREPARED, PreparedLaunch, next_power_of_2, num_processors
 
 MAX_BLOCK_SIZE = 8192  # columns that a program holds in registers
 FORWARD_THREAD_NUMEL = 8  # elements
@@ -188,18 +190,38 @@ def forward(
     h = torch.empty_like(y) if residual is not None else x
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if subtracts_mean else None
+    start = _forward_launch(
+        n_rows, n_cols, x.dtype, x.stride(0), residual.stride(0) if residual is not None else None,
+        weight.dtype if weight is not None else None, bias.dtype if bias is not None else None,
+        eps, offset, subtracts_mean,
+    )  # fmt: skip
+    start(x, residual, _adjacent(weight), _adjacent(bias), y, h, mean, rstd)
+    return y, h, mean, rstd
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _forward_launch(
+    n_rows: int,
+    n_cols: int,
+    dtype: torch.dtype,
+    x_stride: int,
+    residual_stride: int | None,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    eps: float,
+    offset: float,
+    subtracts_mean: bool,
+) -> PreparedLaunch:
+    """The forward of rows of this shape. Strides and dtypes are None for tensors that are not given."""
     block_size = min(next_power_of_2(n_cols), MAX_BLOCK_SIZE)
     rows, num_warps = _tile(block_size, FORWARD_THREAD_NUMEL)
-    launch(
+    return PreparedLaunch(
         _forward_kernel, (-(-n_rows // rows),), num_warps=num_warps,
-        X_ptr=x, R_ptr=residual, W_ptr=_adjacent(weight), B_ptr=_adjacent(bias),
-        Y_ptr=y, H_ptr=h, MEAN_ptr=mean, RSTD_ptr=rstd,
-        X_row_stride=x.stride(0), R_row_stride=residual.stride(0) if residual is not None else 0,
+        X_row_stride=x_stride, R_row_stride=residual_stride or 0,
         n_rows=n_rows, n_cols=n_cols, eps=eps, offset=offset, SUBTRACTS_MEAN=subtracts_mean,
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual_stride is not None, HAS_WEIGHT=weight_dtype is not None, HAS_BIAS=bias_dtype is not None,
         ROWS=rows, BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_cols // block_size),
     )  # fmt: skip
-    return y, h, mean, rstd
 
 
 def backward(
@@ -220,51 +242,80 @@ def backward(
     n_rows, n_cols = h.shape
     weight = _adjacent(weight)
     dx = torch.empty((n_rows, n_cols), dtype=h.dtype, device=h.device)
+    mean_g = mean_gh = None
+    if n_cols > MAX_BLOCK_SIZE:
+        mean_g, mean_gh = _row_means(dy, h, weight, mean, rstd, offset)
+    start, num_strips = _backward_launch(
+        n_rows, n_cols, h.device, h.dtype, dy.dtype, weight.dtype if weight is not None else None,
+        dy.stride(0), dh.stride(0) if dh is not None else None, h.stride(0), offset, mean is not None,
+        dweight_dtype is not None, dbias_dtype is not None,
+    )  # fmt: skip
+    strips_of_dw = strips_of_db = None
+    if dweight_dtype is not None:
+        strips_of_dw = torch.empty((num_strips, n_cols), dtype=torch.float32, device=h.device)
+    if dbias_dtype is not None:
+        strips_of_db = torch.empty((num_strips, n_cols), dtype=torch.float32, device=h.device)
+    start(dy, dh, h, weight, mean, rstd, mean_g, mean_gh, dx, strips_of_dw, strips_of_db)
+    return dx, _sum_of_strips(strips_of_dw, dweight_dtype), _sum_of_strips(strips_of_db, dbias_dtype)
+
+
+def _sum_of_strips(strips: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return strips.sum(0).to(dtype) if strips is not None else None
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _backward_launch(
+    n_rows: int,
+    n_cols: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    dy_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    dy_stride: int,
+    dh_stride: int | None,
+    h_stride: int,
+    offset: float,
+    subtracts_mean: bool,
+    wants_dw: bool,
+    wants_db: bool,
+) -> tuple[PreparedLaunch, int]:
+    """The backward of rows of this shape, and its number of strips. None stands for tensors that are not given."""
     block_size = min(next_power_of_2(n_cols), MAX_BLOCK_SIZE)
     num_blocks = -(-n_cols // block_size)
     rows, num_warps = _tile(block_size, BACKWARD_THREAD_NUMEL)
-    mean_g, mean_gh = _row_means(dy, h, weight, mean, rstd, offset, block_size) if num_blocks > 1 else (None, None)
-    num_programs = RESIDENT_WARPS // num_warps * num_processors(h.device)
+    num_programs = RESIDENT_WARPS // num_warps * num_processors(device)
     tiles_per_strip = -(-n_rows * num_blocks // (rows * num_programs))
     num_strips = -(-n_rows // (rows * tiles_per_strip))
-    loaded_bytes = rows * block_size * h.element_size() * (3 if dh is not None else 2)
-    dtypes = [dtype for dtype in (dweight_dtype, dbias_dtype) if dtype is not None]
-    strips = torch.empty((len(dtypes), num_strips, n_cols), dtype=torch.float32, device=h.device)
-    launch(
+    loaded_bytes = rows * block_size * dtype.itemsize * (3 if dh_stride is not None else 2)
+    start = PreparedLaunch(
         _backward_kernel, (num_strips * num_blocks,), num_warps=num_warps,
-        DY_ptr=dy, DH_ptr=dh, H_ptr=h, W_ptr=weight, MEAN_ptr=mean, RSTD_ptr=rstd,
-        MEAN_G_ptr=mean_g, MEAN_GH_ptr=mean_gh, DX_ptr=dx,
-        DW_ptr=strips[0] if dweight_dtype is not None else None,
-        DB_ptr=strips[-1] if dbias_dtype is not None else None,
-        DY_row_stride=dy.stride(0), DH_row_stride=dh.stride(0) if dh is not None else 0, H_row_stride=h.stride(0),
+        DY_row_stride=dy_stride, DH_row_stride=dh_stride or 0, H_row_stride=h_stride,
         n_rows=n_rows, n_cols=n_cols, tiles_per_strip=tiles_per_strip, offset=offset,
-        SUBTRACTS_MEAN=mean is not None, HAS_DH=dh is not None, HAS_WEIGHT=weight is not None,
-        WANTS_DW=dweight_dtype is not None, WANTS_DB=dbias_dtype is not None,
-        ROWS=rows, BLOCK_SIZE=block_size, NUM_BLOCKS=num_blocks,
+        SUBTRACTS_MEAN=subtracts_mean, HAS_DH=dh_stride is not None, HAS_WEIGHT=weight_dtype is not None,
+        WANTS_DW=wants_dw, WANTS_DB=wants_db, ROWS=rows, BLOCK_SIZE=block_size, NUM_BLOCKS=num_blocks,
         NUM_STAGES=2 if loaded_bytes <= EARLY_LOAD_BYTES else 1,
     )  # fmt: skip
-    sums = [total.to(dtype) for total, dtype in zip(strips.sum(1), dtypes, strict=True)] if dtypes else []
-    return dx, sums[0] if dweight_dtype is not None else None, sums[-1] if dbias_dtype is not None else None
+    return start, num_strips
 
 
 def _row_means(
-    dy: Tensor, h: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float, block_size: int
+    dy: Tensor, h: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor | None, Tensor]:
     """Launch the means of wide rows. Returns mean(g), None if not needed, and mean(g h^), each (n_rows,) float32."""
     n_rows, n_cols = h.shape
     mean_g, mean_gh = torch.empty_like(rstd) if mean is not None else None, torch.empty_like(rstd)
-    launch(
-        _row_means_kernel, (n_rows,), num_warps=_tile(block_size, FORWARD_THREAD_NUMEL)[1],
-        DY_ptr=dy, H_ptr=h, W_ptr=weight, MEAN_ptr=mean, RSTD_ptr=rstd, MEAN_G_ptr=mean_g, MEAN_GH_ptr=mean_gh,
+    start = PreparedLaunch(
+        _row_means_kernel, (n_rows,), num_warps=_tile(MAX_BLOCK_SIZE, FORWARD_THREAD_NUMEL)[1],
         DY_row_stride=dy.stride(0), H_row_stride=h.stride(0), n_cols=n_cols, offset=offset,
         SUBTRACTS_MEAN=mean is not None, HAS_WEIGHT=weight is not None,
-        BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_cols // block_size),
+        BLOCK_SIZE=MAX_BLOCK_SIZE, NUM_BLOCKS=-(-n_cols // MAX_BLOCK_SIZE),
     )  # fmt: skip
+    start(dy, h, weight, mean, rstd, mean_g, mean_gh)
     return mean_g, mean_gh
 
 
 def _adjacent(vector: Tensor | None) -> Tensor | None:
-    return vector.contiguous() if vector is not None else None
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
 def _tile(block_size: int, thread_numel: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The RMS norm and the layer norm in Triton's interpreter equal their formulas in float64, forward and backward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -26,6 +26,16 @@ SHAPES = [(1, 1), (3, 7), (2, 3, 64), (70, 30), (5, 123), (4, 1, 257), (3, 1, 11
 EPS = 1e-5
 
 Vectors = Sequence[Tensor | None]  # the weight, and the bias where the norm has one
+
+
+@pytest.fixture(autouse=True)
+def fresh_launches() -> Iterator[None]:
+    """Some tests change the constants that prepared launches were made with."""
+    for turn in range(2):
+        triton_form._forward_launch.cache_clear()
+        triton_form._backward_launch.cache_clear()
+        if not turn:
+            yield
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import lowtide
 from lowtide.engine.config.schema import json_schema
+from lowtide.engine.config.translate import ALIASES
 
 _WIDTH = 100
 API, CONFIG = (Path(__file__).with_name(name) for name in ("api.md", "config.md"))
@@ -116,12 +117,13 @@ def config_page(page: str) -> str:
 
 
 def _keys_table(schema: Any, path: str) -> str:
-    """Keys of a section that have an effect. path: such as `zero_optimization.offload_param`, or `top`."""
+    """Keys of a section that have an effect, without aliases. path: `zero_optimization.offload_param`, or `top`."""
     section = _section(schema, path)
+    aliases = {alias.rpartition(".")[2] for alias in ALIASES if alias.rpartition(".")[0] == path}
     rows = [
         f"| `{key}` | {_kind(schema, one)} | {_default(section, key, one)} | {_text(one)} |"
         for key, one in section["properties"].items()
-        if _works(one) and not (path == "top" and _is_section(schema, one))
+        if _works(one) and key not in aliases and not (path == "top" and _is_section(schema, one))
     ]
     return "\n".join(["| key | values | default | meaning |", "|---|---|---|---|", *rows])
 
@@ -224,9 +226,9 @@ def _kind(schema: Any, one: Any) -> str:
                 )
                 if word in option
             ]  # fmt: skip
-            name = {"array": "list", "boolean": "true, false", "object": "section"}.get(kind, kind)
+            name = {"array": "list", "boolean": "true, false", "object": "section", "integer": "int"}.get(kind, kind)
             kinds.append(" ".join([name, *bounds]))
-    return " or ".join(dict.fromkeys(kinds))
+    return ", ".join(dict.fromkeys(kinds))
 
 
 def _values(values: list[Any]) -> str:

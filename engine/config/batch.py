@@ -1,14 +1,13 @@
-"""The batch triple: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
+"""The batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
 
-[Note: what stays] A job may go on with other ranks than it began with. Learning rate, schedule and order of the data
-are made for a global batch, so train_batch_size stays. The microbatch decides on memory: it stays too, and accumulation
-makes up for the ranks that are missing; where that does not divide, the next smaller microbatch is taken. A larger one
-is taken only if the config leaves it open, after all others.
+[Note: what stays] A job may continue on a different number of ranks. Learning rate, schedule and data order are made
+for a global batch, so train_batch_size stays. The microbatch decides on memory, so it stays too, and accumulation makes
+up for missing ranks. If that does not divide, the next smaller microbatch is used; a larger one only if the config
+leaves the microbatch open, and last.
 
 [Note: elasticity] The section `elasticity` chooses a global batch that many numbers of ranks divide, as DeepSpeed does
-(0.6 to 0.18, which has removed it since): each microbatch, and the least common multiple of all, times the largest
-highly composite number that stays within `max_train_batch_size`; of these the batch that the most numbers of ranks
-divide.
+(0.6 to 0.18). Candidates are each microbatch, and the least common multiple of all, times the largest highly composite
+number within `max_train_batch_size`. The candidate that most numbers of ranks divide wins.
 """
 
 import math
@@ -28,7 +27,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 @dataclass(frozen=True)
 class Batch:
-    """The three sizes, all filled."""
+    """All three batch sizes."""
 
     train: int
     micro: int
@@ -36,13 +35,13 @@ class Batch:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`, as text: "8 or 12"."""
+    """Return the multiples of `unit` next to `value`, as text: "8 or 12"."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
 
 def nearest_divisors(value: int, of: int) -> str:
-    """The divisors of `of` next to `value`, as text: "2 or 4"."""
+    """Return the divisors of `of` next to `value`, as text: "2 or 4"."""
     divisors = [d for d in range(1, of + 1) if of % d == 0]
     below = [d for d in divisors if d <= value][-1:]
     above = [d for d in divisors if d > value][:1]
@@ -50,9 +49,9 @@ def nearest_divisors(value: int, of: int) -> str:
 
 
 def fill_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> Batch | Fault:
-    """The whole triple from what is given, or the fault that shows why there is none.
+    """Complete the batch sizes, or return the fault that shows why it is impossible.
 
-    One or two values give the rest: a missing accumulation or microbatch is 1 where the others leave it open.
+    If two are missing, accumulation is 1, then the microbatch is 1.
     """
     if train is None:
         micro, accumulation = micro or 1, accumulation or 1
@@ -90,28 +89,28 @@ VARIABLE = "LOWTIDE_FIRST_WORLD_SIZE"  # set by `lowtide launch`
 
 
 def first_world_size(environ: Mapping[str, str], world_size: int) -> int | None:
-    """The number of ranks of the job's first attempt; None where nothing says so.
+    """Return the number of ranks of the job's first attempt, or None if it is unknown.
 
-    The variable counts only beside a WORLD_SIZE that is `world_size`: a process that a rank has started for itself
-    inherits it, and is not that job. Raises ValueError if it is no number of ranks.
+    The variable counts only if WORLD_SIZE equals `world_size`: a process that a rank starts inherits the variable, but
+    is a different job. Raises ValueError if the variable is not a number of ranks.
     """
     text = environ.get(VARIABLE)
     if text is None or environ.get("WORLD_SIZE") != str(world_size):
         return None
     if not (text.isascii() and text.isdigit() and int(text)):
         raise ValueError(
-            f'{VARIABLE}: expected the number of ranks of the first attempt, at least 1, found "{text}"; '
-            "`lowtide launch` sets it for every rank, leave it out elsewhere"
+            f'{VARIABLE}: expected the number of ranks of the first attempt, at least 1, found "{text}"; unset it: '
+            "`lowtide launch` sets it for every rank"
         )
     return int(text)
 
 
 @dataclass(frozen=True)
 class KeptBatch:
-    """The global batch of a first attempt, on other ranks.
+    """The global batch of a first attempt, on a different number of ranks.
 
-    same: ranks that take the same data. is_micro_given: by the config. can_accumulate: whether the config's schedule
-    and its other settings take so many microbatches. divisor: what must divide the data-parallel ranks.
+    same: ranks that take the same data. is_micro_given: by the config. can_accumulate: whether the schedule and the
+    other settings accept this accumulation. divisor: must divide the number of data-parallel ranks.
     """
 
     first: Batch
@@ -122,9 +121,9 @@ class KeptBatch:
     divisor: int
 
     def on(self, data_size: int) -> Batch | None:
-        """The triple on so many data-parallel ranks; None where they do not divide the global batch.
+        """Return the batch sizes on `data_size` data-parallel ranks, or None if they do not divide the global batch.
 
-        Where no microbatch suits `can_accumulate`, it is the one that would be taken otherwise.
+        If no accumulation suits `can_accumulate`, the preferred microbatch is returned.
         """
         share, rest = divmod(self.first.train, data_size)
         if rest or not share:
@@ -133,7 +132,7 @@ class KeptBatch:
         return next((triple for triple in triples if self.can_accumulate(triple.accumulation)), triples[0])
 
     def note(self, world_size: int) -> str:
-        """The triple that is taken on a legal number of ranks, and the one that was before."""
+        """Return the note with the new and the first batch sizes, for a legal number of ranks."""
         batch = self.on(world_size // self.same)
         assert batch is not None
         return (
@@ -143,7 +142,7 @@ class KeptBatch:
         )
 
     def fault(self, world_size: int) -> Fault:
-        """Why the job cannot go on with so many ranks, as far as it is for the batch, and with how many it can."""
+        """Say why the job cannot continue on `world_size` ranks, and on how many it can."""
         first, same = self.first, self.same
         text = (
             f"the job began on {_ranks(self.first_world_size)}, and its global batch stays: train_batch_size"
@@ -155,14 +154,14 @@ class KeptBatch:
                 f"gradient_accumulation_steps(?) x data-parallel ranks({world_size // same}) hold"
             )
         text += (
-            f". It cannot go on with {_ranks(world_size)}; the nearest numbers that it can go on with are "
-            f"{self._nearest_worlds(world_size)}. Start it on one of these with train_batch_size {first.train} in the "
-            "config, or with a train_batch_size that more numbers of ranks divide"
+            f". It cannot continue on {_ranks(world_size)}; the nearest legal numbers of ranks are "
+            f"{self._nearest_worlds(world_size)}. Use one of these with train_batch_size {first.train} in the "
+            "config, or set a train_batch_size that more numbers of ranks divide"
         )
         return Fault("train_batch_size", "conflict", text)
 
     def _micros(self, share: int) -> list[int]:
-        """The microbatches that divide a rank's share of the global batch, the wished ones first."""
+        """Return the microbatches that divide a rank's share of the global batch, in order of preference."""
         divisors = [micro for micro in range(1, share + 1) if share % micro == 0]
         larger = [micro for micro in divisors if micro > self.first.micro and not self.is_micro_given]
         return [micro for micro in divisors[::-1] if micro <= self.first.micro] + larger
@@ -171,7 +170,7 @@ class KeptBatch:
         return f"{batch.micro} x {batch.accumulation} x {world_size // self.same}"
 
     def _nearest_worlds(self, world_size: int) -> str:
-        """The legal world sizes next to `world_size`; that of the first attempt is one, so there is one."""
+        """Return the legal world sizes next to `world_size`. The first attempt's is legal, so there is one."""
         sizes = [size for size in range(1, self.first.train + 1) if self.first.train % size == 0]
         below = [size for size in sizes if size * self.same < world_size]
         above = [size for size in sizes if size * self.same > world_size]
@@ -184,10 +183,10 @@ class KeptBatch:
 
 
 def nothing_kept(first_world_size: int, world_size: int) -> str:
-    """What is said where the config leaves the global batch to the script."""
+    """Return the note if the config leaves the global batch to the script."""
     return (
-        f"train_batch_size: the job began on {_ranks(first_world_size)} and goes on with {world_size}; neither it nor "
-        "train_micro_batch_size_per_gpu is given, so the global batch is what the script makes it"
+        f"train_batch_size: the job began on {_ranks(first_world_size)} and continues on {world_size}; neither it nor "
+        "train_micro_batch_size_per_gpu is given, so the script decides the global batch"
     )
 
 
@@ -195,13 +194,13 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
-# More divisors than any smaller number; https://oeis.org/A002182.
+# Numbers with more divisors than any smaller number: https://oeis.org/A002182
 _HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120),
     *(20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400),
     *(665280, 720720),
 )
-_MAX_BATCH = 10_000_000  # the divisors of what is below are found in milliseconds
+_MAX_BATCH = 10_000_000  # divisors up to here are found in milliseconds
 _MAX_MICROS = 32
 _SHOWN = 12
 
@@ -215,13 +214,13 @@ def _version(value: object) -> object:
 
 
 def batch_keys(config: Any) -> dict[str, int]:
-    """Those of a config that are given."""
+    """Return the batch sizes that a config gives."""
     found = {key: getattr(config, key) for key in BATCH_KEYS} | {"pipeline.microbatches": config.pipeline.microbatches}
     return {key: value for key, value in found.items() if value is not None}
 
 
 class ElasticityConfig(ConfigSection):
-    """A global batch for many numbers of ranks: see docs/config.md. Batch sizes are not given beside it."""
+    """A global batch for many numbers of ranks: see docs/config.md. Batch sizes are not given with it."""
 
     path = "elasticity"
 
@@ -229,35 +228,34 @@ class ElasticityConfig(ConfigSection):
     """Turns it on."""
 
     max_train_batch_size: _BatchLimit | None = None
-    """The largest global batch. Must be given where the section is on."""
+    """The largest global batch. Required if enabled."""
 
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(max_length=_MAX_MICROS)] | None = None
-    """Samples per forward on each rank, of which one is taken. Must be given where the section is on."""
+    """Microbatches to choose from. Required if enabled."""
 
     min_gpus: Positive = 1
-    """The smallest number of ranks that counts."""
+    """Smallest number of ranks."""
 
     max_gpus: Positive = 10_000
-    """The largest."""
+    """Largest number of ranks."""
 
     min_time: NonNegative = 0.0
-    """Minutes until the scheduler of a cluster may change the number of ranks; for that scheduler."""
+    """Minutes between changes of the number of ranks. For cluster schedulers; no effect here."""
 
     version: Annotated[float, BeforeValidator(_version), Field(json_schema_extra={"enum": [0.1, 0.2]})] = 0.2
-    """0.1: numbers of ranks that do not divide the batch are an error. 0.2: numbers of hosts are counted, and another
-    number of ranks trains with a global batch of its own."""
+    """0.1: ranks must divide the batch. 0.2: counts hosts; ranks that do not divide the batch get a different one."""
 
     prefer_larger_batch: Bool = True
-    """Whether the larger of two batches is taken that as many numbers of ranks divide."""
+    """Of two batches that equally many numbers of ranks divide, take the larger."""
 
     ignore_non_elastic_batch_info: Bool = False
-    """Batch sizes beside the section have no effect; else they are an error."""
+    """Ignore given batch sizes; else they are errors."""
 
     model_parallel_size: Positive = 1
-    """Ranks that share a sample: parallel.tensor x pipeline x sequence. Version 0.2."""
+    """parallel.tensor x pipeline x sequence. Version 0.2."""
 
     num_gpus_per_node: Positive = 1
-    """Ranks of a host, which come and go together. Version 0.2."""
+    """Ranks of a host. Version 0.2."""
 
     def faults(self, config: Any) -> list[Fault]:
         if not self.enabled:
@@ -274,16 +272,16 @@ class ElasticityConfig(ConfigSection):
             bound = per_host if self.version == 0.2 else limit
             for micro in self.micro_batch_sizes or ():
                 if micro > bound:
-                    text = f"expected at most {bound}, which max_train_batch_size leaves of it, found {micro}"
+                    text = f"expected at most {bound}, by max_train_batch_size, found {micro}"
                     found.append(Fault("elasticity.micro_batch_sizes", "conflict", text))
         if self.max_gpus < self.min_gpus:
             text = f"expected at least min_gpus({self.min_gpus}), found {self.max_gpus}"
             found.append(Fault("elasticity.max_gpus", "conflict", text))
         if self.model_parallel_size != ranks_of_sample:
-            text = f"expected the ranks that share a sample by the section parallel({ranks_of_sample}), found "
+            text = f"expected parallel.tensor x pipeline x sequence = {ranks_of_sample}, found "
             found.append(Fault("elasticity.model_parallel_size", "conflict", f"{text}{self.model_parallel_size}"))
         if self.version == 0.1 and self.model_parallel_size > 1:
-            found.append(Fault("elasticity.version", "conflict", "expected 0.2 where model_parallel_size is above 1"))
+            found.append(Fault("elasticity.version", "conflict", "expected 0.2 if model_parallel_size is above 1"))
         if self.num_gpus_per_node % self.model_parallel_size:
             text = f"expected a multiple of model_parallel_size({self.model_parallel_size}), found "
             found.append(Fault("elasticity.num_gpus_per_node", "conflict", f"{text}{self.num_gpus_per_node}"))
@@ -308,7 +306,7 @@ class ElasticityConfig(ConfigSection):
 
 
 def elastic_batch(section: ElasticityConfig, data_size: int) -> Batch | Fault:
-    """The triple of a section that is on, on so many data-parallel ranks."""
+    """Return the batch sizes of an enabled section on `data_size` data-parallel ranks."""
     batch, sizes = legal_sizes(section)
     micros = section.micro_batch_sizes or ()
     if data_size not in sizes:
@@ -327,13 +325,15 @@ def elastic_batch(section: ElasticityConfig, data_size: int) -> Batch | Fault:
     micro = max((micro for micro in micros if share and not rest and share % micro == 0), default=0)
     if not micro:
         text = f"expected a global batch of at least {min(micros) * data_size} for the smallest microbatch on "
-        text += f"{data_size} data-parallel ranks, found {batch} as the one that is within max_train_batch_size"
+        text += f"{data_size} data-parallel ranks, found {batch} within max_train_batch_size"
         return Fault("elasticity", "conflict", f"{text}({section.max_train_batch_size})")
     return Batch(batch, micro, share // micro)
 
 
 def elastic_note(section: ElasticityConfig, batch: Batch, data_size: int, first: Batch | Fault | None) -> str:
-    """What is taken, and where it stays. first: what a job that goes on with other ranks began with."""
+    """Return the note on the chosen batch and the numbers of ranks that divide it. first: batch that the job began
+    with.
+    """
     stays, sizes = legal_sizes(section)
     text = f"elasticity.enabled: it has chosen train_batch_size {batch.train} = microbatch x accumulation x "
     text += f"data-parallel ranks = {batch.micro} x {batch.accumulation} x {data_size}"
@@ -343,11 +343,11 @@ def elastic_note(section: ElasticityConfig, batch: Batch, data_size: int, first:
 
 
 def legal_sizes(section: ElasticityConfig) -> tuple[int, tuple[int, ...]]:
-    """(global batch, the numbers of data-parallel ranks that divide it, rising) of a section that is on."""
+    """Return the global batch of an enabled section, and the data-parallel sizes that divide it, in rising order."""
     micros, limit = section.micro_batch_sizes, section.max_train_batch_size
     assert micros and limit is not None
     of_host, ranks = 1, 1
-    if section.version == 0.2:  # hosts are counted: a host's data-parallel ranks come and go together
+    if section.version == 0.2:  # counts hosts, since the ranks of a host come and go together
         ranks = section.num_gpus_per_node
         of_host = ranks // section.model_parallel_size
     limit //= of_host

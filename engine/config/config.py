@@ -1,8 +1,8 @@
-"""The config: one JSON file, checked as a whole before anything is built. The only place that knows JSON.
+"""The config: a JSON file that is checked as a whole before anything is built.
 
 file -> read.py (plain values) -> translate.py ("auto", a dialect's keys) -> Config -> resolve(world_size)
 
-Nothing here imports torch: types are the strings "fp32", "bf16" and "fp16".
+Nothing here imports torch: dtypes are the strings "fp32", "bf16" and "fp16".
 """
 
 import math
@@ -84,7 +84,7 @@ __all__ = ["Config", "ConfigError", "Fault", "OptimizerConfig", "SchedulerConfig
 
 
 def _or_never(value: object) -> object:
-    """0 for the other ways to say never."""
+    """Return 0 for null and Infinity, which also mean never."""
     return 0 if value is None or value == math.inf else value
 
 
@@ -93,7 +93,7 @@ def _lower(value: object) -> object:
 
 
 def _device(value: object) -> object:
-    """The value unchanged if it may be the name of a device; torch knows which there are."""
+    """Return the value if it has the form of a device name. Only torch knows the available devices."""
     if not isinstance(value, str) or not re.fullmatch(_DEVICE_NAME, value):
         kind = "value_error" if isinstance(value, str) else "string_type"
         raise PydanticCustomError(kind, 'expected "auto", "cpu" or the name of an accelerator, such as "cuda" or "xpu"')
@@ -101,11 +101,11 @@ def _device(value: object) -> object:
 
 
 class Config(Section):
-    """Everything that a run's JSON file says, with defaults for the rest. Frozen; made by `Config.load`."""
+    """All settings of a run, with defaults for keys that the JSON file leaves out. Frozen; made by `Config.load`."""
 
     device: Annotated[str, BeforeValidator(_device), Field(json_schema_extra={"pattern": _DEVICE_NAME})] = "auto"
-    """Where the model lives: "cpu", or an accelerator by torch's name, such as "cuda" or "xpu". "auto": the accelerator
-    of this machine if there is one, else cpu; decided when the engine is built."""
+    """The model's device: "cpu", or an accelerator by torch's name, such as "cuda" or "xpu". "auto": this machine's
+    accelerator, else cpu; chosen when the engine is built."""
 
     train_batch_size: Positive | None = None
     """Samples per optimizer step over all ranks: microbatch x accumulation x data-parallel ranks."""
@@ -119,25 +119,25 @@ class Config(Section):
     elasticity: ElasticityConfig = ElasticityConfig()
 
     gradient_clipping: Float = Field(default=0.0, ge=0)
-    """The global norm to which gradients are clipped. 0: off."""
+    """Largest global norm of the gradients; larger ones are clipped. 0: off."""
 
     steps_per_print: Annotated[Int, BeforeValidator(_or_never)] = Field(default=10, ge=0)
-    """A line is logged every so many steps. 0, null or Infinity: never."""
+    """Steps between log lines. 0, null or Infinity: never."""
 
     seed: Natural | None = None
-    """Seed of the random generators. null: they are left as they are."""
+    """Seed of the random generators. null: not seeded."""
 
     prescale_gradients: Bool = False
-    """Divide gradients by the number of ranks before they are summed rather than after."""
+    """Divide gradients by the number of ranks before the sum, not after."""
 
     gradient_predivide_factor: Float = Field(default=1.0, gt=0)
-    """Divide gradients by this before they are summed, and by ranks / factor after."""
+    """Divide gradients by this before the sum, and by ranks / factor after."""
 
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = "mean"
-    """Whether gradients are averaged or added up over data-parallel ranks. They are averaged over microbatches."""
+    """Average or sum gradients over data-parallel ranks. Over microbatches they are averaged."""
 
     communication_data_type: Dtype | None = None
-    """The type in which gradients are reduced between ranks. null: fp32."""
+    """Dtype of gradients between ranks. null: fp32."""
 
     data_types: DataTypesConfig = DataTypesConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -151,7 +151,7 @@ class Config(Section):
     optimizer: OptimizerConfig | None = None
     """null: the optimizer is passed to initialize."""
     scheduler: SchedulerConfig | None = None
-    """null: the learning rate is constant, or the scheduler is passed to initialize."""
+    """null: a constant learning rate, or a scheduler that is passed to initialize."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     tiles: TilesConfig = TilesConfig()
     compile: CompileConfig = CompileConfig()
@@ -175,16 +175,17 @@ class Config(Section):
     def load(
         cls, source: "str | os.PathLike[str] | Mapping[str, object] | Config", *, fill: Fill | None = None
     ) -> "Config":
-        """The checked config of a JSON file, of a preset ("zero3") or of a dictionary; a Config is returned as it is.
+        """Return the checked config of a JSON file, a preset ("zero3") or a dictionary. A Config is returned unchanged.
 
-        fill: path of a key -> its value where the file says "auto": {"scheduler.params.total_num_steps": 1000}. A key
-        that says something else, or is left out, stays as it is.
+        fill: path of a key -> value for a key that says "auto": {"scheduler.params.total_num_steps": 1000}. Keys with a
+        different value, and keys that the file leaves out, stay as they are.
 
-        Raises ConfigError with every fault at once, and ValueError for `fill` beside a Config, which has no "auto".
+        Raises ConfigError with all faults at once, and ValueError for `fill` with a Config, since a Config has no
+        "auto".
         """
         if isinstance(source, Config):
             if fill:
-                raise ValueError('fill: expected a file or a dictionary that says "auto" beside it, found a Config')
+                raise ValueError('fill: expected a file or a dictionary, since a Config has no "auto", found a Config')
             return source
         raw, name = read(source)
         raw, fill_notes = filled(raw, fill or {}, cls)
@@ -202,11 +203,7 @@ class Config(Section):
             for path in translation.auto_paths
             if path not in BATCH_KEYS and path not in chosen
         ]
-        config._notes = tuple(
-            notes
-            + _idle_settings(config)
-            + dialect.other_defaults(raw, config.gradient_clipping, config.optimizer, config.scheduler)
-        )
+        config._notes = tuple(notes + _idle_settings(config) + dialect.other_defaults(raw, config))
         config._dialect = dialect
         config._source = name
         config._auto_batch_keys = tuple(
@@ -217,21 +214,21 @@ class Config(Section):
 
     @property
     def has_monitors(self) -> bool:
-        """Whether numbers of each step are written anywhere."""
+        """Whether a monitor writes numbers of each step."""
         return any(section.enabled for section in (self.tensorboard, self.wandb, self.csv_monitor))
 
     @property
     def has_stages(self) -> bool:
-        """Whether a schedule takes the model's blocks through a step: those of a pipeline, or layer by layer."""
+        """Whether a schedule takes the model's blocks through a step: a pipeline, or layered accumulation."""
         return self.parallel.pipeline > 1 or self.zero_optimization.layered_gradient_accumulation
 
     @property
     def planned_keys(self) -> tuple[str, ...]:
-        """Those whose "auto" is chosen from the model and the machine: `as_planned`."""
+        """Keys whose "auto" is chosen from the model and the machine, by `as_planned`."""
         return self._planned_keys
 
     def as_planned(self, values: Mapping[str, object], reasons: Mapping[str, str]) -> "Config":
-        """The config that a plan has chosen, with a note for each value. values: of a file, without "auto"."""
+        """Return the config that a plan has chosen, with a note for each value. values: of a file without "auto"."""
         made = Config.load(values)
         chosen = [
             f'{key}: "auto" is {shown(_value_at(made, key))}: {reasons[key]}'
@@ -243,12 +240,14 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each key that is understood and has no effect here, each "auto", and text for a value."""
+        """A sentence for each key without effect, each "auto" and each text that was read as a value."""
         return self._notes
 
     @property
     def short_notes(self) -> tuple[str, ...]:
-        """`notes`, with one line for all text that was read as values, and one for keys of DeepSpeed with no effect."""
+        """`notes` with all text that was read as values in a single line, and DeepSpeed's keys without effect in
+        another.
+        """
         text = [note for note in self._notes if READ in note]
         rest = [note for note in self._notes if note not in text]
         said = ["; ".join(text)] if text else []
@@ -262,20 +261,20 @@ class Config(Section):
         return (*said, line, *(note for note in rest if note not in idle))
 
     def resolve(self, world_size: int, first_world_size: int | None = None) -> "Config":
-        """A copy for so many ranks, with the batch triple filled and every "auto" of it explained.
+        """Return a copy for `world_size` ranks, with all batch sizes filled in and a note for each "auto" among them.
 
-        first_world_size: of a job that goes on with other ranks than it began with; its global batch stays, as told in
-        [Note: what stays].
+        first_world_size: number of ranks that the job began with, if it continues on a different number. Its global
+        batch stays: see [Note: what stays].
 
-        Raises ConfigError, with the equation, if an axis, the triple or the shard size does not fit the world size, or
-        the schedule of a pipeline does not fit the number of microbatches.
+        Raises ConfigError, with the equation, if an axis, the batch or the shard size does not fit the world size, or
+        the pipeline schedule does not fit the number of microbatches.
         """
         if world_size < 1:
-            raise ValueError(f"world_size is at least 1, found {world_size}")
+            raise ValueError(f"world_size: expected at least 1, found {world_size}")
         if self._planned_keys:
             message = (
-                '"auto" is chosen from the model and the machine: by initialize, or by `lowtide plan`, which writes a '
-                "config without it"
+                '"auto" is chosen from the model and the machine by initialize, or by `lowtide plan`, which writes a '
+                'config without "auto"'
             )
             raise ConfigError([Fault(self._planned_keys[0], "missing", message)], self._source)
         before = None if first_world_size in (None, world_size) else first_world_size
@@ -327,7 +326,7 @@ class Config(Section):
 
 
 def _batch(config: Config, data_size: int) -> Batch | Fault:
-    """The triple that the config asks for on so many data-parallel ranks."""
+    """Return the batch sizes that the config asks for on `data_size` data-parallel ranks."""
     if config.elasticity.enabled:
         return elastic_batch(config.elasticity, data_size)
     accumulation = config.gradient_accumulation_steps
@@ -336,7 +335,7 @@ def _batch(config: Config, data_size: int) -> Batch | Fault:
 
 
 def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
-    """The global batch that stays; None where the config says none. Raises ConfigError where there was none."""
+    """Return the global batch that stays, or None if the config has none. Raises ConfigError if it was not legal."""
     micro = config.train_micro_batch_size_per_gpu
     if config.train_batch_size is None and micro is None:
         return None
@@ -364,7 +363,7 @@ def _value_at(config: Config, path: str) -> object:
 
 
 def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Fault]:
-    """The faults as a reader of the file meets them."""
+    """Sort faults by their position in the file."""
     order: dict[str, int] = {}
 
     def number(section: dict[str, object], path: str) -> None:
@@ -384,7 +383,7 @@ def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Faul
 
 
 def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
-    """The config, or None, and all faults. What is wrong by itself is left out, so that conflicts show as well."""
+    """Return the config, or None, and all faults. Faulty sections are left out, so that other conflicts show too."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -399,7 +398,7 @@ def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
 
 
 def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
-    """A validation error of pydantic in our words: where, what was expected, what was found."""
+    """Translate a validation error of pydantic: where, expected, found."""
     loc: tuple[int | str, ...] = detail["loc"]
     tag = ""
     if len(loc) > 1 and loc[0] in ("optimizer", "scheduler"):
@@ -411,7 +410,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
     if name == "extra_forbidden":
         return unknown_key(path, str(loc[-1]), _known_keys(loc, tag))
     if name == "missing":
-        return Fault(path, "missing", "must be given: nothing else says what it is")
+        return Fault(path, "missing", "must be given: it has no default")
     if found == "auto":
         what = "the number of optimizer steps of the training" if loc[-1] == "total_num_steps" else "the value"
         fix = f'write {what}, or pass it to initialize: fill={{"{path}": ...}}'
@@ -434,7 +433,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
 
 
 def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
-    """Every key that may stand beside the unknown one at `loc`; `tag` is the type of the optimizer or scheduler."""
+    """Return the keys that may stand next to the unknown key at `loc`. tag: type of the optimizer or scheduler."""
     sections: dict[str, type[Section]] = {
         **sections_of(Config),
         "optimizer.params": OPTIMIZERS[tag].params if tag in OPTIMIZERS else Section,
@@ -446,7 +445,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
 
 
 def _sections(section: Section) -> Iterator[ConfigSection]:
-    """Those in a section, at any depth."""
+    """Yield the sections within a section, at any depth."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, ConfigSection):
@@ -455,12 +454,12 @@ def _sections(section: Section) -> Iterator[ConfigSection]:
 
 
 def _conflicts(config: Config) -> list[Fault]:
-    """Settings that contradict each other, whatever the world size."""
+    """Return contradicting settings that do not depend on the world size."""
     return [fault for section in _sections(config) for fault in section.faults(config)]
 
 
 def _idle_settings(config: Config) -> list[str]:
-    """Notes on our own keys that were given and have no effect with the rest of this config."""
+    """Return notes on given keys that have no effect with the rest of this config."""
     notes = [note for section in _sections(config) for note in section.notes(config)]
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         reason = "prescale_gradients divides by the ranks before the sum"

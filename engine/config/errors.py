@@ -1,8 +1,7 @@
-"""Faults and notes of a config: what is wrong or has no effect, where, and what to write instead.
+"""Faults and notes of a config: the key, the reason, and the correction.
 
-[Note: sections] Each section is a class that has its fields, its `faults` (what it lacks or contradicts) and its
-`notes` (settings that are not the default and have no effect with the rest of the config). `Config` asks all of them in
-a loop.
+[Note: sections] Each section is a class with its fields, its `faults` (missing or contradicting settings) and its
+`notes` (settings that differ from the default and have no effect here). `Config` asks all sections in a loop.
 """
 
 import difflib
@@ -15,24 +14,24 @@ from ...configs.section import Section
 
 FaultKind = Literal[
     "file",  # the file is missing or cannot be read
-    "syntax",  # the text is not one JSON object
-    "duplicate",  # a key stands twice in one object
-    "unknown",  # no such key
+    "syntax",  # the text is not a JSON object
+    "duplicate",  # a key occurs twice in an object
+    "unknown",  # the key does not exist
     "type",  # the value has the wrong type
-    "value",  # the type is right, the value is not allowed
-    "missing",  # a value that must be given is not there
+    "value",  # the type is right, but the value is not allowed
+    "missing",  # a required value is missing
     "conflict",  # two settings contradict each other
-    "unsupported",  # the key is understood, this engine does not do it
+    "unsupported",  # the key is known, but this engine does not support it
 ]
 
 
-MAX_FAULTS = 20  # in a message; looking for what was meant takes a while for each
-_NEAR = 0.6  # of difflib's ratio
+MAX_FAULTS = 20  # in a message; the search for a near key takes time for each
+_NEAR = 0.6  # smallest ratio of difflib for a suggestion
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong: its JSON path ("" for the whole config), its kind, and one or two sentences."""
+    """A single error of a config: its JSON path ("" for the whole config), its kind and a message."""
 
     path: str
     kind: FaultKind
@@ -43,9 +42,9 @@ class Fault:
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used. It lists every fault at once, in the order of their paths in the file.
+    """A config with errors. The message lists all faults, in the order of the file.
 
-    `faults` holds them as data; `source` is the file name, or None if the config was a dictionary.
+    `faults` holds them as data; `source` is the file name, or None for a dictionary.
     """
 
     def __init__(self, faults: Iterable[Fault], source: str | None = None) -> None:
@@ -62,10 +61,10 @@ class ConfigError(ValueError):
 
 
 def shown(value: object) -> str:
-    """The value as JSON on one line of plain ASCII, cut at 80 characters; 5e8 as 500000000. For use in messages."""
+    """Return the value as one line of ASCII JSON of at most 80 characters, for messages; 5e8 as 500000000."""
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
         value = int(value)
-    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write more than 4,300 digits
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python does not print more than 4,300 digits
         return f"an integer of {value.bit_length()} bits"
     try:
         text = json.dumps(value[:80] if isinstance(value, str) else value)
@@ -75,12 +74,12 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line: control characters and whatever else a terminal may obey are written as escapes."""
+    """Return the text on one line, with control characters as escapes, so that a terminal does not obey them."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean "stage"?` for the nearest of the known words, or an empty string."""
+    """Return `; did you mean "stage"?` for the nearest known word, or an empty string."""
     by_lower = {name.lower(): name for name in sorted(known)}
     if len(word) > 2 * max(map(len, by_lower), default=0):
         return ""
@@ -92,7 +91,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
             bounds[name] = matcher.quick_ratio()
     nearest, best = "", _NEAR
     for name, bound in sorted(bounds.items(), key=lambda item: -item[1]):
-        if bound < best:  # ratio() costs much more, and is never above quick_ratio()
+        if bound < best:  # ratio() costs much more and never exceeds quick_ratio()
             break
         matcher.set_seq1(name)
         if (ratio := matcher.ratio()) >= best:
@@ -101,22 +100,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(path: str, key: str, known: Sequence[str]) -> Fault:
-    """The fault of a key that does not exist at `path`. Without a near match it lists the keys that do, if few."""
+    """Return the fault of an unknown key, with the nearest key or, if there are few, all keys."""
     listed = f"the keys here are {', '.join(sorted(known))}" if len(known) <= 20 else "docs/config.md lists the keys"
     hint = did_you_mean(key, known) or f"; {listed}"
     return Fault(path, "unknown", f"unknown key {shown(key)}{hint}")
 
 
 def no_effect(path: str, value: object, reason: str) -> str:
-    """The note on a setting without effect."""
+    """Return the note on a setting without effect."""
     return f"{path}: {shown(value)} has no effect here: {reason}"
 
 
 class ConfigSection(Section):
-    """A section of `Config`: see [Note: sections]. In its methods `config` is the whole `Config`."""
+    """A section of `Config`: see [Note: sections]. `config` in its methods is the whole `Config`."""
 
     path: ClassVar[str] = ""
-    """Where it stands in a file."""
+    """The path of the section in a file."""
 
     def faults(self, config: Any) -> list[Fault]:
         return []
@@ -125,7 +124,7 @@ class ConfigSection(Section):
         return []
 
     def idle(self, reason: str, but: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[str]:
-        """A note for each key that is not the default, or for some of the keys."""
+        """Return a note for each key that differs from its default; `but` excludes keys and `only` selects them."""
         return [
             no_effect(f"{self.path}.{key}", getattr(self, key), reason)
             for key, field in type(self).model_fields.items()

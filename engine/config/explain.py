@@ -1,4 +1,4 @@
-"""What every key of a config does, which value it has, and why; and where two configs ask for different things."""
+"""Explains the value, origin and effect of every key of a config, and compares two configs."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,17 +17,18 @@ from .translate import ALIASES, Dialect, dialect_of, filled, translate
 
 Source = str | os.PathLike[str] | Mapping[str, object]
 Origin = Literal["set", "default", "auto", "derived", "no effect", "fault"]
-_NOT_KNOWN = "not known before the faults are gone"
+_NOT_KNOWN = "unknown until the faults are corrected"
 _OF_THE_RANKS = "follows from the number of ranks: --world-size N"
-_PLANNED = "chosen from the model and the machine when the engine is built; `lowtide plan` says beforehand"
+_PLANNED = "chosen from the model and the machine when the engine is built; `lowtide plan` shows it"
 _ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class Explained:
-    """One key. value: as JSON has it, what the engine takes; of a key that has no effect or a fault, what was found.
+    """A key of a config. value: the value of the engine as JSON; the found value for a key with a fault or without
+    effect.
 
-    origin: "auto" and "derived" are values that follow from others, of a key that says "auto" or nothing.
+    origin: "auto" and "derived" values follow from other keys; "auto" is written in the file.
     """
 
     path: str
@@ -38,7 +39,7 @@ class Explained:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the file does not say it, and nothing is to be said of it."""
+        """Whether the file does not give the key and there is no remark on it."""
         return self.origin in ("default", "derived") and not self.why
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All keys, in the order of docs/config.md, then those of the file that are none of ours; and the faults."""
+    """All keys in the order of docs/config.md, then unknown keys of the file; and the faults."""
 
     keys: tuple[Explained, ...]
     faults: tuple[Fault, ...]
@@ -55,9 +56,9 @@ class Explanation:
 
 
 def explain(source: Source, world_size: int | None = None) -> Explanation:
-    """Each key of a config, of ours or DeepSpeed's. world_size: None: not resolved.
+    """Explain each key of a config, also in DeepSpeed's words. world_size: None: not resolved.
 
-    Raises ConfigError only where there is no JSON object; faults of its keys are part of the result.
+    Raises ConfigError only if there is no JSON object. Faults of keys are part of the result.
     """
     raw, name = read(source)
     config, faults = _loaded(raw, world_size)
@@ -87,7 +88,7 @@ def _loaded(raw: dict[str, object], world_size: int | None) -> tuple[Config | No
 
 
 def _apart(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
-    """Optimizer and scheduler of a config with faults: which keys they have depends on their type alone."""
+    """Return optimizer and scheduler of a config with faults. Their keys depend only on their type."""
     values, found = translate(raw, dialect).values, dict[str, object]()
     for name in {"optimizer", "scheduler"} & values.keys():
         with suppress(ValidationError):
@@ -96,7 +97,7 @@ def _apart(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
 
 
 def _written(section: Mapping[str, Any], dialect: Dialect, path: str = "") -> Iterator[tuple[str, object]]:
-    """(path, value) of what a file says, by the name that the key has here."""
+    """Yield (path, value) of the keys in a file, by our name of each key."""
     for key, value in section.items():
         here = _named(path, key)
         if isinstance(value, Mapping) and value and here not in dialect.reasons:
@@ -106,7 +107,7 @@ def _written(section: Mapping[str, Any], dialect: Dialect, path: str = "") -> It
 
 
 def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str = "") -> dict[str, object]:
-    """Of what a file says, the keys with these paths."""
+    """Return the keys of a file whose paths pass the test."""
     kept: dict[str, object] = {}
     for key, value in section.items():
         here = _named(at, key)
@@ -118,7 +119,7 @@ def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str =
 
 
 def _translated(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
-    """path -> value, of our keys."""
+    """Return path -> value of our keys."""
     return {path: value for path, value in leaves(translate(raw, dialect).values) if value != {}}
 
 
@@ -128,7 +129,7 @@ def _named(section: str, key: str) -> str:
 
 
 def _by_path(notes: Sequence[str]) -> dict[str, str]:
-    """path -> the sentences of its notes."""
+    """Return path -> text of its notes."""
     said: dict[str, str] = {}
     for note in notes:
         path, _, text = note.partition(": ")
@@ -138,10 +139,10 @@ def _by_path(notes: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _File:
-    """What a file says, and what was said of it.
+    """The keys of a file, and the remarks on them.
 
-    given: path -> value. meant: a key that has another name here -> path -> value of what follows from it.
-    notes: path -> sentences.
+    given: path -> value. meant: a key with a different name here -> path -> value that follows from it. notes: path ->
+    text.
     """
 
     given: Mapping[str, object]
@@ -165,12 +166,12 @@ class _File:
         return cls(given, meant, notes, faults, dialect)
 
     def value(self, path: str, default: object) -> object:
-        """Of one of our keys, where it cannot be asked of a config."""
+        """Return the value of one of our keys if no config can be asked for it."""
         translated = {here: value for values in self.meant.values() for here, value in values.items()}
         return self.given.get(path, translated.get(path, default))
 
     def origin(self, path: str, value: object, is_known: bool) -> tuple[Origin, str]:
-        """Where a value of ours comes from."""
+        """Return the origin of a value of ours, and the reason."""
         messages = [fault.message for fault in self.faults if _is_at(fault, path)]
         note = self.notes.get(path, "")
         if messages:
@@ -187,11 +188,11 @@ class _File:
         return "set", note or (f"by {' and '.join(sources)}" if sources else "")
 
     def within(self, path: str) -> dict[str, object]:
-        """The keys of an object that is one value here."""
+        """Return the keys of an object that is a single value here."""
         return {key: value for key, value in self.given.items() if key.startswith(f"{path}.")}
 
     def foreign(self, path: str, value: object) -> Explained:
-        """A key that is DeepSpeed's, or nobody's."""
+        """Explain a key of DeepSpeed, or an unknown key."""
         faults = self.faults
         messages = [one.message for one in faults if _is_within(one.path, path) or _is_within(path, one.path)]
         if messages:
@@ -199,12 +200,12 @@ class _File:
         if meant := self.meant[path]:
             return Explained(path, value, "set", ", ".join(f"{key} {shown(one)}" for key, one in meant.items()), "")
         note = self.notes.get(path, "").partition(" has no effect here: ")[2] or self.notes.get(path, "")
-        why = note or self.dialect.reasons.get(path, "all is the same without it")
+        why = note or self.dialect.reasons.get(path, "it changes nothing")
         return Explained(path, value, "no effect", why, "")
 
 
 def _fields(section: type[BaseModel], values: Mapping[str, object], file: _File, path: str = "") -> Iterator[Explained]:
-    """values: of the section, by field; of a config with faults few or none, and the others are as they are written."""
+    """Explain the fields of a section. values: by field; after a fault few or none, and the file's values are used."""
     for name, field in section.model_fields.items():
         here = join(path, field.alias or name)
         value, is_known = values.get(name), name in values
@@ -213,10 +214,10 @@ def _fields(section: type[BaseModel], values: Mapping[str, object], file: _File,
             yield from _fields(inner, dict(value) if isinstance(value, Section) else {}, file, here)
             continue
         within = file.within(here)
-        if within and not is_known:  # nobody knows its keys
+        if within and not is_known:  # a section of unknown type
             yield from (Explained(key, one, *file.origin(key, one, False), "") for key, one in within.items())
             continue
-        params = type(values.get("params")) if name == "type" else None  # of a type they say what it does
+        params = type(values.get("params")) if name == "type" else None  # the class of the params describes a type
         effect = " ".join((field.description or (params and params.__doc__) or "").split())
         default = None if field.is_required() else field.get_default(call_default_factory=True)
         is_planned = file.notes.get(here) == _PLANNED
@@ -225,7 +226,7 @@ def _fields(section: type[BaseModel], values: Mapping[str, object], file: _File,
 
 
 def _plain(value: object) -> object:
-    """As JSON has it."""
+    """Return the value as JSON has it."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value
@@ -244,7 +245,7 @@ def _is_within(path: str, section: str) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """A key with another value in each; "absent" where only one of two optimizers or schedulers has it."""
+    """A key with a different value in each config; "absent" if only one of two optimizers or schedulers has the key."""
 
     path: str
     first: object
@@ -254,16 +255,16 @@ class Difference:
 
     @property
     def sides(self) -> tuple[str, str]:
-        """`2 (set)`, of each."""
+        """Text for each side, such as `2 (set)`."""
         values = ((self.first, self.first_origin), (self.second, self.second_origin))
         first, second = (_ABSENT if value == _ABSENT else f"{shown(value)} ({origin})" for value, origin in values)
         return first, second
 
 
 def difference(first: Source, second: Source, world_size: int | None = None) -> list[Difference]:
-    """Where two configs ask for different things, with defaults, translated, and resolved for so many ranks.
+    """Return the keys with different values, after defaults, translation, and resolution for `world_size` ranks.
 
-    Raises ConfigError for one with faults.
+    Raises ConfigError for a config with faults.
     """
     sides = [_whole(source, world_size) for source in (first, second)]
     paths = list(dict.fromkeys(path for values, _ in sides for path in values))
@@ -276,7 +277,7 @@ def difference(first: Source, second: Source, world_size: int | None = None) -> 
 
 
 def _whole(source: Source, world_size: int | None) -> tuple[dict[str, object], dict[str, str]]:
-    """(values, origins) by path."""
+    """Return the values and the origins by path."""
     found = explain(source, world_size)
     if found.faults:
         raise ConfigError(found.faults, found.source)
@@ -287,7 +288,7 @@ def _whole(source: Source, world_size: int | None) -> tuple[dict[str, object], d
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
-    """(path, value) of each key that is no section, at any depth."""
+    """Yield (path, value) of each key that is no section, at any depth."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, join(path, key))

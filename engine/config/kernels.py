@@ -1,4 +1,4 @@
-"""The section `kernels`: which form of each kernel runs, and which of a model's modules are replaced by fused ones."""
+"""The sections `kernels` and `tiles`: implementations of kernels, fused modules, and tiles of tokens."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -30,39 +30,39 @@ class KernelsConfig(ConfigSection):
     path = "kernels"
 
     backend: BackendName = "auto"
-    """The form of every kernel here that has no key of its own. "auto": Triton on a GPU where it is installed, else
-    eager torch (for the optimizer on the CPU a C++ kernel); "triton": Triton, or an error; "reference": eager torch."""
+    """Default of all kernels below. "auto": Triton on a GPU if installed, else eager torch (on the CPU a C++ kernel for
+    the optimizer). "triton": Triton, or an error. "reference": eager torch."""
 
     fuse_modules: Annotated[
         Literal["auto"] | bool | tuple[FusionName, ...],
         BeforeValidator(_fuse_modules),
     ] = "auto"
-    """Replace modules of the model by fused ones. true: all that are known; "auto": true where Triton runs; or a list
-    of fusions, the names of the keys below up to linear_cross_entropy."""
+    """Replace modules by fused ones. true: all known ones. "auto": true if Triton runs. Or a list of the keys below up
+    to linear_cross_entropy."""
 
     rms_norm: BackendName | None = None
-    """nn.RMSNorm and those of Llama, Mistral, Qwen and Gemma. null: as backend says."""
+    """nn.RMSNorm, and the norms of Llama, Mistral, Qwen and Gemma. null: backend."""
 
     layer_norm: BackendName | None = None
-    """nn.LayerNorm. null: as backend says."""
+    """nn.LayerNorm. null: backend."""
 
     gated_mlp: BackendName | None = None
-    """SwiGLU and GeGLU in the MLPs of Llama, Mistral, Qwen and Gemma. null: as backend says."""
+    """SwiGLU and GeGLU of Llama, Mistral, Qwen and Gemma. null: backend."""
 
     rotary_embedding: BackendName | None = None
-    """The rotation of queries and keys. null: as backend says."""
+    """Rotation of queries and keys. null: backend."""
 
     cross_entropy: BackendName | None = None
-    """nn.CrossEntropyLoss, and the loss of causal language models. null: as backend says."""
+    """nn.CrossEntropyLoss, and the loss of causal language models. null: backend."""
 
     linear_cross_entropy: BackendName | None = None
-    """Head and loss of causal language models in one, without logits. null: as backend says."""
+    """Fused head and loss of causal language models, without logits. null: backend."""
 
     optimizer_step: BackendName | None = None
-    """The update of the optimizer. null: as backend says."""
+    """The optimizer's update. null: backend."""
 
     def backend_of(self, kernel: str) -> BackendName:
-        """The form of the kernel of that name, one of KERNEL_NAMES."""
+        """Return the backend of a kernel of KERNEL_NAMES."""
         own: BackendName | None = getattr(self, kernel)
         return self.backend if own is None else own
 
@@ -83,12 +83,12 @@ TileSize = Literal["auto"] | Natural
 
 
 def _size(value: object) -> object:
-    """As it is, if it may be the tokens of a tile."""
+    """Return the value if it can be the tokens of a tile."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    raise PydanticCustomError("value_error", 'expected "auto", or the tokens of a tile, 0 for no tiles')
+    raise PydanticCustomError("value_error", 'expected "auto" or the tokens of a tile (0: no tiles)')
 
 
 def _modules(value: object) -> object:
@@ -100,25 +100,26 @@ def _modules(value: object) -> object:
 
 
 class TilesConfig(ConfigSection):
-    """What is computed a tile of tokens at a time, with the same gradients: see docs/long-sequences.md. `"auto"`, or a
-    number, in place of the section stands for both of its sizes."""
+    """Compute in tiles of tokens, with the same gradients: see docs/long-sequences.md. `"auto"` or a number in place of
+    the section sets both sizes.
+    """
 
     path = "tiles"
 
     mlp: Annotated[TileSize, BeforeValidator(_size)] = 0
-    """Tokens of a tile of the MLPs, whose inner activations are made again in the backward. "auto": as many as its
-    input is wide, at least 256. 0: MLPs are computed as a whole."""
+    """Tokens of an MLP tile; its activations are recomputed in backward. "auto": the width of its input, at least 256.
+    0: off."""
 
     loss: Annotated[TileSize, BeforeValidator(_size)] = 0
-    """Tokens of a tile of the head and its cross-entropy: logits of all tokens are never there. "auto": as many as the
-    head's input is wide, at least 256. 0: logits are computed as a whole."""
+    """Tokens of a tile of head and cross-entropy, without logits of all tokens. "auto": the width of the head's input,
+    at least 256. 0: off."""
 
     modules: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_modules)] = "auto"
-    """The MLPs: "auto" finds modules that are named as such and hold linear layers, activations, norms and dropout
-    alone. Or a list of patterns (`*`, `?`) of names of modules that act on each token alone."""
+    """The MLPs. "auto": modules with the name of an MLP that hold only linear layers, activations, norms and dropout.
+    Or a list of name patterns (`*`, `?`) of modules that act on each token alone."""
 
     head: str = Field(default="auto", min_length=1)
-    """The linear layer that gives the logits: "auto" finds it, or its name."""
+    """Name of the linear layer that computes the logits; "auto" finds it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The optimizer section: a type, and the closed set of parameters that its record in `optimizers/` has."""
+"""The section `optimizer`: a type, and the parameters of its record in `optimizers/`."""
 
 from typing import Any, Literal
 
@@ -10,12 +10,12 @@ from .errors import ConfigSection, Fault, did_you_mean, no_effect, shown
 
 
 class OptimizerConfig(ConfigSection):
-    """The optimizer of that name, and its parameters."""
+    """The optimizer and its parameters."""
 
     path = "optimizer"
 
     type: str
-    """Which optimizer, in upper or lower case."""
+    """Name of the optimizer, in upper or lower case."""
     params: SerializeAsAny[OptimizerParams] = Field(default_factory=OptimizerParams, validate_default=True)
 
     @field_validator("type")
@@ -28,7 +28,7 @@ class OptimizerConfig(ConfigSection):
     @field_validator("params", mode="before")
     @classmethod
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
-        if "type" not in info.data:  # which is an error of its own
+        if "type" not in info.data:  # reported as a separate error
             return value
         given = value.model_dump() if type(value) is OptimizerParams else value
         return OPTIMIZERS[info.data["type"]].params.model_validate(given)
@@ -45,7 +45,7 @@ class OptimizerConfig(ConfigSection):
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Those that are kept with these parameters."""
+        """The states that these parameters keep."""
         return OPTIMIZERS[self.type].states_for(self.options)
 
     def faults(self, config: Any) -> list[Fault]:
@@ -59,16 +59,16 @@ class OptimizerConfig(ConfigSection):
         return [no_effect("optimizer.params.state_dtype", self.state_dtype, OPTIMIZERS[self.type].why_no_state)]
 
 
-NOT_DONE = {  # why it is not
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "its learning rates follow from shapes that the model must say"),
+NOT_DONE = {  # name -> reason
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "its learning rates depend on base shapes of the model"),
     "lbfgs": "it calls the model several times in a step",
     "sparseadam": "gradients are dense here",
-    "asgd": "it averages the weights, which engine.ema() does beside any optimizer",
-    "rprop": "it is for whole data sets as one batch",
+    "asgd": "it averages the weights; engine.ema() does that with any optimizer",
+    "rprop": "it needs the whole data set as a batch",
 }
-REMOVED = {  # what to do in its place
+REMOVED = {  # name -> replacement
     "zerooneadam": (
-        'use "onebitadam", whose freeze_step is var_freeze_step, and remove var_update_scaler, local_step_scaler and '
+        'use "onebitadam", rename var_freeze_step to freeze_step, and remove var_update_scaler, local_step_scaler and '
         "local_step_clipper"
     ),
     "onebitlamb": (
@@ -77,21 +77,20 @@ REMOVED = {  # what to do in its place
     ),
 }
 ADAM_IS_ADAMW = (
-    'type "{}" without adam_w_mode false means AdamW (decay apart from the gradient), as in DeepSpeed; '
-    "weight_decay is {}"
+    'type "{}" without adam_w_mode false means AdamW (decoupled weight decay), as in DeepSpeed; weight_decay is {}'
 )
 
 
 def optimizer_name(written: object) -> str:
-    """The one name of a type, in upper or lower case and by its other names; what is none of them in lower case."""
+    """Return our name of a type in any case or spelling; an unknown name in lower case."""
     word = str(written).lower()
     return next((one.name for one in OPTIMIZERS.values() if word in (one.name, *one.deepspeed_names)), word)
 
 
 def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] | None, list[str], list[Fault]]:
-    """The section with the type's one name, the notes that this needs, and its faults (then there is no section).
+    """Return the section with our name of the type, notes, and faults (then without a section).
 
-    `section` is without comments and without "auto". `adam_w_mode` is taken out of params: it chooses the type.
+    `section` has no comments and no "auto". `adam_w_mode` is taken out of params, since it chooses the type.
     """
     written = section.get("type")
     if not isinstance(written, str):
@@ -133,7 +132,7 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
 
 
 def _whole_faults(name: str, config: Any) -> list[Fault]:
-    """What an optimizer that looks at whole parameters cannot be beside."""
+    """Return conflicts of an optimizer that works on whole parameters."""
     zero, parallel = config.zero_optimization, config.parallel
     whole = OPTIMIZERS[name].whole
     if whole is None:
@@ -149,7 +148,7 @@ def _whole_faults(name: str, config: Any) -> list[Fault]:
         hpz = zero.partition_size
         wrong["zero_optimization.zero_hpz_partition_size"] = (hpz > 1, "1", str(hpz))
         wrong["parallel.sequence"] = (parallel.sequence > 1, "1", str(parallel.sequence))
-    why = "its ranks tell each other what they have of whole parameters, in the middle of an update"
+    why = "its ranks exchange parts of whole parameters during an update"
     return [
         Fault(path, "conflict", f'optimizer.type "{name}" needs {expected}, found {found}: {why}')
         for path, (is_wrong, expected, found) in wrong.items()
@@ -158,10 +157,10 @@ def _whole_faults(name: str, config: Any) -> list[Fault]:
 
 
 def _sign_faults(name: str, config: Any) -> list[Fault]:
-    """What an optimizer that sends signs of momenta cannot be beside."""
+    """Return conflicts of an optimizer that sends signs of momenta."""
     zero, parallel, bf16 = config.zero_optimization, config.parallel, config.bf16
-    alone = "ranks whose data differ have all states, and nothing else is divided over them"
-    masters = "what is rounded at random has no parameter that all ranks agree on"
+    alone = "it works with plain data parallelism only"
+    masters = "randomly rounded parameters would differ between ranks"
     wrong: dict[str, tuple[bool, str, object, str]] = {
         "zero_optimization.stage": (zero.stage > 0, "0", zero.stage, alone),
         "parallel.tensor": (parallel.tensor > 1, "1", parallel.tensor, alone),
@@ -171,13 +170,13 @@ def _sign_faults(name: str, config: Any) -> list[Fault]:
             zero.offload_optimizer.is_used,
             '"none"',
             zero.offload_optimizer.device,
-            "an update sends what it computes with, and is made where the model is",
+            "an update sends momenta, so it runs on the model's device",
         ),
         "zero_optimization.update_in_backward": (
             zero.update_in_backward,
             "false",
             True,
-            "an update sends momenta, in an order that all ranks have alike",
+            "an update sends momenta, in the same order on all ranks",
         ),
         "bf16.masters": (
             bf16.enabled and bf16.masters is not True,

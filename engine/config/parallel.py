@@ -1,4 +1,4 @@
-"""The sections that split a model over ranks, and what they need of each other."""
+"""The sections that split a model over ranks, and the conditions between them."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,31 +21,30 @@ def _balance(value: object) -> object:
 
 
 class ParallelConfig(ConfigSection):
-    """The sizes of the axes over which a model is split. The ranks that are left are data-parallel."""
+    """Sizes of the axes over which a model is split. The remaining ranks are data-parallel."""
 
     path = "parallel"
 
     pipeline: Positive = 1
-    """Ranks that a batch passes through one after the other, each with some of the model's blocks. 1: no pipeline."""
+    """Ranks that a batch passes in turn, each with some of the blocks. 1: no pipeline."""
 
     tensor: Positive = 1
-    """Ranks that share each layer: rows, columns, heads. They take the same data. 1: layers are whole."""
+    """Ranks that share each layer (rows, columns, heads). They take the same data. 1: whole layers."""
 
     tensor_sequence: bool = False
-    """Whether the ranks of `tensor` have a part of the tokens each where layers are not split: norms, dropout and
-    residuals of blocks. See docs/parallelism.md."""
+    """Between split layers, each rank of `tensor` has a part of the tokens. See docs/parallelism.md."""
 
     sequence: Positive = 1
-    """Ranks that share each sequence, in parts one behind the other; they are given the same data: see
-    docs/long-sequences.md. 1: sequences are whole."""
+    """Ranks that share each sequence, in consecutive parts. They take the same data. See docs/long-sequences.md. 1:
+    whole sequences."""
 
     expert: Positive = 1
-    """Data-parallel ranks that share the experts of a layer: tokens go where their experts are; see
-    docs/parallelism.md. 1: each has all."""
+    """Data-parallel ranks that share the experts of a layer; tokens go to their experts. See docs/parallelism.md. 1:
+    all experts on each rank."""
 
     @property
     def ranks_of_sample(self) -> int:
-        """How many ranks are given the same data."""
+        """Number of ranks that take the same data."""
         return self.pipeline * self.sequence * self.tensor
 
     def faults(self, config: Any) -> list[Fault]:
@@ -55,16 +54,16 @@ class ParallelConfig(ConfigSection):
         found = []
         if zero.update_in_backward:
             found.append(
-                ("zero_optimization.update_in_backward", "a gradient is whole after the last microbatch", "false")
+                ("zero_optimization.update_in_backward", "a gradient is complete after the last microbatch", "false")
             )
         if zero.offloads_parameters:
-            why = "a stage's parameters are gathered and released by the schedule, from memory"
+            why = "the schedule gathers and releases a stage's parameters, from memory"
             found.append(("zero_optimization.offload_param.device", why, '"none"'))
         if zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none":
-            why = "gradients are whole at the end of the step, and then all at once"
+            why = "all gradients are complete only at the end of the step"
             found.append(("zero_optimization.offload_optimizer.overlap", why, '"none"'))
         if activations.device != "none":
-            why = "activations of several microbatches are held in the order of the schedule, not of a stack"
+            why = "activations are not needed in reverse order, but in the order of the schedule"
             found.append(
                 ("activation_checkpointing.offload.device", why, '"none"; activation_checkpointing.every works')
             )
@@ -78,56 +77,56 @@ class ParallelConfig(ConfigSection):
 
 
 class TensorParallelConfig(ConfigSection):
-    """How layers are split, where parallel.tensor is above 1: see docs/parallelism.md."""
+    """How layers are split if parallel.tensor is above 1: see docs/parallelism.md."""
 
     path = "tensor_parallel"
 
     plan: dict[str, str] | None = None
-    """Pattern of layers' names -> "column", "row", "vocabulary", "column_gathered", "experts", "partial" or "whole";
-    "column/3" is for three parts in one layer. It comes before the model's own plan and the names of common families.
-    null: these alone."""
+    """Layer name pattern -> "column", "row", "vocabulary", "column_gathered", "experts", "partial" or "whole";
+    "column/3" for a layer of three equal parts. Overrides the model's own plan and known layer names. null: only
+    these."""
 
     def notes(self, config: Any) -> list[str]:
         return self.idle("parallel.tensor is 1") if config.parallel.tensor == 1 else []
 
 
 class SequenceParallelConfig(ConfigSection):
-    """How attention is computed, where parallel.sequence is above 1: see docs/long-sequences.md."""
+    """How attention is computed if parallel.sequence is above 1: see docs/long-sequences.md."""
 
     path = "sequence_parallel"
 
     attention: Literal["auto", "ulysses", "ring"] = "auto"
-    """"ulysses": an all-to-all gives each rank some heads of all tokens; "ring": keys and values go round the ranks;
-    "auto": by heads over as many ranks as divide them, and a ring over the rest."""
+    """"ulysses": an all-to-all gives each rank some heads of all tokens. "ring": keys and values go round the ranks.
+    "auto": heads over as many ranks as divide them, and a ring over the rest."""
 
     def notes(self, config: Any) -> list[str]:
         return self.idle("parallel.sequence is 1") if config.parallel.sequence == 1 else []
 
 
 class PipelineConfig(ConfigSection):
-    """How a pipeline works through a step: see docs/pipeline.md."""
+    """How a pipeline runs a step: see docs/pipeline.md."""
 
     path = "pipeline"
 
     schedule: str = Field(default="1f1b", min_length=1)
-    """gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or the path of a text file with a schedule."""
+    """gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or the path of a schedule file."""
 
     chunks: Positive | None = None
-    """Stages on each rank. null: as few as the schedule takes."""
+    """Stages on each rank. null: the fewest that the schedule takes."""
 
     microbatches: Positive | None = None
-    """Microbatches of a step on each rank: another name for gradient_accumulation_steps, with or without a pipeline."""
+    """Another name for gradient_accumulation_steps, with or without a pipeline."""
 
     balance: Annotated[Literal["parameters", "time"] | tuple[int, ...], BeforeValidator(_balance)] = "parameters"
-    """How blocks are divided over the stages: by their "parameters", by "time", measured once with the sample_batch
-    that initialize was given, or a list of the number of blocks of each stage."""
+    """Divide blocks over stages by "parameters", by "time" (measured once with initialize's sample_batch), or by a list
+    with the number of blocks of each stage."""
 
     def faults(self, config: Any) -> list[Fault]:
         accumulation = config.gradient_accumulation_steps
         if None in (self.microbatches, accumulation) or self.microbatches == accumulation:
             return []
         message = (
-            f"found {self.microbatches} beside gradient_accumulation_steps {accumulation}: both are the number of "
+            f"found {self.microbatches}, but gradient_accumulation_steps is {accumulation}: both are the number of "
             "microbatches of a step; leave one out"
         )
         return [Fault("pipeline.microbatches", "conflict", message)]
@@ -138,12 +137,12 @@ class PipelineConfig(ConfigSection):
 
 
 def schedule_of(parallel: ParallelConfig, pipeline: PipelineConfig, num_microbatches: int) -> Schedule:
-    """The schedule that the config names. Raises ScheduleError."""
+    """Build the schedule of the config. Raises ScheduleError."""
     return make_schedule(pipeline.schedule, parallel.pipeline, num_microbatches, pipeline.chunks)
 
 
 def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
-    """The axes must divide the world, and experts the data-parallel ranks."""
+    """Return a fault unless the axes divide the world and experts divide the data-parallel ranks."""
     degrees = {key: getattr(parallel, key) for key in ("pipeline", "tensor", "sequence")}
     if world_size % parallel.ranks_of_sample == 0:
         data_size = world_size // parallel.ranks_of_sample
@@ -153,7 +152,7 @@ def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
         equation = f"expert({parallel.expert}) x groups(?) = data-parallel ranks({data_size})"
     else:
         whole = world_size
-        for blamed, degree in degrees.items():  # noqa: B007  (the first that does not divide what is left)
+        for blamed, degree in degrees.items():  # noqa: B007  (the first that does not divide the remaining ranks)
             if whole % degree:
                 break
             whole //= degree
@@ -166,7 +165,7 @@ def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
 
 
 def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_microbatches: int) -> list[Fault]:
-    """What the schedule cannot take."""
+    """Return a fault if the schedule does not take this number of ranks, microbatches or chunks."""
     if parallel.pipeline == 1:
         return []
     try:

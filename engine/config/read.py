@@ -1,7 +1,7 @@
-"""From a file, the name of a preset or a dictionary to plain JSON values, with every fault of form at once.
+"""Reads a file, a preset or a dictionary to plain JSON values, and reports all faults of form at once.
 
-[Note: bounded] A file may be the wrong one, or made by a program. What takes time or stack is bounded before it is
-done: the bytes of a file, the separators in its text (one Python call each), the values and how deep they are nested.
+[Note: bounded] A file may be the wrong file, or written by a program. So costs are bounded before the work: the bytes
+of a file, the separators in its text (a Python call each), the number of values and their depth.
 """
 
 import base64
@@ -24,7 +24,7 @@ _LAST_COMMAS = re.compile(rf"{_TEXT}|,(?=\s*[}}\]])")
 
 
 def without_comments(text: str) -> str:
-    """The same text as plain JSON, if it was that but for comments and commas."""
+    """Return JSON text with its comments and last commas blanked out."""
     return _LAST_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text))
 
 
@@ -35,7 +35,7 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def decoded(text: str) -> str | None:
-    """The text of a JSON object that was passed in (URL-safe) base64, as a command line takes it; None: it is none."""
+    """Decode a JSON object in (URL-safe) base64 from a command line, or return None."""
     if len(text) < 4 or len(text) % 4 or not re.fullmatch(r"[A-Za-z0-9+/_-]+={0,2}", text):
         return None
     try:
@@ -49,23 +49,23 @@ MAX_BYTES = 4 << 20
 MAX_SEPARATORS = 20_000  # also those within comments
 MAX_VALUES = 2_000
 MAX_DEPTH = 20
-OR_NEVER = ("steps_per_print",)  # where null and Infinity are values too; Accelerate writes the latter
+OR_NEVER = ("steps_per_print",)  # keys that also take null and Infinity; Accelerate writes Infinity
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def preset_names() -> list[str]:
-    """The names that `Config.load` finds by themselves, such as "zero3"."""
+    """Return the preset names that `Config.load` finds, such as "zero3"."""
     return sorted(path.stem for path in PRESETS.glob("*.json") if path.stem != "schema")
 
 
 def is_comment(key: str) -> bool:
-    """Keys that begin with `_` or `//` are comments, at every level; so is the `$schema` that editors read."""
+    """Return whether a key is a comment: it begins with `_` or `//`, or is the `$schema` that editors read."""
     return key.startswith(("_", "//")) or key == "$schema"
 
 
 class _Repeating(dict[str, object]):
-    """A JSON object in which keys stood more than once, with these keys."""
+    """A JSON object with the list of its duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
@@ -79,11 +79,13 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _integer(text: str) -> int:
-    return int(text[:400])  # beyond MAX_INTEGER as before; Python refuses to read more than 4,300 digits
+    return int(text[:400])  # still above MAX_INTEGER; Python does not parse more than 4,300 digits
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, object]) -> tuple[dict[str, object], str | None]:
-    """The config as plain values without comments, and the file name (None for a dictionary). Raises ConfigError."""
+    """Return the config as plain values without comments, and the file name (None for a dictionary). Raises
+    ConfigError.
+    """
     if isinstance(source, Mapping):
         raw: object = source
         name = None
@@ -110,14 +112,14 @@ def read(source: str | os.PathLike[str] | Mapping[str, object]) -> tuple[dict[st
 
 
 def _find(source: str | os.PathLike[str]) -> Path:
-    """The file that is meant: a path that exists, or a preset's name, with `-` or `_` between its words."""
+    """Return the file: a path that exists, or a preset with `-` or `_` between its words."""
     text = os.fspath(source)
     path = Path(text)
     try:
         if path.is_file():
             return path
-    except OSError as error:  # such as a name that is too long, because it is the JSON itself
-        hint = "a config as text is json.loads(text), a dictionary"
+    except OSError as error:  # for example a name that is too long, because it is the JSON text
+        hint = "pass JSON text as json.loads(text), a dictionary"
         fault = Fault("", "file", f"cannot be read: {error.strerror}: {shown(text)}; {hint}")
         raise ConfigError([fault], shown(text)) from error
     names = preset_names()
@@ -145,7 +147,7 @@ def _parse(path: Path) -> object:
 
 
 def _loads(text: str, name: str) -> object:
-    """The values of JSON text, which may have comments."""
+    """Parse JSON text, with or without comments."""
     if sum(map(text.count, ",{[")) > MAX_SEPARATORS:
         raise _unreadable(name, "syntax", f"expected at most {MAX_VALUES:,} values, found many more; is it a config?")
     try:
@@ -157,19 +159,19 @@ def _loads(text: str, name: str) -> object:
         start, end = text.rfind("\n", 0, error.pos) + 1, text.find("\n", error.pos)
         line = text[start : end if end >= 0 else None].strip()
         where = f"line {error.lineno}, column {error.colno}: {shown(line)}" if line else f"line {error.lineno}"
-        hint = "comments (// # /* */) and a comma behind the last item may stand there; names and text are in quotes"
+        hint = "Comments (// # /* */) and a comma behind the last item are allowed; names and text need quotes"
         raise _unreadable(name, "syntax", f"not valid JSON: {error.msg} at {where}. {hint}") from error
     except RecursionError as error:
         raise _unreadable(name, "syntax", "not valid here: nested too deeply") from error
 
 
 def _unreadable(name: str, kind: FaultKind, message: str) -> ConfigError:
-    """One fault of the file as a whole."""
+    """Return the error for the file as a whole."""
     return ConfigError([Fault("", kind, printable(message))], name)
 
 
 class _Form:
-    """Takes values as JSON has them, and collects what is wrong with their form, whatever their meaning."""
+    """Checks the form of values and collects the faults, regardless of their meaning."""
 
     def __init__(self, source: str | None) -> None:
         self.faults: list[Fault] = []
@@ -177,7 +179,9 @@ class _Form:
         self._num_values = 0
 
     def clean(self, value: object, path: str, depth: int) -> object:
-        """The value without comments; faults are added to `faults`. Raises ConfigError if there are too many values."""
+        """Return the value without comments and add faults to `faults`. Raises ConfigError if there are too many
+        values.
+        """
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             message = f"expected at most {MAX_VALUES:,} values, found more; is it a config?"
@@ -195,18 +199,18 @@ class _Form:
     def _clean_object(self, value: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
         repeated = value.repeated if isinstance(value, _Repeating) else []
         for name in repeated:
-            self._fault(join(path, name), "duplicate", "the key stands twice in one object; keep one")
+            self._fault(join(path, name), "duplicate", "the key occurs twice in an object; remove one of them")
         clean: dict[str, object] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                self._fault(path, "type", f"keys are strings, found {shown(key)}")
+                self._fault(path, "type", f"expected a string as a key, found {shown(key)}")
             elif not is_comment(key):
                 self._check(key, join(path, key))
                 clean[key] = self.clean(item, join(path, key), depth + 1)
         return clean
 
     def _check(self, value: object, path: str) -> None:
-        """Whether the value is one of JSON, and can be written again."""
+        """Report a value that JSON cannot hold or write again."""
         if isinstance(value, float) and not math.isfinite(value):
             if path not in OR_NEVER or value != math.inf:
                 self._fault(path, "value", f"expected a finite number, found {value}")
@@ -230,7 +234,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def join(path: str, key: str) -> str:
-    """The JSON path of a key in the object at `path`. A key that is not one plain word is in quotes."""
+    """Return the JSON path of a key in the object at `path`. A key that is not a plain word is quoted."""
     is_plain = len(key) <= 80 and key.replace("-", "_").isidentifier()
     name = key if is_plain else shown(key)
     return f"{path}.{name}" if path else name

@@ -1,6 +1,6 @@
-"""The scheduler section: one closed set of parameters for each type. The formulas are in engine/step/lr_schedule.py.
+"""The section `scheduler`: parameters for each type. `engine/step/lr_schedule.py` has the formulas.
 
-Those of torch are its schedulers whose rate follows from the number of updates alone, with its names and defaults.
+torch's schedulers are those whose rate depends only on the number of updates, with torch's names and defaults.
 """
 
 from typing import Annotated, Any, Literal
@@ -15,55 +15,55 @@ class WarmupLRParams(Section):
     """DeepSpeed's WarmupLR: from the minimum to the maximum, then constant."""
 
     warmup_min_lr: Float = Field(default=0.0, ge=0)
-    """Learning rate at the start of the warm-up."""
+    """Learning rate at the start of warm-up."""
     warmup_max_lr: NonNegative | None = None
-    """Learning rate at the end of the warm-up. null: the optimizer's."""
+    """Learning rate at the end of warm-up. null: the optimizer's."""
     warmup_num_steps: Int = Field(default=1000, ge=1)
-    """Steps of the warm-up; 1 is taken as 2."""
+    """Steps of warm-up; 1 counts as 2."""
     warmup_type: Literal["log", "linear"] = "log"
-    """The curve of the warm-up."""
+    """Curve of warm-up."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
     """DeepSpeed's WarmupDecayLR: warm-up, then linear decay to 0."""
 
     total_num_steps: Int = Field(ge=1)
-    """Steps of the whole training. Must be given."""
+    """Steps of the whole training. Required."""
 
 
 class WarmupCosineLRParams(Section):
     """DeepSpeed's WarmupCosineLR: warm-up, then half a cosine, as ratios of the optimizer's learning rate."""
 
     total_num_steps: Int = Field(ge=1)
-    """Steps of the whole training. Must be given."""
+    """Steps of the whole training. Required."""
     warmup_min_ratio: Float = Field(default=0.0, ge=0)
-    """Ratio at the start of the warm-up."""
+    """Ratio at the start of warm-up."""
     warmup_num_steps: Int = Field(default=1000, ge=1)
-    """Steps of the warm-up; 1 is taken as 2."""
+    """Steps of warm-up; 1 counts as 2."""
     cos_min_ratio: Float = Field(default=1e-4, ge=0)
     """Ratio at the end."""
     warmup_type: Literal["log", "linear"] = "log"
-    """The curve of the warm-up."""
+    """Curve of warm-up."""
 
 
 class ConstantParams(Section):
     """Linear warm-up from 0, then the optimizer's learning rate."""
 
     warmup_num_steps: Int = Field(default=0, ge=0)
-    """Steps of the warm-up."""
+    """Steps of warm-up."""
 
 
 class DecayParams(ConstantParams):
     """Linear warm-up from 0, then decay to `min_ratio` of the optimizer's learning rate."""
 
     total_num_steps: Int = Field(ge=1)
-    """Steps of the whole training. Must be given."""
+    """Steps of the whole training. Required."""
     min_ratio: Float = Field(default=0.0, ge=0, le=1)
-    """The ratio of the optimizer's learning rate that is reached at the end."""
+    """Ratio at the end."""
 
 
 def _one_value(value: Any) -> Any:
-    """DeepSpeed takes a list with a value for each parameter group; here are as many groups as values: one."""
+    """Unwrap DeepSpeed's list with a value for each parameter group, if it has a single value."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -72,90 +72,92 @@ _Momentum = Annotated[Float, BeforeValidator(_one_value), Field(ge=0, lt=1)]
 
 
 class OneCycleParams(Section):
-    """DeepSpeed's OneCycle: from the minimum to the maximum and back, then decay; the first beta goes against it."""
+    """DeepSpeed's OneCycle: from the minimum to the maximum and back, then decay. The first beta moves in the opposite
+    direction.
+    """
 
     cycle_min_lr: _Rate
-    """Learning rate at the start and the end of the cycle. Must be given."""
+    """Learning rate at the start and end of the cycle. Required."""
     cycle_max_lr: _Rate
-    """Learning rate in the middle of the cycle. Must be given."""
+    """Learning rate in the middle of the cycle. Required."""
     decay_lr_rate: NonNegative = 0.0
-    """Behind the cycle: the minimum over 1 + this x decay steps. 0: the minimum."""
+    """After the cycle: minimum / (1 + this x decay steps). 0: the minimum."""
     cycle_first_step_size: Positive = 2000
-    """Steps of the first half of the cycle."""
+    """Steps of the first half."""
     cycle_second_step_size: Natural | None = None
     """Steps of the second half. null: as the first."""
     cycle_first_stair_count: Natural = 0
-    """Stairs in which the first half goes. 0: each step."""
+    """Stairs of the first half. 0: smooth."""
     cycle_second_stair_count: Natural | None = None
     """Stairs of the second half. null: as the first."""
     decay_step_size: Natural = 0
-    """Steps of one decay step. 0: no decay."""
+    """Steps of a decay step. 0: no decay."""
     cycle_momentum: Bool = True
-    """Whether the first of an optimizer's `betas` moves too; the second is 0.99 then, as in DeepSpeed."""
+    """Also move the first of `betas`; the second is then 0.99, as in DeepSpeed."""
     cycle_min_mom: _Momentum = 0.8
-    """The first beta in the middle of the cycle, and of the first update."""
+    """First beta in the middle of the cycle, and in the first update."""
     cycle_max_mom: _Momentum = 0.9
-    """The first beta at the end of the cycle."""
+    """First beta at the end of the cycle."""
     decay_mom_rate: NonNegative = 0.0
-    """Behind the cycle: the maximum x (1 + this x decay steps)."""
+    """After the cycle: maximum x (1 + this x decay steps)."""
 
 
 class LRRangeTestParams(Section):
-    """DeepSpeed's LRRangeTest: a rate that only grows, to find the largest one that trains."""
+    """DeepSpeed's LRRangeTest: a growing rate, to find the largest one that trains."""
 
     lr_range_test_min_lr: _Rate = 1e-3
     """Learning rate of the first update."""
     lr_range_test_step_size: Positive = 2000
-    """Steps in which it grows by step_rate x the minimum."""
+    """Steps of an interval."""
     lr_range_test_step_rate: Float = Field(default=1.0, ge=0)
-    """Growth of one step size, as a multiple of the minimum."""
+    """Growth per interval, as a multiple of the minimum."""
     lr_range_test_staircase: Bool = False
-    """Whether it grows only at the end of each step size."""
+    """Grow only at the end of each interval."""
 
 
 class StepLRParams(Section):
-    """torch's StepLR: times gamma every few steps."""
+    """torch's StepLR: times gamma every `step_size` steps."""
 
     step_size: Positive
-    """Steps between two decays. Must be given."""
+    """Steps between decays. Required."""
     gamma: NonNegative = 0.1
-    """Factor of a decay."""
+    """Decay factor."""
 
 
 class MultiStepLRParams(Section):
     """torch's MultiStepLR: times gamma at each milestone."""
 
     milestones: tuple[Natural, ...]
-    """Steps from which on it is smaller. Must be given."""
+    """Steps of the decays. Required."""
     gamma: NonNegative = 0.1
-    """Factor of a decay."""
+    """Decay factor."""
 
 
 class ExponentialLRParams(Section):
     """torch's ExponentialLR: times gamma each step."""
 
     gamma: NonNegative
-    """Factor of a step. Must be given."""
+    """Decay factor. Required."""
 
 
 class CosineAnnealingLRParams(Section):
     """torch's CosineAnnealingLR: half a cosine down, and up again."""
 
     T_max: Positive
-    """Steps of half a cosine. Must be given."""
+    """Steps of half a cosine. Required."""
     eta_min: NonNegative = 0.0
-    """The smallest learning rate."""
+    """Smallest learning rate."""
 
 
 class CosineAnnealingWarmRestartsParams(Section):
     """torch's CosineAnnealingWarmRestarts: half a cosine down, then from the top again."""
 
     T_0: Positive
-    """Steps to the first restart. Must be given."""
+    """Steps to the first restart. Required."""
     T_mult: Positive = 1
-    """Each period has so many times the steps of the one before."""
+    """Growth factor of the periods."""
     eta_min: NonNegative = 0.0
-    """The smallest learning rate."""
+    """Smallest learning rate."""
 
 
 class LinearLRParams(Section):
@@ -164,9 +166,9 @@ class LinearLRParams(Section):
     start_factor: Float = Field(default=1.0 / 3, gt=0, le=1)
     """Factor of the first update."""
     end_factor: Float = Field(default=1.0, ge=0, le=1)
-    """Factor from step total_iters on."""
+    """Factor from total_iters on."""
     total_iters: Positive = 5
-    """Steps of the line."""
+    """Number of steps with a factor."""
 
 
 class ConstantLRParams(Section):
@@ -175,14 +177,14 @@ class ConstantLRParams(Section):
     factor: Float = Field(default=1.0 / 3, ge=0, le=1)
     """Factor of the first steps."""
     total_iters: Natural = 5
-    """How many these are."""
+    """Number of steps with a factor."""
 
 
 class PolynomialLRParams(Section):
     """torch's PolynomialLR: (1 - t / total_iters) to a power."""
 
     total_iters: Positive = 5
-    """Steps until it is 0."""
+    """Steps until the rate is 0."""
     power: NonNegative = 1.0
     """The power."""
 
@@ -206,7 +208,7 @@ SCHEDULER_PARAMS: dict[str, type[Section]] = {
     "PolynomialLR": PolynomialLRParams,
 }
 SCHEDULERS = tuple(SCHEDULER_PARAMS)
-NOT_BY_STEPS = {  # why it is not among these
+NOT_BY_STEPS = {  # name -> why it is not among these
     "ReduceLROnPlateau": "it needs a metric",
     "LambdaLR": "it needs a function",
     "MultiplicativeLR": "it needs a function",
@@ -218,7 +220,7 @@ NOT_BY_STEPS = {  # why it is not among these
 
 
 class SchedulerConfig(ConfigSection):
-    """The scheduler of that name, and its parameters."""
+    """The scheduler and its parameters."""
 
     path = "scheduler"
 
@@ -232,7 +234,7 @@ class SchedulerConfig(ConfigSection):
 
 
 def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] | None, list[Fault]]:
-    """The section with the type's one spelling, or its faults (then there is no section)."""
+    """Return the section with our spelling of the type, or its faults (then without a section)."""
     written = section.get("type")
     if not isinstance(written, str):
         kind: Literal["type", "missing"] = "type" if "type" in section else "missing"

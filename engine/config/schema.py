@@ -1,4 +1,4 @@
-"""The JSON schema of the config, for editors: the fields, "auto", comments, and DeepSpeed's other keys."""
+"""The JSON schema of the config, for editors: fields, "auto", comments, and DeepSpeed's keys."""
 
 import json
 from typing import Any, Literal
@@ -18,12 +18,12 @@ _COMMENTS: dict[str, dict[str, str]] = {r"^(_|//|\$schema$)": {}}
 
 
 def schema_text() -> str:
-    """The schema as it stands in configs/schema.json."""
+    """Return the text of configs/schema.json."""
     return json.dumps(json_schema(), indent=2) + "\n"
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of what `Config.load` accepts, as far as JSON schema can say it (no batch equation, no conflicts)."""
+    """Return the schema of `Config.load`, as far as JSON schema can express it (no batch equation, no conflicts)."""
     schema: dict[str, Any] = _standard_limits(_with_types(Config.model_json_schema()))
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "lowtide config"
@@ -46,7 +46,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _with_types(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema with a section for each optimizer and scheduler in the place of one for all."""
+    """Replace the optimizer and scheduler sections by a section for each type."""
     definitions = schema["$defs"]
     for name in ("OptimizerConfig", "OptimizerParams", "SchedulerConfig", "Section"):
         del definitions[name]
@@ -67,7 +67,7 @@ def _section_of(title: str, name: str, params: type[Section], kind: str) -> type
 
 
 def _standard_limits(schema: Any) -> Any:
-    """The same schema with the standard's names for limits, which pydantic leaves out where null is allowed too."""
+    """Rename limits to the standard's names, since pydantic does not where null is also allowed."""
     names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
     if isinstance(schema, dict):
         return {names.get(key, key): _standard_limits(value) for key, value in schema.items()}
@@ -75,7 +75,7 @@ def _standard_limits(schema: Any) -> Any:
 
 
 def _properties(schema: dict[str, Any], path: str) -> list[dict[str, Any]]:
-    """The `properties` in which the last key of a path stands: one, or several where the type decides."""
+    """Return the `properties` that hold the last key of a path: several if the type of a section decides."""
     section = path.rpartition(".")[0]
     definitions = schema["$defs"]
     if section == "":
@@ -99,7 +99,7 @@ def add(schema: dict[str, Any], path: str, value: dict[str, Any]) -> None:
 
 
 def allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
-    """The key at `path` takes what `other` describes as well."""
+    """Let the key at `path` also take values that `other` describes."""
     key = path.rpartition(".")[2]
     for home in _properties(schema, path):
         if key in home and other not in home[key].get("anyOf", []):
@@ -108,7 +108,7 @@ def allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
 
 
 def _open_type_names(schema: dict[str, Any], key: str) -> None:
-    """Types are found without regard to case and by other spellings: any string that is not known to be wrong."""
+    """Accept type names in any case and in other spellings."""
     choice = schema["properties"][key]["anyOf"][0]
     choices = choice.pop("oneOf", None) or choice["anyOf"]
     schema["properties"][key]["anyOf"] = [*choices, {"type": "null"}]
@@ -116,7 +116,7 @@ def _open_type_names(schema: dict[str, Any], key: str) -> None:
         section = schema["$defs"][item["$ref"].rpartition("/")[2]]
         properties = section["properties"]
         name = properties["type"]["const"]
-        others = {"adamw": ("adam", "adamw")}.get(name, (name,))  # Adam is AdamW unless adam_w_mode is false
+        others = {"adamw": ("adam", "adamw")}.get(name, (name,))  # "Adam" means AdamW unless adam_w_mode is false
         spellings = [word for other in others if other in OPTIMIZERS for word in OPTIMIZERS[other].deepspeed_names]
         names = [name, *spellings, *others]
         pattern = "|".join("".join(f"[{c.lower()}{c.upper()}]" for c in other) for other in dict.fromkeys(names))
@@ -126,8 +126,8 @@ def _open_type_names(schema: dict[str, Any], key: str) -> None:
             params["adam_w_mode"] = {
                 "type": "boolean",
                 "default": True,
-                "description": 'false: type "Adam" is Adam with its L2 penalty in the gradient.',
+                "description": 'false: type "Adam" is Adam with an L2 penalty in the gradient.',
             }
         if name == "adam":
-            of_adam = 'Adam with its L2 penalty inside the gradient. In a file: type "Adam" with `adam_w_mode` false.'
+            of_adam = 'Adam with an L2 penalty in the gradient: type "Adam" with `adam_w_mode` false.'
             section["description"] = of_adam

@@ -1,4 +1,4 @@
-"""Sections without a file of their own. Each field's docstring is its documentation."""
+"""Sections without a separate file. Each field's docstring is its documentation."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ def _masters(value: object) -> object:
 
 
 class BF16Config(ConfigSection):
-    """Compute in bfloat16, with fp32 master parameters in the optimizer, or without."""
+    """Compute in bfloat16, with or without fp32 master weights."""
 
     path = "bf16"
 
@@ -27,18 +27,17 @@ class BF16Config(ConfigSection):
     masters: Annotated[bool | Literal["kahan", "int8"], BeforeValidator(_masters)] = Field(
         default=True, json_schema_extra={"enum": [True, False, "kahan", "int8"]}
     )
-    """true: the optimizer has fp32 master parameters, 4 bytes each. false: the bf16 parameters are the only copy, and
-    an update is computed in fp32 and rounded to them at random, by bits drawn from `seed`, the step and the place of
-    the element. "kahan": nothing is random, and a second bf16 number keeps what each parameter lacks, 2 bytes each.
-    "int8": 8 more bits of each parameter, 1 byte, and what is below these is rounded at random."""
+    """true: fp32 master weights, 4 bytes each. false: only bf16 parameters; updates are computed in fp32 and rounded at
+    random, by bits from `seed`, step and element. "kahan": not random; a second bf16 number keeps the rounding error, 2
+    bytes each. "int8": 8 more bits, 1 byte each; lower bits are rounded at random."""
 
     auto_cast: Bool = True
-    """Cast floating-point inputs of the model to bf16, and of its blocks where it has fp32 buffers."""
+    """Cast floating-point inputs of the model to bf16; also inputs of its blocks if it has fp32 buffers."""
 
     def faults(self, config: Any) -> list[Fault]:
         if not (self.enabled and config.fp16.enabled):
             return []
-        message = "bf16.enabled and fp16.enabled are both true; there is one compute type, set one of them to false"
+        message = "bf16.enabled and fp16.enabled are both true; set one of them to false"
         return [Fault("bf16.enabled", "conflict", message)]
 
     def notes(self, config: Any) -> list[str]:
@@ -55,7 +54,7 @@ _DYNAMIC_SCALING = (
 
 
 class FP16Config(ConfigSection):
-    """Compute in float16, with loss scaling and fp32 master parameters in the optimizer."""
+    """Compute in float16, with loss scaling and fp32 master weights."""
 
     path = "fp16"
 
@@ -63,25 +62,25 @@ class FP16Config(ConfigSection):
     """Turns fp16 on."""
 
     auto_cast: Bool = True
-    """Cast floating-point inputs of the model to fp16, and of its blocks where it has fp32 buffers."""
+    """Cast floating-point inputs of the model to fp16; also inputs of its blocks if it has fp32 buffers."""
 
     loss_scale: Float = Field(default=0.0, ge=0)
-    """The fixed factor on the loss. 0: dynamic loss scaling."""
+    """Fixed loss scale. 0: dynamic."""
 
     initial_scale_power: Int = Field(default=16, ge=0, le=126)
-    """Dynamic scaling starts with 2 to this power."""
+    """Dynamic: the first scale is 2 to this power."""
 
     loss_scale_window: Int = Field(default=1000, ge=1)
-    """Dynamic scaling: the scale doubles after this many steps without overflow."""
+    """Dynamic: steps without overflow after which the scale doubles."""
 
     hysteresis: Int = Field(default=2, ge=1)
-    """Dynamic scaling: the number of overflows after which the scale is halved."""
+    """Dynamic: overflows after which the scale is halved."""
 
     consecutive_hysteresis: Bool = False
-    """Dynamic scaling: a step without overflow refills the hysteresis."""
+    """Dynamic: a step without overflow resets the count of overflows."""
 
     min_loss_scale: Float = Field(default=1.0, ge=0)
-    """Dynamic scaling: the scale never falls below this."""
+    """Dynamic: the smallest scale."""
 
     def notes(self, config: Any) -> list[str]:
         if not self.enabled:
@@ -93,12 +92,12 @@ class FP16Config(ConfigSection):
 def _bfloat16(value: object) -> object:
     if value in ("bfloat16", "bf16", "torch.bfloat16"):
         return "bfloat16"
-    words = 'expected "bfloat16": float16 needs a loss scale, which fp16.enabled has'
+    words = 'expected "bfloat16": float16 needs a loss scale, set fp16.enabled instead'
     raise PydanticCustomError("value_error", words)
 
 
 class TorchAutocastConfig(ConfigSection):
-    """Forwards under torch.autocast: parameters keep the model's types, operations that may are computed in another."""
+    """Forwards under torch.autocast: parameters keep their dtypes, eligible operations compute in a lower precision."""
 
     path = "torch_autocast"
 
@@ -106,16 +105,16 @@ class TorchAutocastConfig(ConfigSection):
     """Turns it on."""
 
     dtype: Annotated[Literal["bfloat16"], BeforeValidator(_bfloat16)] = "bfloat16"
-    """The type of such operations."""
+    """Dtype of these operations."""
 
     def faults(self, config: Any) -> list[Fault]:
         if not self.enabled or config.parallel.pipeline == 1:
             return []
-        message = "needs parallel.pipeline 1: a stage of a pipeline calls parts of the model; set bf16.enabled instead"
+        message = "needs parallel.pipeline 1, since a stage calls parts of the model; set bf16.enabled instead"
         return [Fault("torch_autocast.enabled", "conflict", message)]
 
 
-_DTYPES = {  # also DeepSpeed's and torch's names, and those with "torch." before them
+_DTYPES = {  # names of DeepSpeed and torch, the latter also with "torch." before them
     **dict.fromkeys(("float32", "float"), "fp32"),
     "bfloat16": "bf16",
     **dict.fromkeys(("float16", "half"), "fp16"),
@@ -123,61 +122,62 @@ _DTYPES = {  # also DeepSpeed's and torch's names, and those with "torch." befor
 
 
 def dtype_name(value: object) -> object:
-    """The name of a type here, of DeepSpeed's and torch's names; what is none of them stays."""
+    """Translate a dtype name of DeepSpeed or torch to ours; return unknown values unchanged."""
     return _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 class DataTypesConfig(ConfigSection):
-    """The types in which gradients are kept."""
+    """Dtypes of gradients."""
 
     path = "data_types"
 
     grad_accum_dtype: Annotated[Dtype | None, BeforeValidator(dtype_name)] = None
-    """The type in which gradients accumulate over microbatches; also by torch's name, as "bfloat16". null: fp32."""
+    """Dtype in which gradients accumulate over microbatches, also by torch's name ("bfloat16"). null: fp32."""
 
 
 def _bits(value: object) -> object:
     if value is None or (value in (4, 8) and not isinstance(value, bool)):
         return value
-    raise PydanticCustomError("value_error", "expected 8, 4 or null: the bits of a value in messages")
+    raise PydanticCustomError("value_error", "expected 8, 4 or null (bits of a value in a message)")
 
 
 Bits = Annotated[Literal[4, 8] | None, BeforeValidator(_bits)]
 
 
 class PowerSGDConfig(ConfigSection):
-    """PowerSGD: a matrix of gradients is sent as two thin ones, whose product is near it. Stages 0 and 1."""
+    """PowerSGD: send a gradient matrix as two thin matrices whose product approximates it. Stages 0 and 1."""
 
     path = "communication.power_sgd"
 
     rank: Natural = 0
-    """Columns of the thin matrices. 0: off, gradients are sent as they are."""
+    """Columns of the thin matrices. 0: off."""
 
     start_step: Natural = 1000
-    """Gradients of so many steps are sent as they are first."""
+    """First steps, which send exact gradients."""
 
     min_compression_rate: Float = Field(default=2.0, ge=1)
-    """A parameter whose thin matrices, times this, have as many elements as it has, is sent as it is."""
+    """Send a parameter's gradient exactly if the thin matrices save less than this factor."""
 
     error_feedback: Bool = True
-    """What the product lacks is added to the gradient of the next step."""
+    """Add the approximation error to the gradient of the next step."""
 
     warm_start: Bool = True
-    """The product begins with the thin matrix of the step before, else with a random one in each step."""
+    """Start from the thin matrix of the step before, not from a random one."""
 
     def faults(self, config: Any) -> list[Fault]:
         if not self.rank:
             return []
         zero, parallel = config.zero_optimization, config.parallel
-        each = "it is made of the gradient of a whole step, which a rank has at stages 0 and 1 alone"
-        parts = "ranks have parts of a matrix there"
+        each = "a rank has the gradient of a whole step only at stages 0 and 1"
+        parts = "ranks have only parts of a matrix"
+        final = "its error feedback needs final steps"
         wrong: dict[str, tuple[bool, str, object, str]] = {
             "zero_optimization.stage": (zero.stage > 1, "0 or 1", zero.stage, each),
             "zero_optimization.shard_size": (
                 bool(zero.stage) and zero.shard_size is not None,
                 "null",
                 zero.shard_size,
-                "a gradient is summed over one line of ranks",
+                "it sums a gradient over all data-parallel ranks",
             ),
             "parallel.tensor": (parallel.tensor > 1, "1", parallel.tensor, parts),
             "parallel.sequence": (parallel.sequence > 1, "1", parallel.sequence, parts),
@@ -186,13 +186,13 @@ class PowerSGDConfig(ConfigSection):
                 zero.update_in_backward,
                 "false",
                 True,
-                "what was not sent is remembered of steps that count",
+                final,
             ),
             "zero_optimization.offload_optimizer.overlap": (
                 zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none",
                 '"none"',
                 zero.offload_optimizer.overlap,
-                "what was not sent is remembered of steps that count",
+                final,
             ),
         }
         return [
@@ -203,40 +203,38 @@ class PowerSGDConfig(ConfigSection):
 
 
 class CommunicationConfig(ConfigSection):
-    """How bytes go between the ranks."""
+    """How ranks exchange bytes."""
 
     path = "communication"
 
     route: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
-    """"auto" chooses for each message; "shared_memory" between the CPU ranks of one host; "sockets" is
-    point-to-point; "native" is the backend's own collectives."""
+    """"auto": chosen for each message. "shared_memory": CPU ranks of a host. "sockets": point-to-point. "native": the
+    backend's collectives."""
 
     weight_bits: Bits = None
-    """8 or 4: weights go to other ranks in so many bits, in blocks of 128 with a scale. At stage 3 that is what they
-    are computed with (qwZ of ZeRO++); at stages 1 and 2, and between the groups of `zero_hpz_partition_size`, it is
-    what an update has changed, and what is rounded away goes with the next one. Shards, of which updates are made and
-    which checkpoints have, are exact. null: as they are."""
+    """8 or 4: send weights in so many bits, in blocks of 128 with a scale. Stage 3 computes with these (qwZ of ZeRO++).
+    Stages 1 and 2, and groups of `zero_hpz_partition_size`, send changes and carry the rounding error to the next step.
+    Shards and checkpoints stay exact. null: exact."""
 
     frozen_weight_bits: Bits = None
-    """Stage 3: the same of weights that are not trained. null: as weight_bits."""
+    """Stage 3: the same for frozen weights. null: as weight_bits."""
 
     gradient_bits: Bits = None
-    """8 or 4: gradients go to other hosts in so many bits, rounded at random so that the mean is exact (qgZ of ZeRO++),
-    after they were summed over the ranks of a host. null: in `communication_data_type`."""
+    """8 or 4: send gradients between hosts in so many bits, after a sum within the host, with unbiased random rounding
+    (qgZ of ZeRO++). null: `communication_data_type`."""
 
     gradient_bits_in_host: Bits = 8
-    """With gradient_bits: the same of gradients between the ranks of a host. null: in `communication_data_type`."""
+    """With gradient_bits: bits between ranks of a host. null: `communication_data_type`."""
 
     ranks_of_host: Positive | None = None
-    """With gradient_bits: how many ranks, next to each other, count as those of a host. null: those of a host."""
+    """With gradient_bits: number of neighbouring ranks that count as a host. null: the ranks of each host."""
 
     timeout_seconds: Float = Field(default=300.0, gt=0)
-    """A collective that takes longer than this is an error, not a hang."""
+    """A collective that takes longer is an error."""
 
     step_timeout_seconds: Annotated[Float | None, Field(gt=0)] = None
-    """A step, with the loading of its data, that takes longer than this is reported: `lowtide launch` says which rank
-    waits for which, with the stacks of all (and then stops, with --on-stall stop); started otherwise, each rank says
-    for itself what it does. Training goes on. null: no limit."""
+    """Report a step, with its data loading, that takes longer, and continue. `lowtide launch` says which rank waits for
+    which, with all stacks, and stops the job with --on-stall stop. Without it, each rank reports itself. null: off."""
 
     power_sgd: PowerSGDConfig = PowerSGDConfig()
 
@@ -245,12 +243,10 @@ class CommunicationConfig(ConfigSection):
         sends_signs = optimizer is not None and OPTIMIZERS[optimizer.type].sends_signs
         if self.gradient_bits is not None and (rank or sends_signs):
             beside = "communication.power_sgd" if rank else f'optimizer.type "{optimizer.type}"'
-            message = (
-                f"needs null beside {beside}, found {self.gradient_bits}: that sends gradients in a form of its own"
-            )
+            message = f"needs null with {beside}, which compresses gradients itself, found {self.gradient_bits}"
             found.append(Fault("communication.gradient_bits", "conflict", message))
         if rank and sends_signs:
-            message = f'needs 0 beside optimizer.type "{optimizer.type}", found {rank}: that sends no gradients'
+            message = f'needs 0 with optimizer.type "{optimizer.type}", which sends no gradients, found {rank}'
             found.append(Fault("communication.power_sgd.rank", "conflict", message))
         return found
 
@@ -260,66 +256,63 @@ class CommunicationConfig(ConfigSection):
             of_gradients = ("gradient_bits_in_host", "ranks_of_host")
             found += self.idle("communication.gradient_bits is null", only=of_gradients)
         if stage < 3:
-            reason = f"stage {stage} sends what an update has changed, and these are not updated"
+            reason = f"stage {stage} sends updated weights only, and frozen weights are not updated"
             found += self.idle(reason, only=("frozen_weight_bits",))
         if stage == 0:
-            found += self.idle("stage 0 sends no weights, every rank updates all of them", only=("weight_bits",))
+            found += self.idle("stage 0 sends no weights, since every rank updates all", only=("weight_bits",))
         return found
 
 
 class CheckpointConfig(ConfigSection):
-    """When checkpoints are saved without a call, where they go, and how they are written."""
+    """Automatic checkpoints, and how checkpoints are written."""
 
     path = "checkpoint"
 
     folder: Folder = None
-    """Where the checkpoints of every_steps and on_sigterm go: each tag is a folder below it. Every rank must see it. A
-    relative path starts at the working directory."""
+    """Folder of automatic checkpoints, with a folder for each tag. Every rank must see it. A relative path starts at
+    the working directory."""
 
     every_steps: Int = Field(default=0, ge=0)
-    """Save a checkpoint after every so many optimizer steps. 0: only when save_checkpoint is called."""
+    """Save after this many optimizer steps. 0: only in save_checkpoint."""
 
     keep_last: Positive | None = None
-    """The number of checkpoints without a tag of the caller's that are kept: older ones are deleted once a newer one is
-    complete. Checkpoints with a tag of the caller's are never deleted. null: all are kept."""
+    """Number of automatic checkpoints to keep; older ones are deleted after a newer one is complete. Checkpoints with a
+    tag from the caller are never deleted. null: all."""
 
     asynchronous: Bool = Field(default=False, alias="async")
-    """Write in the background: a step after a save waits only for the copy to host memory."""
+    """Write in the background; a step waits only for the copy to host memory."""
 
     exclude_frozen_parameters: Bool = False
-    """Do not write parameters that the optimizer does not update, such as the weights below adapters: a checkpoint has
-    digests of them, and is loaded into a model that was built with the same values, which is checked. Those that were
-    changed by hand (`engine.gathered(modify=True)`) are written."""
+    """Leave out parameters that the optimizer does not update, such as weights below adapters. Loading compares their
+    digests, so build the model with the same values. Values changed by `engine.gathered(modify=True)` are written."""
 
     on_sigterm: Bool = False
-    """On SIGTERM or Ctrl-C (SIGINT): finish the step, save a checkpoint, and exit with status 0, after Ctrl-C with 130.
-    A second one acts at once."""
+    """On SIGTERM or Ctrl-C: finish the step, save, exit with status 0 (Ctrl-C: 130). A second signal acts at once."""
 
     def faults(self, config: Any) -> list[Fault]:
         users = [f"every_steps {self.every_steps}"] if self.every_steps > 0 else []
         users += ["on_sigterm true"] if self.on_sigterm else []
         if self.folder is not None or not users:
             return []
-        message = f"must be given: it is where the checkpoints of {' and '.join(users)} go"
+        message = f"must be given, for the checkpoints of {' and '.join(users)}"
         return [Fault("checkpoint.folder", "missing", message)]
 
     def notes(self, config: Any) -> list[str]:
-        reason = "every_steps is 0 and on_sigterm is false; a call of save_checkpoint names its own folder"
+        reason = "every_steps is 0 and on_sigterm is false; save_checkpoint takes its folder as an argument"
         return [] if self.every_steps or self.on_sigterm else self.idle(reason, only=("folder",))
 
 
 class MemoryReportConfig(ConfigSection):
-    """One step is recorded, operation by operation, and what it held is written beside what was predicted."""
+    """Record the memory of a step, operation by operation, next to the prediction."""
 
     path = "memory_report"
 
     folder: Folder = None
-    """Where each rank writes its report; `lowtide report` reads it. null: none is made. A relative path starts at the
-    working directory."""
+    """Each rank writes its report here, for `lowtide report`. null: off. A relative path starts at the working
+    directory."""
 
     step: Int = Field(default=3, ge=2)
-    """Which step of this process is recorded: it takes several times as long. The first one makes the optimizer's
-    states."""
+    """The recorded step, which takes several times as long. Step 1 creates the optimizer states."""
 
     def notes(self, config: Any) -> list[str]:
         return [] if self.folder is not None else self.idle("memory_report.folder is null")
@@ -342,9 +335,9 @@ class TensorboardConfig(ConfigSection):
     enabled: Bool = False
     """Turns it on."""
     output_path: _Place = ""
-    """The folder in which `job_name` is a folder. "": the working directory."""
+    """Folder that holds the folder `job_name`. "": the working directory."""
     job_name: str = "run"
-    """Name of the job, and of its folder."""
+    """Name of the job and its folder."""
 
 
 class WandbConfig(ConfigSection):
@@ -355,11 +348,11 @@ class WandbConfig(ConfigSection):
     enabled: Bool = False
     """Turns it on."""
     group: str | None = None
-    """Runs that are shown together."""
+    """Name that groups runs."""
     team: str | None = None
-    """Whose project it is."""
+    """Team that has the project."""
     project: str = "lowtide"
-    """The project."""
+    """Name of the project."""
 
 
 class CsvMonitorConfig(ConfigSection):
@@ -370,52 +363,52 @@ class CsvMonitorConfig(ConfigSection):
     enabled: Bool = False
     """Turns it on."""
     output_path: _Place = ""
-    """The folder in which `job_name` is a folder. "": the working directory."""
+    """Folder that holds the folder `job_name`. "": the working directory."""
     job_name: str = "run"
-    """Name of the job, and of its folder."""
+    """Name of the job and its folder."""
 
 
 class ProfileConfig(ConfigSection):
-    """Steps of which a trace, collectives, and operations by module are written: see docs/monitors.md."""
+    """Write a trace, collectives, and operations by module of some steps: see docs/monitors.md."""
 
     path = "profile"
 
     enabled: Bool = False
     """Turns it on."""
     folder: Folder = None
-    """Where the files go. null: only the log says it. A relative path starts at the working directory."""
+    """Folder of the files. null: only the log. A relative path starts at the working directory."""
     step: Positive = 2
-    """The first step that is profiled."""
+    """First profiled step."""
     steps: Positive = 1
-    """How many are."""
+    """Number of profiled steps."""
     module_depth: Annotated[Int, Field(ge=-1)] = -1
-    """Of the modules that are listed; -1: the deepest."""
+    """Depth of listed modules. -1: the deepest."""
     top_modules: Natural = 10
-    """Modules of each depth that are listed; 0: all."""
+    """Modules listed per depth. 0: all."""
     peak_tflops: Annotated[NonNegative | None, Field(gt=0)] = None
-    """What the device can do in the dtype of the model; for model-flops utilisation. null: not known."""
+    """The device's peak in the model's dtype, for model FLOPs utilization. null: unknown."""
 
 
 class CompileConfig(ConfigSection):
-    """torch.compile on the blocks of the model, each inside of what gathers and reduces it."""
+    """torch.compile on the blocks of the model, inside the code that gathers and reduces them."""
 
     path = "compile"
 
     blocks: Bool = False
-    """Compile the forward of every repeated block, that of an embedding or a head not. It is compiled when it first
-    runs, which takes seconds to minutes, and once for all blocks that are alike."""
+    """Compile the forward of repeated blocks, not of embeddings or heads. The first run takes seconds to minutes, once
+    for equal blocks."""
 
     backend: Annotated[str, Field(min_length=1)] = "inductor"
-    """By which backend of torch.compile: "inductor" (on the CPU it needs a C++ compiler), "aot_eager", "eager", ..."""
+    """Backend of torch.compile: "inductor" (needs a C++ compiler on the CPU), "aot_eager", "eager", ..."""
 
     mode: str | None = None
-    """What torch.compile takes as mode: "default", "reduce-overhead", "max-autotune", ... null: its default."""
+    """Mode of torch.compile: "default", "reduce-overhead", "max-autotune", ... null: its default."""
 
     dynamic: Bool | None = None
-    """Whether shapes are expected to change. null: a shape that has changed is, from then on."""
+    """Whether shapes may change. null: torch.compile decides after the first change."""
 
     fullgraph: Bool = False
-    """A block that cannot be compiled as one graph is an error."""
+    """A block that needs more than one graph is an error."""
 
     def notes(self, config: Any) -> list[str]:
         return [] if self.blocks else self.idle("compile.blocks is false")

@@ -1,13 +1,13 @@
-"""From the words of a file to the fields of Config: second names, "auto", values as text, one name for each type.
+"""Translates the keys of a file to the fields of Config: aliases, "auto", text as values, names of types.
 
-[Note: dialects] A file with a key that is no field here, or with no word that only we have, may be one for another
-engine. Its `Dialect` takes what it knows out of the file, with a note or a fault for each key. DeepSpeed's is
-`lowtide.deepspeed.dialect`, which is imported for such a file alone.
+[Note: dialects] A file with an unknown key, or without a key that only we have, may be written for another engine. Its
+`Dialect` takes the keys that it knows out of the file, with a note or a fault for each. DeepSpeed's dialect is
+`lowtide.deepspeed.dialect`, imported only for such files.
 
-[Note: text for a value] YAML 1.1 reads 1e-3 as text, and templates write every value as text. Where a key takes a
-number, text that is wholly a finite number means this number; where it takes true or false, "true" and "false" do. The
-value then has to fit its key as if it had stood there without quotes: "5e8" is an integer, "3.5" is none. All other
-text stays, for the key to take or to refuse: "yes" and "1" are no flags, "true" is no number.
+[Note: text for a value] YAML 1.1 reads 1e-3 as text, and templates write every value as text. For a key that takes a
+number, text that is a finite number as a whole becomes this number. For a key that takes true or false, so do "true"
+and "false". The value must then fit its key as if written without quotes: "5e8" is an integer, "3.5" is not. Any other
+text stays text, and the key accepts or refuses it: "yes" and "1" are no booleans, "true" is no number.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ from ...configs.section import MAX_INTEGER, Section
 from ...optimizers import OPTIMIZERS
 from .batch import BATCH_KEYS
 from .errors import MAX_FAULTS, ConfigError, Fault, did_you_mean, shown, unknown_key
-from .optimizer import OptimizerConfig, canonical_optimizer
+from .optimizer import canonical_optimizer
 from .read import join
-from .scheduler import SCHEDULER_PARAMS, SCHEDULERS, SchedulerConfig, canonical_scheduler
+from .scheduler import SCHEDULER_PARAMS, SCHEDULERS, canonical_scheduler
 
-ALIASES = {  # second name of a key: its name
+ALIASES = {  # second name of a key -> its name
     "bfloat16": "bf16",
     "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
@@ -38,19 +38,19 @@ _OFFLOAD = (
 )
 NULL_IS_DEFAULT = ("aio", "elasticity", *_OFFLOAD, *(f"{section}.device" for section in _OFFLOAD))
 _DEFAULT = "the default"
-AUTO = {  # path: why "auto" has this value; the value is what the key has when it is left out
+AUTO = {  # path -> why "auto" has this value, which is always the default
     "steps_per_print": _DEFAULT,
-    "gradient_clipping": "gradients are not clipped unless a number is given",
-    "communication_data_type": "gradients are reduced in fp32 unless a type is given",
-    "data_types.grad_accum_dtype": "gradients accumulate in fp32 unless a type is given",
-    "bf16.enabled": "off unless it says true",
-    "fp16.enabled": "off unless it says true",
+    "gradient_clipping": "gradients are clipped only if a number is given",
+    "communication_data_type": "gradients are reduced in fp32 unless a dtype is given",
+    "data_types.grad_accum_dtype": "gradients accumulate in fp32 unless a dtype is given",
+    "bf16.enabled": "off unless true is given",
+    "fp16.enabled": "off unless true is given",
     "fp16.loss_scale": "dynamic loss scaling",
     "fp16.initial_scale_power": _DEFAULT,
     "zero_optimization.stage3_prefetch_bucket_size": "two units are gathered ahead",
     "zero_optimization.stage3_max_live_parameters": _DEFAULT,
-    **{f"{section}.device": "nothing is offloaded unless a device is named" for section in _OFFLOAD},
-    **{f"{section}.nvme_path": "there is no folder unless one is given" for section in _OFFLOAD},
+    **{f"{section}.device": "nothing is offloaded unless a device is given" for section in _OFFLOAD},
+    **{f"{section}.nvme_path": "there is no default folder" for section in _OFFLOAD},
     "zero_optimization.offload_optimizer.pin_memory": _DEFAULT,
     "zero_optimization.offload_param.pin_memory": _DEFAULT,
     "aio.block_size": _DEFAULT,
@@ -79,7 +79,7 @@ PLANNED = (
     "zero_optimization.zero_hpz_partition_size",
     "activation_checkpointing.every",
 )
-PLANNED_BESIDE = (  # with one of the above; alone, "auto" of these has the meaning that it has in a file for DeepSpeed
+PLANNED_BESIDE = (  # planned with a key of PLANNED; alone, their "auto" means the same as for DeepSpeed
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "zero_optimization.offload_optimizer.device",
@@ -88,11 +88,10 @@ PLANNED_BESIDE = (  # with one of the above; alone, "auto" of these has the mean
 )
 
 
-REMOVED = {  # section that earlier versions had: (its switch, which null turns off; what to use instead)
+REMOVED = {  # removed section -> (its switch, off if null; what to use instead)
     "outer": (
         "every",
-        "for ranks that train apart and meet every so many steps (DiLoCo) use torchft "
-        "(https://github.com/meta-pytorch/torchft), and remove the section",
+        "for DiLoCo use torchft (https://github.com/meta-pytorch/torchft), and remove the section",
     ),
 }
 
@@ -110,13 +109,13 @@ _OWN = """
     checkpoint.exclude_frozen_parameters
 """
 OWN_KEYS = frozenset(_OWN.split())
-"""Keys that no other engine has: a file that says one was written for this engine."""
+"""Keys that no other engine has: a file with one of them was written for this engine."""
 _SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # DeepSpeed refuses a file with neither
 
 
 @dataclass
 class Translation:
-    """What came of a file: the values for Config, the notes, the faults, and the paths that said "auto"."""
+    """The translated file: values for Config, notes, faults, and the paths that say "auto"."""
 
     values: dict[str, object]
     notes: list[str] = field(default_factory=list)
@@ -124,85 +123,79 @@ class Translation:
     auto_paths: list[str] = field(default_factory=list)
 
     def add(self, answers: Sequence[str | Fault]) -> None:
-        """Files the answers of a rule under notes and faults."""
+        """Sort the answers of a rule into notes and faults."""
         self.faults += [answer for answer in answers if isinstance(answer, Fault)]
         self.notes += [answer for answer in answers if isinstance(answer, str)]
 
 
 class Dialect:
-    """What a file may say beside our keys: here nothing. See [Note: dialects]."""
+    """Keys of another engine; this base class knows none. See [Note: dialects]."""
 
     reasons: Mapping[str, str] = {}
-    """Key with a rule -> what to do in its place, or why it has no effect."""
+    """Key with a rule -> what to use instead, or why it has no effect."""
 
     def keys(self) -> Mapping[str, set[type]]:
-        """Path of each key -> the types of its values."""
+        """Return path -> types of the values, for each key."""
         return {}
 
     def keys_of(self, section: str) -> list[str]:
-        """The names of the keys below a section, "" for the top level."""
+        """Return the names of the keys below a section; "" is the top level."""
         return []
 
     def without_unread(self, raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
-        """The file without keys that its own engine never reads, and a note for each."""
+        """Return the file without keys that its engine never reads, and a note for each."""
         return raw, []
 
     def take(
         self, path: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation
     ) -> bool:
-        """Whether it has translated this key of `section`: into `kept`, the values of that section here, or `out`."""
+        """Translate a key of `section` into `kept` (our values of the section) or `out`. False: the key is unknown."""
         return False
 
     def finish(self, out: Translation) -> None:
-        """Translates what stands in several sections."""
+        """Translate settings that span several sections."""
 
-    def other_defaults(
-        self,
-        raw: dict[str, object],
-        gradient_clipping: float,
-        optimizer: OptimizerConfig | None,
-        scheduler: SchedulerConfig | None,
-    ) -> list[str]:
-        """A note for each key that the file leaves out, and that its own engine then has another value for."""
+    def other_defaults(self, raw: dict[str, object], config: Any) -> list[str]:
+        """Return a note for each missing key with a different default in its engine. config: the checked `Config`."""
         return []
 
     def add_to_schema(self, schema: dict[str, Any]) -> None:
-        """Adds its keys to the JSON schema."""
+        """Add the keys to the JSON schema."""
 
 
 OWN_WORDS = Dialect()
 
 
 def deepspeed() -> Dialect:
-    """DeepSpeed's. The only import of that package by the engine."""
+    """Return DeepSpeed's dialect. The engine's only import of that package."""
     from ...deepspeed.dialect import DeepSpeed
 
     return DeepSpeed()
 
 
 def other_keys(section: str) -> list[str]:
-    """The names that a file may have below a section, "" for the top level, beside those of its fields."""
+    """Return the key names that are allowed below a section beside its fields; "" is the top level."""
     prefix = f"{section}." if section else ""
     aliases = (path.removeprefix(prefix) for path in ALIASES if path.startswith(prefix))
     return [*(name for name in aliases if "." not in name), *deepspeed().keys_of(section)]
 
 
 def dialect_of(raw: Mapping[str, Any], fields: type[Section], also: Collection[str] = ()) -> Dialect:
-    """That of a file's plain values. also: further paths that are asked for."""
+    """Return the dialect of a file's plain values. also: further paths that must be known."""
     own = own_keys(fields)
     is_own = all(path in own for path in also) and _has_own_keys(raw, "", own)
     return OWN_WORDS if is_own and not says_no_own_word(raw, set(paths_of(raw))) else deepspeed()
 
 
 def says_no_own_word(raw: Mapping[str, Any], paths: set[str]) -> bool:
-    """Whether a file with these paths could have been written for another engine."""
+    """Return whether a file with these paths could be written for another engine."""
     optimizer, scheduler = (_type(raw.get(name)) for name in ("optimizer", "scheduler"))
     is_own_type = optimizer in OPTIMIZERS or scheduler in [name for name in SCHEDULERS if name.islower()]
     return bool(paths & _SIZES) and not paths & OWN_KEYS and not is_own_type
 
 
 def paths_of(section: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """The paths of all sections and keys, as they are written."""
+    """Yield the paths of all sections and keys, as written."""
     for key, value in section.items():
         here = join(path, key)
         yield here
@@ -222,20 +215,20 @@ def _has_own_keys(section: Mapping[str, Any], path: str, own: Mapping[str, set[t
 
 
 def _type(section: object) -> str | None:
-    """None: it has none that can be one."""
+    """Return the type of an optimizer or scheduler section, or None."""
     found = section.get("type") if isinstance(section, dict) else None
     return found if isinstance(found, str) else None
 
 
 def planned(auto_paths: list[str]) -> tuple[str, ...]:
-    """Those of the keys that say "auto" which are planned."""
+    """Return the keys among those with "auto" that a plan chooses."""
     if not any(path in PLANNED for path in auto_paths):
         return ()
     return tuple(path for path in auto_paths if path in PLANNED or path in PLANNED_BESIDE)
 
 
 def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
-    """The values of Config's fields in `raw` (plain values without comments), the rest as notes and faults."""
+    """Translate plain values without comments to values of Config's fields, notes and faults."""
     out = Translation({})
     out.values = _walk(raw, "", out, dialect)
     dialect.finish(out)
@@ -246,7 +239,7 @@ def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
         out.notes += notes
         out.faults += faults
         optimizer = section
-        if faults:  # of an optimizer that is not here, the parameters cannot be judged
+        if faults:  # the parameters of an unknown optimizer cannot be checked
             out.faults = [f for f in out.faults if not f.path.startswith("optimizer.params.") or f in faults]
             out.faults += _slips(given, "optimizer")
         elif section is not None:
@@ -266,14 +259,14 @@ def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
 
 
 def _slips(section: dict[str, object], path: str) -> list[Fault]:
-    """Unknown keys of an optimizer or scheduler of no known type, which Config does not see: "type" may be meant."""
+    """Return faults for unknown keys in an optimizer or scheduler without a known type: "type" may be misspelt."""
     known = ["type", "params", *other_keys(path)]
     slips = [key for key in section if key not in known][:MAX_FAULTS]
     return [unknown_key(join(path, key), key, known) for key in slips]
 
 
 def _give_back(section: dict[str, object], name: str, params: type[Section], auto_paths: list[str]) -> None:
-    """Keys that are "auto", and that this optimizer or scheduler does not have: to be refused as with any value."""
+    """Restore "auto" for keys that the optimizer or scheduler lacks, so that they are refused like any value."""
     given = section.get("params") or {}
     start, known = f"{name}.params.", params.json_keys()
     unknown = [path for path in auto_paths if path.startswith(start) and path.removeprefix(start) not in known]
@@ -283,7 +276,7 @@ def _give_back(section: dict[str, object], name: str, params: type[Section], aut
 
 
 def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dialect) -> dict[str, object]:
-    """The keys of a section that are left for Config once second names, "auto" and a dialect are taken out."""
+    """Return a section's keys for Config, without aliases, "auto" and keys of the dialect."""
     kept: dict[str, object] = {}
     for key, value in section.items():
         here = join(path, key)
@@ -308,7 +301,7 @@ def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dial
 
 
 def _removed(here: str, value: object) -> str | Fault:
-    """What a section says that is not here any more: it may be off, as files that a plan has written have it."""
+    """Answer a removed section: a note if it is off, as in files that a plan wrote, else a fault."""
     switch, instead = REMOVED[here]
     if value is None or (isinstance(value, dict) and value.get(switch) is None):
         return f"{here}: {shown(value)} has no effect here: it was removed; {instead}"
@@ -316,16 +309,16 @@ def _removed(here: str, value: object) -> str | Fault:
 
 
 Fill = Mapping[str, object]
-"""Path of a key, in this project's words or DeepSpeed's -> its value where the file says "auto"."""
+"""Path of a key, by our name or DeepSpeed's -> its value if the file says "auto"."""
 
 READ = ': read "'
-"""In a note on text that was read as a value."""
-_Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]  # beyond it, as JSON: a float
+"""Occurs in each note on text that was read as a value."""
+_Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]  # larger integers are floats, as in JSON
 _NUMBER = TypeAdapter[int | float](_Whole | FiniteFloat)
 
 
 def canonical(path: str) -> str:
-    """The path with the one name that a key, and each section above it, has here."""
+    """Return the path by our names of the key and of each section above it."""
     parts: list[str] = []
     for part in path.split("."):
         here = ".".join([*parts, part])
@@ -334,10 +327,10 @@ def canonical(path: str) -> str:
 
 
 def filled(raw: dict[str, object], fill: Fill, fields: type[Section]) -> tuple[dict[str, object], list[str]]:
-    """The plain values with those of `fill` for "auto", and with values for text, and a note for each of these.
+    """Return the plain values with `fill` for "auto" and values for text, and a note for each.
 
-    A key that says something else keeps it, as does one that the file leaves out. fields: of a whole config.
-    Raises ConfigError for a path that no config has. See [Note: text for a value].
+    Keys with a different value, and missing keys, stay as they are. fields: the class of a whole config. Raises
+    ConfigError for a path that no config has. See [Note: text for a value].
     """
     values = {canonical(path): value for path, value in fill.items()}
     known = {**own_keys(fields), **dialect_of(raw, fields, list(values)).keys()}
@@ -353,7 +346,7 @@ def filled(raw: dict[str, object], fill: Fill, fields: type[Section]) -> tuple[d
 
 
 def value_of(raw: Mapping[str, object], path: str) -> object:
-    """What the plain values have for a key, by any of its names; None where they leave it out."""
+    """Return the value of a key by any of its names, or None if it is missing."""
     return _find(raw, "", canonical(path))
 
 
@@ -386,7 +379,7 @@ def _with(
 
 
 def _value(value: object, path: str, kinds: set[type], notes: list[str]) -> object:
-    """The value that text stands for where a key takes these kinds of values; all else as it is."""
+    """Return the value that text stands for if a key takes these kinds of values, else the value unchanged."""
     if isinstance(value, list):
         return [_value(item, path, kinds, notes) for item in value]
     if not isinstance(value, str) or str in kinds:
@@ -406,7 +399,7 @@ def _value(value: object, path: str, kinds: set[type], notes: list[str]) -> obje
 
 @cache
 def own_keys(fields: type[Section]) -> dict[str, set[type]]:
-    """Every key that is ours -> the types that it takes: bool, int, float or str. fields: of a whole config."""
+    """Return each of our keys -> the types it takes: bool, int, float or str. fields: the class of a whole config."""
     known = _kinds(fields, "") | {"tiles": {int}, "optimizer.params.adam_w_mode": {bool}}
     known["optimizer.type"] = known["scheduler.type"] = {str}
     known |= {section: set() for section in REMOVED}
@@ -422,7 +415,7 @@ def own_keys(fields: type[Section]) -> dict[str, set[type]]:
 
 @cache
 def sections_of(fields: type[Section], path: str = "") -> dict[str, type[Section]]:
-    """Path -> class of a section and of those in it, but for optimizer and scheduler, whose type decides."""
+    """Return path -> class of a section and of the sections in it. Optimizer and scheduler depend on their type."""
     found = {path: fields}
     for name, info in fields.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
@@ -440,7 +433,9 @@ def _kinds(fields: type[Section], path: str) -> dict[str, set[type]]:
 
 
 def _leaves(kind: object) -> set[type]:
-    """The types that an annotation names, and those of a Literal's values but for its words: `str` is any text."""
+    """Return the types in an annotation; for a Literal the types of its values without its words, since `str` is any
+    text.
+    """
     if parts := get_args(kind):
         return set[type]().union(*map(_leaves, parts))
     return {kind} if isinstance(kind, type) else {type(kind)} - {str}

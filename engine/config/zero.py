@@ -1,4 +1,4 @@
-"""The sections of ZeRO: what is sharded, what is kept outside of the model's memory, what is recomputed."""
+"""The sections of ZeRO: sharding, offload and recomputation."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from .errors import ConfigSection, Fault, shown
 Device = Literal["none", "cpu", "nvme"]
 
 DRIVE_BLOCK_BYTES = 4096
-"""Direct reads and writes of a drive begin and end at multiples of this."""
+"""Direct I/O on a drive is aligned to this."""
 
 _LAYERED = "zero_optimization.layered_gradient_accumulation"
 STAGES = (
@@ -23,7 +23,7 @@ STAGES = (
 
 def _stage(value: object) -> object:
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
-        raise PydanticCustomError("value_error", "there are four stages: " + STAGES)
+        raise PydanticCustomError("value_error", "expected a stage from 0 to 3: " + STAGES)
     return int(str(value).removesuffix(".0"))
 
 
@@ -36,15 +36,15 @@ def _units(value: object) -> object:
 
 
 class OffloadSection(ConfigSection):
-    """What all sections of offload have."""
+    """Common keys of all offload sections."""
 
     device: Device = "none"
 
     nvme_path: Folder = None
-    """The folder for the files. Must be given with device "nvme". A relative path starts at the working directory."""
+    """Folder of the files; device "nvme" needs it. A relative path starts at the working directory."""
 
     def why_idle(self, config: Any) -> str:
-        """Why it moves nothing, whatever else it says; empty if it does."""
+        """Return why the section moves nothing, or an empty string if it does."""
         return 'nothing is offloaded with device "none"' if self.device == "none" else ""
 
     def faults(self, config: Any) -> list[Fault]:
@@ -60,27 +60,25 @@ class OffloadSection(ConfigSection):
 
 
 class OffloadOptimizerConfig(OffloadSection):
-    """Keep the optimizer state, with the fp32 master parameters, outside of the model's memory. Any stage."""
+    """Keep the optimizer state and the fp32 master weights outside of the model's memory. Any stage."""
 
     path = "zero_optimization.offload_optimizer"
 
     device: Device = "none"
-    """Where the state is kept. "none": with the model; "cpu": in host memory; "nvme": in files on a drive."""
+    """Home of the state. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     ratio: Float = Field(default=1.0, ge=0, le=1)
-    """The share of the state that is offloaded; the rest stays with the model."""
+    """Share of the state that is offloaded; the rest stays with the model."""
 
     pin_memory: Bool = True
-    """Page-locked host buffers, where there is an accelerator that copies from them faster."""
+    """Use page-locked host buffers if the accelerator copies faster from them."""
 
     overlap: Literal["none", "speculative", "delayed"] = "none"
-    """When units are updated. "none": after the last gradient. "speculative": as each gradient arrives, and again if
-    the norm asks for it: the same numbers. "delayed": during the next step, which computes with parameters that are
-    one update old (arXiv 2101.06840)."""
+    """When units are updated. "none": after the last gradient. "speculative": as gradients arrive, repeated if clipping
+    needs it; same numbers. "delayed": during the next step, whose parameters are one update old (arXiv 2101.06840)."""
 
     delay_after_steps: Natural = 40
-    """With overlap "delayed": the number of updates, from the first of the training on, that are waited for. The
-    parameters change fast then, and a stale gradient hurts."""
+    """With "delayed": number of first updates without delay, while stale gradients hurt most."""
 
     @property
     def is_used(self) -> bool:
@@ -89,13 +87,13 @@ class OffloadOptimizerConfig(OffloadSection):
 
     @property
     def is_delayed(self) -> bool:
-        """Whether updates are made while the next step computes."""
+        """Whether updates run while the next step computes."""
         return self.is_used and self.overlap == "delayed"
 
     def faults(self, config: Any) -> list[Fault]:
         found, param = super().faults(config), config.zero_optimization.offload_param
         if self.is_delayed and config.zero_optimization.offloads_parameters and param.device == "nvme":
-            why = "what the parameters become waits in memory during the whole of the next step"
+            why = "updated parameters stay in memory during the whole next step"
             fix = 'set overlap to "speculative" or "none"'
             message = f'"delayed" needs {param.path}.device "none" or "cpu", found "nvme": {why}; {fix}'
             found.append(Fault(f"{self.path}.overlap", "conflict", message))
@@ -106,7 +104,7 @@ class OffloadOptimizerConfig(OffloadSection):
             return self.idle("nothing is offloaded with ratio 0", but=("ratio",))
         found = super().notes(config)
         if self.is_used and not self.is_delayed:
-            why = f'it is for overlap "delayed", found {shown(self.overlap)}'
+            why = f'overlap is {shown(self.overlap)}, not "delayed"'
             found += self.idle(why, only=("delay_after_steps",))
         return found
 
@@ -117,10 +115,10 @@ class OffloadParamConfig(OffloadSection):
     path = "zero_optimization.offload_param"
 
     device: Device = "none"
-    """Where the shards are kept. "none": with the model; "cpu": in host memory; "nvme": in files on a drive."""
+    """Home of the shards. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     pin_memory: Bool = True
-    """Page-locked host buffers, where there is an accelerator that copies from them faster."""
+    """Use page-locked host buffers if the accelerator copies faster from them."""
 
     def why_idle(self, config: Any) -> str:
         if self.device != "none" and not config.zero_optimization.offloads_parameters:
@@ -130,7 +128,7 @@ class OffloadParamConfig(OffloadSection):
     def faults(self, config: Any) -> list[Fault]:
         found, size = super().faults(config), config.zero_optimization.partition_size
         if self.device != "none" and size > 1:
-            why = "what rests in a store is a rank's own shard, and is gathered from all ranks of the shard group"
+            why = "offloaded shards are gathered from the whole shard group"
             fix = 'set it to 1 or the device to "none"; offload_optimizer works with both'
             message = f"needs zero_optimization.zero_hpz_partition_size 1, found {size}: {why}; {fix}"
             found.append(Fault(f"{self.path}.device", "conflict", message))
@@ -138,34 +136,33 @@ class OffloadParamConfig(OffloadSection):
 
 
 class ActivationOffloadConfig(OffloadSection):
-    """Keep what backward needs of forward outside of the model's memory until it is needed."""
+    """Keep activations that backward needs outside of the model's memory."""
 
     path = "activation_checkpointing.offload"
 
     device: Device = "none"
-    """Where saved activations are kept. "none": with the model; "cpu": in host memory; "nvme": in files on a drive."""
+    """Home of saved activations. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     min_bytes: Positive = 1 << 20
-    """Smaller saved tensors stay with the model."""
+    """Smaller tensors stay with the model."""
 
     budget_bytes: Positive | None = None
-    """At most so many bytes of saved activations stay with the model. null: three blocks, one that is computed,
-    one that is kept for backward and one on its way."""
+    """Bytes that may stay with the model. null: three blocks (computing, kept for backward, in transfer)."""
 
 
 class ActivationCheckpointingConfig(ConfigSection):
-    """Recompute activations in backward rather than keep them."""
+    """Recompute activations in backward instead of keeping them."""
 
     path = "activation_checkpointing"
 
     every: Int = Field(default=0, ge=0)
-    """0: none. 1: every repeated block is recomputed. k: every k-th block."""
+    """0: off. 1: recompute every repeated block. k: every k-th block."""
 
     offload: ActivationOffloadConfig = ActivationOffloadConfig()
 
 
 class AioConfig(ConfigSection):
-    """How files on a drive are read and written, for every offload to "nvme"."""
+    """How files of all "nvme" offloads are read and written."""
 
     path = "aio"
 
@@ -173,10 +170,10 @@ class AioConfig(ConfigSection):
     """Bytes per request, a multiple of 4096."""
 
     thread_count: Positive = 4
-    """Threads that read and write, each with one request in flight. `intra_op_parallelism` works too."""
+    """I/O threads, each with one request in flight. Alias: `intra_op_parallelism`."""
 
     verify: Bool = True
-    """Compare a checksum of what is read with that of what was written."""
+    """Compare checksums of written and read data."""
 
     def notes(self, config: Any) -> list[str]:
         zero = config.zero_optimization
@@ -195,34 +192,34 @@ class ZeroConfig(ConfigSection):
     """0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
 
     shard_size: Positive | None = None
-    """Hybrid sharding: ranks per shard group. It must divide the world size. null: all ranks are one group."""
+    """Hybrid sharding: ranks of a shard group. Must divide the data-parallel ranks. null: all ranks."""
 
     zero_hpz_partition_size: Positive = 1
-    """Stage 3: ranks, those of a host, among which parameters are gathered; each such group holds all of them at rest,
-    while optimizer states and gradients are divided over the whole shard group (hpZ of ZeRO++). It must divide the
-    ranks of a shard group, and is not for `offload_param`. 1: parameters are divided over the whole shard group too."""
+    """Stage 3 (hpZ of ZeRO++): ranks of a host that hold all parameters together and gather them from each other.
+    States and gradients stay sharded over the shard group, whose size this must divide. Not for `offload_param`. 1:
+    off."""
 
     units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
-    """The parts that are gathered and reduced as one: "auto" finds the repeated blocks, a large embedding before and a
-    large head behind them. Or a list of patterns (`*`, `?`) of module names, each matching module is one unit. Where
-    one has no forward of its own (`ModuleList`, `ModuleDict`), the modules in it that have one are the units."""
+    """Modules that are gathered and reduced as a whole. "auto": repeated blocks, a large embedding before and a large
+    head behind them. Or a list of module name patterns (`*`, `?`). A container without a forward (`ModuleList`) stands
+    for its modules."""
 
     update_in_backward: Bool = False
-    """Update each unit as soon as its gradient is reduced, so that all gradients are never held together. Needs
+    """Update each unit as soon as its gradient is reduced, so that gradients never exist all at once. Needs
     gradient_clipping 0, no fp16, and gradient_accumulation_steps 1 or layered_gradient_accumulation."""
 
     layered_gradient_accumulation: Bool = False
-    """All microbatches of a step go through a block before the next block does. At stage 3 parameters are gathered, or
-    read, twice a step and not twice a microbatch, and gradients are reduced once; what blocks give each other is held
-    for all microbatches. It is for train_step: see docs/fewer-bytes.md."""
+    """Run all microbatches through a block before the next block, in train_step only. Stage 3 gathers parameters twice
+    a step, not twice a microbatch, and reduces gradients once, but keeps block outputs of all microbatches. See
+    docs/fewer-bytes.md."""
 
     stage3_prefetch_bucket_size: Natural | None = None
-    """Stage 3: the number of parameter elements that may be gathered ahead of their use; one unit always may. null: two
-    units. 0: no prefetch. The name without `stage3_` works too."""
+    """Stage 3: parameter elements gathered ahead of use; at least one unit. null: two units. 0: no prefetch. Alias:
+    `prefetch_bucket_size`."""
 
     stage3_max_live_parameters: Natural | None = None
-    """With offload_param: the number of gathered parameter elements that may be held beside the unit in use. null:
-    as many as stage3_prefetch_bucket_size lets gather ahead. The name without `stage3_` works too."""
+    """With offload_param: gathered parameter elements held in addition to the unit in use. null: as
+    stage3_prefetch_bucket_size. Alias: `max_live_parameters`."""
 
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
@@ -234,7 +231,7 @@ class ZeroConfig(ConfigSection):
 
     @property
     def partition_size(self) -> int:
-        """Ranks among which parameters are gathered, where these are fewer than a shard group; else 1."""
+        """Ranks among which parameters are gathered, if fewer than a shard group; else 1."""
         return self.zero_hpz_partition_size if self.stage == 3 else 1
 
     def faults(self, config: Any) -> list[Fault]:
@@ -257,39 +254,43 @@ class ZeroConfig(ConfigSection):
 
 
 def _layered_faults(config: Any) -> list[Fault]:
-    """What needs the microbatches one after the other, or has an order of its own."""
+    """Return conflicts with features that need a different order of microbatches."""
     reasons = []
     if config.parallel.pipeline > 1:
-        why = "a pipeline has schedules of its own, in which several microbatches pass a stage while it is gathered"
+        why = "a pipeline schedule already runs several microbatches while a stage is gathered"
         reasons.append(f"needs parallel.pipeline 1, found {config.parallel.pipeline}: {why}")
     for name in ("sequence", "expert"):
         degree = getattr(config.parallel, name)
         if degree > 1:
-            why = "what its ranks exchange belongs to one microbatch at a time"
+            why = "its ranks exchange data of a single microbatch at a time"
             reasons.append(f"needs parallel.{name} 1, found {degree}: {why}")
     if config.torch_autocast.enabled:
-        why = "blocks are called for one microbatch after the other, outside of one forward; set bf16.enabled instead"
+        why = "blocks run outside of a whole forward; set bf16.enabled instead"
         reasons.append(f"needs torch_autocast.enabled false, found true: {why}")
     return [Fault(_LAYERED, "conflict", reason) for reason in reasons]
 
 
-_OVERLAPS = {  # why it is not for update_in_backward
-    "speculative": "it updates in the backward too, and can redo what clipping or an overflow changes",
+_OVERLAPS = {  # overlap -> why it excludes update_in_backward
+    "speculative": "it also updates in the backward, and repeats an update after clipping or an overflow",
     "delayed": "it updates during the next step",
 }
 
 
 def update_in_backward_faults(config: Any) -> list[Fault]:
-    """An update in the middle of a backward must be final: nothing may be known only at its end."""
+    """Return conflicts with update_in_backward: an update during a backward is final, so nothing may change it at the
+    end.
+    """
     if not config.zero_optimization.update_in_backward:
         return []
     reasons = []
     if config.gradient_clipping > 0:
         reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
-    is_layered = config.zero_optimization.layered_gradient_accumulation  # then a unit is reduced once a step
+    is_layered = config.zero_optimization.layered_gradient_accumulation  # reduces each unit once a step
     if (config.gradient_accumulation_steps or 1) > 1 and not is_layered:
         steps = config.gradient_accumulation_steps
-        reasons.append(f"gradient_accumulation_steps 1 (found {steps}: a gradient is whole after the last microbatch)")
+        reasons.append(
+            f"gradient_accumulation_steps 1 (found {steps}: gradients are complete after the last microbatch)"
+        )
     if config.fp16.enabled:
         reasons.append("fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)")
     offload = config.zero_optimization.offload_optimizer
@@ -299,7 +300,7 @@ def update_in_backward_faults(config: Any) -> list[Fault]:
 
 
 def shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fault]:
-    """The shard size must divide the data-parallel ranks, the partition of hpZ the shard size, and experts both."""
+    """Return faults unless the shard size divides the data-parallel ranks, hpZ the shard size, and experts both."""
     group_size = data_size if zero.shard_size is None else zero.shard_size
     found = []
     for key, size, of, what, whole in (

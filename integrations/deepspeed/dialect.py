@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..engine.config.errors import Fault, shown, unknown_key
-from ..engine.config.optimizer import OptimizerConfig, optimizer_name
-from ..engine.config.scheduler import SchedulerConfig, WarmupDecayLRParams
+from ..engine.config.optimizer import optimizer_name
+from ..engine.config.scheduler import WarmupDecayLRParams
 from ..engine.config.translate import Dialect, Translation, paths_of, says_no_own_word
 from ..optimizers import OPTIMIZERS
 from .rules import RULES, judge, rule_schema
@@ -119,17 +119,12 @@ class DeepSpeed(Dialect):
         _take_quantized(out)
         _take_muon_lr(out)
 
-    def other_defaults(
-        self,
-        raw: dict[str, object],
-        gradient_clipping: float,
-        optimizer: OptimizerConfig | None,
-        scheduler: SchedulerConfig | None,
-    ) -> list[str]:
+    def other_defaults(self, raw: dict[str, object], config: Any) -> list[str]:
         paths = set(paths_of(raw))
         if not _is_for_deepspeed(raw, paths):
             return []
-        theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (gradient_clipping, 1.0)}
+        theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (config.gradient_clipping, 1.0)}
+        optimizer, scheduler = config.optimizer, config.scheduler
         if optimizer is not None:
             for key, value in _their_params(raw, optimizer.type).items():
                 theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)

@@ -150,8 +150,7 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path
         '  sede: unknown key "sede"; did you mean "seed"?',
         '  zero_optimization.stgae: unknown key "stgae"; did you mean "stage"?',
         "  zero_optimization.cpu_offload: expected true or false, found 2",
-        "  bf16.enabled: bf16.enabled and fp16.enabled are both true; "
-        "there is one compute type, set one of them to false",
+        "  bf16.enabled: bf16.enabled and fp16.enabled are both true; set one of them to false",
         '  gradient_clipping: expected a number, found "one"',
     ]
 
@@ -175,11 +174,11 @@ def test_a_file_that_is_not_text_is_an_error(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ('{"seed": 1,\n "device": "cpu"\n', "at line 3"),
-        ('{"seed": 1 / no\n}', 'at line 1, column 12: "{\\"seed\\": 1 / no". comments (// # /* */) and a comma behind'),
+        ('{"seed": 1 / no\n}', 'at line 1, column 12: "{\\"seed\\": 1 / no". Comments (// # /* */) and a comma behind'),
         ('{"seed": 1} /* not closed', "Extra data at line 1"),
         (
             "",
-            "at line 1. comments (// # /* */) and a comma behind the last item may stand there; names and text are in",
+            "at line 1. Comments (// # /* */) and a comma behind the last item are allowed; names and text need",
         ),
         ("[1]", "expected a JSON object, found [1]"),
         ("[" * 10_000, "not valid here: nested too deeply"),
@@ -195,7 +194,7 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
         ("seed", "duplicate"),
         ("fp16.enabled", "duplicate"),
     ]
-    assert "the key stands twice in one object; keep one" in message_of(path)
+    assert "the key occurs twice in an object; remove one" in message_of(path)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -208,7 +207,7 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
     ("source", "expected"),
     [
         (3, "expected a path, the name of a preset or a dictionary, found int"),
-        ({3: 1}, "keys are strings, found 3"),
+        ({3: 1}, "expected a string as a key, found 3"),
         ({"seed": {1}}, "seed: expected a JSON value, found set {1}"),
         ({"seed": True}, "seed: expected an integer, found true"),
         ({"seed": 1.5}, "seed: expected an integer, found 1.5"),
@@ -236,7 +235,7 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
         ({"quux": 1}, 'unknown key "quux"; docs/config.md lists the keys'),
         (
             {"outer": {"every": 50}},
-            "outer: was removed; for ranks that train apart and meet every so many steps (DiLoCo) use",
+            "outer: was removed; for DiLoCo use torchft",
         ),
         ({"zero_optimization": {"units": []}}, 'expected "auto" or a list of patterns of module names, found []'),
         ({"zero_optimization": {"Stage": 1}}, 'unknown key "Stage"; did you mean "stage"?'),
@@ -253,7 +252,10 @@ def test_each_fault_says_what_was_expected_and_found(source: Any, expected: str)
 @pytest.mark.parametrize("stage", [4, -1, 1.5, "three"])
 def test_another_stage_is_an_error_that_lists_the_stages(stage: Any) -> None:
     text = message_of({"zero_optimization": {"stage": stage}})
-    assert "there are four stages: 0 shards nothing (plain data parallelism), 1 shards the optimizer state, " in text
+    assert (
+        "expected a stage from 0 to 3: 0 shards nothing (plain data parallelism), 1 shards the optimizer state, "
+        in text
+    )
     assert f"2 also the gradients, 3 also the parameters, found {json.dumps(stage)}" in text
 
 
@@ -263,7 +265,7 @@ def test_update_in_backward_says_what_it_needs() -> None:
     values |= {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2, "fp16": {"enabled": True}}
     text = message_of(values)
     assert "needs gradient_clipping 0 (found 1.0: the norm is known after all gradients)" in text
-    assert "needs gradient_accumulation_steps 1 (found 2: a gradient is whole after the last microbatch)" in text
+    assert "needs gradient_accumulation_steps 1 (found 2: gradients are complete after the last microbatch)" in text
     assert "needs fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)" in text
 
 

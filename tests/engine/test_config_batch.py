@@ -127,5 +127,5 @@ def test_an_inferred_accumulation_is_checked_for_update_in_backward() -> None:
 
 
 def test_a_world_without_ranks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="world_size is at least 1, found 0"):
+    with pytest.raises(ValueError, match="world_size: expected at least 1, found 0"):
         Config.load({}).resolve(0)

@@ -79,9 +79,7 @@ def test_the_section_is_closed_and_knows_the_keys_of_both_kinds() -> None:
     ],
 )
 def test_saving_without_a_call_needs_a_folder(section: dict[str, Any], users: str) -> None:
-    assert faults_of(section) == [
-        f"missing: checkpoint.folder: must be given: it is where the checkpoints of {users} go"
-    ]
+    assert faults_of(section) == [f"missing: checkpoint.folder: must be given, for the checkpoints of {users}"]
     assert Config.load({"checkpoint": {**section, "folder": "runs"}}).checkpoint.folder == "runs"
 
 
@@ -92,7 +90,7 @@ def test_settings_of_save_checkpoint_need_no_folder(section: dict[str, Any]) -> 
 
 
 def test_a_folder_that_nothing_uses_gives_a_note() -> None:
-    reason = "every_steps is 0 and on_sigterm is false; a call of save_checkpoint names its own folder"
+    reason = "every_steps is 0 and on_sigterm is false; save_checkpoint takes its folder as an argument"
     note = f'checkpoint.folder: "runs" has no effect here: {reason}'
     assert Config.load({"checkpoint": {"folder": "runs"}}).notes == (note,)
     assert Config.load({"checkpoint": {"folder": "runs", "every_steps": 5}}).notes == ()

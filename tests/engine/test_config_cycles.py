@@ -87,10 +87,10 @@ def test_autocast_is_torchs_around_each_forward(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        ({"torch_autocast": {"dtype": "float16"}}, 'expected "bfloat16": float16 needs a loss scale, which fp16.enabl'),
+        ({"torch_autocast": {"dtype": "float16"}}, 'expected "bfloat16": float16 needs a loss scale, set fp16.enabl'),
         (
             {**AUTOCAST, "parallel": {"pipeline": 2}},
-            "torch_autocast.enabled: needs parallel.pipeline 1: a stage of a pipeline calls parts of the model; set",
+            "torch_autocast.enabled: needs parallel.pipeline 1, since a stage calls parts of the model; set",
         ),
         ({"gradient_allreduce_op": "max"}, 'gradient_allreduce_op: expected "mean" or "sum", found "max"'),
         ({"zero_optimization": {"mics_shard_size": 2, "shard_size": 2}}, 'means the same as "shard_size", which is gi'),

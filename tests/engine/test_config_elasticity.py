@@ -63,13 +63,13 @@ def test_the_batch_stays_on_other_ranks_and_the_note_says_where_it_does_not() ->
     ("values", "text"),
     [
         ({"elasticity": {"enabled": True}}, "elasticity.micro_batch_sizes: must be given: the global batch is chosen"),
-        ({"elasticity": section(4, [2, 8])}, "expected at most 4, which max_train_batch_size leaves of it, found 8"),
+        ({"elasticity": section(4, [2, 8])}, "expected at most 4, by max_train_batch_size, found 8"),
         ({"elasticity": section(8, [2], min_gpus=4, max_gpus=2)}, "max_gpus: expected at least min_gpus(4), found 2"),
         ({"elasticity": section(8, [2]), "train_batch_size": 8}, "train_batch_size: is chosen by the section elastic"),
         ({"elasticity": section(8, [2]), "pipeline": {"microbatches": 2}}, "pipeline.microbatches: is chosen by the"),
         (
             {"elasticity": section(8, [2], model_parallel_size=2)},
-            "expected the ranks that share a sample by the section parallel(1), found 2",
+            "expected parallel.tensor x pipeline x sequence = 1, found 2",
         ),
         ({"elasticity": section(8, [2], 0.1, model_parallel_size=2), **TWO_STAGES}, "elasticity.version: expected 0.2"),
         (
@@ -86,7 +86,7 @@ def test_the_batch_stays_on_other_ranks_and_the_note_says_where_it_does_not() ->
         (
             {"elasticity": section(8, [2])},
             "elasticity: expected a global batch of at least 22 for the smallest microbatch on 11 data-parallel ranks, "
-            "found 0 as the one that is within max_train_batch_size(8)",
+            "found 0 within max_train_batch_size(8)",
         ),
     ],
 )

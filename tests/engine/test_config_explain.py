@@ -34,7 +34,7 @@ def leaves(values: dict[str, Any], path: str = "") -> dict[str, Any]:
         (
             {"gradient_clipping": "auto"},
             "gradient_clipping",
-            "gradient_clipping = 0.0  (auto: gradients are not clipped unless a number is given)",
+            "gradient_clipping = 0.0  (auto: gradients are clipped only if a number is given)",
         ),
         (
             {"zero_optimization": {"cpu_offload": True}},

@@ -66,7 +66,9 @@ def test_a_wrong_fill_is_an_error(raw: dict[str, Any], fill: dict[str, Any], exp
 
 
 def test_a_loaded_config_has_no_auto() -> None:
-    with pytest.raises(ValueError, match='fill: expected a file or a dictionary that says "auto" beside it, found a '):
+    with pytest.raises(
+        ValueError, match='fill: expected a file or a dictionary, since a Config has no "auto", found a '
+    ):
         Config.load(Config.load({}), fill={"seed": 3})
 
 

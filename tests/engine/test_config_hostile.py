@@ -62,7 +62,7 @@ SLOW: dict[str, tuple[Callable[[], str], str]] = {  # what took long, or crashed
     "unknown keys": (lambda: keys('"no{}": 1', MEGABYTE // 12), FAR_TOO_MANY),
     "objects": (lambda: '{"seed": [' + "{}, " * (MEGABYTE // 4) + "{}]}", FAR_TOO_MANY),
     "chains of lists": (lambda: '{"seed": [' + ", ".join(["[" * 900 + "]" * 900] * 500) + "]}", FAR_TOO_MANY),
-    "the same key": (lambda: "{" + ", ".join(['"seed": 1'] * 1900) + "}", "seed: the key stands twice in one object"),
+    "the same key": (lambda: "{" + ", ".join(['"seed": 1'] * 1900) + "}", "seed: the key occurs twice in an object"),
     "one value": (
         lambda: '{"device": "' + "x" * MEGABYTE + '"}',
         'device: expected "auto", "cpu" or the name of an accelerator, such as "cuda" or "xpu", found "xx',
@@ -156,7 +156,7 @@ def test_the_name_of_a_schedule_is_printed_without_its_control_characters() -> N
 
 def test_a_text_in_place_of_a_file_says_what_to_do() -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot be read: File name too long: .*a config as text is json.loads\(text\)"
+        ConfigError, match=r"cannot be read: File name too long: .*pass JSON text as json.loads\(text\)"
     ):
         Config.load(json.dumps(keys('"no{}": 1', 1000)))
 

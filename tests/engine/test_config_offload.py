@@ -285,8 +285,8 @@ def test_parameters_are_offloaded_at_stage_3_alone(stage: int) -> None:
 def test_offloaded_parameters_are_gathered_from_the_whole_shard_group() -> None:
     section = {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}
     assert faults_of({"zero_optimization": section}) == [
-        f"conflict: {PARAM}.device: needs zero_optimization.zero_hpz_partition_size 1, found 2: what rests in a store "
-        "is a rank's own shard, and is gathered from all ranks of the shard group; set it to 1 or the device to "
+        f"conflict: {PARAM}.device: needs zero_optimization.zero_hpz_partition_size 1, found 2: offloaded "
+        "shards are gathered from the whole shard group; set it to 1 or the device to "
         '"none"; offload_optimizer works with both'
     ]
 
@@ -298,8 +298,8 @@ def test_a_delayed_update_and_parameters_on_a_drive_exclude_each_other() -> None
         "offload_param": {"device": "nvme", "nvme_path": "d"},
     }
     assert faults_of({"zero_optimization": zero}) == [
-        f'conflict: {OPTIMIZER}.overlap: "delayed" needs {PARAM}.device "none" or "cpu", found "nvme": what the '
-        "parameters become waits in memory during the whole of the next step; "
+        f'conflict: {OPTIMIZER}.overlap: "delayed" needs {PARAM}.device "none" or "cpu", found "nvme": updated '
+        "parameters stay in memory during the whole next step; "
         'set overlap to "speculative" or "none"'
     ]
     for section, other in (("offload_param", {"device": "cpu"}), ("offload_optimizer", {"overlap": "delayed"})):
@@ -309,7 +309,7 @@ def test_a_delayed_update_and_parameters_on_a_drive_exclude_each_other() -> None
 @pytest.mark.parametrize(
     ("overlap", "why"),
     [
-        ("speculative", "it updates in the backward too, and can redo what clipping or an overflow changes"),
+        ("speculative", "it also updates in the backward, and repeats an update after clipping or an overflow"),
         ("delayed", "it updates during the next step"),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_ratio_of_0_offloads_nothing() -> None:
 def test_steps_before_a_delay_without_a_delay_give_a_note(overlap: str) -> None:
     section = {"device": "cpu", "overlap": overlap, "delay_after_steps": 3}
     path = f"{OPTIMIZER}.delay_after_steps"
-    why = f'it is for overlap "delayed", found "{overlap}"'
+    why = f'overlap is "{overlap}", not "delayed"'
     assert Config.load(at(OPTIMIZER, section)).notes == (f"{path}: 3 has no effect here: {why}",)
 
 

@@ -54,7 +54,7 @@ def test_adam_is_adamw_unless_adam_w_mode_is_false(kind: str) -> None:
     assert config.optimizer is not None and config.optimizer.type == "adamw"
     assert config.optimizer.params.model_dump()["weight_decay"] == 0.0
     assert config.notes == (
-        f'optimizer.type: type "{kind}" without adam_w_mode false means AdamW (decay apart from the gradient), '
+        f'optimizer.type: type "{kind}" without adam_w_mode false means AdamW (decoupled weight decay), '
         "as in DeepSpeed; weight_decay is 0.0",
     )
     plain = load(kind, lr=0.1, adam_w_mode=False)
@@ -84,11 +84,11 @@ def test_auto_is_the_default_of_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("MuAdam", "its learning rates follow from shapes that the model must say"),
+        ("MuAdam", "its learning rates depend on base shapes of the model"),
         ("LBFGS", "it calls the model several times in a step"),
         ("SparseAdam", "gradients are dense here"),
-        ("ASGD", "it averages the weights, which engine.ema() does beside any optimizer"),
-        ("Rprop", "it is for whole data sets as one batch"),
+        ("ASGD", "it averages the weights; engine.ema() does that with any optimizer"),
+        ("Rprop", "it needs the whole data set as a batch"),
     ],
 )
 def test_an_optimizer_that_is_not_done_lists_what_there_is(kind: str, why: str) -> None:
@@ -103,7 +103,11 @@ def test_an_optimizer_that_is_not_done_lists_what_there_is(kind: str, why: str) 
 @pytest.mark.parametrize(
     ("kind", "params", "in_its_place"),
     [
-        ("ZeroOneAdam", {"lr": 0.01, "var_freeze_step": 3, "local_step_clipper": 4}, "whose freeze_step is var_freeze"),
+        (
+            "ZeroOneAdam",
+            {"lr": 0.01, "var_freeze_step": 3, "local_step_clipper": 4},
+            "rename var_freeze_step to freeze",
+        ),
         ("zerooneadam", {}, "and remove var_update_scaler, local_step_scaler and local_step_clipper"),
         ("OneBitLamb", {"freeze_step": 3, "factor_min": "x", "cuda_aware": False}, "with the same freeze_step, and "),
         ("onebitlamb", {"lr": "auto"}, "and remove max_coeff, min_coeff, coeff_beta, factor_max, factor_min and "),

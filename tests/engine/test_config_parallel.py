@@ -30,7 +30,7 @@ def test_microbatches_are_accumulation_steps_without_a_pipeline_too() -> None:
 
 def test_two_numbers_of_microbatches_are_a_conflict() -> None:
     text = error_of({"gradient_accumulation_steps": 4, "pipeline": {"microbatches": 8}})
-    assert "found 8 beside gradient_accumulation_steps 4: both are the number of microbatches of a step" in text
+    assert "found 8, but gradient_accumulation_steps is 4: both are the number of microbatches of a step" in text
 
 
 def test_the_pipeline_must_divide_the_world() -> None:
@@ -63,12 +63,12 @@ def test_a_schedule_that_cannot_be(pipeline: dict[str, Any], part: str) -> None:
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
             "zero_optimization.offload_param.device",
-            "gathered and released by the schedule",
+            "the schedule gathers and releases",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}},
             "zero_optimization.offload_optimizer.overlap",
-            "whole at the end of the step",
+            "complete only at the end of the step",
         ),
         (
             {"activation_checkpointing": {"offload": {"device": "cpu"}}},

@@ -45,12 +45,12 @@ NOTES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"communication": {"weight_bits": 8}},
-        "communication.weight_bits: 8 has no effect here: stage 0 sends no weights, every rank updates all of them",
+        "communication.weight_bits: 8 has no effect here: stage 0 sends no weights, since every rank updates all",
     ),
     (
         {ZERO: {"stage": 1}, "communication": {"frozen_weight_bits": 8}},
-        "communication.frozen_weight_bits: 8 has no effect here: stage 1 sends what an update has changed, and these "
-        "are not updated",
+        "communication.frozen_weight_bits: 8 has no effect here: stage 1 sends updated weights only, and "
+        "frozen weights are not updated",
     ),
     (
         {"communication": {"gradient_bits_in_host": 4}},
@@ -70,12 +70,12 @@ def test_what_has_no_effect_is_said(config: dict[str, Any], note: str) -> None:
         (
             {"communication": {"weight_bits": 5}},
             "communication.weight_bits",
-            "expected 8, 4 or null: the bits of a value in messages",
+            "expected 8, 4 or null (bits of a value in a message)",
         ),
         (
             {"communication": {"gradient_bits": True}},
             "communication.gradient_bits",
-            "expected 8, 4 or null: the bits of a value in messages",
+            "expected 8, 4 or null (bits of a value in a message)",
         ),
         ({ZERO: {"stage": 3, "zero_quantized_weights": "maybe"}}, PATHS["weights"], "expected true or false"),
         (

@@ -106,8 +106,8 @@ def test_a_batch_that_the_config_does_not_say_is_left_to_the_script() -> None:
         config = Config.load(values).resolve(3, 4)
         assert config.gradient_accumulation_steps == values.get(ACCUMULATION, 1)
         assert config.notes == (
-            "train_batch_size: the job began on 4 ranks and goes on with 3; neither it nor "
-            "train_micro_batch_size_per_gpu is given, so the global batch is what the script makes it",
+            "train_batch_size: the job began on 4 ranks and continues on 3; neither it nor "
+            "train_micro_batch_size_per_gpu is given, so the script decides the global batch",
         )
 
 
@@ -131,16 +131,16 @@ def test_ranks_that_do_not_divide_the_batch_are_an_error_with_the_nearest_that_d
     values: dict[str, Any], first: int, now: int, nearest: str
 ) -> None:
     text = faults(values, first, now)
-    assert f"the nearest numbers that it can go on with are {nearest}. Start it on one of these with " in text
+    assert f"the nearest legal numbers of ranks are {nearest}. Use one of these with " in text
 
 
 def test_the_error_shows_both_equations() -> None:
     assert faults({MICRO: 4}, 2, 3) == (
         "1 fault:\n  train_batch_size: the job began on 2 ranks, and its global batch stays: train_batch_size(8) = "
         "4 x 1 x 2; no whole numbers make train_batch_size(8) = train_micro_batch_size_per_gpu(?) x "
-        "gradient_accumulation_steps(?) x data-parallel ranks(3) hold. It cannot go on with 3 ranks; the nearest "
-        "numbers that it can go on with are 2 or 4. Start it on one of these with train_batch_size 8 in the config, or "
-        "with a train_batch_size that more numbers of ranks divide"
+        "gradient_accumulation_steps(?) x data-parallel ranks(3) hold. It cannot continue on 3 ranks; the nearest "
+        "legal numbers of ranks are 2 or 4. Use one of these with train_batch_size 8 in the config, or "
+        "set a train_batch_size that more numbers of ranks divide"
     )
 
 
@@ -176,7 +176,7 @@ def test_what_else_forbids_the_ranks_is_told_beside_those_that_are_allowed(
 ) -> None:
     text = faults(values, first, now)
     assert text.startswith("2 faults:") and reason in text
-    assert f"It cannot go on with {now} ranks; the nearest numbers that it can go on with are {nearest}." in text
+    assert f"It cannot continue on {now} ranks; the nearest legal numbers of ranks are {nearest}." in text
 
 
 def test_a_batch_that_was_impossible_at_first_shows_that_equation() -> None:
@@ -208,5 +208,5 @@ def test_a_variable_without_a_number_of_ranks_is_an_error(text: str) -> None:
         first_world_size({"WORLD_SIZE": "2", "LOWTIDE_FIRST_WORLD_SIZE": text}, 2)
     assert str(caught.value) == (
         "LOWTIDE_FIRST_WORLD_SIZE: expected the number of ranks of the first attempt, at least 1, found "
-        f'"{text}"; `lowtide launch` sets it for every rank, leave it out elsewhere'
+        f'"{text}"; unset it: `lowtide launch` sets it for every rank'
     )

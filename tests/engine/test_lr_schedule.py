@@ -208,7 +208,7 @@ def test_type_names_are_found_without_regard_to_case() -> None:
         ({"params": {}}, "scheduler.type: expected one of WarmupLR, "),
         ({"tipe": "cosine"}, 'scheduler.tipe: unknown key "tipe"; did you mean "type"?'),
         ({"type": 1}, "PolynomialLR, found 1"),
-        ({"type": "cosine"}, "scheduler.params.total_num_steps: must be given: nothing else says what it is"),
+        ({"type": "cosine"}, "scheduler.params.total_num_steps: must be given: it has no default"),
         (
             {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
             'scheduler.params.total_num_steps: "auto" has no meaning for this key here; '

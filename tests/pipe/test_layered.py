@@ -338,9 +338,9 @@ def test_hugging_face(name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ({"parallel": {"pipeline": 2}}, "needs parallel.pipeline 1, found 2: a pipeline has schedules of its own"),
-        ({"parallel": {"sequence": 2}}, "needs parallel.sequence 1, found 2: what its ranks exchange belongs to one"),
-        ({"parallel": {"expert": 2}}, "needs parallel.expert 1, found 2: what its ranks exchange belongs to one"),
+        ({"parallel": {"pipeline": 2}}, "needs parallel.pipeline 1, found 2: a pipeline schedule already runs several"),
+        ({"parallel": {"sequence": 2}}, "needs parallel.sequence 1, found 2: its ranks exchange data of a single"),
+        ({"parallel": {"expert": 2}}, "needs parallel.expert 1, found 2: its ranks exchange data of a single"),
         ({"torch_autocast": {"enabled": True}}, "needs torch_autocast.enabled false, found true: blocks are called"),
     ],
 )

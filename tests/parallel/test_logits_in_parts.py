@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from lowtide.parallel.splits import ranges_of
 from lowtide.parallel.vocab_parallel import VocabParallelLogits
+from tests.kit.ranks import RankPool
 from tests.parallel.test_collectives import exchange_on
-from tests.ranks import RankPool
 
 TOKENS, NUMEL = 6, 7  # two ranks have three and four
 

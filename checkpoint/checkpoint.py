@@ -13,9 +13,9 @@ import torch
 
 from ..offload import TensorChunk
 from .archive import MAX_VALUES_BYTES
+from .chunk_view import TensorInfo
 from .dcp import PARAM_GROUPS
 from .files import MANIFEST, CheckpointError, check_regular, data_name, index_name, read_regular, shortened
-from .fragment import TensorInfo
 from .index import FileEntry, LeftOut, Manifest, RankIndex, Row, RowsByName, rows_by_name
 from .reader import CheckpointReader
 
@@ -178,7 +178,7 @@ def check_coverage(tensors: Mapping[str, TensorInfo], rows: RowsByName, file_siz
 
 def _check_place(row: Row, info: TensorInfo | None, file_nbytes: int, rank: int) -> None:
     place = row.place
-    nbytes = place.nbytes if info is None else row.box.numel * info.dtype.itemsize
+    nbytes = place.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
     values_end, end = place.values_offset + nbytes, place.offset + place.nbytes
     if not (place.offset <= place.values_offset and values_end <= end <= file_nbytes and nbytes <= MAX_VALUES_BYTES):
         raise ValueError(
@@ -190,38 +190,38 @@ def _check_place(row: Row, info: TensorInfo | None, file_nbytes: int, rank: int)
 
 def _check_elements(name: str, info: TensorInfo, rows: Sequence[tuple[int, Row]]) -> None:
     for rank, row in rows:
-        if not row.box.lies_in(info.shape):
+        if not row.chunk.lies_in(info.shape):
             raise ValueError(
-                f"the index of rank {rank} has a box of {shortened(name)} at {row.box.offsets} of sizes {row.box.sizes}"
-                f", which is no part of its shape {info.shape}"
+                f"the index of rank {rank} has a box of {shortened(name)} at {row.chunk.offsets} of sizes "
+                f"{row.chunk.sizes}, which is no part of its shape {info.shape}"
             )
-    boxes = [row.box for _, row in rows]
-    if all(box.is_range_of(info.shape) for box in boxes):
-        problem = _gap_between_ranges(boxes, info.shape)
+    chunks = [row.chunk for _, row in rows]
+    if all(chunk.is_range_of(info.shape) for chunk in chunks):
+        problem = _gap_between_ranges(chunks, info.shape)
     else:
-        problem = _gap_between_boxes(boxes, info.shape)
+        problem = _gap_between_chunks(chunks, info.shape)
     if problem is not None:
         raise ValueError(f"expected each element of {shortened(name)} once, found {problem}")
 
 
-def _gap_between_ranges(boxes: Sequence[TensorChunk], shape: tuple[int, ...]) -> str | None:
+def _gap_between_ranges(chunks: Sequence[TensorChunk], shape: tuple[int, ...]) -> str | None:
     covered = 0
-    for start, numel in sorted((box.start_in(shape), box.numel) for box in boxes):
+    for start, numel in sorted((chunk.start_in(shape), chunk.numel) for chunk in chunks):
         if start != covered:
             return f"element {min(start, covered)} " + ("in two rows" if start < covered else "in none")
         covered = start + numel
     return None if covered == math.prod(shape) else f"element {covered} in none"
 
 
-def _gap_between_boxes(boxes: Sequence[TensorChunk], shape: tuple[int, ...]) -> str | None:
+def _gap_between_chunks(chunks: Sequence[TensorChunk], shape: tuple[int, ...]) -> str | None:
     """Of a layer that was split by columns: as many elements as the tensor has, and no two boxes with a common one."""
     open_boxes: list[TensorChunk] = []  # those that reach to where the next one begins, in the first dimension
-    for box in sorted(boxes, key=lambda box: box.offsets):
-        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
         for other in open_boxes:
-            common = box.common(other)
+            common = chunk.common(other)
             if common is not None:
                 return f"element {common.start_in(shape)} in two rows"
-        open_boxes.append(box)
-    covered, numel = sum(box.numel for box in boxes), math.prod(shape)
+        open_boxes.append(chunk)
+    covered, numel = sum(chunk.numel for chunk in chunks), math.prod(shape)
     return None if covered == numel else f"{covered} of its {numel} elements in rows"

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..optimizers import OPTIMIZERS
+from .chunk_view import TensorInfo
 from .files import data_name
-from .fragment import TensorInfo
 from .index import Row, RowsByName
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class _Builder:
     def add_tensor(self, name: str, info: TensorInfo, source: str) -> None:
         types, chunks = self._types, []
         for rank, row in self._rows.get(source, ()):
-            chunks.append(types.ChunkStorageMetadata(torch.Size(row.box.offsets), torch.Size(row.box.sizes)))
-            self._storage[types.MetadataIndex(name, row.box.offsets)] = self._storage_of(rank, row)
+            chunks.append(types.ChunkStorageMetadata(torch.Size(row.chunk.offsets), torch.Size(row.chunk.sizes)))
+            self._storage[types.MetadataIndex(name, row.chunk.offsets)] = self._storage_of(rank, row)
         properties = types.TensorProperties(info.dtype)
         self._metadata[name] = types.TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
         self._paths[name] = _path_of(name)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..offload import allocate_host
+from .chunk_view import ChunkView, TensorInfo, TensorSource
 from .files import INDEX, folder_path
-from .fragment import ChunkView, TensorInfo, TensorSource
 from .safetensors_files import CHUNK_BYTES, WeightsPlan
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -100,19 +100,19 @@ class ExportFolder:
                 opened.flush()
                 os.fsync(opened.fileno())
 
-    def write(self, fragments: Iterable[ChunkView], advance: Advance) -> None:
+    def write(self, chunk_views: Iterable[ChunkView], advance: Advance) -> None:
         """Writes the fragments' values, cast to the dtypes of the plan; they are on the disk when this returns.
 
         Each is written before the next is asked for. Those of one file should follow each other, since a file is
         synced when another one comes. Raises OSError, with the path of the file.
         """
         staging = allocate_host(CHUNK_BYTES)  # takes memory where it is written to
-        for file, group in groupby(fragments, lambda fragment: self._places[fragment.name].file):
+        for file, group in groupby(chunk_views, lambda chunk_view: self._places[chunk_view.name].file):
             path = self._unfinished / file
             with _opened(path) as descriptor:
-                for fragment in group:
+                for chunk_view in group:
                     with _named(path):
-                        self._write_fragment(descriptor, fragment, staging, advance)
+                        self._write_chunk_view(descriptor, chunk_view, staging, advance)
 
     def publish(self) -> None:
         """Moves the files to their names, what readers begin with last, and removes what an earlier export left."""
@@ -142,15 +142,15 @@ class ExportFolder:
         if self._made_folder and self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
-    def _write_fragment(self, descriptor: int, fragment: ChunkView, staging: Tensor, advance: Advance) -> None:
+    def _write_chunk_view(self, descriptor: int, chunk_view: ChunkView, staging: Tensor, advance: Advance) -> None:
         """staging: (CHUNK_BYTES,) uint8, for what cannot be written as it lies in the fragment."""
-        place = self._places[fragment.name]
+        place = self._places[chunk_view.name]
         dtype = place.info.dtype
-        values = fragment.values.detach()
+        values = chunk_view.values.detach()
         is_direct = values.dtype == dtype and values.device.type == "cpu"
         step = CHUNK_BYTES // dtype.itemsize
         done = 0
-        for start, end in fragment.stretches():
+        for start, end in chunk_view.flat_ranges():
             for low in range(start, end, step):
                 chunk = values[done : done + min(step, end - low)]
                 done += chunk.numel()
@@ -211,9 +211,9 @@ def _values(source: TensorSource, plan: WeightsPlan) -> Iterator[ChunkView]:
         step = READ_BYTES // dtype.itemsize
         for low in range(0, numel, step):
             count = min(step, numel - low)
-            fragment = ChunkView(name, place.info.shape, low, memory[: count * dtype.itemsize].view(dtype))
-            source.read([fragment])
-            yield fragment
+            chunk_view = ChunkView(name, place.info.shape, low, memory[: count * dtype.itemsize].view(dtype))
+            source.read([chunk_view])
+            yield chunk_view
 
 
 def _write_all(descriptor: int, chunk: Tensor, offset: int) -> None:

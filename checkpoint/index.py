@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..offload import TensorChunk
 from .archive import ArchivePlace
+from .chunk_view import TensorInfo, dtype_named
 from .files import (
     DCP_METADATA,
     CheckpointError,
@@ -36,7 +37,6 @@ from .files import (
     shortened,
     write_durably,
 )
-from .fragment import TensorInfo, dtype_named
 from .values import check_depth
 
 FORMAT = 1
@@ -80,15 +80,15 @@ class Row:
     """A box of a tensor, and where its archive lies in the file of the rank that wrote it."""
 
     name: str
-    box: TensorChunk
+    chunk: TensorChunk
     place: ArchivePlace
 
     def as_list(self) -> list[Any]:
         place = self.place
         return [
             self.name,
-            self.box.offsets,
-            self.box.sizes,
+            self.chunk.offsets,
+            self.chunk.sizes,
             place.offset,
             place.nbytes,
             place.values_offset,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..offload import TensorChunk
 from .archive import MAX_VALUES_BYTES, checksum_of
+from .chunk_view import ChunkView, TensorInfo
 from .data_file import Blocks, DataFile, EndOfFileError, FileChunk
 from .files import CheckpointError, data_name
-from .fragment import ChunkView, TensorInfo
 from .index import Row, RowsByName
 
 _NUM_THREADS = 3
@@ -30,7 +30,7 @@ _ALIGNMENT_BYTES = 16  # of values in a buffer: no element is larger
 class _Common:
     """What a stored box and a fragment have in common, in one of the boxes that the fragment consists of."""
 
-    box: TensorChunk
+    chunk: TensorChunk
     wanted: TensorChunk  # of the fragment
     offset: int  # of `wanted` in the fragment's memory
 
@@ -42,13 +42,13 @@ class _Read:
     rank: int  # in whose file it is
     row: Row
     info: TensorInfo
-    fragment: ChunkView
+    chunk_view: ChunkView
     common: Sequence[_Common]
 
     @property
     def nbytes(self) -> int:
         """Of the whole box: its checksum covers also what is not wanted of it."""
-        return self.row.box.numel * self.info.dtype.itemsize
+        return self.row.chunk.numel * self.info.dtype.itemsize
 
     @property
     def offset(self) -> int:
@@ -56,28 +56,30 @@ class _Read:
 
     def targets(self) -> list[Tensor]:
         """Where each of `common` goes: of its sizes, of the fragment's dtype, on its device."""
-        values = self.fragment.values
+        values = self.chunk_view.values
         return [
-            values[one.offset : one.offset + one.wanted.numel].view(one.wanted.sizes)[one.box.inside(one.wanted).index]
+            values[one.offset : one.offset + one.wanted.numel].view(one.wanted.sizes)[
+                one.chunk.inside(one.wanted).index
+            ]
             for one in self.common
         ]
 
     def fits(self, targets: Sequence[Tensor]) -> bool:
         """True where the box's bytes may go straight into the one target."""
-        if self.common[0].box.numel != self.row.box.numel:
+        if self.common[0].chunk.numel != self.row.chunk.numel:
             return False
         target = targets[0]
         return target.dtype == self.info.dtype and target.device.type == "cpu" and target.is_contiguous()
 
     def distribute(self, values: Tensor, targets: Sequence[Tensor]) -> None:
         """values: (numel,) of the whole box."""
-        shaped = values.view(self.row.box.sizes)
+        shaped = values.view(self.row.chunk.sizes)
         for one, target in zip(self.common, targets, strict=True):
-            target.copy_(shaped[one.box.inside(self.row.box).index])
+            target.copy_(shaped[one.chunk.inside(self.row.chunk).index])
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint by name, read box by box: see `fragment.TensorSource`.
+    """The tensors of a checkpoint by name, read box by box: see `chunk_view.TensorSource`.
 
     Where a whole box is wanted as it is, its bytes go straight into the fragment. Otherwise, at the edges of a fragment
     or where the dtype changes, they go through a buffer (4 MiB a thread). A few threads read, so that the disk has the
@@ -100,17 +102,21 @@ class CheckpointReader:
     def bytes_read(self) -> int:
         return self._bytes_read
 
-    def read(self, fragments: Sequence[ChunkView], shared: bool = True) -> None:
+    def read(self, chunk_views: Sequence[ChunkView], shared: bool = True) -> None:
         """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered.
 
         shared: other processes of this host read the same values, which are left in the page cache for them. Otherwise
         what is not there yet is read past it through 3 MiB of blocks, see [Note: past the page cache]; not so for
         fragments in a store.
         """
-        in_memory = [read for fragment in fragments if fragment.is_in_memory for read in self._reads_of(fragment)]
+        in_memory = [
+            read for chunk_view in chunk_views if chunk_view.is_in_memory for read in self._reads_of(chunk_view)
+        ]
         in_memory.sort(key=lambda read: (read.rank, read.offset))
         # Of stored ranges one is open at a time: they are filled in the order in which they rest.
-        elsewhere = [read for fragment in fragments if not fragment.is_in_memory for read in self._reads_of(fragment)]
+        elsewhere = [
+            read for chunk_view in chunk_views if not chunk_view.is_in_memory for read in self._reads_of(chunk_view)
+        ]
         if in_memory:
             blocks = None if shared else Blocks(_NUM_THREADS)
             batches = _batches_of(in_memory, _BATCH_BYTES if shared else _BATCH_BYTES_PAST_CACHE)
@@ -133,7 +139,7 @@ class CheckpointReader:
         for name, rows in self._rows.items():
             for rank, row in rows:
                 info = self._tensors.get(name)
-                nbytes = row.place.nbytes if info is None else row.box.numel * info.dtype.itemsize
+                nbytes = row.place.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
                 by_rank.setdefault(rank, []).append((row, nbytes))
         for rank, members in sorted(by_rank.items()):
             with self._open([rank]) as files:
@@ -143,18 +149,20 @@ class CheckpointReader:
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
-    def _reads_of(self, fragment: ChunkView) -> list[_Read]:
-        info = self._tensors[fragment.name]
-        assert info.shape == fragment.shape, fragment.name
-        boxes, offset = [], 0
-        for box in fragment.boxes():
-            boxes.append((box, offset))
-            offset += box.numel
+    def _reads_of(self, chunk_view: ChunkView) -> list[_Read]:
+        info = self._tensors[chunk_view.name]
+        assert info.shape == chunk_view.shape, chunk_view.name
+        chunks, offset = [], 0
+        for chunk in chunk_view.chunks():
+            chunks.append((chunk, offset))
+            offset += chunk.numel
         found = []
-        for rank, row in self._rows.get(fragment.name, ()):
-            common = [_Common(one, box, offset) for box, offset in boxes if (one := row.box.common(box)) is not None]
+        for rank, row in self._rows.get(chunk_view.name, ()):
+            common = [
+                _Common(one, chunk, offset) for chunk, offset in chunks if (one := row.chunk.common(chunk)) is not None
+            ]
             if common:
-                found.append(_Read(rank, row, info, fragment, common))
+                found.append(_Read(rank, row, info, chunk_view, common))
         return found
 
     @contextmanager

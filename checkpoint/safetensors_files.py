@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..offload import allocate_host
+from .chunk_view import ChunkView, TensorInfo
 from .files import INDEX, SINGLE, check_weights_file
-from .fragment import ChunkView, TensorInfo
 
 CHUNK_BYTES = 4 << 20  # of values that are converted at a time
 MAX_HEADER_BYTES = 100_000_000  # what the library accepts
@@ -180,31 +180,31 @@ class SafetensorsSource:
     def bytes_read(self) -> int:
         return self._bytes_read
 
-    def read(self, fragments: Sequence[ChunkView]) -> None:
+    def read(self, chunk_views: Sequence[ChunkView]) -> None:
         """Fills the values of each fragment, cast to their dtype, in chunks. Raises OSError where a file ends early."""
         by_file: dict[str, list[ChunkView]] = {}
-        for fragment in fragments:
-            place = self._places[fragment.name]
-            assert fragment.shape == place.info.shape, fragment.name
-            by_file.setdefault(place.file, []).append(fragment)
+        for chunk_view in chunk_views:
+            place = self._places[chunk_view.name]
+            assert chunk_view.shape == place.info.shape, chunk_view.name
+            by_file.setdefault(place.file, []).append(chunk_view)
         staging = allocate_host(CHUNK_BYTES)  # takes memory where it is written to
         for file in sorted(by_file):
             descriptor = os.open(file, os.O_RDONLY)
             try:
-                for fragment in sorted(by_file[file], key=lambda f: (self._places[f.name].offset, f.start)):
-                    self._fill(descriptor, fragment, staging)
+                for chunk_view in sorted(by_file[file], key=lambda f: (self._places[f.name].offset, f.start)):
+                    self._fill(descriptor, chunk_view, staging)
             finally:
                 os.close(descriptor)
 
-    def _fill(self, descriptor: int, fragment: ChunkView, staging: Tensor) -> None:
+    def _fill(self, descriptor: int, chunk_view: ChunkView, staging: Tensor) -> None:
         """staging: (CHUNK_BYTES,) uint8, for what cannot be read straight into the fragment."""
-        place = self._places[fragment.name]
+        place = self._places[chunk_view.name]
         dtype = place.info.dtype
-        values = fragment.values.detach()
+        values = chunk_view.values.detach()
         is_direct = values.dtype == dtype and values.device.type == "cpu"
         step = CHUNK_BYTES // dtype.itemsize
         done = 0
-        for start, end in fragment.stretches():
+        for start, end in chunk_view.flat_ranges():
             for low in range(start, end, step):
                 part = values[done : done + min(step, end - low)]
                 done += part.numel()

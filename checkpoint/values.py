@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .chunk_view import dtype_named
 from .files import shortened
-from .fragment import dtype_named
 
 MAX_TENSOR_BYTES = 64 << 20
 MAX_DEPTH = 100  # of JSON in JSON; Python itself gives up at about four times that

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ..offload import HostPool, SequentialFile, TensorChunk, TransientBuffer
 from .archive import MAX_VALUES_BYTES, ArchivePlace, checksum_of, write_tensor
+from .chunk_view import ChunkView
 from .files import data_name, index_name
-from .fragment import ChunkView
 from .index import RankIndex, Row
 
 _ALIGNMENT_BYTES = 64
 
 
 def write_part(
-    folder: Path, rank: int, fragments: Sequence[ChunkView], blobs: Sequence[tuple[str, bytes]], own_state: Any
+    folder: Path, rank: int, chunk_views: Sequence[ChunkView], blobs: Sequence[tuple[str, bytes]], own_state: Any
 ) -> None:
     """Writes the file of one rank straight from its fragments; beside them it takes three blocks of 4 MiB.
 
@@ -30,10 +30,10 @@ def write_part(
     """
     rows: list[Row] = []
     with SequentialFile(folder / data_name(rank)) as file:
-        for fragment in fragments:
-            for box, values in _boxes_of(fragment):
-                place = write_tensor(file, _bytes_of(values), values.dtype, box.sizes)
-                rows.append(Row(fragment.name, box, place))
+        for chunk_view in chunk_views:
+            for chunk, values in _chunks_of(chunk_view):
+                place = write_tensor(file, _bytes_of(values), values.dtype, chunk.sizes)
+                rows.append(Row(chunk_view.name, chunk, place))
         for name, blob in blobs:
             rows.append(Row(name, TensorChunk((), ()), _write_blob(file, blob)))
     RankIndex(file.nbytes, tuple(rows), own_state).write(folder / index_name(rank))
@@ -47,29 +47,29 @@ class Snapshot:
     which training may change them, and the host does not wait.
     """
 
-    def __init__(self, fragments: Sequence[ChunkView], pool: HostPool | None, device: torch.device) -> None:
+    def __init__(self, chunk_views: Sequence[ChunkView], pool: HostPool | None, device: torch.device) -> None:
         """pool: of pinned memory; None: fragments are in host memory."""
-        sizes = [-(-fragment.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for fragment in fragments]
+        sizes = [-(-chunk_view.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for chunk_view in chunk_views]
         if pool is None:
             transient = TransientBuffer(sum(sizes), torch.uint8)
             memory, self._give_back = transient.tensor, transient.drop
         else:
             memory = pool.take(sum(sizes))
             self._give_back = partial(pool.give, memory)
-        self.fragments: list[ChunkView] = []
+        self.chunk_views: list[ChunkView] = []
         try:
-            self._copy(fragments, sizes, memory)
+            self._copy(chunk_views, sizes, memory)
         except BaseException:
             self.drop()
             raise
         self._copied = None if pool is None else torch.accelerator.current_stream(device).record_event()
 
-    def _copy(self, fragments: Sequence[ChunkView], sizes: Sequence[int], memory: Tensor) -> None:
+    def _copy(self, chunk_views: Sequence[ChunkView], sizes: Sequence[int], memory: Tensor) -> None:
         offset = 0
-        for fragment, size in zip(fragments, sizes, strict=True):
-            part = memory[offset : offset + fragment.nbytes].view(fragment.dtype)
-            part.copy_(fragment.values, non_blocking=True)
-            self.fragments.append(replace(fragment, memory=part))
+        for chunk_view, size in zip(chunk_views, sizes, strict=True):
+            part = memory[offset : offset + chunk_view.nbytes].view(chunk_view.dtype)
+            part.copy_(chunk_view.values, non_blocking=True)
+            self.chunk_views.append(replace(chunk_view, memory=part))
             offset += size
 
     def wait(self) -> None:
@@ -79,17 +79,17 @@ class Snapshot:
 
     def drop(self) -> None:
         """Gives the memory back."""
-        self.fragments.clear()
+        self.chunk_views.clear()
         self._give_back()
 
 
-def _boxes_of(fragment: ChunkView) -> Iterator[tuple[TensorChunk, Tensor]]:
-    values = fragment.values
+def _chunks_of(chunk_view: ChunkView) -> Iterator[tuple[TensorChunk, Tensor]]:
+    values = chunk_view.values
     max_numel = MAX_VALUES_BYTES // values.dtype.itemsize
     offset = 0
-    for box in fragment.boxes(max_numel):
-        yield box, values[offset : offset + box.numel]
-        offset += box.numel
+    for chunk in chunk_view.chunks(max_numel):
+        yield chunk, values[offset : offset + chunk.numel]
+        offset += chunk.numel
 
 
 def _write_blob(file: SequentialFile, blob: bytes) -> ArchivePlace:

@@ -133,8 +133,8 @@ class Transport(ABC):
         """All-to-all of uneven parts. `out` and `given` are in rank order."""
 
     @abstractmethod
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. pieces: (any, ...), unchanged until
+    def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
+        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. chunks: (any, ...), unchanged until
         `wait`.
         """
 
@@ -173,10 +173,10 @@ class SoloTransport(Transport):
         out.copy_(given)
         return Pending()
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
+    def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """Copy pieces of this rank."""
-        for one, (_, piece) in zip(out, of, strict=True):
-            one.copy_(pieces[piece])
+        for one, (_, chunk) in zip(out, of, strict=True):
+            one.copy_(chunks[chunk])
         return Pending()
 
     def sum_small(self, values: Tensor, what: str) -> Tensor:

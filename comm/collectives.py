@@ -119,20 +119,20 @@ class Collectives:
         self._axis.route.swap(out.view(-1), x.view(-1), numels, what).wait()
         return out
 
-    def trade(self, pieces: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
+    def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
         """Start to send pieces[n] to coordinate to[n], and to receive for each (coordinate, index) in `of` a piece.
 
-        pieces: (any, ...), contiguous, of the same shape on all ranks, unchanged until `wait`. Several trades may be in
+        chunks: (any, ...), contiguous, of the same shape on all ranks, unchanged until `wait`. Several trades may be in
         flight. Wait for them in the order of their start.
         """
-        piece_bytes = pieces[0].numel() * pieces.element_size()
-        self.bytes_sent += piece_bytes * sum(place != self.place for place in to)
-        out = torch.empty((len(of), *pieces.shape[1:]), dtype=pieces.dtype, device=pieces.device)
-        self._reserve(pieces.numel() * pieces.element_size())
+        chunk_bytes = chunks[0].numel() * chunks.element_size()
+        self.bytes_sent += chunk_bytes * sum(place != self.place for place in to)
+        out = torch.empty((len(of), *chunks.shape[1:]), dtype=chunks.dtype, device=chunks.device)
+        self._reserve(chunks.numel() * chunks.element_size())
         ranks = {place: rank for rank, place in enumerate(self._axis.places)}
-        sources = [(ranks[place], piece) for place, piece in of]
-        pending = self._axis.route.pass_on(pieces, [ranks[place] for place in to], sources, out, what)
-        return Arriving(out, pending, pieces)
+        sources = [(ranks[place], chunk) for place, chunk in of]
+        pending = self._axis.route.pass_on(chunks, [ranks[place] for place in to], sources, out, what)
+        return Arriving(out, pending, chunks)
 
     def shift(self, x: Tensor, by: int, what: str) -> Arriving:
         """Start to send contiguous x to the coordinate `by` places further, cyclically. See `trade`."""

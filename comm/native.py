@@ -77,15 +77,15 @@ class NativeTransport(Transport):
         collective = partial(dist.all_to_all_single, output_split_sizes=received, input_split_sizes=sent, async_op=True)
         return self._start(collective, what, out, given)
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. pieces: (any, ...), unchanged until
+    def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
+        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. chunks: (any, ...), unchanged until
         `wait`.
 
         An all-to-all whose parts are mostly empty, since every backend has an all-to-all.
         """
         given, taken = sorted(range(len(to)), key=to.__getitem__), sorted(range(len(of)), key=of.__getitem__)
         counts, sources = Counter(to), Counter(rank for rank, _ in of)
-        sent = pieces if given == list(range(len(to))) else torch.stack([pieces[n] for n in given])
+        sent = chunks if given == list(range(len(to))) else torch.stack([chunks[n] for n in given])
         got = out if taken == list(range(len(of))) else torch.empty_like(out)
         swap = partial(
             dist.all_to_all_single,

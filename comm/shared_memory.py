@@ -183,20 +183,20 @@ class SharedMemoryTransport(Transport):
 
         return Pending(collect)
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Read the piece of[n] into out[n]. pieces: (any, ...), of the same shape on all ranks.
+    def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
+        """Read the piece of[n] into out[n]. chunks: (any, ...), of the same shape on all ranks.
 
         Several calls may be in flight. Wait for them in the order of their start.
         """
-        slot = self.open_slot(pieces.numel(), pieces.dtype, what)
-        slot.view(pieces.shape).copy_(pieces)
+        slot = self.open_slot(chunks.numel(), chunks.dtype, what)
+        slot.view(chunks.shape).copy_(chunks)
         number, arrived = self._post(what)
         theirs = self._views(number, slot, slice(None))  # made now, since `reserve_slots` may replace the slots
 
         def collect() -> None:
             arrived.wait()
-            for one, (rank, piece) in zip(out, of, strict=True):
-                one.copy_(theirs[rank].view(pieces.shape)[piece])
+            for one, (rank, chunk) in zip(out, of, strict=True):
+                one.copy_(theirs[rank].view(chunks.shape)[chunk])
             self._counters.store(CONSUMED, number + 1)
 
         return Pending(collect)

@@ -107,18 +107,18 @@ class SocketTransport(Transport):
         parts[self.rank].copy_(sent[self.rank])
         return Pending(lambda: self._wait(in_flight, what, sequence))
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. pieces: (any, ...), unchanged until
+    def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
+        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. chunks: (any, ...), unchanged until
         `wait`.
         """
         tag, sequence = self._next_operation(what)
         in_flight: list[dist.Work] = []
-        for (rank, piece), one in sorted(zip(of, out, strict=True), key=lambda pair: pair[0]):
+        for (rank, chunk), one in sorted(zip(of, out, strict=True), key=lambda pair: pair[0]):
             if rank == self.rank:
-                one.copy_(pieces[piece])
+                one.copy_(chunks[chunk])
             else:  # messages of the same tag match in the order of their start
                 in_flight += self._receive({rank: one}, tag, what)
-        for rank, one in zip(to, pieces, strict=True):
+        for rank, one in zip(to, chunks, strict=True):
             if rank != self.rank:
                 in_flight += self._send({rank: one}, tag, what)
         return Pending(lambda: self._wait(in_flight, what, sequence))

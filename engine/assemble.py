@@ -268,7 +268,7 @@ def _fill(
                 writer.write(group, index, value)
             # Of another stage too: what is not here still tells the dtype in which it is computed.
             nothing = torch.zeros((), dtype=dtypes.of(param), device=mesh.world.device)
-            move(param, nothing.expand(share_of(param).portion.shape))
+            move(param, nothing.expand(share_of(param).tensor_shard.shape))
         _prepare_buffers(module, mesh)
         writer.refresh()
         for unit in units:
@@ -310,21 +310,21 @@ def _split_layers(
             names,
         )
     randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
-    if blueprint.tensor.stacks:
+    if blueprint.tensor.regions:
         in_tiles = frozenset(id(one) for _, one in tiled.modules)
-        parts = SequenceParallelRegions(_stacks_of(blueprint, mesh), in_tiles, module, exchange, randomness, patches)
+        parts = SequenceParallelRegions(_regions_of(blueprint, mesh), in_tiles, module, exchange, randomness, patches)
     SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, patches, parts)
     watch_copies(blueprint.tensor, module, exchange, patches)
     return trial
 
 
-def _stacks_of(blueprint: Blueprint, mesh: Mesh) -> tuple[SequenceParallelRegion, ...]:
+def _regions_of(blueprint: Blueprint, mesh: Mesh) -> tuple[SequenceParallelRegion, ...]:
     """Of a pipeline each stage's blocks: between stages tokens are whole."""
     assert blueprint.tensor is not None
     if blueprint.pipeline is None:
-        return blueprint.tensor.stacks
+        return blueprint.tensor.regions
     names = blueprint.pipeline.split.names_of(blueprint.pipeline.at(mesh.place(PIPE)).stages)
-    return tuple(part for stack in blueprint.tensor.stacks for part in stack.cut(names))
+    return tuple(part for stack in blueprint.tensor.regions for part in stack.cut(names))
 
 
 def _split_experts(blueprint: Blueprint, mesh: Mesh, patches: ModelPatches) -> None:

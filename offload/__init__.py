@@ -2,7 +2,6 @@
 
 from .activations import ActivationOffload, in_storages_of
 from .block_file import Checksum
-from .box import TensorChunk, TensorShard
 from .file_store import AioOptions, FileStore
 from .host_copies import HostCopies, OffloadedMemory, OnHost, StreamCopies, bytes_in_memory, sent
 from .host_memory import HostPool, OffloadError, allocate_host, host_is_pinned, keep_heap, trim_heap
@@ -10,6 +9,7 @@ from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
 from .store import HostStore, Memory, Store, StoredRange, Transfer
+from .tensor_chunk import TensorChunk, TensorShard
 from .window import Offloadable, OldVersion, Window
 
 __all__ = [

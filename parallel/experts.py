@@ -303,12 +303,12 @@ class ExpertLayout:
         for key, param in module.named_parameters():
             shape = tuple(param.shape)
             if key in dims:
-                portions = [TensorShard.along(shape, dims[key], self._columns(*own)) for own in ranges]
+                tensor_shards = [TensorShard.along(shape, dims[key], self._columns(*own)) for own in ranges]
             elif key == "down_proj":
-                portions = [TensorShard.along(shape, 1 if self.is_transposed else 2, [own]) for own in ranges]
+                tensor_shards = [TensorShard.along(shape, 1 if self.is_transposed else 2, [own]) for own in ranges]
             else:
-                portions = [TensorShard.all_of(shape)] * degree
-            found[key] = ParameterSplit(tuple(portions))
+                tensor_shards = [TensorShard.all_of(shape)] * degree
+            found[key] = ParameterSplit(tuple(tensor_shards))
         return LayerSplit(name, module, Style.EXPERTS, found, tuple(ranges))
 
     def _columns(self, low: int, high: int) -> list[tuple[int, int]]:

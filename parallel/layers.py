@@ -184,7 +184,7 @@ class SplitLayers:
             weight = layer.parameters.get("weight")
             if weight is None or isinstance(layer.module, nn.Embedding) or layer.style is Style.PARTIAL:
                 continue
-            sizes = weight.portions[self._exchange.place].shape
+            sizes = weight.tensor_shards[self._exchange.place].shape
             names = ("nx", "nf") if layer.is_transposed else ("out_features", "in_features")
             for name, size in zip(names, sizes, strict=True):
                 patches.override(layer.module, name, size)
@@ -192,7 +192,10 @@ class SplitLayers:
     def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, patches: ModelPatches) -> None:
         """Set `padding_idx` to its local row number, or to None if another rank has the row."""
         if module.padding_idx is not None:
-            own, count = module.padding_idx - first, layer.parameters["weight"].portions[self._exchange.place].shape[0]
+            own, count = (
+                module.padding_idx - first,
+                layer.parameters["weight"].tensor_shards[self._exchange.place].shape[0],
+            )
             patches.override(module, "padding_idx", own if 0 <= own < count else None)
 
     # -- columns --------------------------------------------------------------------------------------------------
@@ -267,17 +270,17 @@ class SplitLayers:
     # -- vocabularies ---------------------------------------------------------------------------------------------
 
     def _first_of(self, layer: LayerSplit) -> int:
-        (box, _), *_ = layer.parameters["weight"].portions[self._exchange.place].boxes
-        return box.offsets[1 if layer.is_transposed else 0]
+        (chunk, _), *_ = layer.parameters["weight"].tensor_shards[self._exchange.place].chunks
+        return chunk.offsets[1 if layer.is_transposed else 0]
 
     def _numel_of(self, layer: LayerSplit) -> int:
-        return layer.parameters["weight"].portions[0].whole[1 if layer.is_transposed else 0]
+        return layer.parameters["weight"].tensor_shards[0].whole[1 if layer.is_transposed else 0]
 
     def _embedded(
         self, layer: LayerSplit, first: int, numel: int, inner: Callable[[Tensor], Tensor], ids: Tensor
     ) -> Tensor:
         own = ids - first
-        is_own = (own >= 0) & (own < layer.parameters["weight"].portions[self._exchange.place].shape[0])
+        is_own = (own >= 0) & (own < layer.parameters["weight"].tensor_shards[self._exchange.place].shape[0])
         is_outside = (ids < 0) | (ids >= numel)  # gets an index outside every rank's rows, so torch raises its error
         found = inner(own.where(is_own, is_outside * numel))
         total = summed(found * is_own[..., None], self._exchange, layer.name)
@@ -296,16 +299,16 @@ class SplitLayers:
     def _added_up(self, layer: LayerSplit, key: str, gradient: Tensor) -> Tensor:
         """Sum a gradient over the ranks that have the same part of the parameter, with the same bits on each."""
         split, what = layer.parameters[key], f"the gradient of '{layer.name}.{key}'"
-        portion = split.portions[self._exchange.place]
-        if portion.is_all:
+        tensor_shard = split.tensor_shards[self._exchange.place]
+        if tensor_shard.is_all:
             return self._exchange.sum(gradient, what)
-        whole = torch.zeros(portion.whole, dtype=gradient.dtype, device=gradient.device)
-        for box, own in portion.boxes:
-            whole[box.index] = gradient[own.index]
+        whole = torch.zeros(tensor_shard.whole, dtype=gradient.dtype, device=gradient.device)
+        for chunk, own in tensor_shard.chunks:
+            whole[chunk.index] = gradient[own.index]
         whole = self._exchange.sum(whole, what)
         out = torch.empty_like(gradient)
-        for box, own in portion.boxes:
-            out[own.index] = whole[box.index]
+        for chunk, own in tensor_shard.chunks:
+            out[own.index] = whole[chunk.index]
         return out
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..offload import TensorShard
 from .experts import ExpertLayout, layer_of
-from .region_blocks import SequenceParallelRegion, find_stacks, splits_of_parts
+from .region_blocks import SequenceParallelRegion, find_regions, splits_of_parts
 from .splits import (
     Heads,
     LayerSplit,
@@ -162,7 +162,7 @@ class TensorPlan:
     heads: tuple[Heads, ...]
     parameters: Mapping[int, ParameterSplit]
     left_whole: tuple[str, ...]  # names of large layers without a style
-    stacks: tuple[SequenceParallelRegion, ...] = ()  # blocks between which a rank has a part of the tokens
+    regions: tuple[SequenceParallelRegion, ...] = ()  # blocks between which a rank has a part of the tokens
     guessed: frozenset[str] = frozenset()  # layers whose style does not come from a model of transformers
 
     @classmethod
@@ -191,18 +191,18 @@ class TensorPlan:
                 f"parallel.tensor: expected a model with layers to split over {degree} ranks, found no known layer "
                 f'names; name layers: "tensor_parallel": {{"plan": {{"layers.*.mlp.up": "column"}}}}'
             )
-        stacks = find_stacks(model, layers) if has_parts else ()
-        layers += splits_of_parts(model, stacks, layers, degree)
+        regions = find_regions(model, layers) if has_parts else ()
+        layers += splits_of_parts(model, regions, layers, degree)
         parameters, left_whole = _parameters(model, layers), _left_whole(model, {*styles, *_named(model, wanted or {})})
         guessed = _guessed(model, styles, wanted or {})
-        return cls(degree, tuple(layers), tuple(heads), parameters, left_whole, stacks, guessed)
+        return cls(degree, tuple(layers), tuple(heads), parameters, left_whole, regions, guessed)
 
-    def portion(self, param: nn.Parameter, place: int) -> tuple[TensorShard, tuple[int, ...]]:
+    def tensor_shard(self, param: nn.Parameter, place: int) -> tuple[TensorShard, tuple[int, ...]]:
         """Return the part of a parameter on rank `place`, and the ranks with the same part."""
         split = self.parameters.get(id(param))
         if split is None:
             return TensorShard.all_of(tuple(param.shape)), tuple(range(self.degree))
-        return split.portions[place], split.copies(place)
+        return split.tensor_shards[place], split.copies(place)
 
 
 def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Style, tuple[int, ...]]]:

@@ -61,7 +61,7 @@ class SequenceParallelRegion:
         return [SequenceParallelRegion(blocks) for blocks in found if blocks]
 
 
-def find_stacks(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[SequenceParallelRegion, ...]:
+def find_regions(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[SequenceParallelRegion, ...]:
     """Find the lists of blocks with split layers. Raises ValueError if there are none."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     columns = [layer.module for layer in layers if _takes_columns(layer)]
@@ -116,7 +116,7 @@ def _takes_columns(layer: LayerSplit) -> bool:
 
 
 def splits_of_parts(
-    model: nn.Module, stacks: Sequence[SequenceParallelRegion], layers: Sequence[LayerSplit], degree: int
+    model: nn.Module, regions: Sequence[SequenceParallelRegion], layers: Sequence[LayerSplit], degree: int
 ) -> list[LayerSplit]:
     """Return partial splits for parameters that see a part of the tokens on each rank, so their gradients are summed.
 
@@ -127,7 +127,7 @@ def splits_of_parts(
     split = {id(layer.module.get_parameter(key)) for layer in layers for key in layer.parameters}
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
     found = []
-    blocks = [block for stack in stacks for block in stack.blocks]
+    blocks = [block for stack in regions for block in stack.blocks]
     for block in blocks:
         given_all = {id(part) for module in (*block.wholes, *block.alike) for part in module.modules()}
         for name, module in block.module.named_modules(prefix=block.name):

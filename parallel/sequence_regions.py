@@ -65,7 +65,7 @@ class SequenceParallelRegions:
 
     def __init__(
         self,
-        stacks: tuple[SequenceParallelRegion, ...],
+        regions: tuple[SequenceParallelRegion, ...],
         tiled: frozenset[int],
         model: nn.Module,
         exchange: Collectives,
@@ -80,14 +80,14 @@ class SequenceParallelRegions:
         self.is_plain = False
         self._call: _Call | None = None
         self._brought: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None  # part, gathered, joined
-        self._of_blocks = {id(part) for s in stacks for block in s.blocks for part in block.module.modules()}
+        self._of_blocks = {id(part) for s in regions for block in s.blocks for part in block.module.modules()}
         self._tiled = {id(p) for m in model.modules() if id(m) in tiled for p in m.modules() if p is not m}
         self._given_all = set[int]()  # identities of modules that get all tokens
         self._whole_inputs = set[tuple[int, Any]]()  # (module, input) that is a further input of the block
         self._watch: PartWatch | None = None
         self._watched = set[tuple[bool, bool]]()
         self._draws_alike = False  # whether a module in a block draws equal numbers on all ranks
-        for stack in stacks:
+        for stack in regions:
             stream = _Stream()
             self._streams.append(stream)
             for index, block in enumerate(stack.blocks):

@@ -171,13 +171,13 @@ class SplitSelfCheck:
         exchange = self._exchange
         split = self._plan.parameters.get(id(param))
         own = param.detach()
-        if split is None or split.portions[exchange.place].is_all:
+        if split is None or split.tensor_shards[exchange.place].is_all:
             return own
-        portion = split.portions[exchange.place]
-        whole = torch.zeros(portion.whole, dtype=own.dtype, device=own.device)
+        tensor_shard = split.tensor_shards[exchange.place]
+        whole = torch.zeros(tensor_shard.whole, dtype=own.dtype, device=own.device)
         if exchange.place == split.copies(exchange.place)[0]:
-            for box, part in portion.boxes:
-                whole[box.index] = own[part.index]
+            for chunk, part in tensor_shard.chunks:
+                whole[chunk.index] = own[part.index]
         return exchange.sum(whole, f"'{key}' as a whole")
 
 
@@ -229,8 +229,8 @@ def _hint(parent: str, plan: TensorPlan) -> str:
 
 def _outputs_of(layer: LayerSplit) -> tuple[int, int]:
     """Return the number of outputs, and of fused parts."""
-    portion = layer.parameters["weight"].portions[0]
-    return portion.whole[1 if layer.is_transposed else 0], len(portion.boxes)
+    tensor_shard = layer.parameters["weight"].tensor_shards[0]
+    return tensor_shard.whole[1 if layer.is_transposed else 0], len(tensor_shard.chunks)
 
 
 def _device_of(module: nn.Module) -> torch.device:

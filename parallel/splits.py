@@ -45,7 +45,7 @@ class Style(Enum):
 class ParameterSplit:
     """Each rank's part of a parameter."""
 
-    portions: tuple[TensorShard, ...]  # by rank of the axis
+    tensor_shards: tuple[TensorShard, ...]  # by rank of the axis
     is_partial: bool = False  # gradients are summed over the ranks with the same portion
 
     def copies(self, place: int) -> tuple[int, ...]:
@@ -56,9 +56,9 @@ class ParameterSplit:
     def _copies(self) -> tuple[tuple[int, ...], ...]:
         """By rank."""
         alike: dict[TensorShard, list[int]] = {}
-        for place, portion in enumerate(self.portions):
-            alike.setdefault(portion, []).append(place)
-        return tuple(tuple(alike[portion]) for portion in self.portions)
+        for place, tensor_shard in enumerate(self.tensor_shards):
+            alike.setdefault(tensor_shard, []).append(place)
+        return tuple(tuple(alike[tensor_shard]) for tensor_shard in self.tensor_shards)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def _split(
     for key, dim in dims.items():
         param = getattr(module, key, None)
         if isinstance(param, nn.Parameter):
-            portions = tuple(TensorShard.along(tuple(param.shape), dim, own) for own in ranges)
-            found[key] = ParameterSplit(portions, is_partial)
+            tensor_shards = tuple(TensorShard.along(tuple(param.shape), dim, own) for own in ranges)
+            found[key] = ParameterSplit(tensor_shards, is_partial)
     return found
 
 

@@ -285,6 +285,27 @@ def test_each_public_class_has_a_name_of_its_own() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
+# A reader of FSDP2 or DeepSpeed looks for flush, register, reload, gather: docs/glossary.md has the pairs of verbs.
+HOUSE_VERBS = re.compile("_*(settle|take_up|take_back|hear|tell|meet|let_go|go_on|stand_in|be_at_hand)s?(_.*)?")
+
+
+def test_functions_of_the_core_are_named_by_verbs_of_the_field() -> None:
+    folders = ("engine/", "zero/", "comm/", "offload/", "pipe/", "parallel/")
+    found = [
+        f"{name_of(path)}: {node.name}"
+        for path in FILES
+        if name_of(path).startswith(folders)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and HOUSE_VERBS.fullmatch(node.name)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["settle", "_take_back", "hears", "go_on", "_tell_listener", "let_go"])
+def test_a_verb_of_the_house_is_seen(name: str) -> None:
+    assert HOUSE_VERBS.fullmatch(name)
+
+
 def test_no_import_cycles() -> None:
     modules = {module_name(path): path for path in FILES}
     graph: dict[str, set[str]] = {}

@@ -47,13 +47,13 @@ class Staging:
         None if the parameter spans several regions, if the dtype differs, if the gradient is added, or at a second
         call.
         """
-        slot, param = self._group.layout.slots[index], self._group.params[index]
+        param_view, param = self._group.layout.param_views[index], self._group.params[index]
         if self._adds or param.grad is not None or index in self._given or index in self._taken:
             return None
         for start, end, memory in self._regions:
-            if start <= slot.offset_in_flat and slot.end_in_flat <= end and memory.dtype == param.dtype:
+            if start <= param_view.offset_in_flat and param_view.end_in_flat <= end and memory.dtype == param.dtype:
                 self._given.add(index)
-                return memory[slot.offset_in_flat - start : slot.end_in_flat - start].view(slot.shape)
+                return memory[param_view.offset_in_flat - start : param_view.end_in_flat - start].view(param_view.shape)
         return None
 
     def take(self, indices: Iterable[int]) -> None:
@@ -64,7 +64,7 @@ class Staging:
         """
         places, parts = [], []
         for index in indices:
-            slot, param = self._group.layout.slots[index], self._group.params[index]
+            param_view, param = self._group.layout.param_views[index], self._group.params[index]
             comes_again = index in self._taken and not self._adds
             self._taken.add(index)
             gradient, param.grad = param.grad, None
@@ -72,14 +72,14 @@ class Staging:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             for start, end, memory in self._regions:
-                low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
+                low, high = max(start, param_view.offset_in_flat), min(end, param_view.end_in_flat)
                 if low >= high:
                     continue
                 place, part = memory[low - start : high - start], gradient
-                if high - low == slot.numel:
-                    place = place.view(slot.shape)
+                if high - low == param_view.numel:
+                    place = place.view(param_view.shape)
                 else:
-                    part = gradient.reshape(-1)[low - slot.offset_in_flat : high - slot.offset_in_flat]
+                    part = gradient.reshape(-1)[low - param_view.offset_in_flat : high - param_view.offset_in_flat]
                 if place.data_ptr() == part.data_ptr():
                     continue
                 if comes_again:
@@ -123,7 +123,7 @@ class Staging:
             return False
         for param in params:
             param.grad = None
-        torch._chunk_cat(gradients, 0, 1, out=memory[: layout.slots[-1].end_in_flat].view(1, -1))
+        torch._chunk_cat(gradients, 0, 1, out=memory[: layout.param_views[-1].end_in_flat].view(1, -1))
         self._taken.update(range(len(params)))
         return True
 

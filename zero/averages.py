@@ -84,9 +84,9 @@ class Averages:
                 else:
                     _hide(ours, theirs)
 
-    def of(self, shard: ShardState, piece: ParamShard) -> Tensor:
+    def of(self, shard: ShardState, param_shard: ParamShard) -> Tensor:
         """Return the averages of a piece of the shard, (piece.numel,)."""
-        return self._values[id(shard)][piece.offset_in_shard : piece.offset_in_shard + piece.numel]
+        return self._values[id(shard)][param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
 
     def check_hidden(self, what: str) -> None:
         """Raise StateError while the averages are swapped in. what: the user's call that would change the weights."""

@@ -177,8 +177,8 @@ class FusedUpdate:
             of_part = gradient if part.end - part.start == gradient.numel() else gradient[part.start : part.end]
             yield _of_part(shard, part, of_part, runs, steps)
 
-    def states_of(self, shard: ShardState, piece: ParamShard, changes: bool) -> dict[str, Memory]:
-        return shard.states_of(piece, changes)
+    def states_of(self, shard: ShardState, param_shard: ParamShard, changes: bool) -> dict[str, Memory]:
+        return shard.states_of(param_shard, changes)
 
     def make_states(
         self,
@@ -195,8 +195,8 @@ class FusedUpdate:
         """Set the states of parameter `index` of the group to their first values."""
         options = self.by_group[shard.runs.options_index(index)] if self.by_group else self.options
         first = new_states(self.optimizer, torch.zeros(1), options, torch.float32)
-        for piece in shard.pieces.of(index):
-            for name, memory in shard.states_of(piece, changes=True).items():
+        for param_shard in shard.param_shards.of(index):
+            for name, memory in shard.states_of(param_shard, changes=True).items():
                 if name in first:  # but not remainders of weights
                     values_of(memory).fill_(first[name].item())
 

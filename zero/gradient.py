@@ -129,9 +129,9 @@ class GroupGradient:
         self.flush()
         for index, param in enumerate(self.group.params):
             if id(param) in cleared:
-                for piece in self.group.pieces.of(index):
+                for param_shard in self.group.param_shards.of(index):
                     assert self.shard is not None
-                    self.shard[piece.offset_in_shard : piece.offset_in_shard + piece.numel].zero_()
+                    self.shard[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel].zero_()
                 self.mark_changed(index, is_used=index in self.used and not cleared[id(param)])
 
     def so_far(self, index: int, dtype: torch.dtype, is_complete: bool) -> tuple[Tensor, bool]:
@@ -141,8 +141,8 @@ class GroupGradient:
         The sum of the terms over the ranks of the domain is the gradient of the step's backwards until now.
         is_complete: the last backward of the step has run.
         """
-        slot, param = self.group.layout.slots[index], self.group.params[index]
-        found = torch.zeros(slot.numel, dtype=dtype, device=self.group.full.device)
+        param_view, param = self.group.layout.param_views[index], self.group.params[index]
+        found = torch.zeros(param_view.numel, dtype=dtype, device=self.group.full.device)
         has_final = (
             self.group.axes.replicas.rank == 0 or not self._reducer.sums()
         )  # the replicas hold equal sums: a single replica reports it
@@ -150,13 +150,15 @@ class GroupGradient:
         if self._host is not None and has_final:
             self._host.arrive()
             sums.append(self._host.total)
-        for piece in self.group.pieces.of(index):
+        for param_shard in self.group.param_shards.of(index):
             for total in sums:
                 if total is not None:
-                    part = total[piece.offset_in_shard : piece.offset_in_shard + piece.numel]
-                    found[piece.offset_in_param : piece.offset_in_param + piece.numel] += part.to(found.device)
+                    part = total[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
+                    found[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel] += part.to(
+                        found.device
+                    )
         if self._local.has_values and self._local.flat is not None:
-            found += self._local.flat[slot.offset_in_flat : slot.end_in_flat]
+            found += self._local.flat[param_view.offset_in_flat : param_view.end_in_flat]
         arrived = None if is_complete or self.takes_each else param.grad  # else `grad` is a placeholder
         if arrived is not None:
             found += arrived.reshape(-1)
@@ -231,9 +233,9 @@ class GroupGradient:
         is_alone = self.group.axes.states.size == self.group.axes.replicas.size == 1
         if is_alone and self._host is None and self.accumulation_dtype == self.group.plan.dtype:
             shard = self._open_shard().zero_()
-            for slot, param in zip(self.group.layout.slots, self.group.params, strict=True):
+            for param_view, param in zip(self.group.layout.param_views, self.group.params, strict=True):
                 # `.data` has a separate `_version`, which shows if anything was added.
-                param.grad = shard[slot.offset_in_flat : slot.end_in_flat].view(slot.shape).data
+                param.grad = shard[param_view.offset_in_flat : param_view.end_in_flat].view(param_view.shape).data
             self._is_in_place = True
 
     def take_early(self, index: int, boundary: bool) -> None:

@@ -301,7 +301,7 @@ class GradientStats:
             return
         bad = torch.nonzero(~torch.isfinite(squares))
         index = int(bad[0]) if len(bad) else int(squares.argmax())  # the largest of many large values
-        name = self._group.layout.slot_at(self._group.own.start + offset + index).name
+        name = self._group.layout.param_view_at(self._group.own.start + offset + index).name
         own = axis.rank if axis.rank < len(terms) else None
         in_place = own is not None and terms[own].data_ptr() == total.data_ptr()
         producers = [

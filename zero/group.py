@@ -102,9 +102,9 @@ class ShardedGroup:
         return sum(memory.values())
 
     @cached_property
-    def pieces(self) -> ParamShards:
+    def param_shards(self) -> ParamShards:
         """The parts of parameters in this rank's shard."""
-        return self.layout.pieces(self.axes.states.place)
+        return self.layout.param_shards(self.axes.states.place)
 
     def adopt(self, full: Tensor) -> None:
         """Take the buffer of the transport, (padded_numel,) of `dtype`, zero-filled, and keep its memory for good."""
@@ -150,11 +150,11 @@ class ShardedGroup:
         numel = self.layout.padded_numel // self.axes.parameters.size
         return slice(self.axes.parameters.place * numel, (self.axes.parameters.place + 1) * numel)
 
-    def place(self, piece: ParamShard, values: Tensor) -> None:
+    def place(self, param_shard: ParamShard, values: Tensor) -> None:
         """Copy a parameter's values to this rank's part of it. values: the whole parameter, any shape and dtype."""
-        part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
+        part = values.reshape(-1)[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
         own = self.own_values(changes=True)
-        values_of(own)[piece.offset_in_shard : piece.offset_in_shard + piece.numel].copy_(part)
+        values_of(own)[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel].copy_(part)
 
     def own_values(self, changes: bool = False) -> Memory:
         """Return this rank's shard, in memory or in a store. changes: the caller writes to it."""
@@ -305,7 +305,9 @@ class ShardedGroup:
         """Point the parameters to their views of `full`."""
         if not self._views:  # torch makes views only while there is memory, and keeps them
             with torch.inference_mode(False):
-                self._views = [self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.slots]
+                self._views = [
+                    self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.param_views
+                ]
         self._point(self._views)
 
     def _hide(self) -> None:

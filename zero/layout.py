@@ -27,18 +27,18 @@ class ParamView:
     """A parameter's position in the flat buffer, and its position in the tensor of the model."""
 
     name: str
-    portion: TensorShard  # the part of the model's tensor that this parameter is
+    tensor_shard: TensorShard  # the part of the model's tensor that this parameter is
     offset_in_flat: int
 
     # Cached: a step reads them about ten times for each parameter.
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        return self.portion.shape
+        return self.tensor_shard.shape
 
     @cached_property
     def numel(self) -> int:
-        return self.portion.numel
+        return self.tensor_shard.numel
 
     @cached_property
     def end_in_flat(self) -> int:
@@ -64,30 +64,34 @@ class ParamShards(tuple[ParamShard, ...]):
 
     @cached_property
     def _by_index(self) -> dict[int, tuple[ParamShard, ...]]:
-        return {index: tuple(pieces) for index, pieces in groupby(self, key=lambda piece: piece.index)}
+        return {
+            index: tuple(param_shards)
+            for index, param_shards in groupby(self, key=lambda param_shard: param_shard.index)
+        }
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     """Parameters in sequence, each aligned, padded to shard_count shards of whole blocks."""
 
-    slots: tuple[ParamView, ...]
+    param_views: tuple[ParamView, ...]
     shard_count: int
     shard_numel: int
 
     @classmethod
     def of(cls, shapes: Sequence[tuple[str, tuple[int, ...]]], shard_count: int) -> FlatLayout:
         """Lay out whole tensors. shapes: (name, shape) of each parameter, in order."""
-        return cls.of_portions([(name, TensorShard.all_of(shape)) for name, shape in shapes], shard_count)
+        return cls.of_tensor_shards([(name, TensorShard.all_of(shape)) for name, shape in shapes], shard_count)
 
     @classmethod
-    def of_portions(cls, portions: Sequence[tuple[str, TensorShard]], shard_count: int) -> FlatLayout:
-        """Lay out parts of tensors. portions: (name of the tensor, part) in order. Empty parameters take no space."""
-        slots, offset = [], 0
-        for name, portion in portions:
-            slots.append(ParamView(name, portion, offset))
-            offset += round_up(portion.numel, PARAM_ALIGNMENT_NUMEL)
-        return cls(tuple(slots), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
+    def of_tensor_shards(cls, tensor_shards: Sequence[tuple[str, TensorShard]], shard_count: int) -> FlatLayout:
+        """Lay out parts of tensors. tensor_shards: (name of the tensor, part) in order. Empty parameters take no
+        space."""
+        param_views, offset = [], 0
+        for name, tensor_shard in tensor_shards:
+            param_views.append(ParamView(name, tensor_shard, offset))
+            offset += round_up(tensor_shard.numel, PARAM_ALIGNMENT_NUMEL)
+        return cls(tuple(param_views), shard_count, round_up(-(-offset // shard_count), BLOCK_NUMEL))
 
     @cached_property
     def padded_numel(self) -> int:
@@ -96,7 +100,7 @@ class FlatLayout:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the parameters, in order."""
-        return tuple(slot.name for slot in self.slots)
+        return tuple(param_view.name for param_view in self.param_views)
 
     @cached_property
     def index_of(self) -> dict[str, int]:
@@ -106,55 +110,55 @@ class FlatLayout:
     @cached_property
     def is_dense(self) -> bool:
         """Whether no padding lies between parameters, and each has at least one element and one dimension."""
-        ends = [0, *(slot.end_in_flat for slot in self.slots)]
-        starts = [slot.offset_in_flat for slot in self.slots if slot.shape and slot.numel]
+        ends = [0, *(param_view.end_in_flat for param_view in self.param_views)]
+        starts = [param_view.offset_in_flat for param_view in self.param_views if param_view.shape and param_view.numel]
         return bool(starts) and starts == ends[:-1]
 
     @property
     def numel(self) -> int:
         """Elements of the parameters, without padding."""
-        return sum(slot.numel for slot in self.slots)
+        return sum(param_view.numel for param_view in self.param_views)
 
-    def pieces(self, rank: int) -> ParamShards:
+    def param_shards(self, rank: int) -> ParamShards:
         """Return the part of each parameter in the shard of `rank`. Parameters outside of the shard are left out."""
         start, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        pieces = []
-        for index, slot in enumerate(self.slots):
-            low, high = max(start, slot.offset_in_flat), min(end, slot.end_in_flat)
+        param_shards = []
+        for index, param_view in enumerate(self.param_views):
+            low, high = max(start, param_view.offset_in_flat), min(end, param_view.end_in_flat)
             if low < high:
-                pieces.append(ParamShard(index, low - slot.offset_in_flat, low - start, high - low))
-        return ParamShards(pieces)
+                param_shards.append(ParamShard(index, low - param_view.offset_in_flat, low - start, high - low))
+        return ParamShards(param_shards)
 
     def outside(self, indices: Set[int]) -> Sequence[tuple[int, int]]:
         """Return the ranges [start, end) that belong to none of these parameters, padding included."""
-        if len(indices) == len(self.slots):
+        if len(indices) == len(self.param_views):
             return self._padding
-        return self._between(slot for index, slot in enumerate(self.slots) if index in indices)
+        return self._between(param_view for index, param_view in enumerate(self.param_views) if index in indices)
 
     @cached_property
     def _padding(self) -> Sequence[tuple[int, int]]:
-        return self._between(self.slots)
+        return self._between(self.param_views)
 
-    def _between(self, slots: Iterable[ParamView]) -> list[tuple[int, int]]:
+    def _between(self, param_views: Iterable[ParamView]) -> list[tuple[int, int]]:
         gaps, end = [], 0
-        for slot in slots:
-            gaps.append((end, slot.offset_in_flat))
-            end = slot.end_in_flat
+        for param_view in param_views:
+            gaps.append((end, param_view.offset_in_flat))
+            end = param_view.end_in_flat
         return [(low, high) for low, high in [*gaps, (end, self.padded_numel)] if low < high]
 
     def whole_parameters(self, start: int, end: int) -> tuple[int, int]:
         """Shrink [start, end) to whole parameters. start >= end if no parameter is left."""
-        for slot in self.slots:
-            if slot.offset_in_flat < start < slot.end_in_flat:
-                start = slot.end_in_flat
-            if slot.offset_in_flat < end < slot.end_in_flat:
-                end = slot.offset_in_flat
+        for param_view in self.param_views:
+            if param_view.offset_in_flat < start < param_view.end_in_flat:
+                start = param_view.end_in_flat
+            if param_view.offset_in_flat < end < param_view.end_in_flat:
+                end = param_view.offset_in_flat
         return start, end
 
-    def slot_at(self, offset_in_flat: int) -> ParamView:
+    def param_view_at(self, offset_in_flat: int) -> ParamView:
         """Return the parameter that holds the element. For padding: the parameter before it."""
-        used = [slot for slot in self.slots if slot.numel]
-        index = bisect_right([slot.offset_in_flat for slot in used], offset_in_flat) - 1
+        used = [param_view for param_view in self.param_views if param_view.numel]
+        index = bisect_right([param_view.offset_in_flat for param_view in used], offset_in_flat) - 1
         return used[index]
 
 

@@ -44,21 +44,21 @@ class ParameterStates:
             for index, name in enumerate(shard.group.layout.names)
         }
 
-    def states_of(self, shard: ShardState, piece: ParamShard, changes: bool = False) -> dict[str, Memory]:
+    def states_of(self, shard: ShardState, param_shard: ParamShard, changes: bool = False) -> dict[str, Memory]:
         """Return the elementwise states of a piece of the shard, (piece.numel,) each. Empty before the first step.
 
         changes: changes of states in a store are saved.
         """
-        return self._update.states_of(shard, piece, changes) if self._counts.num_steps else {}
+        return self._update.states_of(shard, param_shard, changes) if self._counts.num_steps else {}
 
     def state_dtypes(self) -> dict[StateKey, dict[str, torch.dtype]]:
         """Return the dtypes of elementwise states by name, for the keys on this rank. Empty before the first step."""
         keys = self.state_keys
         return {
-            keys[shard.group.layout.names[piece.index]]: {name: values.dtype for name, values in states.items()}
+            keys[shard.group.layout.names[param_shard.index]]: {name: values.dtype for name, values in states.items()}
             for shard in self._shards
-            for piece in shard.pieces
-            if (states := self.states_of(shard, piece))
+            for param_shard in shard.param_shards
+            if (states := self.states_of(shard, param_shard))
         }
 
     def rank_states(self) -> Iterator[tuple[ShardState, ParamShard, str, Tensor]]:
@@ -66,17 +66,17 @@ class ParameterStates:
         for shard in self._shards if self._counts.num_steps else ():
             found = [] if not isinstance(self._update, FusedUpdate) else list(self._update.rank_states(shard))
             low_rank = shard.gradient.low_rank
-            for piece, name, values in [*found, *(() if low_rank is None else low_rank.rank_states())]:
-                yield shard, piece, name, values
+            for param_shard, name, values in [*found, *(() if low_rank is None else low_rank.rank_states())]:
+                yield shard, param_shard, name, values
 
     def rank_state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
         """Return names and dtypes of the rank states of all ranks, for each parameter with rank states here."""
         found: dict[str, dict[str, torch.dtype]] = {}
-        for shard, piece, _, values in self.rank_states():
+        for shard, param_shard, _, values in self.rank_states():
             names = self._update.rank_state_names(shard) if isinstance(self._update, FusedUpdate) else ()
             low_rank = shard.gradient.low_rank
-            names = [*names, *(() if low_rank is None else low_rank.rank_state_names(piece.index))]
-            found[shard.group.layout.names[piece.index]] = dict.fromkeys(names, values.dtype)
+            names = [*names, *(() if low_rank is None else low_rank.rank_state_names(param_shard.index))]
+            found[shard.group.layout.names[param_shard.index]] = dict.fromkeys(names, values.dtype)
         return found
 
     def missed_steps(self, param: nn.Parameter) -> int:

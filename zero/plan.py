@@ -223,7 +223,7 @@ Roles = Callable[[nn.Parameter], Role]
 class ParallelShard:
     """The part of a tensor that a rank has before ZeRO shards it, and the ranks with equal copies."""
 
-    portion: TensorShard
+    tensor_shard: TensorShard
     copies: tuple[Replicas, ...] = ()
     portioned: tuple[str, ...] = ()  # see `ShardingSpec`
 
@@ -390,8 +390,8 @@ def plan_group(
         dtype=dtype,
         reduce_dtype=reduce,
         accumulation_dtype=_at_least_float32(dtypes.accumulate, dtype),
-        layout=FlatLayout.of_portions(
-            [(name, share_of(param).portion) for name, param in params], parallel_dims.size(sharding.states)
+        layout=FlatLayout.of_tensor_shards(
+            [(name, share_of(param).tensor_shard) for name, param in params], parallel_dims.size(sharding.states)
         ),
         sharding=sharding,
         role=role,

@@ -65,13 +65,13 @@ class ThinLayout:
     @classmethod
     def of(cls, layout: FlatLayout, low_rank: PowerSGDOptions) -> ThinLayout:
         thin = []
-        for index, slot in enumerate(layout.slots):
-            if len(slot.shape) < 2 or not slot.numel:
+        for index, param_view in enumerate(layout.param_views):
+            if len(param_view.shape) < 2 or not param_view.numel:
                 continue
-            rows, columns = slot.shape[0], slot.numel // slot.shape[0]
+            rows, columns = param_view.shape[0], param_view.numel // param_view.shape[0]
             rank = min(low_rank.rank, rows, columns)
-            if (rows + columns) * rank * low_rank.min_compression_rate < slot.numel:
-                thin.append(Thin(index, slot.offset_in_flat, rows, columns, rank))
+            if (rows + columns) * rank * low_rank.min_compression_rate < param_view.numel:
+                thin.append(Thin(index, param_view.offset_in_flat, rows, columns, rank))
         edges = [0, *(edge for one in thin for edge in (one.start, one.end)), layout.padded_numel]
         plain = (slice(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True))
         return cls(tuple(thin), tuple(one for one in plain if one.start < one.stop))

@@ -84,7 +84,7 @@ class ShardChunks:
         """options_index_of: id of a parameter -> index in param_groups."""
         self._group = group
         self._options_index_of = options_index_of
-        self.param_ids = frozenset(id(group.params[piece.index]) for piece in group.pieces)
+        self.param_ids = frozenset(id(group.params[param_shard.index]) for param_shard in group.param_shards)
         """Ids of the parameters that have a part in the shard."""
         self.all = [run for run, _ in self.stretches(lambda _: 0)]
 
@@ -94,11 +94,11 @@ class ShardChunks:
         step_of: id of a parameter -> its number of steps.
         """
         starts: list[tuple[int, int, int]] = []
-        for piece in self._group.pieces:
-            param_id = id(self._group.params[piece.index])
+        for param_shard in self._group.param_shards:
+            param_id = id(self._group.params[param_shard.index])
             index, step = self._options_index_of[param_id], step_of(param_id)
             if not starts or starts[-1][1:] != (index, step):
-                starts.append((piece.offset_in_shard, index, step))
+                starts.append((param_shard.offset_in_shard, index, step))
         # A run includes the padding up to the next run, so that kernels see whole vectors.
         ends = [start for start, *_ in starts[1:]] + [self._group.layout.shard_numel]
         return [(ShardChunk(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
@@ -220,10 +220,10 @@ class ShardState:
         return self.group.shard if self.memory.master is None else self.memory.master
 
     @cached_property
-    def pieces(self) -> ParamShards:
+    def param_shards(self) -> ParamShards:
         """The group's pieces, cut at the ends of chunks."""
         edges = [chunk.start for chunk in self.chunks]
-        return ParamShards(part for piece in self.group.pieces for part in _cut(piece, edges))
+        return ParamShards(part for param_shard in self.group.param_shards for part in _cut(param_shard, edges))
 
     def fill_chunks(self) -> None:
         """Store the first states; master weights are zero."""
@@ -233,10 +233,10 @@ class ShardState:
 
     def begin_with_parameters(self) -> None:
         """Set separate master weights to the current parameters."""
-        for piece in self.pieces if self.form.is_mixed else ():
-            low = piece.offset_in_shard
-            now = values_of(part_of(self.group.own_values(), low, low + piece.numel))
-            values_of(self.master_of(piece, changes=True)).copy_(now)
+        for param_shard in self.param_shards if self.form.is_mixed else ():
+            low = param_shard.offset_in_shard
+            now = values_of(part_of(self.group.own_values(), low, low + param_shard.numel))
+            values_of(self.master_of(param_shard, changes=True)).copy_(now)
 
     def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StateView]:
         """Yield every part of the shard for an update. A part is valid until the next.
@@ -262,12 +262,12 @@ class ShardState:
 
     # -- by piece of a parameter ----------------------------------------------------------------------------------
 
-    def master_of(self, piece: ParamShard, changes: bool = False) -> Memory:
+    def master_of(self, param_shard: ParamShard, changes: bool = False) -> Memory:
         """Return the master weights of a piece."""
-        low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
+        low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
         if self.memory.master is None:
             return part_of(self.group.own_values(changes), low, high)
-        chunk = self._chunk_of(piece)
+        chunk = self._chunk_of(param_shard)
         if chunk is None:
             return self.memory.master[low:high]
         return _range_of(chunk, MASTER, self.form.master_dtype, low, high, changes)
@@ -285,10 +285,10 @@ class ShardState:
         for chunk in self.chunks:
             yield chunk.start, chunk.open(changes)[MASTER]
 
-    def states_of(self, piece: ParamShard, changes: bool = False) -> dict[str, Memory]:
+    def states_of(self, param_shard: ParamShard, changes: bool = False) -> dict[str, Memory]:
         """Return the states of a piece by name, once they are made; 8-bit states as float32."""
-        low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
-        chunk = self._chunk_of(piece)
+        low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
+        chunk = self._chunk_of(param_shard)
         kept = {n: state.dtype for n, state in self.memory.states.items()} if chunk is None else chunk.layout.dtypes
         names = [name for name in kept if name != MASTER and not name.endswith(SCALE_SUFFIX)]
         if any(name + SCALE_SUFFIX in kept for name in names):
@@ -297,11 +297,11 @@ class ShardState:
             return {name: self.memory.states[name][low:high] for name in names}
         return {name: _range_of(chunk, name, kept[name], low, high, changes) for name in names}
 
-    def forget_remainders(self, pieces: Iterable[ParamShard]) -> None:
+    def forget_remainders(self, param_shards: Iterable[ParamShard]) -> None:
         """Zero the remainders of pieces whose master weights are about to be written."""
         if self.form.has_remainder and (self.memory.states or self.chunks):
-            for piece in pieces:
-                states = self.states_of(piece, changes=True)
+            for param_shard in param_shards:
+                states = self.states_of(param_shard, changes=True)
                 for name in states.keys() & REMAINDERS:
                     values_of(states[name]).zero_()
 
@@ -316,8 +316,8 @@ class ShardState:
         rounded = parameters.values[low:high] if low >= 0 else None  # None: the master weights determine them
         return StateView(start, end, own_master, list(states.values()), rounded)
 
-    def _chunk_of(self, piece: ParamShard) -> StateChunk | None:
-        return next((chunk for chunk in self.chunks if chunk.start <= piece.offset_in_shard < chunk.end), None)
+    def _chunk_of(self, param_shard: ParamShard) -> StateChunk | None:
+        return next((chunk for chunk in self.chunks if chunk.start <= param_shard.offset_in_shard < chunk.end), None)
 
     def _widened_range(self, chunk: StateChunk | None, name: str, low: int, high: int, changes: bool) -> StoredRange:
         start = 0 if chunk is None else chunk.start
@@ -340,12 +340,12 @@ def _range_of(chunk: StateChunk, name: str, dtype: torch.dtype, low: int, high: 
     return StoredRange(high - low, dtype, lambda: chunk.open(changes)[name][low - chunk.start : high - chunk.start])
 
 
-def _cut(piece: ParamShard, edges: Sequence[int]) -> Iterator[ParamShard]:
+def _cut(param_shard: ParamShard, edges: Sequence[int]) -> Iterator[ParamShard]:
     """Cut the piece at these offsets in the shard."""
-    low, end = piece.offset_in_shard, piece.offset_in_shard + piece.numel
+    low, end = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
     for high in [*(edge for edge in edges if low < edge < end), end]:
-        start = piece.offset_in_param + low - piece.offset_in_shard
-        yield replace(piece, offset_in_param=start, offset_in_shard=low, numel=high - low)
+        start = param_shard.offset_in_param + low - param_shard.offset_in_shard
+        yield replace(param_shard, offset_in_param=start, offset_in_shard=low, numel=high - low)
         low = high
 
 

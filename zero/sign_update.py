@@ -39,9 +39,9 @@ class SignLayout:
         regions = tuple(regions_of(layout.padded_numel, num_ranks))
         stretches = tuple(
             tuple(
-                (index, max(slot.offset_in_flat, region.start) - region.start, end - region.start)
-                for index, slot in enumerate(layout.slots)
-                if max(slot.offset_in_flat, region.start) < (end := min(slot.end_in_flat, region.stop))
+                (index, max(param_view.offset_in_flat, region.start) - region.start, end - region.start)
+                for index, param_view in enumerate(layout.param_views)
+                if max(param_view.offset_in_flat, region.start) < (end := min(param_view.end_in_flat, region.stop))
             )
             for region in regions
         )
@@ -201,12 +201,12 @@ class SignUpdate(FusedUpdate):
         weight = shard.master
         used = [
             (
-                piece.index,
-                slice(piece.offset_in_shard, piece.offset_in_shard + piece.numel),
-                terms.options[shard.runs.options_index(piece.index)],
+                param_shard.index,
+                slice(param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel),
+                terms.options[shard.runs.options_index(param_shard.index)],
             )
-            for piece in shard.group.pieces
-            if terms.step_of(id(shard.group.params[piece.index]))
+            for param_shard in shard.group.param_shards
+            if terms.step_of(id(shard.group.params[param_shard.index]))
         ]
         gradient = gradient.to(weight.dtype).mul_(terms.gradient_scale)
         if self.sums_gradients(terms.step):
@@ -265,11 +265,11 @@ class SignUpdate(FusedUpdate):
             return
         place = mean.exchange.place
         region = mean.layout.regions[place]
-        for piece in shard.group.pieces:
-            low, high = piece.offset_in_shard, piece.offset_in_shard + piece.numel
-            yield piece, f"{WORKER_ERROR}_{place}", mean.worker_error[low:high]
+        for param_shard in shard.group.param_shards:
+            low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
+            yield param_shard, f"{WORKER_ERROR}_{place}", mean.worker_error[low:high]
         for index, low, high in mean.layout.stretches[place]:
-            offset = region.start + low - shard.group.layout.slots[index].offset_in_flat
+            offset = region.start + low - shard.group.layout.param_views[index].offset_in_flat
             yield ParamShard(index, offset, region.start + low, high - low), SERVER_ERROR, mean.server_error[low:high]
 
     def rank_state_names(self, shard: ShardState) -> list[str]:

@@ -101,9 +101,9 @@ def check_elementwise(factory: OptimizerFactory) -> None:
             optimizer = factory(params)
             name = type(optimizer).__name__
             for gradient in gradients:
-                pieces = torch.split(gradient.reshape(-1), [p.numel() for p in params])
-                for param, piece in zip(params, pieces, strict=True):
-                    param.grad = piece.clone().view(param.shape)
+                param_shards = torch.split(gradient.reshape(-1), [p.numel() for p in params])
+                for param, param_shard in zip(params, param_shards, strict=True):
+                    param.grad = param_shard.clone().view(param.shape)
                 optimizer.step()
         except _NotMadeAgainError:
             raise
@@ -147,15 +147,15 @@ class _Inner:
         state: dict[str, Any] = self.optimizer.state[flat.param]
         return state
 
-    def cut(self, pieces: Sequence[ParamShard], wanted: Collection[int]) -> None:
+    def cut(self, param_shards: Sequence[ParamShard], wanted: Collection[int]) -> None:
         """Split the `wanted` parameters off as flat parameters, with their part of the states.
 
         Each includes the padding up to the next piece, as runs do.
         """
         if not wanted:
             return
-        index_at = {one.offset_in_shard: one.index for one in pieces if one.index in wanted}
-        edges = {*index_at, *(after.offset_in_shard for one, after in pairwise(pieces) if one.index in wanted)}
+        index_at = {one.offset_in_shard: one.index for one in param_shards if one.index in wanted}
+        edges = {*index_at, *(after.offset_in_shard for one, after in pairwise(param_shards) if one.index in wanted)}
         self.flats[:] = [part for flat in self.flats for part in self._parts(flat, edges, index_at)]
         self.optimizer.param_groups[:] = [flat.options for flat in self.flats]
 
@@ -217,7 +217,7 @@ class TorchUpdate:
         params = shard.group.params
         # bfloat16 without masters is updated in float32, a temporary copy of the shard.
         master = whole.master if shard.form.rounding is None else whole.master.float()
-        inner.cut(shard.group.pieces, {index for index, param in enumerate(params) if id(param) in terms.unused})
+        inner.cut(shard.group.param_shards, {index for index, param in enumerate(params) if id(param) in terms.unused})
         for flat in inner.flats:
             options, param = flat.options, flat.param
             outer = terms.options[flat.run.options_index]
@@ -237,34 +237,36 @@ class TorchUpdate:
         if whole.rounded is not None:
             whole.rounded.copy_(whole.master)
 
-    def states_of(self, shard: ShardState, piece: ParamShard, changes: bool) -> dict[str, Memory]:
+    def states_of(self, shard: ShardState, param_shard: ParamShard, changes: bool) -> dict[str, Memory]:
         """Return the states of a piece. Zeros if the parameter has none yet, which `scalar_states` reports."""
         if id(shard) not in self._inner:
             return {}
         inner = self._inner[id(shard)]
-        flat = next(one for one in inner.flats if one.run.start <= piece.offset_in_shard < one.run.end)
+        flat = next(one for one in inner.flats if one.run.start <= param_shard.offset_in_shard < one.run.end)
         state = inner.state_of(flat)
         if not state and changes:
             return {}
         if not state:
             return {
-                name: torch.zeros(piece.numel, dtype=_wide(flat.param.dtype) if dtype.is_floating_point else dtype)
+                name: torch.zeros(
+                    param_shard.numel, dtype=_wide(flat.param.dtype) if dtype.is_floating_point else dtype
+                )
                 for name, dtype in self._first_dtypes.items()
             }
-        low = piece.offset_in_shard - flat.run.start
-        return {name: v[low : low + piece.numel] for name, v in state.items() if _is_elementwise(v, flat.param)}
+        low = param_shard.offset_in_shard - flat.run.start
+        return {name: v[low : low + param_shard.numel] for name, v in state.items() if _is_elementwise(v, flat.param)}
 
     def make_states(
         self, shard: ShardState, dtypes: Mapping[str, Mapping[str, torch.dtype]], scalars: ScalarStates
     ) -> None:
         inner = self._make_inner(shard)
         names = shard.group.layout.names
-        inner.cut(shard.group.pieces, {index for index, name in enumerate(names) if name in scalars})
+        inner.cut(shard.group.param_shards, {index for index, name in enumerate(names) if name in scalars})
         for flat in inner.flats:
             param, state = flat.param, inner.state_of(flat)
             index = flat.parameter
             if index is None:
-                index = next(one.index for one in shard.group.pieces if one.offset_in_shard >= flat.run.start)
+                index = next(one.index for one in shard.group.param_shards if one.offset_in_shard >= flat.run.start)
             kept = scalars.get(names[index], scalars.get(flat.run.options_index, {}))
             if kept is None:
                 state.clear()
@@ -282,7 +284,7 @@ class TorchUpdate:
         """Clear the states of parameter `index` of the group, as before its first step."""
         if id(shard) in self._inner:
             inner = self._inner[id(shard)]
-            inner.cut(shard.group.pieces, {index})
+            inner.cut(shard.group.param_shards, {index})
             for flat in inner.flats:
                 if flat.parameter == index:
                     inner.state_of(flat).clear()

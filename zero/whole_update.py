@@ -40,7 +40,7 @@ class MatrixTrip:
     group: ShardedGroup
     exchange: Collectives
     owners: tuple[int, ...]  # rank of the owner of each slot
-    pieces: tuple[tuple[ParamShard, ...], ...]  # the pieces of each rank
+    param_shards: tuple[tuple[ParamShard, ...], ...]  # the pieces of each rank
     is_repeated: bool
 
     @classmethod
@@ -48,59 +48,72 @@ class MatrixTrip:
         is_repeated = group.axes.states.size == 1
         exchange = group.axes.exchange_along(REPLICATED if is_repeated else SHARDED)
         owners = tuple(owners_of(group.layout, exchange.size))
-        pieces = tuple(tuple(group.layout.pieces(0 if is_repeated else place)) for place in range(exchange.size))
-        return cls(group, exchange, owners, pieces, is_repeated)
+        param_shards = tuple(
+            tuple(group.layout.param_shards(0 if is_repeated else place)) for place in range(exchange.size)
+        )
+        return cls(group, exchange, owners, param_shards, is_repeated)
 
     def gather(self, values: Tensor) -> dict[int, Tensor]:
         """values: (shard_numel,) -> the matrices that this rank owns, whole and flat, by slot."""
-        place, slots = self.exchange.place, self.group.layout.slots
+        place, param_views = self.exchange.place, self.group.layout.param_views
         if self.is_repeated:
-            return {i: values[s.offset_in_flat : s.end_in_flat] for i, s in enumerate(slots) if self.owners[i] == place}
+            return {
+                i: values[s.offset_in_flat : s.end_in_flat]
+                for i, s in enumerate(param_views)
+                if self.owners[i] == place
+            }
         given = [values[p.offset_in_shard :][: p.numel] for p in self._to_owners(place)]
         counts = self._counts()
         arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices of {self.group.plan.name}")
-        owned = {i: values.new_empty(slot.numel) for i, slot in enumerate(slots) if self.owners[i] == place}
+        owned = {
+            i: values.new_empty(param_view.numel) for i, param_view in enumerate(param_views) if self.owners[i] == place
+        }
         low = 0
-        for pieces in self.pieces:
-            for piece in pieces:
-                if piece.index in owned:
-                    owned[piece.index][piece.offset_in_param :][: piece.numel] = arrived[low : low + piece.numel]
-                    low += piece.numel
+        for param_shards in self.param_shards:
+            for param_shard in param_shards:
+                if param_shard.index in owned:
+                    owned[param_shard.index][param_shard.offset_in_param :][: param_shard.numel] = arrived[
+                        low : low + param_shard.numel
+                    ]
+                    low += param_shard.numel
         return owned
 
     def scatter(self, owned: Mapping[int, Tensor], values: Tensor) -> None:
         """Write the owners' results into values, (shard_numel,)."""
         given = [
-            owned[piece.index][piece.offset_in_param :][: piece.numel]
-            for pieces in self.pieces
-            for piece in pieces
-            if piece.index in owned
+            owned[param_shard.index][param_shard.offset_in_param :][: param_shard.numel]
+            for param_shards in self.param_shards
+            for param_shard in param_shards
+            if param_shard.index in owned
         ]
         counts = tuple(zip(*self._counts(), strict=True))
         arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices back to {self.group.plan.name}")
         low = 0
-        for piece in self._to_owners(self.exchange.place):
-            values[piece.offset_in_shard :][: piece.numel] = arrived[low : low + piece.numel]
-            low += piece.numel
+        for param_shard in self._to_owners(self.exchange.place):
+            values[param_shard.offset_in_shard :][: param_shard.numel] = arrived[low : low + param_shard.numel]
+            low += param_shard.numel
 
     def _to_owners(self, place: int) -> list[ParamShard]:
         """The pieces of a rank, in the order of their owners."""
-        return sorted(self.pieces[place], key=lambda piece: self.owners[piece.index])
+        return sorted(self.param_shards[place], key=lambda param_shard: self.owners[param_shard.index])
 
     def _counts(self) -> tuple[tuple[int, ...], ...]:
         """[i][j]: number of elements that rank i has of the matrices of rank j."""
-        found = [[0] * self.exchange.size for _ in self.pieces]
-        for place, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                found[place][self.owners[piece.index]] += piece.numel
+        found = [[0] * self.exchange.size for _ in self.param_shards]
+        for place, param_shards in enumerate(self.param_shards):
+            for param_shard in param_shards:
+                found[place][self.owners[param_shard.index]] += param_shard.numel
         return tuple(map(tuple, found))
 
 
 def owners_of(layout: FlatLayout, num_places: int) -> list[int]:
     """Return the owner of each slot: the costliest first, to the rank with the least load. Cost: multiplications."""
     loads = [0] * num_places
-    owners = [0] * len(layout.slots)
-    costs = [slot.numel * min(slot.shape) if len(slot.shape) == 2 else slot.numel for slot in layout.slots]
+    owners = [0] * len(layout.param_views)
+    costs = [
+        param_view.numel * min(param_view.shape) if len(param_view.shape) == 2 else param_view.numel
+        for param_view in layout.param_views
+    ]
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += costs[index]
@@ -187,7 +200,7 @@ class WholeUpdate(FusedUpdate):
         device = torch.device("cpu") if shard.is_apart else group.shard.device
         for index, name in enumerate(group.layout.names):
             kept = scalars.get(name) or {}
-            shapes = self._whole.factors(group.layout.slots[index].shape)
+            shapes = self._whole.factors(group.layout.param_views[index].shape)
             if trip.owners[index] == trip.exchange.place and shapes.keys() <= kept.keys():
                 dtype = torch.promote_types(shard.form.master_dtype, torch.float32)
                 shard.memory.factors[index] = {one: kept[one].to(device, dtype).clone() for one in shapes}
@@ -236,7 +249,7 @@ class WholeUpdate(FusedUpdate):
         matrix = self._whole.matrix
         assert matrix is not None
         for index in used & owned.keys():
-            shape = group.layout.slots[index].shape
+            shape = group.layout.param_views[index].shape
             options, step = terms.options[shard.runs.options_index(index)], terms.step_of(id(group.params[index]))
             factors = self._factors_of(shard, index, direction)
             owned[index] = matrix(owned[index].view(shape), step, options, factors).reshape(-1)
@@ -245,7 +258,7 @@ class WholeUpdate(FusedUpdate):
     def _factors_of(self, shard: ShardState, index: int, like: Tensor) -> dict[str, Tensor]:
         """Return the factors of a matrix that this rank owns, made at the first call on the device of the update."""
         if index not in shard.memory.factors:
-            shapes = self._whole.factors(shard.group.layout.slots[index].shape)
+            shapes = self._whole.factors(shard.group.layout.param_views[index].shape)
             shard.memory.factors[index] = {name: like.new_zeros(shape) for name, shape in shapes.items()}
         return shard.memory.factors[index]
 
@@ -256,7 +269,7 @@ class WholeUpdate(FusedUpdate):
             )
 
     def _ratios(self, shard: ShardState, norms: _Norms, terms: UpdateTerms) -> Ratios:
-        params, slots, ratio = shard.group.params, shard.group.layout.slots, self._whole.ratio
+        params, param_views, ratio = shard.group.params, shard.group.layout.param_views, self._whole.ratio
         steps = {index: step for index, param in enumerate(params) if (step := terms.step_of(id(param)))}
         if ratio is None:
             return dict.fromkeys(steps, 1.0)
@@ -265,7 +278,7 @@ class WholeUpdate(FusedUpdate):
             index: ratio(
                 terms.options[shard.runs.options_index(index)],
                 step,
-                slots[index].numel,
+                param_views[index].numel,
                 *(math.sqrt(one[index]) for one in found),
             )
             for index, step in steps.items()
@@ -284,11 +297,11 @@ class _Norms:
 
     def add(self, kind: int, values: Tensor, low: int) -> None:
         """Add squares. values: (n,) of the shard's elements from `low` on, a multiple of 1024. kind: 0 or 1."""
-        for piece in self._shard.pieces:
-            start, end = piece.offset_in_shard - low, piece.offset_in_shard + piece.numel - low
+        for param_shard in self._shard.param_shards:
+            start, end = param_shard.offset_in_shard - low, param_shard.offset_in_shard + param_shard.numel - low
             if start < 0 or end > values.numel():
                 continue
-            row = (kind * self._num_params + piece.index) * NUM_LIMBS
+            row = (kind * self._num_params + param_shard.index) * NUM_LIMBS
             squares = values[start:end].double().square().to(self._sums.device)
             add_limbs(self._sums, _by_block(squares, start), row, self._sums.numel() - 1)
 
@@ -323,13 +336,13 @@ def _runs(
     shard: ShardState, ratios: Ratios, terms: UpdateTerms, low: int, numel: int
 ) -> Iterator[tuple[int, Mapping[str, Any], int]]:
     """Yield (end, options, step) of each parameter in elements [low, low + numel) of the shard, without gaps."""
-    pieces: Sequence[ParamShard] = [one for one in shard.pieces if low <= one.offset_in_shard < low + numel]
-    if not pieces:
+    param_shards: Sequence[ParamShard] = [one for one in shard.param_shards if low <= one.offset_in_shard < low + numel]
+    if not param_shards:
         return
-    ends = [one.offset_in_shard - low for one in pieces[1:]] + [numel]
-    if pieces[0].offset_in_shard > low:  # padding
-        yield pieces[0].offset_in_shard - low, terms.options[0], 0
-    for piece, end in zip(pieces, ends, strict=True):
-        options = terms.options[shard.runs.options_index(piece.index)]
-        is_updated = piece.index in ratios
-        yield end, {**options, "ratio": ratios.get(piece.index, 0.0)}, terms.step if is_updated else 0
+    ends = [one.offset_in_shard - low for one in param_shards[1:]] + [numel]
+    if param_shards[0].offset_in_shard > low:  # padding
+        yield param_shards[0].offset_in_shard - low, terms.options[0], 0
+    for param_shard, end in zip(param_shards, ends, strict=True):
+        options = terms.options[shard.runs.options_index(param_shard.index)]
+        is_updated = param_shard.index in ratios
+        yield end, {**options, "ratio": ratios.get(param_shard.index, 0.0)}, terms.step if is_updated else 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.fragment import TensorInfo
+from ...checkpoint.chunk_view import TensorInfo
 from .named_state import NamedState
 
 FILE = "adapter_model.safetensors"

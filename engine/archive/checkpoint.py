@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from ...checkpoint.checkpoint import AVERAGE, MODEL, STATE, Checkpoint
+from ...checkpoint.chunk_view import ChunkView, TensorInfo
 from ...checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ...checkpoint.files import CheckpointError, NoCheckpointError
 from ...checkpoint.folder import CheckpointFolder, WritingProcess
-from ...checkpoint.fragment import ChunkView, TensorInfo
 from ...checkpoint.index import LeftOut, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.values import encode
@@ -148,16 +148,16 @@ class Checkpointer:
             raise CheckpointError(f"{saving} is not there; all ranks must see one folder, for example a network disk")
         groups = self._optimizer.param_groups
         options = option_blobs(self._optimizer.kind, groups, names) if self._world.rank == 0 else []
-        fragments = self._fragments(left_out)
+        chunk_views = self._chunk_views(left_out)
         write = partial(write_part, saving, self._world.rank, blobs=options, own_state=own_state)
         if not self._config.checkpoint.asynchronous:
-            return None, partial(write, fragments)
-        snapshot = Snapshot(fragments, self._pool, self._world.device)
+            return None, partial(write, chunk_views)
+        snapshot = Snapshot(chunk_views, self._pool, self._world.device)
 
         def write_snapshot() -> None:
             try:
                 snapshot.wait()
-                write(snapshot.fragments)
+                write(snapshot.chunk_views)
             finally:
                 snapshot.drop()
 
@@ -269,13 +269,13 @@ class Checkpointer:
             "scalars": encode(self._optimizer.by_parameter.scalar_states(), "optimizer state"),
         }
 
-    def _fragments(self, left_out: Collection[str]) -> list[ChunkView]:
+    def _chunk_views(self, left_out: Collection[str]) -> list[ChunkView]:
         """This rank's part of everything but these parameters, by full name."""
-        weights = [fragment for fragment in self._named.weights(saves=True) if fragment.name not in left_out]
+        weights = [chunk_view for chunk_view in self._named.weights(saves=True) if chunk_view.name not in left_out]
         states = self._named.states(saves=True)
         states += self._named.rank_states()
-        found = [_prefixed(MODEL, fragment) for fragment in weights] + [_prefixed(STATE, state) for state in states]
-        found += [_prefixed(AVERAGE, fragment) for fragment in self._named.averages(saves=True)]
+        found = [_prefixed(MODEL, chunk_view) for chunk_view in weights] + [_prefixed(STATE, state) for state in states]
+        found += [_prefixed(AVERAGE, chunk_view) for chunk_view in self._named.averages(saves=True)]
         if self._named.holds_buffers:
             for name, buffer in self._named.buffers().items():
                 found.append(ChunkView(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
@@ -436,8 +436,8 @@ _ISLAND_LEFT = (
 _AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they begin anew with those that were loaded"
 
 
-def _prefixed(prefix: str, fragment: ChunkView) -> ChunkView:
-    return replace(fragment, name=prefix + fragment.name)
+def _prefixed(prefix: str, chunk_view: ChunkView) -> ChunkView:
+    return replace(chunk_view, name=prefix + chunk_view.name)
 
 
 def _at_least_float32(info: TensorInfo) -> TensorInfo:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.chunk_view import TensorInfo
 from ...checkpoint.files import CheckpointError, shortened
-from ...checkpoint.fragment import TensorInfo
 from ...checkpoint.reader import CheckpointReader
 from ...zero.master_weights import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...checkpoint.fragment import ChunkView, TensorInfo
+from ...checkpoint.chunk_view import ChunkView, TensorInfo
 from ...checkpoint.index import LeftOut
 from ...comm import Mesh
 from .named_state import NamedState
@@ -99,17 +99,17 @@ class Frozen:
             return {}
         index_of = {name: index for index, name in enumerate(dtypes)}
         sums = [0] * len(dtypes)
-        for fragment in self._named.weights(saves=True):
-            if fragment.name in index_of:
-                sums[index_of[fragment.name]] += _digest_of(fragment, dtypes[fragment.name])
+        for chunk_view in self._named.weights(saves=True):
+            if chunk_view.name in index_of:
+                sums[index_of[chunk_view.name]] += _digest_of(chunk_view, dtypes[chunk_view.name])
         own = torch.tensor([_signed(one) for one in sums], dtype=torch.int64, device=self._mesh.world.device)
         total = self._mesh.sum_small(own, "the digests of frozen parameters").tolist()
         return {name: f"{total[index] & _MASK:016x}" for name, index in index_of.items()}
 
 
-def _digest_of(fragment: ChunkView, dtype: torch.dtype) -> int:
-    values, done, total = fragment.values.detach(), 0, 0
-    for low, high in fragment.stretches():
+def _digest_of(chunk_view: ChunkView, dtype: torch.dtype) -> int:
+    values, done, total = chunk_view.values.detach(), 0, 0
+    for low, high in chunk_view.flat_ranges():
         total += digest_of(values[done : done + high - low], low, dtype)
         done += high - low
     return total

@@ -43,18 +43,18 @@ class FullValues:
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
-        self._write_own(group, index, taken(group.layout.slots[index].portion, values))
+        self._write_own(group, index, taken(group.layout.param_views[index].tensor_shard, values))
 
     def _write_own(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """As `write`, of what this rank has of the parameter before it is sharded."""
-        for piece in group.pieces.of(index):
-            group.place(piece, values)
+        for param_shard in group.param_shards.of(index):
+            group.place(param_shard, values)
         shard = self._shards.get(id(group))
         if shard is not None:
-            shard.forget_remainders(shard.pieces.of(index))
+            shard.forget_remainders(shard.param_shards.of(index))
         if shard is not None and shard.form.is_mixed:
-            for piece in shard.pieces.of(index):
-                _place_in_master(shard, piece, values)
+            for param_shard in shard.param_shards.of(index):
+                _place_in_master(shard, param_shard, values)
 
     def write_named(self, name: str, values: Tensor) -> None:
         """As `write`, by name; nothing where this rank's stages of a pipeline do not have the parameter."""
@@ -150,12 +150,12 @@ class FullValues:
             was_sharded = group.sharded_state is not ShardedState.UNSHARDED
             group.gather()
             group.make_exact()
-            for slot, param in zip(group.layout.slots, group.params, strict=True):
+            for param_view, param in zip(group.layout.param_views, group.params, strict=True):
                 whole = param.detach()
                 if (
-                    group.plan.sharding.portioned or not slot.portion.is_all
+                    group.plan.sharding.portioned or not param_view.tensor_shard.is_all
                 ):  # one expert of a list is whole on its rank
-                    whole = put_together(exchange, slot.portion, whole, group.axes.is_first_of_layers)
+                    whole = put_together(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     values[id(param)] = whole.cpu().clone()
             if was_sharded:
@@ -248,33 +248,35 @@ def _marks(groups: Sequence[ShardedGroup], wanted: Collection[int]) -> dict[str,
     wanted: identities of the parameters; none: all.
     """
     return {
-        slot.name: _mark(group, slot, param)
+        param_view.name: _mark(group, param_view, param)
         for group in groups
-        for slot, param in zip(group.layout.slots, group.params, strict=True)
+        for param_view, param in zip(group.layout.param_views, group.params, strict=True)
         if not wanted or id(param) in wanted
     }
 
 
-def _mark(group: ShardedGroup, slot: ParamView, param: nn.Parameter) -> _Mark:
-    values = group.full[slot.offset_in_flat : slot.end_in_flat]
-    whole = slot.numel - slot.numel % PARAM_ALIGNMENT_NUMEL  # where parameters begin, so that words are aligned
+def _mark(group: ShardedGroup, param_view: ParamView, param: nn.Parameter) -> _Mark:
+    values = group.full[param_view.offset_in_flat : param_view.end_in_flat]
+    whole = (
+        param_view.numel - param_view.numel % PARAM_ALIGNMENT_NUMEL
+    )  # where parameters begin, so that words are aligned
     tail: Tensor = values[whole:].view(torch.uint8)
     return param.data_ptr(), param._version, int(values[:whole].view(torch.int64).sum()), bytes(tail.tolist())
 
 
 def _changed(group: ShardedGroup) -> list[str]:
     """The names of parameters of a full group that have other values than it."""
-    pairs = zip(group.layout.slots, group.params, strict=True)
+    pairs = zip(group.layout.param_views, group.params, strict=True)
     return [
-        slot.name
-        for slot, param in pairs
-        if not torch.equal(param.data.reshape(-1), group.full[slot.offset_in_flat : slot.end_in_flat])
+        param_view.name
+        for param_view, param in pairs
+        if not torch.equal(param.data.reshape(-1), group.full[param_view.offset_in_flat : param_view.end_in_flat])
     ]
 
 
-def _place_in_master(shard: ShardState, piece: ParamShard, values: Tensor) -> None:
-    part = values.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
-    values_of(shard.master_of(piece, changes=True)).copy_(part)
+def _place_in_master(shard: ShardState, param_shard: ParamShard, values: Tensor) -> None:
+    part = values.reshape(-1)[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
+    values_of(shard.master_of(param_shard, changes=True)).copy_(part)
 
 
 def give_own_storages(

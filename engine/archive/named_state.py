@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.fragment import ChunkView, TensorInfo, stretches_of
+from ...checkpoint.chunk_view import ChunkView, TensorInfo, flat_ranges_of
 from ...comm import Collectives, Mesh
 from ...offload import Memory, TensorChunk, TensorShard
 from ...zero.group import ShardedGroup, part_of, values_of
@@ -84,10 +84,13 @@ class NamedState:
             self.catalog = Catalog.merged(parts)
 
     def _own_catalog(self) -> Catalog:
-        slots = [(slot, group) for group in self._groups for slot in group.layout.slots]
+        param_views = [(param_view, group) for group in self._groups for param_view in group.layout.param_views]
         return Catalog(
-            {slot.name: TensorInfo(slot.portion.whole, self._dtype_of(group)) for slot, group in slots},
-            {slot.name: group.plan.dtype for slot, group in slots},
+            {
+                param_view.name: TensorInfo(param_view.tensor_shard.whole, self._dtype_of(group))
+                for param_view, group in param_views
+            },
+            {param_view.name: group.plan.dtype for param_view, group in param_views},
             {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
             self._aliases(),
             self._optimizer.by_parameter.state_keys,
@@ -131,45 +134,45 @@ class NamedState:
         changes: they are for writing; what rests in a store is kept there then, changed. saves: the part that this
         rank saves, where others hold the same.
         """
-        fragments = []
+        chunk_views = []
         for group in self._groups:
             shard = None if rounded else self._shards.get(id(group))
             if shard is not None and changes:
-                shard.forget_remainders(shard.pieces)
-            for piece in group.pieces if shard is None else shard.pieces:
-                low = piece.offset_in_shard
+                shard.forget_remainders(shard.param_shards)
+            for param_shard in group.param_shards if shard is None else shard.param_shards:
+                low = param_shard.offset_in_shard
                 if shard is None:
-                    memory = part_of(group.own_values(changes), low, low + piece.numel)
+                    memory = part_of(group.own_values(changes), low, low + param_shard.numel)
                 else:
-                    memory = shard.master_of(piece, changes)
-                fragments += fragments_of(group, piece, "", memory, saves)
-        return fragments
+                    memory = shard.master_of(param_shard, changes)
+                chunk_views += chunk_views_of(group, param_shard, "", memory, saves)
+        return chunk_views
 
     def full_parts(self, unit: Unit) -> list[ChunkView]:
         """This rank's parts of a unit's parameters as they are now, where these are full and may be copies."""
         return [
-            fragment
+            chunk_view
             for group in unit.groups
-            for piece in group.pieces
-            for fragment in fragments_of(group, piece, "", _part_of_full(group, piece), saves=True)
+            for param_shard in group.param_shards
+            for chunk_view in chunk_views_of(group, param_shard, "", _part_of_full(group, param_shard), saves=True)
         ]
 
     def states(self, changes: bool = False, saves: bool = False) -> list[ChunkView]:
         """What this rank holds of the optimizer's elementwise states, named `parameter.state`; saves: as of weights."""
         return [
-            fragment
+            chunk_view
             for shard in self._optimizer.shards
-            for piece in shard.pieces
-            for name, memory in self._optimizer.by_parameter.states_of(shard, piece, changes).items()
-            for fragment in fragments_of(shard.group, piece, f".{name}", memory, saves)
+            for param_shard in shard.param_shards
+            for name, memory in self._optimizer.by_parameter.states_of(shard, param_shard, changes).items()
+            for chunk_view in chunk_views_of(shard.group, param_shard, f".{name}", memory, saves)
         ]
 
     def rank_states(self) -> list[ChunkView]:
         """As `states`, of those that no other rank has."""
         return [
-            fragment
-            for shard, piece, name, values in self._optimizer.by_parameter.rank_states()
-            for fragment in fragments_of(shard.group, piece, f".{name}", values, saves=False)
+            chunk_view
+            for shard, param_shard, name, values in self._optimizer.by_parameter.rank_states()
+            for chunk_view in chunk_views_of(shard.group, param_shard, f".{name}", values, saves=False)
         ]
 
     def averages(self, saves: bool = False) -> list[ChunkView]:
@@ -178,10 +181,10 @@ class NamedState:
         if averages is None:
             return []
         return [
-            fragment
+            chunk_view
             for shard in self._optimizer.shards
-            for piece in shard.pieces
-            for fragment in fragments_of(shard.group, piece, "", averages.of(shard, piece), saves)
+            for param_shard in shard.param_shards
+            for chunk_view in chunk_views_of(shard.group, param_shard, "", averages.of(shard, param_shard), saves)
         ]
 
     @property
@@ -197,10 +200,10 @@ class NamedState:
         self._optimizer.flush()
         groups = self._groups if groups is None else groups
         for shard in [self._shards[id(group)] for group in groups if id(group) in self._shards]:
-            for piece in shard.pieces if shard.form.is_mixed else ():
-                low = piece.offset_in_shard
-                own = values_of(part_of(shard.group.own_values(changes=True), low, low + piece.numel))
-                own.copy_(values_of(shard.master_of(piece)))
+            for param_shard in shard.param_shards if shard.form.is_mixed else ():
+                low = param_shard.offset_in_shard
+                own = values_of(part_of(shard.group.own_values(changes=True), low, low + param_shard.numel))
+                own.copy_(values_of(shard.master_of(param_shard)))
         for group in groups:
             if group.frees_memory:  # full ones have the other ranks' old values
                 group.release()
@@ -210,30 +213,34 @@ class NamedState:
         self._mesh.fence("new parameters")
 
 
-def _part_of_full(group: ShardedGroup, piece: ParamShard) -> Tensor:
-    values = group.params[piece.index].detach().reshape(-1)
-    return values[piece.offset_in_param : piece.offset_in_param + piece.numel]
+def _part_of_full(group: ShardedGroup, param_shard: ParamShard) -> Tensor:
+    values = group.params[param_shard.index].detach().reshape(-1)
+    return values[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
 
 
-def fragments_of(group: ShardedGroup, piece: ParamShard, suffix: str, memory: Memory, saves: bool) -> list[ChunkView]:
+def chunk_views_of(
+    group: ShardedGroup, param_shard: ParamShard, suffix: str, memory: Memory, saves: bool
+) -> list[ChunkView]:
     """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
-    slot = group.layout.slots[piece.index]
-    low, high = 0, piece.numel
+    param_view = group.layout.param_views[param_shard.index]
+    low, high = 0, param_shard.numel
     if saves:
         axis = group.axes.replicas
-        low, high = (piece.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
+        low, high = (param_shard.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
         if not group.axes.is_counted or low == high:
             return []
-    first = piece.offset_in_param + low
+    first = param_shard.offset_in_param + low
     return [
         ChunkView(
-            slot.name + suffix,
-            slot.portion.whole,
+            param_view.name + suffix,
+            param_view.tensor_shard.whole,
             offset_in_box,
-            part_of(memory, start - piece.offset_in_param, end - piece.offset_in_param),
-            None if slot.portion.is_all else box,
+            part_of(memory, start - param_shard.offset_in_param, end - param_shard.offset_in_param),
+            None if param_view.tensor_shard.is_all else chunk,
         )
-        for box, offset_in_box, start, end in ranges_of(slot.portion, first, piece.offset_in_param + high)
+        for chunk, offset_in_box, start, end in ranges_of(
+            param_view.tensor_shard, first, param_shard.offset_in_param + high
+        )
     ]
 
 
@@ -243,37 +250,37 @@ def fragments_of(group: ShardedGroup, piece: ParamShard, suffix: str, memory: Me
 _INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
 
 
-def taken(portion: TensorShard, whole: Tensor) -> Tensor:
+def taken(tensor_shard: TensorShard, whole: Tensor) -> Tensor:
     """The portion of these values: themselves where it is all of them, else a new tensor."""
-    if portion.is_all:
+    if tensor_shard.is_all:
         return whole
-    out = torch.empty(portion.shape, dtype=whole.dtype, device=whole.device)
-    for box, own in portion.boxes:
-        out[own.index] = whole[box.index]
+    out = torch.empty(tensor_shard.shape, dtype=whole.dtype, device=whole.device)
+    for chunk, own in tensor_shard.chunks:
+        out[own.index] = whole[chunk.index]
     return out
 
 
-def put_together(exchange: Collectives, portion: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
+def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
     """The whole of which the ranks of an axis have portions, on each of them; of one, all of it may be. A collective.
 
     is_counted: the values are not another rank's too, which gives them.
     """
-    whole = torch.zeros(portion.whole, dtype=values.dtype, device=values.device)
-    for box, own in portion.boxes if is_counted else ():
-        whole[box.index] = values[own.index]
+    whole = torch.zeros(tensor_shard.whole, dtype=values.dtype, device=values.device)
+    for chunk, own in tensor_shard.chunks if is_counted else ():
+        whole[chunk.index] = values[own.index]
     bits = whole.view(_INTEGERS[values.dtype.itemsize])  # added as integers, so that none changes: -0.0; to zeros
     return exchange.sum(bits, "parts of a tensor").view(values.dtype)
 
 
-def ranges_of(portion: TensorShard, start: int, end: int) -> Iterator[tuple[TensorChunk, int, int, int]]:
+def ranges_of(tensor_shard: TensorShard, start: int, end: int) -> Iterator[tuple[TensorChunk, int, int, int]]:
     """The elements [start, end) of a flattened portion, in order within each box of the whole that they are of.
 
     Gives (box of the whole, offset in the flattened box, start, end): of each contiguous range of both.
     """
-    for box, own in portion.boxes:
+    for chunk, own in tensor_shard.chunks:
         offset = 0
-        for first, last in stretches_of(own, portion.shape) if own.numel else ():
+        for first, last in flat_ranges_of(own, tensor_shard.shape) if own.numel else ():
             low, high = max(first, start), min(last, end)
             if low < high:
-                yield box, offset + low - first, low, high
+                yield chunk, offset + low - first, low, high
             offset += last - first

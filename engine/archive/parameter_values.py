@@ -17,7 +17,7 @@ from ...zero.optimizer import ShardedOptimizer
 from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from .agreement import no_rank_alone
-from .named_state import NamedState, fragments_of, taken
+from .named_state import NamedState, chunk_views_of, taken
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ class _Place:
 
     def own(self, whole: Tensor) -> Tensor:
         """What of these values is the parameter that this rank has, flat."""
-        return whole if self.group is None else taken(self.group.layout.slots[self.index].portion, whole).reshape(-1)
+        return (
+            whole
+            if self.group is None
+            else taken(self.group.layout.param_views[self.index].tensor_shard, whole).reshape(-1)
+        )
 
 
 Part = tuple[ParamShard, Memory]
@@ -92,7 +96,7 @@ class ParameterValues:
         with no_rank_alone(self._mesh.world, what):
             place = self._place_of(param, what)
             parts = self._parts(place, state, what, changes=True)
-            sizes = [piece.numel for piece, _ in parts]
+            sizes = [param_shard.numel for param_shard, _ in parts]
             _check(what, place, value, (sum(sizes),), "this rank's part, flat")
         values = torch.split(value.detach(), sizes)
         self._write(place, state, [(p, m, v) for (p, m), v in zip(parts, values, strict=True)])
@@ -131,7 +135,7 @@ class ParameterValues:
             if place.name not in self._named.catalog.state_keys:
                 raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which has no gradient")
             parts = self._gradient_parts(place)
-            sizes = [piece.numel for piece, _ in parts]
+            sizes = [param_shard.numel for param_shard, _ in parts]
             if value is not None and is_local:
                 _check(what, place, value, (sum(sizes),), "this rank's part, flat")
             elif value is not None:
@@ -144,7 +148,7 @@ class ParameterValues:
             values = torch.split(value.detach(), sizes)
         else:
             flat = place.own(self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)))
-            values = [_values(flat, piece) for piece, _ in parts]
+            values = [_values(flat, param_shard) for param_shard, _ in parts]
         for (_, memory), own in zip(parts, values, strict=True):
             reduced = values_of(memory)
             assert place.group is not None
@@ -208,12 +212,14 @@ class ParameterValues:
                 return []
             if shard is None:
                 own = group.own_values(changes)
-                return [(p, _part(own, p)) for p in group.pieces.of(place.index)]
-            return [(p, shard.master_of(p, changes)) for p in shard.pieces.of(place.index)]
+                return [(p, _part(own, p)) for p in group.param_shards.of(place.index)]
+            return [(p, shard.master_of(p, changes)) for p in shard.param_shards.of(place.index)]
         self._check_has_states(place, what)
-        pieces = () if shard is None else shard.pieces.of(place.index)
+        param_shards = () if shard is None else shard.param_shards.of(place.index)
         found = (
-            [] if shard is None else [(p, self._optimizer.by_parameter.states_of(shard, p, changes)) for p in pieces]
+            []
+            if shard is None
+            else [(p, self._optimizer.by_parameter.states_of(shard, p, changes)) for p in param_shards]
         )
         for _, states in found:
             if changes and not states:
@@ -226,7 +232,7 @@ class ParameterValues:
                     f"{what}: expected a state of '{place.name}' that has its shape ({', '.join(states)}), found "
                     f"'{state}'"
                 )
-        return [(piece, states[state]) for piece, states in found]
+        return [(param_shard, states[state]) for param_shard, states in found]
 
     def _check_has_states(self, place: _Place, what: str) -> None:
         if place.name not in self._named.catalog.state_keys:
@@ -240,7 +246,7 @@ class ParameterValues:
         gradient = self._shards[id(place.group)].gradient
         gradient.flush()
         assert gradient.shard is not None
-        return [(p, _part(gradient.shard, p)) for p in place.group.pieces.of(place.index)]
+        return [(p, _part(gradient.shard, p)) for p in place.group.param_shards.of(place.index)]
 
     def _gradient_in_terms(
         self, place: _Place, factor: float, is_local: bool, what: str, is_complete: bool
@@ -258,27 +264,27 @@ class ParameterValues:
                 )
             own, is_used = gradient.so_far(place.index, place.dtype, is_complete)
         if is_local:
-            pieces = () if group is None else group.pieces.of(place.index)
-            return _flat([(one, _values(own, one)) for one in pieces], place.dtype, device).mul_(factor)
+            param_shards = () if group is None else group.param_shards.of(place.index)
+            return _flat([(one, _values(own, one)) for one in param_shards], place.dtype, device).mul_(factor)
         if not int(self._mesh.sum_small(torch.tensor([int(is_used)], dtype=torch.int64, device=device), what)):
             return None
         whole = torch.zeros(place.shape, dtype=place.dtype, device=device)
         if group is not None and group.axes.is_counted:
-            portion = group.layout.slots[place.index].portion
-            for of_whole, box in portion.boxes:
-                whole[of_whole.index] = own.view(portion.shape)[box.index]
+            tensor_shard = group.layout.param_views[place.index].tensor_shard
+            for of_whole, chunk in tensor_shard.chunks:
+                whole[of_whole.index] = own.view(tensor_shard.shape)[chunk.index]
         return self._mesh.world.sum(whole, what).mul_(factor)
 
     def _collected(self, place: _Place, parts: Sequence[Part]) -> Tensor:
         """The whole on every rank, of the parts of all. A collective."""
         device = self._mesh.world.device
         whole = torch.zeros(math.prod(place.shape), dtype=place.dtype, device=device)
-        for piece, memory in parts:
+        for param_shard, memory in parts:
             assert place.group is not None
-            for fragment in fragments_of(place.group, piece, "", memory, saves=True):
+            for chunk_view in chunk_views_of(place.group, param_shard, "", memory, saves=True):
                 start = 0
-                for low, high in fragment.stretches():
-                    whole[low:high].copy_(fragment.values[start : start + high - low])
+                for low, high in chunk_view.flat_ranges():
+                    whole[low:high].copy_(chunk_view.values[start : start + high - low])
                     start += high - low
         return self._mesh.world.assemble(whole).view(place.shape)
 
@@ -286,7 +292,7 @@ class ParameterValues:
         shard = None if place.group is None else self._shards.get(id(place.group))
         with torch.no_grad():
             if state is None and shard is not None:
-                shard.forget_remainders([piece for piece, _, _ in changes])
+                shard.forget_remainders([param_shard for param_shard, _, _ in changes])
             for _, memory, values in changes:
                 values_of(memory).copy_(values)
             if state is None:
@@ -297,12 +303,12 @@ class ParameterValues:
                 self._optimizer.flush()
 
 
-def _part(memory: Memory, piece: ParamShard) -> Memory:
-    return part_of(memory, piece.offset_in_shard, piece.offset_in_shard + piece.numel)
+def _part(memory: Memory, param_shard: ParamShard) -> Memory:
+    return part_of(memory, param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel)
 
 
-def _values(param: Tensor, piece: ParamShard) -> Tensor:
-    return param.reshape(-1)[piece.offset_in_param : piece.offset_in_param + piece.numel]
+def _values(param: Tensor, param_shard: ParamShard) -> Tensor:
+    return param.reshape(-1)[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
 
 
 def _flat(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.chunk_view import ChunkView, TensorInfo, TensorSource
 from ...checkpoint.export import DEFAULT_SHARD_BYTES, ExportFolder, exported_infos, parse_bytes, parse_dtype, progress
 from ...checkpoint.files import LATEST, MANIFEST, folder_path
 from ...checkpoint.folder import CheckpointFolder
-from ...checkpoint.fragment import ChunkView, TensorInfo, TensorSource
 from ...checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from ...comm import World
 from ...watch.log import logger
@@ -162,8 +162,8 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
     with all_or_none(world, what, "The weights are in part those of before: load again."):
         named = {name: buffer for name, buffer in buffers.items() if name in match.sources}
         wholes = [_whole(name, buffer) for name, buffer in named.items()]
-        own = [fragment for fragment in state.weights(changes=True) if fragment.name in match.sources]
-        source.read([replace(fragment, name=match.sources[fragment.name]) for fragment in [*own, *wholes]])
+        own = [chunk_view for chunk_view in state.weights(changes=True) if chunk_view.name in match.sources]
+        source.read([replace(chunk_view, name=match.sources[chunk_view.name]) for chunk_view in [*own, *wholes]])
         for buffer, whole in zip(named.values(), wholes, strict=True):
             if not buffer.is_contiguous():
                 buffer.detach().copy_(whole.values.view(buffer.shape))
@@ -316,16 +316,16 @@ def _write(
 
     names: of what is written -> in the files; None: all, as it is called.
     """
-    fragments = state.weights(rounded=dtype is None, saves=True)
+    chunk_views = state.weights(rounded=dtype is None, saves=True)
     if state.holds_buffers:
-        fragments += [_whole(name, buffer) for name, buffer in state.buffers().items()]
+        chunk_views += [_whole(name, buffer) for name, buffer in state.buffers().items()]
     if names is not None:
-        fragments = _named(fragments, names)
+        chunk_views = _named(chunk_views, names)
     places = plan.places
-    fragments.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
-    own_bytes = sum(one.numel * places[one.name].info.dtype.itemsize for one in fragments)
+    chunk_views.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
+    own_bytes = sum(one.numel * places[one.name].info.dtype.itemsize for one in chunk_views)
     with progress(own_bytes, is_first) as advance:
-        target.write(fragments, advance)
+        target.write(chunk_views, advance)
 
 
 def _dtype_of_weights(infos: Mapping[str, TensorInfo], state: NamedState) -> torch.dtype | None:
@@ -342,9 +342,9 @@ def _tensors_of(state: NamedState) -> dict[str, TensorInfo]:
     return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
 
 
-def _named(fragments: Iterable[ChunkView], names: Mapping[str, str]) -> list[ChunkView]:
+def _named(chunk_views: Iterable[ChunkView], names: Mapping[str, str]) -> list[ChunkView]:
     """Those that have a name in the files, by that."""
-    return [replace(one, name=names[one.name]) for one in fragments if one.name in names]
+    return [replace(one, name=names[one.name]) for one in chunk_views if one.name in names]
 
 
 def _whole(name: str, tensor: Tensor) -> ChunkView:

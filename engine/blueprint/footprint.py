@@ -116,7 +116,7 @@ def known_exchange_bytes(blueprint: Blueprint) -> int:
         return 1
     splits = blueprint.tensor.parameters
     whole = [
-        math.prod(splits[id(param)].portions[0].whole) * group.dtype.itemsize
+        math.prod(splits[id(param)].tensor_shards[0].whole) * group.dtype.itemsize
         for plan in blueprint.places
         for group in plan.trained
         for _, param in group.params
@@ -403,7 +403,11 @@ class Footprint:
         axes = SHARDED if self._sizes(group.sharding).states > 1 else REPLICATED
         owners = owners_of(group.layout, blueprint.parallel_dims.size(axes))
         place = blueprint.parallel_dims.place(self._rank, axes)
-        own = (slot.shape for slot, owner in zip(group.layout.slots, owners, strict=True) if owner == place)
+        own = (
+            param_view.shape
+            for param_view, owner in zip(group.layout.param_views, owners, strict=True)
+            if owner == place
+        )
         return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
 
     def _beside_signs(self, group: GroupPlan) -> int:

@@ -60,10 +60,14 @@ def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: C
     def share(param: nn.Parameter) -> ParallelShard:
         found = ParallelShard.all_of(param)
         if tensor is not None:
-            portion, places = tensor.portion(param, place_on(TENSOR))
-            found = ParallelShard(portion, (Replicas(TENSOR, places, are_added=False),) if len(places) > 1 else ())
+            tensor_shard, places = tensor.tensor_shard(param, place_on(TENSOR))
+            found = ParallelShard(tensor_shard, (Replicas(TENSOR, places, are_added=False),) if len(places) > 1 else ())
         rows = None if experts is None else experts.rows(param, place_on(EXPERT))
-        return found if rows is None else replace(found, portion=found.portion.cut(0, *rows), portioned=(EXPERT,))
+        return (
+            found
+            if rows is None
+            else replace(found, tensor_shard=found.tensor_shard.cut(0, *rows), portioned=(EXPERT,))
+        )
 
     return share
 

@@ -96,7 +96,7 @@ class PlannedSplits:
                 )
         share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: self.tensor_place}.__getitem__)
         for param in model.parameters() if self.tensor > 1 or self.expert > 1 else ():
-            param.data = torch.empty(share_of(param).portion.shape, dtype=param.dtype, device=_META)
+            param.data = torch.empty(share_of(param).tensor_shard.shape, dtype=param.dtype, device=_META)
         return Shrunk(tensor, experts)
 
 
@@ -165,10 +165,10 @@ class MetaTransport(SoloTransport):
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
         return Pending()
 
-    def pass_on(self, pieces: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
+    def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
         """A backend takes and gives pieces in the order of the ranks."""
         ranks = [rank for rank, _ in of]
-        copies = [torch.empty_like(pieces) for order in (to,) if self._kind == "native" and [*order] != sorted(order)]
+        copies = [torch.empty_like(chunks) for order in (to,) if self._kind == "native" and [*order] != sorted(order)]
         copies += [torch.empty_like(out) for order in (ranks,) if self._kind == "native" and order != sorted(order)]
         return Pending(copies.clear)
 
@@ -201,9 +201,9 @@ class MetaCollectives(Collectives):
         before, y = self.bytes_sent, super().swap_rows(x, counts, what)
         return self._told("swap", y, y.nbytes, before)
 
-    def trade(self, pieces: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
-        before, arriving = self.bytes_sent, super().trade(pieces, to, of, what)
-        self._told("trade", pieces, pieces.nbytes, before)
+    def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
+        before, arriving = self.bytes_sent, super().trade(chunks, to, of, what)
+        self._told("trade", chunks, chunks.nbytes, before)
         return arriving
 
     def _told(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
@@ -256,10 +256,10 @@ class SplitModel:
         plan = shrunk.tensor
         if plan is not None:
             exchange = self._exchange(TENSOR, splits.tensor, splits.tensor_place)
-            stacks = plan.stacks
+            regions = plan.regions
             if splits.stages is not None:
-                stacks = tuple(part for stack in plan.stacks for part in stack.cut(splits.stages))
-            parts = SequenceParallelRegions(stacks, tiled, model, exchange, _Still(), patches) if stacks else None
+                regions = tuple(part for stack in plan.regions for part in stack.cut(splits.stages))
+            parts = SequenceParallelRegions(regions, tiled, model, exchange, _Still(), patches) if regions else None
             SplitLayers(plan, model, exchange, None, patches, parts)
         if shrunk.experts is not None:
             exchange = self._exchange(EXPERT, splits.expert, 0)

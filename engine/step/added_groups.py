@@ -204,8 +204,8 @@ class AddedParameterGroups:
         old.gather()
         old.make_exact()
         for group in new:
-            for piece in group.pieces:
-                group.place(piece, group.params[piece.index].data)
+            for param_shard in group.param_shards:
+                group.place(param_shard, group.params[param_shard.index].data)
         # What autograd has saved of them is in memory that may be given back: it refuses a backward, as after a step.
         torch.autograd.graph.increment_version(old.params)
         pending = [group.refresh() for group in new]

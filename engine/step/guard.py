@@ -104,12 +104,18 @@ class _Samples:
 
     def __init__(self, groups: Sequence[ShardedGroup]) -> None:
         self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[groups[0].plan.dtype.itemsize]
-        slots = [(group.full, slot) for group in groups for slot in group.layout.slots if slot.numel]
-        self._views = [
-            full[slot.offset_in_flat : slot.end_in_flat][:: max(1, (slot.numel - 1) // (_NUM_SAMPLED - 1))]
-            for full, slot in slots
+        param_views = [
+            (group.full, param_view) for group in groups for param_view in group.layout.param_views if param_view.numel
         ]
-        self._names = [slot.name for (_, slot), view in zip(slots, self._views, strict=True) for _ in view]
+        self._views = [
+            full[param_view.offset_in_flat : param_view.end_in_flat][
+                :: max(1, (param_view.numel - 1) // (_NUM_SAMPLED - 1))
+            ]
+            for full, param_view in param_views
+        ]
+        self._names = [
+            param_view.name for (_, param_view), view in zip(param_views, self._views, strict=True) for _ in view
+        ]
 
     def take(self, out: Tensor | None = None) -> Tensor:
         """out: of an earlier time, that is written to."""

@@ -254,13 +254,13 @@ class StepUpdate:
         """
         used, gradient = shard.gradient.used, shard.gradient.shard
         self._optimizer.counts.unused = frozenset(id(p) for i, p in enumerate(shard.group.params) if i not in used)
-        pieces = [piece for piece in shard.group.pieces if piece.index not in used]
-        if not pieces or gradient is None:
+        param_shards = [param_shard for param_shard in shard.group.param_shards if param_shard.index not in used]
+        if not param_shards or gradient is None:
             return
         kept = []
-        for piece in pieces:
-            part = gradient[piece.offset_in_shard : piece.offset_in_shard + piece.numel]
-            kept.append((piece, part.clone()))
+        for param_shard in param_shards:
+            part = gradient[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
+            kept.append((param_shard, part.clone()))
             part.zero_()
         self._postponed.append((shard, kept))
 
@@ -268,12 +268,12 @@ class StepUpdate:
         """Updates what another rank has used."""
         postponed, self._postponed = self._postponed, []
         for shard, kept in postponed:
-            used = {id(shard.group.params[piece.index]) for piece, _ in kept} - unused
+            used = {id(shard.group.params[param_shard.index]) for param_shard, _ in kept} - unused
             if not used:
                 continue
             gradient = torch.zeros(shard.group.layout.shard_numel, dtype=kept[0][1].dtype, device=kept[0][1].device)
-            for piece, values in kept:
-                gradient[piece.offset_in_shard : piece.offset_in_shard + piece.numel] = values
+            for param_shard, values in kept:
+                gradient[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel] = values
             self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.counts.unused = unused

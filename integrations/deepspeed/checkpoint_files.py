@@ -264,9 +264,9 @@ class _Reading:
     def _read_frozen(self) -> None:
         """Parameters without masters: whole, or at stage 3 a row on each rank."""
         shapes = dict(self._main.get("frozen_param_shapes") or {})
-        fragments = [dict(one.get("frozen_param_fragments") or {}) for one in self._ranks or [self._main]]
+        chunk_views = [dict(one.get("frozen_param_fragments") or {}) for one in self._ranks or [self._main]]
         for name, shape in shapes.items():
-            whole = torch.cat([one[name].reshape(-1) for one in fragments])
+            whole = torch.cat([one[name].reshape(-1) for one in chunk_views])
             self._weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ..checkpoint.checkpoint import MODEL, STATE
+from ..checkpoint.chunk_view import ChunkView, TensorInfo
 from ..checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ..checkpoint.export import export_source
 from ..checkpoint.files import folder_path
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.fragment import ChunkView, TensorInfo
 from ..checkpoint.index import Manifest
 from ..checkpoint.values import encode
 from ..checkpoint.writer import write_part
@@ -50,7 +50,7 @@ def import_deepspeed(
     saving = folder.begin(found.tag)
     try:
         blobs = option_blobs(kind, found.groups, names) if found.groups else []
-        write_part(saving, 0, _fragments(found), blobs, own_state)
+        write_part(saving, 0, _chunk_views(found), blobs, own_state)
         folder.commit(_manifest(found, kind, notes), names, keep_last=None)
     except BaseException:
         folder.discard(found.tag)
@@ -80,22 +80,22 @@ class _InMemory:
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in values.items()}
         self.bytes_read = 0
 
-    def read(self, fragments: Sequence[ChunkView]) -> None:
-        for fragment in fragments:
-            fragment.values.copy_(self._values[fragment.name].reshape(-1)[fragment.start : fragment.end])
+    def read(self, chunk_views: Sequence[ChunkView]) -> None:
+        for chunk_view in chunk_views:
+            chunk_view.values.copy_(self._values[chunk_view.name].reshape(-1)[chunk_view.start : chunk_view.end])
 
 
-def _fragments(found: DeepSpeedCheckpoint) -> list[ChunkView]:
-    fragments = [
+def _chunk_views(found: DeepSpeedCheckpoint) -> list[ChunkView]:
+    chunk_views = [
         ChunkView(MODEL + name, tuple(value.shape), 0, value.contiguous().view(-1))
         for name, value in found.weights.items()
     ]
     for name, states in found.states.items():
         for state, value in states.items():
             shape = tuple(value.shape)
-            fragments.append(ChunkView(f"{STATE}{name}.{state}", shape, 0, value.contiguous().view(-1)))
-    fragments.append(ChunkView(STEP, (), 0, torch.tensor([float(found.num_updates)])))
-    return fragments
+            chunk_views.append(ChunkView(f"{STATE}{name}.{state}", shape, 0, value.contiguous().view(-1)))
+    chunk_views.append(ChunkView(STEP, (), 0, torch.tensor([float(found.num_updates)])))
+    return chunk_views
 
 
 def _manifest(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> Manifest:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.chunk_view import ChunkView
 from ..checkpoint.files import NoCheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.fragment import ChunkView
 from ..comm import CollectiveError
 from ..engine.archive.run_state import read_client_state, read_training
 from ..engine.engine import Engine

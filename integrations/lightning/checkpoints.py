@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.chunk_view import ChunkView
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.fragment import ChunkView
 from ..checkpoint.safetensors_files import SafetensorsSource
 from ..checkpoint.values import decode
 from ..engine.engine import Engine

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo
 from lowtide.checkpoint.dcp import STEP, OptimizerNames
 from lowtide.checkpoint.files import MANIFEST
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.fragment import ChunkView, TensorInfo
 from lowtide.checkpoint.index import Manifest
 from lowtide.checkpoint.writer import write_part
 
@@ -63,13 +63,13 @@ def write(
     pieces = pieces or halves(tensors, 2)
     saving = target.begin(tag)
     for rank, ranges in enumerate(pieces):
-        fragments = [
+        chunk_views = [
             ChunkView(f"model.{name}", tuple(tensors[name].shape), start, tensors[name].reshape(-1)[start:end])
             for name, (start, end) in ranges.items()
         ]
         if rank == 0:
-            fragments.append(ChunkView(STEP, (), 0, torch.ones(1)))
-        write_part(saving, rank, fragments, [], {"rank": rank})
+            chunk_views.append(ChunkView(STEP, (), 0, torch.ones(1)))
+        write_part(saving, rank, chunk_views, [], {"rank": rank})
     target.commit(manifest_of(tensors, tag, len(pieces), **changes), NO_OPTIMIZER, keep_last)
     return target
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.checkpoint.chunk_view import ChunkView
 from lowtide.checkpoint.export import READ_BYTES, UNFINISHED, ExportFolder, export_source, parse_bytes, parse_dtype
-from lowtide.checkpoint.fragment import ChunkView
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, SafetensorsSource, WeightsPlan
 from tests.kit.ranks import RankPool
 from tests.kit.resident import lasting_growth, peak_growth

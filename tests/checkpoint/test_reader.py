@@ -12,13 +12,13 @@ from torch import Tensor
 from lowtide.checkpoint import reader, writer
 from lowtide.checkpoint.archive import MAX_VALUES_BYTES, ArchivePlace
 from lowtide.checkpoint.checkpoint import Checkpoint
+from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo
 from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
 from lowtide.checkpoint.files import CheckpointError
-from lowtide.checkpoint.fragment import ChunkView, TensorInfo
 from lowtide.checkpoint.index import Row
 from lowtide.checkpoint.reader import _batches_of, _Common, _Read
 from lowtide.offload import StoredRange
-from lowtide.offload.box import TensorChunk
+from lowtide.offload.tensor_chunk import TensorChunk
 from tests.checkpoint.making import read_whole, write
 
 BIG = 3 << 20  # elements of float32: several boxes
@@ -72,14 +72,14 @@ def test_any_range_comes_back_whoever_wrote_its_parts(
         for name, value in values.items():
             assert torch.equal(read_whole(target, name), value)
             flat = value.reshape(-1)
-            fragments = []
+            chunk_views = []
             for _ in range(10):
                 low, high = sorted(draw.randint(0, value.numel()) for _ in range(2))
                 memory = torch.empty(high - low, dtype=value.dtype)
-                fragments.append(ChunkView(name, tuple(value.shape), low, memory))
-            source.read(fragments, shared)
-            for fragment in fragments:
-                assert torch.equal(fragment.values, flat[fragment.start : fragment.end])
+                chunk_views.append(ChunkView(name, tuple(value.shape), low, memory))
+            source.read(chunk_views, shared)
+            for chunk_view in chunk_views:
+                assert torch.equal(chunk_view.values, flat[chunk_view.start : chunk_view.end])
 
 
 def test_values_are_cast_to_what_they_are_for(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_values_in_a_store_are_filled_in_the_order_in_which_they_are_asked_for(t
 
         return open_values
 
-    fragments = [ChunkView(name, (40,), 0, StoredRange(40, torch.float32, opener(name))) for name in "ca"]
+    chunk_views = [ChunkView(name, (40,), 0, StoredRange(40, torch.float32, opener(name))) for name in "ca"]
     memory = torch.zeros(40)
     source = write(tmp_path, values, pieces=[dict.fromkeys(values, (0, 40))]).open().weights
-    source.read([fragments[0], ChunkView("b", (40,), 0, memory), fragments[1]], shared)
+    source.read([chunk_views[0], ChunkView("b", (40,), 0, memory), chunk_views[1]], shared)
     assert torch.equal(memory, values["b"]) and all(torch.equal(stored[name], values[name]) for name in "ac")
     assert opened == ["c", "a"]
     assert source.bytes_read == 3 * 40 * 4
@@ -161,7 +161,7 @@ def reads(*places: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> 
         row = Row("w", TensorChunk((0,), (numel,)), ArchivePlace(offset, numel * 4, offset, 0))
         info = TensorInfo((numel,), torch.float32)
         memory = torch.empty(numel, dtype=dtype)
-        common = [_Common(row.box, row.box, 0)]
+        common = [_Common(row.chunk, row.chunk, 0)]
         found.append(_Read(rank, row, info, ChunkView("w", (numel,), 0, memory), common))
     return found
 
@@ -274,7 +274,7 @@ def test_every_byte_of_a_tensors_values_counts(tmp_path: Path, shared: bool) -> 
         path = target.path / "a" / f"__{rank}_0.distcp"
         intact = path.read_bytes()
         (row,) = [row for row in checkpoint._contents[0][rank].rows if row.name == "model.w"]
-        assert row.box.numel == 4
+        assert row.chunk.numel == 4
         for place in range(row.place.values_offset, row.place.values_offset + 16):
             content = bytearray(intact)
             content[place] ^= 1 << (place % 8)

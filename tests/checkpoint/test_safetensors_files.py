@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo
 from lowtide.checkpoint.files import INDEX
-from lowtide.checkpoint.fragment import ChunkView, TensorInfo
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, DTYPE_NAMES, SafetensorsSource, WeightsPlan
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

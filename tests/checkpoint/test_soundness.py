@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lowtide.checkpoint import writer
 from lowtide.checkpoint.checkpoint import Checkpoint
+from lowtide.checkpoint.chunk_view import ChunkView
 from lowtide.checkpoint.files import MANIFEST, CheckpointError, check_model_file, check_weights_file
-from lowtide.checkpoint.fragment import ChunkView
 from tests.checkpoint.making import halves, resign, write
 
 WORDS = "an index file does not fit the others"
@@ -333,16 +333,16 @@ def test_many_mutations_load_what_was_saved_or_are_refused_and_change_nothing(fo
             continue
         found = {key: info for key, info in source.tensors.items() if key in memory}
         made = (ChunkView(key, info.shape, 0, memory[key].view(info.dtype)) for key, info in found.items())
-        fragments = [fragment for fragment in made if fragment.numel == math.prod(fragment.shape)]
+        chunk_views = [chunk_view for chunk_view in made if chunk_view.numel == math.prod(chunk_view.shape)]
         try:
-            source.read(fragments)
+            source.read(chunk_views)
         except CheckpointError as error:
             late += 1
             assert "the checksum differs" in str(error)
             continue
         loaded += 1
-        for fragment in fragments:
-            assert torch.equal(memory[fragment.name], expected[fragment.name])
+        for chunk_view in chunk_views:
+            assert torch.equal(memory[chunk_view.name], expected[chunk_view.name])
     assert refused > 0.5 * MUTATIONS and late > 0 and loaded > 0.05 * MUTATIONS
 
 

@@ -15,7 +15,7 @@ def test_the_last_axis_is_the_fastest() -> None:
     assert EIGHT.ranks(6, ()) == (6,) and EIGHT.place(6, ()) == 0 and EIGHT.size(()) == 1
 
 
-@pytest.mark.parametrize("arrangement", [EIGHT, UNEVEN], ids=str)
+@pytest.mark.parametrize("parallel_dims", [EIGHT, UNEVEN], ids=str)
 def test_ranks_and_places_belong_together(parallel_dims: ParallelDims) -> None:
     names = [name for name, _ in parallel_dims.sizes]
     for axes in ((), *((name,) for name in names), names[1:], names[::-1], (names[-1], names[0])):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.checkpoint.chunk_view import ChunkView
 from lowtide.checkpoint.folder import CheckpointFolder
-from lowtide.checkpoint.fragment import ChunkView
 from tests.kit.training import Case
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2

@@ -36,8 +36,8 @@ def bits_of(engine: Engine) -> list[Tensor]:
     """Master weights, states and what is computed with, as this rank has them."""
     engine.full(next(iter(dict(engine.named_parameters()))))  # what is on its way has come
     named = engine._archive.named
-    fragments = [*named.weights(), *named.states(), *named.weights(rounded=True)]
-    return [fragment.values.clone() for fragment in fragments]
+    chunk_views = [*named.weights(), *named.states(), *named.weights(rounded=True)]
+    return [chunk_view.values.clone() for chunk_view in chunk_views]
 
 
 def train_and_average(case: Case) -> Averaged:

@@ -138,7 +138,7 @@ def load_all_cases(folder: Path) -> dict[str, tuple[str, list[str]]]:
 
 def everything_of(engine: lowtide.Engine) -> dict[str, Any]:
     state = {name: value.tolist() for name, value in engine.state_dict().items()}
-    moments = [fragment.values.tolist() for fragment in engine._archive.named.states()]
+    moments = [chunk_view.values.tolist() for chunk_view in engine._archive.named.states()]
     generators = (
         random.getstate(),
         np.random.get_state(legacy=False)["state"]["key"].tolist(),

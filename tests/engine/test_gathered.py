@@ -109,10 +109,10 @@ def change_master(stage: int, route: str) -> list[Any]:
     for step in range(2):
         engine.train_step(share_of(case.global_batch(step, engine.world_size)))
     master = [
-        shard.master[piece.offset_in_shard : piece.offset_in_shard + piece.numel].clone()
+        shard.master[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel].clone()
         for shard in engine.optimizer.shards
-        for piece in shard.group.pieces
-        if shard.group.params[piece.index] is weight
+        for param_shard in shard.group.param_shards
+        if shard.group.params[param_shard.index] is weight
     ]
     with engine.gathered(weight):
         return [weight.detach().clone(), master]

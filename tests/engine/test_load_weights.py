@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.checkpoint.chunk_view import TensorInfo, TensorSource
 from lowtide.checkpoint.files import CheckpointError
-from lowtide.checkpoint.fragment import TensorInfo, TensorSource
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
 from lowtide.engine.archive import weights
 from lowtide.engine.archive.weights import Match
@@ -120,7 +120,7 @@ def exported_and_loaded(config: dict[str, Any], folder: str) -> list[list[str]]:
 
 def masters_of(engine: Any) -> dict[str, Tensor]:
     """The trained values of highest precision that this rank holds, by name."""
-    return {fragment.name: fragment.values.clone() for fragment in named_state(engine).weights()}
+    return {chunk_view.name: chunk_view.values.clone() for chunk_view in named_state(engine).weights()}
 
 
 @pytest.mark.parametrize(("world_size", "config"), [(1, {}), (2, BF16)], ids=["fp32", "bf16"])
@@ -198,7 +198,7 @@ class Even(torch.nn.Module):
 def bytes_read(build: Any, stage: int, config: dict[str, Any], path: str) -> tuple[int, int]:
     """(bytes that were read, elements of parameters that this rank holds)"""
     engine = lowtide.initialize(build(), Case(build, models.token_batch, stage=stage, config=config).as_config())
-    held = sum(fragment.values.numel() for fragment in named_state(engine).weights())
+    held = sum(chunk_view.values.numel() for chunk_view in named_state(engine).weights())
     with recorded_sources() as sources:
         load_weights(engine, path)
     engine.close()

@@ -58,7 +58,7 @@ def _shown(arg: Any) -> Any:
     return arg.address if isinstance(arg, Pointer) else arg
 
 
-class Driver:
+class Runner:
     """One GPU of capability 9.0."""
 
     launcher_cls = Launcher
@@ -86,7 +86,7 @@ def _nothing(metadata: Any) -> None: ...
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(Runner())
     through_triton: list[int] = []
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda device: 7

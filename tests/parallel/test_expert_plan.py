@@ -90,10 +90,10 @@ def test_other_experts_are_named() -> None:
 
 def test_a_place_has_the_same_rows_of_what_a_tensor_axis_cuts() -> None:
     whole = torch.arange(4 * 6 * 2).view(4, 6, 2)
-    portion = TensorShard.along((4, 6, 2), 1, [(0, 1), (3, 5)]).cut(0, 2, 4)
-    found = torch.empty(portion.shape, dtype=torch.int64)
-    for box, own in portion.boxes:
-        found[own.index] = whole[box.index]
+    tensor_shard = TensorShard.along((4, 6, 2), 1, [(0, 1), (3, 5)]).cut(0, 2, 4)
+    found = torch.empty(tensor_shard.shape, dtype=torch.int64)
+    for chunk, own in tensor_shard.chunks:
+        found[own.index] = whole[chunk.index]
     assert torch.equal(found, whole[2:4, [0, 3, 4]])
 
 

@@ -116,8 +116,8 @@ def test_gates_and_values_of_a_column_are_on_one_rank(build: Callable[[], nn.Mod
     parameters = layout.split("experts", experts, degree).parameters
     seen: list[float] = []
     for place in range(degree):
-        portions = [parameters[key].portions[place] for key in ("gate_up_proj", "down_proj")]
-        ups, downs = taken(portions[0], up).unique(), taken(portions[1], down).unique()
+        tensor_shards = [parameters[key].tensor_shards[place] for key in ("gate_up_proj", "down_proj")]
+        ups, downs = taken(tensor_shards[0], up).unique(), taken(tensor_shards[1], down).unique()
         assert torch.equal(ups, downs)
         seen += downs.tolist()
     assert seen == columns.tolist()

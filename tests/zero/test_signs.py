@@ -131,7 +131,7 @@ def by_hand(
 def groups_of(build: Build = short_gpt_float64, **more: Any) -> list[list[tuple[str, int]]]:
     """The parameters of each unit that this rank has, in order."""
     engine = lowtide.initialize(build(), case_of(**more).as_config())
-    found = [[(slot.name, slot.numel) for slot in shard.group.layout.slots] for shard in engine.optimizer.shards]
+    found = [[(slot.name, slot.numel) for slot in shard.group.layout.param_views] for shard in engine.optimizer.shards]
     engine.close()
     return found
 

@@ -312,15 +312,15 @@ def averages_shown() -> None:
             engine.train_step(share_of(token_batch(step, 2 * engine.world_size)))
         shards, averages = engine.optimizer.shards, engine.optimizer.averages
         assert averages is not None
-        kept = [averages.of(s, p).clone() for s in shards for p in s.pieces]
+        kept = [averages.of(s, p).clone() for s in shards for p in s.param_shards]
         weights = [s.group.shard.clone() for s in shards]
         assert all(one.dtype == torch.float32 for one in kept)
         with engine.ema_weights():
-            shown = [s.group.shard[p.offset_in_shard :][: p.numel].float() for s in shards for p in s.pieces]
+            shown = [s.group.shard[p.offset_in_shard :][: p.numel].float() for s in shards for p in s.param_shards]
             for average, value in zip(kept, shown, strict=True):
                 assert ((average - value).abs() <= average.abs() * 2.0**-8).all()
         assert all(map(torch.equal, [s.group.shard for s in shards], weights))
-        assert all(map(torch.equal, [averages.of(s, p) for s in shards for p in s.pieces], kept))
+        assert all(map(torch.equal, [averages.of(s, p) for s in shards for p in s.param_shards], kept))
 
 
 def test_averages_are_in_float32_and_come_back_bit_by_bit(ranks: RankPool) -> None:

@@ -31,7 +31,7 @@ class ChunkView:
     part_of_whole: TensorChunk | None = None  # None: the box is the whole tensor
 
     @property
-    def box(self) -> TensorChunk:
+    def chunk(self) -> TensorChunk:
         """What `start` counts in."""
         return TensorChunk.whole(self.shape) if self.part_of_whole is None else self.part_of_whole
 
@@ -60,17 +60,17 @@ class ChunkView:
     def end(self) -> int:
         return self.start + self.numel
 
-    def boxes(self, max_numel: int | None = None) -> list[TensorChunk]:
+    def chunks(self, max_numel: int | None = None) -> list[TensorChunk]:
         """Its elements as boxes of the whole tensor, in order; each lies in one piece in the memory."""
-        box = self.box
-        found = boxes_of_range(box.sizes, self.start, self.end, self.numel if max_numel is None else max_numel)
-        return [one.outside(box) for one in found]
+        chunk = self.chunk
+        found = chunks_of_range(chunk.sizes, self.start, self.end, self.numel if max_numel is None else max_numel)
+        return [one.outside(chunk) for one in found]
 
-    def stretches(self) -> list[tuple[int, int]]:
+    def flat_ranges(self) -> list[tuple[int, int]]:
         """Its elements as ranges [low, high) of the flattened whole tensor, in order."""
         if self.part_of_whole is None:
             return [(self.start, self.end)] if self.numel else []
-        return [stretch for box in self.boxes() for stretch in stretches_of(box, self.shape)]
+        return [flat_range for chunk in self.chunks() for flat_range in flat_ranges_of(chunk, self.shape)]
 
 
 @cache
@@ -111,13 +111,13 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     @property
     def bytes_read(self) -> int: ...
-    def read(self, fragments: Sequence[ChunkView]) -> None: ...
+    def read(self, chunk_views: Sequence[ChunkView]) -> None: ...
 
 
 # -- a range as boxes: integers only ----------------------------------------------------------------------------------
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int) -> list[TensorChunk]:
+def chunks_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int) -> list[TensorChunk]:
     """The elements [start, end) of the flattened tensor as contiguous boxes in order, none above max_numel.
 
         shape (4, 5), elements [3, 18):   . . . 1 1      box 1: offsets (0, 3), sizes (1, 2)
@@ -130,24 +130,24 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int)
     """
     if start >= end:
         return []
-    return [part for box in _boxes(shape, start, end) for part in _split(box, max_numel)]
+    return [part for chunk in _chunks(shape, start, end) for part in _split(chunk, max_numel)]
 
 
-def stretches_of(box: TensorChunk, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def flat_ranges_of(chunk: TensorChunk, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(start, end) in the flattened tensor of each contiguous stretch of a box that is not empty, in order."""
     # The dimensions from `inner` on are whole: they, and a part of the one before, lie in one piece.
     inner = len(shape)
-    while inner and box.sizes[inner - 1] == shape[inner - 1]:
+    while inner and chunk.sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     outer = max(inner - 1, 0)
-    numel = math.prod(box.sizes[outer:])
-    lines = [range(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)]
+    numel = math.prod(chunk.sizes[outer:])
+    lines = [range(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True)]
     for chosen in product(*lines[:outer]):
-        start = TensorChunk((*chosen, *box.offsets[outer:]), box.sizes).start_in(shape)
+        start = TensorChunk((*chosen, *chunk.offsets[outer:]), chunk.sizes).start_in(shape)
         yield start, start + numel
 
 
-def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[TensorChunk]:
+def _chunks(shape: tuple[int, ...], start: int, end: int) -> Iterator[TensorChunk]:
     if len(shape) < 2:
         yield TensorChunk((start,), (end - start,)) if shape else TensorChunk((), ())
         return
@@ -156,28 +156,28 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[TensorChunk
     last_row, last_column = divmod(end, row_numel)
     if column:
         row_end = row_numel if last_row > row else last_column
-        yield from _in_row(row, _boxes(shape[1:], column, row_end))
+        yield from _in_row(row, _chunks(shape[1:], column, row_end))
         row += 1
     if row < last_row:
         yield TensorChunk((row,) + (0,) * (len(shape) - 1), (last_row - row, *shape[1:]))
     if last_column and row <= last_row:
-        yield from _in_row(last_row, _boxes(shape[1:], 0, last_column))
+        yield from _in_row(last_row, _chunks(shape[1:], 0, last_column))
 
 
-def _in_row(row: int, boxes: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
-    for box in boxes:
-        yield TensorChunk((row, *box.offsets), (1, *box.sizes))
+def _in_row(row: int, chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
+    for chunk in chunks:
+        yield TensorChunk((row, *chunk.offsets), (1, *chunk.sizes))
 
 
-def _split(box: TensorChunk, max_numel: int) -> Iterator[TensorChunk]:
+def _split(chunk: TensorChunk, max_numel: int) -> Iterator[TensorChunk]:
     """Cuts a contiguous box along its first dimension that is longer than 1, and the pieces again where needed."""
-    if box.numel <= max_numel:
-        yield box
+    if chunk.numel <= max_numel:
+        yield chunk
         return
-    dim = next(index for index, size in enumerate(box.sizes) if size > 1)
-    rows = max(1, max_numel // math.prod(box.sizes[dim + 1 :]))
-    end = box.offsets[dim] + box.sizes[dim]
-    for first in range(box.offsets[dim], end, rows):
-        offsets = (*box.offsets[:dim], first, *box.offsets[dim + 1 :])
-        sizes = (*box.sizes[:dim], min(rows, end - first), *box.sizes[dim + 1 :])
+    dim = next(index for index, size in enumerate(chunk.sizes) if size > 1)
+    rows = max(1, max_numel // math.prod(chunk.sizes[dim + 1 :]))
+    end = chunk.offsets[dim] + chunk.sizes[dim]
+    for first in range(chunk.offsets[dim], end, rows):
+        offsets = (*chunk.offsets[:dim], first, *chunk.offsets[dim + 1 :])
+        sizes = (*chunk.sizes[:dim], min(rows, end - first), *chunk.sizes[dim + 1 :])
         yield from _split(TensorChunk(offsets, sizes), max_numel)

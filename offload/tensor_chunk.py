@@ -91,23 +91,23 @@ class TensorShard:
 
     whole: tuple[int, ...]  # shape
     shape: tuple[int, ...]
-    boxes: tuple[tuple[TensorChunk, TensorChunk], ...]  # (of the whole, of the portion), of the same sizes
+    chunks: tuple[tuple[TensorChunk, TensorChunk], ...]  # (of the whole, of the portion), of the same sizes
 
     @classmethod
     def all_of(cls, shape: tuple[int, ...]) -> TensorShard:
-        box = TensorChunk.whole(shape)
-        return cls(shape, shape, ((box, box),))
+        chunk = TensorChunk.whole(shape)
+        return cls(shape, shape, ((chunk, chunk),))
 
     @classmethod
     def along(cls, whole: tuple[int, ...], dim: int, ranges: Sequence[tuple[int, int]]) -> TensorShard:
         """The indices [low, high) of dimension `dim` of each of the ranges, one behind the other."""
-        boxes, start = [], 0
+        chunks, start = [], 0
         for low, high in ranges:
             sizes = (*whole[:dim], high - low, *whole[dim + 1 :])
             before, behind = (0,) * dim, (0,) * (len(whole) - dim - 1)
-            boxes.append((TensorChunk((*before, low, *behind), sizes), TensorChunk((*before, start, *behind), sizes)))
+            chunks.append((TensorChunk((*before, low, *behind), sizes), TensorChunk((*before, start, *behind), sizes)))
             start += high - low
-        return cls(whole, (*whole[:dim], start, *whole[dim + 1 :]), tuple(boxes))
+        return cls(whole, (*whole[:dim], start, *whole[dim + 1 :]), tuple(chunks))
 
     def cut(self, dim: int, low: int, high: int) -> TensorShard:
         """The indices [low, high) of dimension `dim`, of which it has all; of any, all or none."""
@@ -115,14 +115,14 @@ class TensorShard:
             none = TensorShard(self.whole, (*self.shape[:dim], 0, *self.shape[dim + 1 :]), ())
             return none if high == low else self
 
-        def part(box: TensorChunk, start: int) -> TensorChunk:
-            assert box.sizes[dim] == self.whole[dim]
-            offsets, sizes = list(box.offsets), list(box.sizes)
+        def part(chunk: TensorChunk, start: int) -> TensorChunk:
+            assert chunk.sizes[dim] == self.whole[dim]
+            offsets, sizes = list(chunk.offsets), list(chunk.sizes)
             offsets[dim], sizes[dim] = start, high - low
             return TensorChunk(tuple(offsets), tuple(sizes))
 
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
-        return TensorShard(self.whole, shape, tuple((part(box, low), part(own, 0)) for box, own in self.boxes))
+        return TensorShard(self.whole, shape, tuple((part(chunk, low), part(own, 0)) for chunk, own in self.chunks))
 
     @cached_property
     def is_all(self) -> bool:

@@ -127,13 +127,13 @@ def _load_from(folder: Path, name: str, source: Path, command: list[str]) -> cty
         except OSError:  # damaged; a new build replaces it
             pass
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, own = tempfile.mkstemp(prefix=f"{name}.", dir=folder)
+    handle, temporary = tempfile.mkstemp(prefix=f"{name}.", dir=folder)
     os.close(handle)
     try:
-        _run([*command, "-o", own, str(source)])
-        os.replace(own, path)
+        _run([*command, "-o", temporary, str(source)])
+        os.replace(temporary, path)
     finally:
-        Path(own).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
     return ctypes.CDLL(str(path))
 
 

@@ -112,7 +112,7 @@ def _find_rotary(module: nn.Module, original: type[nn.Module]) -> tuple[str, Opt
     rotate = forward.__globals__.get(_ROTATION)
     if not isinstance(rotate, FunctionType) or rotate.__module__ != original.__module__:
         return None
-    if _ROTATION not in forward.__code__.co_names:
+    if _ROTATION not in forward.__code__.co_names:  # forward rotates without this function
         return None
     return ("rotary", "") if list(inspect.signature(rotate).parameters)[:4] == ["q", "k", "cos", "sin"] else None
 

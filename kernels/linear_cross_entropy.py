@@ -126,7 +126,7 @@ class LogitChunks:
                 torch.mm(hidden, head.weight.t(), out=logits[:, : head.num_classes])
             else:
                 torch.addmm(head.bias, hidden, head.weight.t(), out=logits[:, : head.num_classes])
-            logits[:, head.num_classes :].fill_(float("-inf"))
+            logits[:, head.num_classes :].fill_(float("-inf"))  # the previous chunk's gradient may be in the padding
             yield part, hidden, logits
 
 

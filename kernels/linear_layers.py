@@ -56,7 +56,9 @@ class LinearLayers:
             plain: Tensor = type(module).forward(module, *args, **kwargs)
             return plain
         (x,), weight, bias = args, module.weight, module.bias
-        x = x.to(product_dtype(x))  # dw must use the x of the forward's product
+        dtype = product_dtype(x)
+        if x.dtype != dtype:  # dw must use the x of the forward's product
+            x = x.to(dtype)
         result: Tensor = _Linear.apply(x, weight, bias, is_transposed, self._make)  # type: ignore[no-untyped-call]
         return result
 

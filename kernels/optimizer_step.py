@@ -231,7 +231,7 @@ def _update_alone(
     backend: Backend,
 ) -> None:
     """Update a shard on the CPU, or by torch."""
-    if skip is not None and skip.device.type == "cpu":
+    if skip is not None and skip.device.type == "cpu":  # the host reads it without a wait
         if bool(skip):
             return
         skip = None
@@ -284,6 +284,7 @@ def _update_by_torch(
             if start < last and end > first and of_run
         ]
         chunk = shard.part(first, last)
+        # torch's kernels take no flag: update always, and then select the old values on the device.
         changed = [tensor for tensor in chunk.tensors if skip is not None and tensor is not chunk.gradient]
         old = [tensor.clone() for tensor in changed]
         _update_chunk(optimizer, chunk, step, inside, gradient_scale)
@@ -457,4 +458,4 @@ def cpu_kernel() -> CpuKernel | None:
     LOWTIDE_CPU_KERNEL: "native" (default) uses all instructions of this processor, "portable" those of its family,
     "torch" builds nothing. Raises ValueError for any other value.
     """
-    return made_as_wanted(CpuKernel, "CPU optimizer", "one C++ pass a shard", "torch's kernels, chunk by chunk")
+    return made_as_wanted(CpuKernel, "CPU optimizer", "a C++ pass per shard", "torch's kernels, chunk by chunk")

@@ -204,7 +204,7 @@ def _job(values: Tensor, bits: int, message: Tensor) -> _Blocks:
 @functools.cache
 def cpu_blocks() -> CpuBlocks | None:
     """Return the C++ kernel of this process, or None if torch must do the work: see `optimizer_step.cpu_kernel`."""
-    return made_as_wanted(CpuBlocks, "CPU messages", "one C++ pass a message", "torch's kernels")
+    return made_as_wanted(CpuBlocks, "CPU messages", "a C++ pass per message", "torch's kernels")
 
 
 # -- signs, eight per byte --------------------------------------------------------------------------------------------

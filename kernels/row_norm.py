@@ -31,10 +31,7 @@ def rms_norm(
 
     Raises ValueError if shapes do not fit together, or the backend is not possible.
     """
-    check_row_weight("rms_norm", x, "weight", weight)
-    if not uses_triton(backend, "rms_norm", x, weight) or not x.numel():
-        return rms_norm_reference(x, weight, eps, offset=offset)
-    return _row_norm(x, None, weight, None, eps, offset=offset, subtracts_mean=False)[0]
+    return _norm("rms_norm", x, None, weight, None, eps, offset, backend, subtracts_mean=False)[0]
 
 
 def add_rms_norm(
@@ -50,14 +47,7 @@ def add_rms_norm(
 
     x, residual: (..., n) of the same dtype; weight: (n,), or None for ones. Raises ValueError as `rms_norm` does.
     """
-    check_row_weight("add_rms_norm", x, "weight", weight)
-    _check_residual("add_rms_norm", x, residual)
-    if not uses_triton(backend, "add_rms_norm", x, residual, weight) or not x.numel():
-        total = x + residual
-        return rms_norm_reference(total, weight, eps, offset=offset), total
-    y, h = _row_norm(x, residual, weight, None, eps, offset=offset, subtracts_mean=False)
-    assert h is not None
-    return y, h
+    return _norm("add_rms_norm", x, residual, weight, None, eps, offset, backend, subtracts_mean=False)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -76,11 +66,7 @@ def layer_norm(
 
     Raises ValueError if shapes do not fit together, or the backend is not possible.
     """
-    check_row_weight("layer_norm", x, "weight", weight)
-    check_row_weight("layer_norm", x, "bias", bias)
-    if not uses_triton(backend, "layer_norm", x, weight, bias) or not x.numel():
-        return layer_norm_reference(x, weight, bias, eps)
-    return _row_norm(x, None, weight, bias, eps, subtracts_mean=True)[0]
+    return _norm("layer_norm", x, None, weight, bias, eps, 0.0, backend, subtracts_mean=True)[0]
 
 
 def add_layer_norm(
@@ -96,15 +82,7 @@ def add_layer_norm(
 
     x, residual: (..., n) of the same dtype; weight, bias: (n,) or None. Raises ValueError as `layer_norm` does.
     """
-    check_row_weight("add_layer_norm", x, "weight", weight)
-    check_row_weight("add_layer_norm", x, "bias", bias)
-    _check_residual("add_layer_norm", x, residual)
-    if not uses_triton(backend, "add_layer_norm", x, residual, weight, bias) or not x.numel():
-        total = x + residual
-        return layer_norm_reference(total, weight, bias, eps), total
-    y, h = _row_norm(x, residual, weight, bias, eps, subtracts_mean=True)
-    assert h is not None
-    return y, h
+    return _norm("add_layer_norm", x, residual, weight, bias, eps, 0.0, backend, subtracts_mean=True)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -119,27 +97,34 @@ def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     return y.to(x.dtype)
 
 
-def _row_norm(
+def _norm(
+    kernel: str,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    offset: float,
+    backend: Backend,
     *,
-    offset: float = 0.0,
     subtracts_mean: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute y and h on Triton. h is None without a residual. x must not be empty."""
-    return _RowNorm.apply(x, residual, weight, bias, (eps, offset, subtracts_mean))  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _check_residual(kernel: str, x: Tensor, residual: Tensor) -> None:
-    """Raise ValueError unless the residual has the shape and dtype of x."""
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+) -> tuple[Tensor, Tensor]:
+    """Check the inputs, and compute y, and h = x + residual (x without a residual)."""
+    check_row_weight(kernel, x, "weight", weight)
+    if bias is not None:
+        check_row_weight(kernel, x, "bias", bias)
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"{kernel}: expected residual like x, {tuple(x.shape)} {x.dtype}, found {tuple(residual.shape)} "
             f"{residual.dtype}"
         )
+    if uses_triton(backend, kernel, x, residual, weight, bias) and x.numel():
+        y, h = _RowNorm.apply(x, residual, weight, bias, (eps, offset, subtracts_mean))  # type: ignore[no-untyped-call]
+        return y, x if h is None else h
+    h = x if residual is None else x + residual
+    if subtracts_mean:
+        return layer_norm_reference(h, weight, bias, eps), h
+    return rms_norm_reference(h, weight, eps, offset=offset), h
 
 
 class _RowNorm(torch.autograd.Function):
@@ -150,9 +135,7 @@ class _RowNorm(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        options: tuple[
-            float, float, bool
-        ],  # eps, offset, whether the mean is subtracted: autograd looks at each argument
+        options: tuple[float, float, bool],  # eps, offset, subtracts_mean: autograd inspects every argument
     ) -> tuple[Tensor, Tensor | None]:
         residual_rows = as_rows(residual) if residual is not None else None
         y, h, mean, rstd = triton_form("row_norm").forward(as_rows(x), residual_rows, weight, bias, *options)

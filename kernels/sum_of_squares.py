@@ -14,7 +14,8 @@ device, and the host does not wait.
 The factor of the gradients, and a flag to skip the update: a dozen operators on a few numbers, or a single launch. The
 sum of squares comes as limbs (`exact_sum.py`), equal on every rank.
 
-    norm = rest * sqrt(sum of squares);  factor = rest * min(1, limit / (norm + 1e-6)) if norm > limit, else rest
+    norm = grad_scale * sqrt(sum of squares)
+    factor = grad_scale * min(1, limit / (norm + 1e-6)) if norm > limit, else grad_scale
     skip = any of two flags, or a number that differs from its expected value
 """
 
@@ -105,7 +106,7 @@ def clip_factor(
     sums: Tensor,
     flags: int,
     known: tuple[int, int],
-    rest: float,
+    grad_scale: float,
     limit: float,
     *,
     clips_below: bool = False,
@@ -114,18 +115,18 @@ def clip_factor(
     """Compute factor, (1,) float64, and skip, (1,) int64, not 0 to skip the update. [Note: What an update is told]
 
     sums: (m,) int64, with the limbs of the sum of squares first. flags: index of two flags that are 0 in a valid step.
-    known: (index, value) of a number with a known value in a valid step. rest: factor without clipping. limit: maximum
-    norm. clips_below: clip also a norm at most 1e-6 below the limit.
+    known: (index, value) of a number with a known value in a valid step. grad_scale: factor without clipping.
+    limit: maximum norm. clips_below: clip also a norm at most 1e-6 below the limit.
     """
     clips_below &= limit != math.inf
     if uses_triton(backend, "clip_factor", sums):
         by_triton = triton_form("sum_of_squares").clip_factor
-        return by_triton(sums, flags, known, rest, limit, clips_below, EPSILON)  # type: ignore[no-any-return]
-    norm = value_of(sums[:NUM_LIMBS]).sqrt() * rest
+        return by_triton(sums, flags, known, grad_scale, limit, clips_below, EPSILON)  # type: ignore[no-any-return]
+    norm = value_of(sums[:NUM_LIMBS]).sqrt() * grad_scale
     # torch would compute `limit / tensor` by a rounded reciprocal.
     factor = (torch.full_like(norm, limit) / (norm + EPSILON)).clamp(max=1.0)
     if not clips_below:
         factor = torch.where(norm > limit, factor, 1.0)
     place, expected = known
     skip = sums[flags : flags + 2].sum(dim=0, keepdim=True) + (sums[place : place + 1] != expected)
-    return (factor * rest).view(1), skip
+    return (factor * grad_scale).view(1), skip

@@ -1,7 +1,7 @@
 """Run a rank's list of actions on tensors (`Executor`).
 
-An action goes through the table `_TABLE` to a method. `messages.py` moves tensors between ranks, `stage.py` computes
-forwards, `backward.py` delays weight gradients, and a `StageMemory` gathers, releases and reduces parameters.
+`messages.py` moves tensors between ranks, `stage.py` computes forwards, `backward.py` delays weight gradients, and a
+`StageMemory` gathers, releases and reduces parameters. `Executor._act` has a case for each op.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..comm import P2P, CollectiveError
 from ..model.patches import ModelPatches
 from .backward import Entry, WeightGradients
 from .messages import Key, Messages, described
-from .schedules.schedule import Action, Op, Schedule
+from .schedules.schedule import COMPUTE_OPS, Action, Op, Schedule
 from .split.carried import Carried
 from .split.trees import leaves
 from .stage import Stage
@@ -159,7 +159,7 @@ class Executor:
             for action in self._actions:
                 self._progress.at_unit(str(action))
                 self.messages.wait_for_needs_of(action)
-                started = time.perf_counter()
+                started = time.perf_counter()  # after the wait: `on_action` times the work of this rank
                 self._do(action)
                 if self.on_action is not None:
                     self.on_action(action, started, time.perf_counter())
@@ -183,11 +183,12 @@ class Executor:
         """
         self.difference, self.failure, self.has_failed = None, None, False
         self._begin(())
+        # Count the backwards that do not run: collectives must come at the same actions as on the remaining ranks.
         self._run.num_left.update(dict.fromkeys(self._stages, self.schedule.num_microbatches))
         for action in self._actions:
-            if action.op in _OF_MEMORY:
-                _TABLE[action.op](self, action)
-            elif action.op in _COMPUTED:
+            if action.op in (Op.GATHER, Op.RELEASE, Op.REDUCE):
+                self._act(action)
+            elif action.op in COMPUTE_OPS:
                 self._memory.use(action.stage)
             self._begin_gradients(action)
             self._end_gradients(action)
@@ -200,24 +201,25 @@ class Executor:
             weights.forget()
 
     def _do(self, action: Action) -> None:
-        if action.op in _COMPUTED:
+        # Also after a failure: data-parallel ranks that have not failed gather the same parameters.
+        if action.op in COMPUTE_OPS:
             self._memory.use(action.stage)
         self.has_failed = self.has_failed or self.messages.lacks_any
         self._begin_gradients(action)
-        if action.op in _COMPUTED and not self.has_failed:
+        if action.op in COMPUTE_OPS and not self.has_failed:
             try:
-                _TABLE[action.op](self, action)
+                self._act(action)
             except CollectiveError:
                 raise  # a rank is lost, and no message reaches it
             except Exception as error:
                 self._note(error, action)
                 self.failure, self.has_failed = error, True
-        elif action.op in _COMPUTED:
+        elif action.op in COMPUTE_OPS:
             self._drop_inputs(action)
         elif self.has_failed and action.op in (Op.SEND_F, Op.SEND_B):
             self.messages.send_zeros(action)
         else:
-            _TABLE[action.op](self, action)
+            self._act(action)
         self._end_gradients(action)
 
     def _drop_inputs(self, action: Action) -> None:
@@ -230,7 +232,34 @@ class Executor:
     def _note(self, error: BaseException, action: Action) -> None:
         error.add_note(f"pipeline: in {described(action)}, of schedule {self.schedule.name}")
 
-    # -- compute ----------------------------------------------------------------------------------------------------
+    def _act(self, action: Action) -> None:
+        """Do an action that has not failed."""
+        key, run, weights = _key_of(action), self._run, self._weights
+        match action.op:
+            case Op.F:
+                self._do_forward(action)
+            case Op.B:
+                self._do_backward(key, nullcontext())
+            case Op.I:
+                self._do_backward(key, weights[action.stage].put_off(key[1]))
+            case Op.W:
+                weights[action.stage].make(key[1])
+            case Op.SEND_F:
+                self.messages.send_output(action, run.outputs_to_send.pop(key))
+            case Op.SEND_B:
+                self.messages.send(action, run.gradients_to_send.pop(key))
+            case Op.RECV_F:
+                self.messages.receive_output(action)
+            case Op.RECV_B:
+                self.messages.receive_gradients(action)
+            case Op.GATHER:
+                self._memory.gather(action.stage)
+            case Op.RELEASE:
+                self._memory.release(action.stage)
+            case Op.REDUCE:
+                self._memory.reduce(action.stage)
+            case Op.STEP:
+                pass  # the engine updates after the list: the norm is over all stages
 
     def _do_forward(self, action: Action) -> None:
         key, run = _key_of(action), self._run
@@ -255,39 +284,30 @@ class Executor:
         crosses = self.schedule.crosses(action.stage)
         agreed = self.messages.agreed(*key, output) if crosses else None
         wanted = zip(output.tensors, output.spec.needs_grad, strict=True)
+        # Zeros in the place of a differing output have no graph, so the backward of this microbatch does nothing.
         self._keep_graph(key, [tensor for tensor, needs_grad in wanted if needs_grad and agreed is None])
         if crosses:
             run.outputs_to_send[key] = output if agreed is None else agreed
         else:
             run.inputs[action.stage + 1, key[1]] = output.detached()
 
-    def _do_backward(self, action: Action) -> None:
-        self._go_backward(action, nullcontext())
-
-    def _do_input_half(self, action: Action) -> None:
-        assert action.microbatch is not None
-        self._go_backward(action, self._weights[action.stage].put_off(action.microbatch))
-
-    def _do_weight_half(self, action: Action) -> None:
-        assert action.microbatch is not None
-        self._weights[action.stage].make(action.microbatch)
-
-    def _go_backward(self, action: Action, weights: AbstractContextManager[None]) -> None:
-        key, run = _key_of(action), self._run
+    def _do_backward(self, key: Key, weights: AbstractContextManager[None]) -> None:
+        """weights: delays the gradients of weights in an I."""
+        run = self._run
         graph = run.graphs.pop(key)
         gradients = self._gradients_of(key)
         with weights:
             if graph:
                 torch.autograd.backward(graph, gradients)
-        del graph, gradients
+        del graph, gradients  # free them before `entry.gradients` may allocate zeros
         entry = run.entries.pop(key, None)
         if entry is None:
             return
         found = entry.gradients()
-        if self.schedule.crosses(action.stage - 1):
+        if self.schedule.crosses(key[0] - 1):
             run.gradients_to_send[key] = found
         else:
-            run.gradients[action.stage - 1, key[1]] = found
+            run.gradients[key[0] - 1, key[1]] = found
 
     def _gradients_of(self, key: Key) -> list[Tensor | None]:
         if self._stages[key[0]].is_last:
@@ -299,12 +319,6 @@ class Executor:
         """Hold the graph of the outputs until backward."""
         if not self.schedule.is_forward_only:  # edges do not hold values: these are freed as soon as they are sent
             self._run.graphs[key] = [get_gradient_edge(tensor) for tensor in outputs]
-
-    def _do_send_forward(self, action: Action) -> None:
-        self.messages.send_output(action, self._run.outputs_to_send.pop(_key_of(action)))
-
-    def _do_send_backward(self, action: Action) -> None:
-        self.messages.send(action, self._run.gradients_to_send.pop(_key_of(action)))
 
     def _begin_gradients(self, action: Action) -> None:
         if action.op in (Op.B, Op.I) and action.stage in self._run.halves:
@@ -336,21 +350,3 @@ def shapes_in(batch: Any) -> Hashable:
     names = tuple(batch) if isinstance(batch, Mapping) else ()
     shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch)]
     return (names, *shapes)
-
-
-_COMPUTED = (Op.F, Op.B, Op.I, Op.W)
-_OF_MEMORY = (Op.GATHER, Op.RELEASE, Op.REDUCE)
-_TABLE: Mapping[Op, Callable[[Executor, Action], None]] = {
-    Op.F: Executor._do_forward,
-    Op.B: Executor._do_backward,
-    Op.I: Executor._do_input_half,
-    Op.W: Executor._do_weight_half,
-    Op.SEND_F: Executor._do_send_forward,
-    Op.RECV_F: lambda self, action: self.messages.receive_output(action),
-    Op.SEND_B: Executor._do_send_backward,
-    Op.RECV_B: lambda self, action: self.messages.receive_gradients(action),
-    Op.GATHER: lambda self, action: self._memory.gather(action.stage),
-    Op.RELEASE: lambda self, action: self._memory.release(action.stage),
-    Op.REDUCE: lambda self, action: self._memory.reduce(action.stage),
-    Op.STEP: lambda self, action: None,  # the engine updates after the list: the norm is over all stages
-}

@@ -53,7 +53,8 @@ class Messages:
         """Begin a run with nothing under way. kinds: of each microbatch."""
         self._kinds = kinds
         self.difference = None
-        self._specs = {known: spec for known, spec in self._specs.items() if spec is not None}
+        # A None belongs to the failed run: the sender sends the spec again.
+        self._specs = {receiver: spec for receiver, spec in self._specs.items() if spec is not None}
         self._arriving: dict[tuple[Op, Key], tuple[list[Pending], list[Tensor]]] = {}
         self._sent: dict[Action, list[tuple[Pending, Any]]] = {}  # oldest first
 

@@ -111,7 +111,7 @@ class Stage:
             return None
         kept = replay.values.values if replay.values is not None else {}
         replay.values = None  # kept values must not outlive the forward
-        tensors: dict[int, tuple[int, Tensor]] = {}
+        tensors: dict[int, tuple[int, Tensor]] = {}  # by id: a tensor that is needed twice is sent once
 
         def index_of(tensor: Tensor) -> int:
             return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
@@ -129,7 +129,7 @@ class Stage:
             passing=passing,
             outputs=tuple((output, len(list(equal))) for output, equal in groupby(outputs)),
         )
-        if self._spec is None or spec != self._spec:
+        if self._spec is None or spec != self._spec:  # equal specs stay a single object
             self._spec = spec
         return Carried(sent, self._spec)
 

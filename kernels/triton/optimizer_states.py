@@ -88,7 +88,7 @@ def load_state(S_ptr, at, ok, SCALE_ptr, block, block_ok):
 
 @triton.jit
 def store_state(S_ptr, at, ok, SCALE_ptr, block, block_ok, x, noise):
-    """What `load_state` reads: x, float32, rounded at random where it is stored in fewer bits."""
+    """Store x, float32, for `load_state`, with random rounding to a narrower dtype."""
     if SCALE_ptr is not None:
         IS_SIGNED: tl.constexpr = S_ptr.dtype.element_ty == tl.int8
         TOP: tl.constexpr = 15 if IS_SIGNED else 31

@@ -215,40 +215,41 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["flags", "place", "expected", "rest", "limit"])
+@triton.jit(do_not_specialize=["flags", "place", "expected", "grad_scale", "limit"])
 def _clip_kernel(
-    SUMS_ptr, FACTOR_ptr, SKIP_ptr, flags, place, expected, rest, limit,
+    SUMS_ptr, FACTOR_ptr, SKIP_ptr, flags, place, expected, grad_scale, limit,
     CLIPS_BELOW: tl.constexpr, EPSILON: tl.constexpr, NUM_LIMBS: tl.constexpr, BIAS_BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """FACTOR = rest * min(1, limit / (norm + EPSILON));  SKIP = flags. rest, limit: bits of float64 numbers."""
+    """FACTOR = grad_scale * min(1, limit / (norm + EPSILON));  SKIP = flags. grad_scale, limit: bits of float64."""
     at = tl.arange(0, TILE)
     limbs = tl.load(SUMS_ptr + at, mask=at < NUM_LIMBS, other=0)
     exponent = at.to(tl.int64) * 32 - BIAS_BITS + 1023  # of a limb's unit; a unit below all normal numbers counts 0
     unit = tl.where(limbs == 0, 0, tl.minimum(tl.maximum(exponent, 0), 2047) << 52).to(tl.float64, bitcast=True)
     square = tl.sum(limbs.to(tl.float64) * unit, axis=0)
-    rest = rest.to(tl.int64).to(tl.float64, bitcast=True)
+    grad_scale = grad_scale.to(tl.int64).to(tl.float64, bitcast=True)
     limit = limit.to(tl.int64).to(tl.float64, bitcast=True)
     one = tl.full((), 1.0, tl.float64)
-    norm = tl.sqrt(square) * rest
+    norm = tl.sqrt(square) * grad_scale
     factor = tl.minimum(limit / (norm + tl.full((), EPSILON, tl.float64)), one)
     if not CLIPS_BELOW:
         factor = tl.where(norm > limit, factor, one)
-    tl.store(FACTOR_ptr, factor * rest)
+    tl.store(FACTOR_ptr, factor * grad_scale)
     differs = tl.load(SUMS_ptr + place) != expected
     tl.store(SKIP_ptr, tl.load(SUMS_ptr + flags) + tl.load(SUMS_ptr + flags + 1) + differs.to(tl.int64))
 
 
 def clip_factor(
-    sums: Tensor, flags: int, known: tuple[int, int], rest: float, limit: float, clips_below: bool, epsilon: float
+    sums: Tensor, flags: int, known: tuple[int, int], grad_scale: float, limit: float, clips_below: bool, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """Launch `sum_of_squares.clip_factor`."""
     factor = torch.empty(1, dtype=torch.float64, device=sums.device)
     skip = torch.empty(1, dtype=torch.int64, device=sums.device)
-    rest_bits, limit_bits = struct.unpack("=2q", struct.pack("=2d", rest, limit))  # Triton passes a float as float32
+    # Triton passes a float as float32: give it the bits of the float64.
+    grad_scale_bits, limit_bits = struct.unpack("=2q", struct.pack("=2d", grad_scale, limit))
     launch(
         _clip_kernel, (1,), num_warps=4, SUMS_ptr=sums, FACTOR_ptr=factor, SKIP_ptr=skip,
-        flags=flags, place=known[0], expected=known[1], rest=rest_bits, limit=limit_bits,
+        flags=flags, place=known[0], expected=known[1], grad_scale=grad_scale_bits, limit=limit_bits,
         CLIPS_BELOW=clips_below, EPSILON=epsilon, NUM_LIMBS=NUM_LIMBS, BIAS_BITS=BIAS_BITS,
         TILE=next_power_of_2(NUM_LIMBS),
     )  # fmt: skip

@@ -76,6 +76,7 @@ class Absent(Tensor):
             return repr(absents[0])
         if name in ("cpu", "cuda"):
             return absents[0]
+        # Shape, dtype and device are enough for these: the result is a real tensor.
         if (name in _NEW or name in _LIKE) and args and isinstance(args[0], Absent):
             return func(_placeholder(args[0]), *args[1:], **kwargs)
         if name in _SHAPED_AS and not isinstance(args[0], Absent):
@@ -88,6 +89,7 @@ class Absent(Tensor):
                 "into a block"
             )
         result = _on_meta(func, name, args, kwargs, absents)
+        # An in-place operation returns its target, which may be bound later.
         if isinstance(target, Absent) and isinstance(result, Absent) and result.shape == target.shape:
             return target
         return result

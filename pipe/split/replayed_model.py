@@ -40,7 +40,7 @@ class ReplayedModel:
         self._active: Replay | Probe | None = None
         self._local = {block for stage in stages for block in plan.blocks_of(stage)}
         blocks = {name: model.get_submodule(name) for name in plan.blocks}
-        self._outer = _tensors_outside(model, blocks.values())
+        self._outer = _tensors_outside(model, blocks.values())  # first: it reads parameters that are dropped below
         kept = {name for stage in stages for name in plan.parameters[stage]}
         self._dropped = _drop_parameters(model, kept)
         _drop_buffers_from_state(model, {name for stage in stages for name in plan.buffers[stage]}, patches)
@@ -87,6 +87,7 @@ class ReplayedModel:
             with torch.random.fork_rng(devices, device_type=self.device.type):
                 self._run(probe, call, now & following)
         except Exception:
+            # After the first block, the look-ahead may fail because it needs values. Only an earlier error counts.
             if probe.arguments is None:
                 raise
         finally:

@@ -99,7 +99,7 @@ def test_the_update_kernel_says_which_form_it_has(
         pytest.skip(str(error))
     monkeypatch.setenv("LOWTIDE_CPU_KERNEL", "portable")
     found = report(capsys)["works"]["cpu update kernel"]
-    assert found == {"works": True, "why": "one C++ pass a shard, with portable instructions"}
+    assert found == {"works": True, "why": "a C++ pass per shard, with portable instructions"}
 
 
 def test_a_wrong_setting_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

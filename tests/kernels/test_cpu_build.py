@@ -206,4 +206,4 @@ def test_a_compiler_that_does_not_know_the_processor(
     monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", text)))
     step()
     (record,) = caplog.records
-    assert record.getMessage() == "CPU optimizer: one C++ pass a shard, with portable instructions"
+    assert record.getMessage() == "CPU optimizer: a C++ pass per shard, with portable instructions"

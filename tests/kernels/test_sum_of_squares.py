@@ -131,7 +131,7 @@ def test_float64_stays_exact(generator: torch.Generator) -> None:
 def test_bad_arguments_are_errors() -> None:
     x = torch.ones(64)
     for block_numel in (0, 8, 1000, 8192):
-        with pytest.raises(ValueError, match=rf"block_numel to be a power of 2 from 16 to 4096, found {block_numel}"):
+        with pytest.raises(ValueError, match=rf"block_numel, a power of 2 from 16 to 4096, found {block_numel}"):
             squares_by_block(x, block_numel)
     with pytest.raises(ValueError, match=r"expected floating-point values, found torch.int32 at index 1"):
         squares_of_each([x, x.int()], 64)

@@ -87,11 +87,11 @@ def test_the_log_names_the_kernel_once(choose: Tier, caplog: pytest.LogCaptureFi
     choose("native")
     trained("adamw", torch.float32, weight, gradients)
     assert [record.getMessage() for record in caplog.records] == [
-        "CPU optimizer: one C++ pass a shard, with all instructions of this processor"
+        "CPU optimizer: a C++ pass per shard, with all instructions of this processor"
     ]
     choose("portable")
     trained("adamw", torch.float32, weight, gradients)
-    assert caplog.records[-1].getMessage() == "CPU optimizer: one C++ pass a shard, with portable instructions"
+    assert caplog.records[-1].getMessage() == "CPU optimizer: a C++ pass per shard, with portable instructions"
     choose("torch")
     trained("adamw", torch.float32, weight, gradients)
     assert caplog.records[-1].getMessage() == (

@@ -1,1 +1,1 @@
-"""How the state of a training lies on disk: tensors in boxes, files, tags, and plain weights."""
+"""Training state on disk: chunks of tensors, files, tags, and plain weights."""

@@ -1,7 +1,7 @@
-"""One tensor as the bytes that `torch.load` reads: a zip archive of a small pickle and the values.
+"""Write a tensor in the format of `torch.save`: a zip archive of a small pickle and the values.
 
-Written here rather than by `torch.save` because that copies the values several times and cannot say where in the file
-they are; a reader that knows the place reads them straight into the memory that they are for.
+`torch.save` copies the values several times and does not say where they are in the file. With a known place a reader
+reads the values directly into their destination.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from ..offload import Checksum
 
 MAX_VALUES_BYTES = 4 << 20
-"""A checksum covers all values of an archive, so whoever wants a part of them reads them all: they are kept few."""
+"""Limit of an archive. Its checksum covers all values, so a reader of a part must read all of them."""
 
 _FOLDER = "archive"
 _CHECKSUM = Checksum(MAX_VALUES_BYTES, seed=0)
 _NO_HOOKS: OrderedDict[str, Any] = OrderedDict()
-_OLDEST_DATE = (1980, 1, 1, 0, 0, 0)  # the same state gives the same file
+_OLDEST_DATE = (1980, 1, 1, 0, 0, 0)  # a fixed date: equal states give equal files
 
 
 class ByteSink(Protocol):
-    """What bytes are appended to; `nbytes` of them so far."""
+    """A file that bytes are appended to. `nbytes`: bytes so far."""
 
     @property
     def nbytes(self) -> int: ...
@@ -38,16 +38,16 @@ class ByteSink(Protocol):
 
 @dataclass(frozen=True)
 class ArchivePlace:
-    """Where an archive lies in a file, and in it the values; all in bytes from the file's beginning."""
+    """The place of an archive and of its values, in bytes from the start of the file."""
 
     offset: int
     nbytes: int
     values_offset: int
-    values_checksum: int  # see `checksum_of`; the zip has its own CRC-32, which takes three times as long to verify
+    values_checksum: int  # of `checksum_of`: the CRC-32 of the zip takes three times as long to verify
 
 
 def write_tensor(sink: ByteSink, values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlace:
-    """Appends a contiguous tensor. values: its bytes."""
+    """Append a contiguous tensor. values: its bytes."""
     offset = sink.nbytes
     with zipfile.ZipFile(_Appender(sink), "w") as archive:  # type: ignore[call-overload]
         _write_entry(archive, "data.pkl", _pickled_tensor(dtype, shape))
@@ -59,12 +59,12 @@ def write_tensor(sink: ByteSink, values: memoryview, dtype: torch.dtype, shape: 
 
 
 def checksum_of(values: memoryview) -> int:
-    """What is compared when values are read, of at most MAX_VALUES_BYTES; the same in every process."""
+    """Compute the checksum of at most MAX_VALUES_BYTES. Equal in every process."""
     return _CHECKSUM.of(values)
 
 
 class _Appender:
-    """A file for `zipfile` that can only be appended to."""
+    """An append-only file for `zipfile`."""
 
     def __init__(self, sink: ByteSink) -> None:
         self._sink = sink
@@ -85,7 +85,7 @@ def _write_entry(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) 
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles a tensor without values as the call that rebuilds a contiguous one from the bytes beside the pickle."""
+    """Pickles a tensor without values as torch's call that rebuilds it from the bytes beside the pickle."""
 
     def persistent_id(self, value: Any) -> Any:
         is_storage = isinstance(value, torch.UntypedStorage)

@@ -1,4 +1,4 @@
-"""One complete checkpoint: what it says of itself, its tensors, and the proof that every element is there once."""
+"""A complete checkpoint: its description, its tensors, and the proof that every element is stored exactly once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ AVERAGE = "ema."
 
 
 class Checkpoint:
-    """A checkpoint for reading. Raises CheckpointError where a file is missing, of another size, altered, or says what
-    cannot be.
+    """A checkpoint for reading.
 
-    That there is a place for every element is proved before any is read: `weights`, `states`, `own_state` and `verify`
-    begin with it. Values are verified as they are read; `verify` reads and verifies all.
+    Raises CheckpointError if a file is missing, has another size, is altered, or has impossible content. `weights`,
+    `states`, `own_state` and `verify` first prove that every element has a place. Values are verified when they are
+    read; `verify` reads and verifies all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,27 +44,27 @@ class Checkpoint:
 
     @property
     def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype in which each parameter was computed."""
+        """The compute dtype of each parameter."""
         return self.manifest.compute_dtypes
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters -> the first name, under which their values are."""
+        """Further names of tied parameters -> the first name, which has the values."""
         return self.manifest.aliases
 
     @property
     def left_out(self) -> dict[str, LeftOut]:
-        """Parameters that are not in it, since they did not change, by the model's own names."""
+        """Parameters that are not in the checkpoint because they did not change, by model names."""
         return self.manifest.left_out
 
     @property
     def model_files(self) -> dict[str, Any]:
-        """Files that belong beside exported weights: name -> JSON content."""
+        """Files to write beside exported weights: name -> JSON content."""
         return self.manifest.model_files
 
     @property
     def weights(self) -> CheckpointReader:
-        """Parameters and buffers by the model's own names."""
+        """Parameters and buffers by model names."""
         return self._reader(MODEL)
 
     @property
@@ -74,35 +74,35 @@ class Checkpoint:
 
     @property
     def averages(self) -> CheckpointReader:
-        """Moving averages of parameters, by the model's own names; empty where none were made."""
+        """Moving averages of parameters by model names. Empty if the run made none."""
         return self._reader(AVERAGE)
 
     @property
     def averaged_weights(self) -> CheckpointReader:
-        """As `weights`, with averages in the place of parameters that have one. Raises ValueError where none have."""
+        """`weights` with averages in place of parameters that have one. Raises ValueError if there are no averages."""
         averages, weights = self.averages, self.weights
         if not averages.tensors:
-            raise ValueError(f"{self.path}: expected averages in it, found none: the run has not called engine.ema()")
+            raise ValueError(f"{self.path}: expected moving averages, found none: the run has not called engine.ema()")
         rows = self._contents[1]
         prefixes = {name: AVERAGE if name in averages.tensors else MODEL for name in weights.tensors}
         tensors = {name: averages.tensors.get(name, info) for name, info in weights.tensors.items()}
         return CheckpointReader(self.path, tensors, {name: rows.get(prefixes[name] + name, ()) for name in tensors})
 
     def own_state(self, rank: int) -> Any:
-        """What the rank said of itself alone, encoded by `values`."""
+        """Return the state of this rank alone, encoded by `values`."""
         return self._contents[0][rank].own_state
 
     def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Reads every value. Raises CheckpointError for the first that is not as it was written.
+        """Read every value. Raises CheckpointError for the first value that differs from what was written.
 
-        advance: called with the number of bytes that were verified since the last call.
+        advance: called with the number of bytes verified since the last call.
         """
         for entry in self.manifest.files:
             if entry.crc32 is not None:
                 self._read_small(entry)
         CheckpointReader(self.path, self.manifest.tensors, self._contents[1]).verify(advance)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- reading the description ----------------------------------------------------------------------------------
 
     def _check_size(self, name: str, nbytes: int) -> None:
         file = self.path / name
@@ -118,7 +118,7 @@ class Checkpoint:
 
     @cached_property
     def _contents(self) -> tuple[list[RankIndex], RowsByName]:
-        """What each rank has written, and all rows by name, which fit each other and the description."""
+        """The index of each rank, and all rows by name, checked against each other and the description."""
         entries = {entry.name: entry for entry in self.manifest.files}
         indexes = [self._index(entries[index_name(rank)]) for rank in range(self.manifest.num_files)]
         rows = rows_by_name(indexes)
@@ -126,7 +126,7 @@ class Checkpoint:
             sizes = [entries[data_name(rank)].nbytes for rank in range(len(indexes))]
             check_coverage(self.manifest.tensors, rows, sizes)
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: {error}; an index file does not fit the others") from None
+            raise CheckpointError(f"{self.path}: {error}; the index files do not fit together") from None
         return indexes, rows
 
     def _index(self, entry: FileEntry) -> RankIndex:
@@ -134,7 +134,7 @@ class Checkpoint:
         try:
             return RankIndex.parse(text)
         except ValueError as error:
-            raise CheckpointError(f"{self.path / entry.name}: expected what a rank has written; {error}") from None
+            raise CheckpointError(f"{self.path / entry.name}: expected the index of a rank; {error}") from None
 
     def _read_small(self, entry: FileEntry) -> bytes:
         try:
@@ -145,7 +145,7 @@ class Checkpoint:
             ) from error
         if zlib.crc32(text) != entry.crc32:
             raise CheckpointError(
-                f"{self.path / entry.name}: expected the file as it was written, found it altered (the CRC-32 differs)"
+                f"{self.path / entry.name}: expected the file as written, found it altered (the CRC-32 differs)"
             )
         return text
 
@@ -161,10 +161,10 @@ class Checkpoint:
 
 
 def check_coverage(tensors: Mapping[str, TensorInfo], rows: RowsByName, file_sizes: Sequence[int]) -> None:
-    """Raises ValueError, which names a tensor and an element, unless all of this holds:
+    """Raise ValueError, with a tensor and an element, unless the rows of all ranks are complete and sound.
 
-    each box lies in its tensor; the boxes of a tensor are all of its elements, and none of them twice; their bytes
-    lie in their archives, and these in the files. file_sizes: bytes of the file of each rank.
+    Each chunk lies in its tensor. The chunks of a tensor cover every element exactly once. Their bytes lie in their
+    archives, and the archives in the files. file_sizes: bytes of the file of each rank.
     """
     for name, found in rows.items():
         info = tensors.get(name)
@@ -214,8 +214,11 @@ def _gap_between_ranges(chunks: Sequence[TensorChunk], shape: tuple[int, ...]) -
 
 
 def _gap_between_chunks(chunks: Sequence[TensorChunk], shape: tuple[int, ...]) -> str | None:
-    """Of a layer that was split by columns: as many elements as the tensor has, and no two boxes with a common one."""
-    open_boxes: list[TensorChunk] = []  # those that reach to where the next one begins, in the first dimension
+    """Find a gap or an overlap between chunks that are not ranges, such as columns of a split layer.
+
+    No two chunks share an element, and together they have as many elements as the tensor.
+    """
+    open_boxes: list[TensorChunk] = []  # chunks that extend to the first row of the current chunk
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
         open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
         for other in open_boxes:

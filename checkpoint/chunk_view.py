@@ -1,4 +1,4 @@
-"""What a rank holds of a named tensor, where such ranges are read from, and how they are boxes of the tensor."""
+"""The part of a named tensor that a rank holds, sources of such parts, and their division into chunks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from .files import shortened
 
 @dataclass(frozen=True)
 class ChunkView:
-    """A contiguous range of a box of a named tensor, flattened: the elements [start, start + numel) of the box.
+    """The elements [start, start + numel) of a flattened chunk of a named tensor.
 
-    Written to a file it is a source, read from a file it is the memory that is filled. The box is what a rank has of
-    the tensor, before that is sharded: all of it, some columns or rows, an expert.
+    A writer reads its values, a reader fills its memory. The chunk is the rank's part before sharding: the whole
+    tensor, some columns or rows, or an expert.
     """
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     start: int
-    memory: Memory  # a tensor is (numel,) contiguous, any dtype, on any device
+    memory: Memory  # if a tensor: (numel,) contiguous, any dtype and device
     part_of_whole: TensorChunk | None = None  # None: the box is the whole tensor
 
     @property
     def chunk(self) -> TensorChunk:
-        """What `start` counts in."""
+        """The chunk in which `start` counts."""
         return TensorChunk.whole(self.shape) if self.part_of_whole is None else self.part_of_whole
 
     @property
     def values(self) -> Tensor:
-        """(numel,); of a stored range until the values of another one are asked for."""
+        """(numel,). Values of a stored range are valid until the next range is opened."""
         return self.memory if isinstance(self.memory, Tensor) else self.memory.open()
 
     @property
@@ -61,13 +61,13 @@ class ChunkView:
         return self.start + self.numel
 
     def chunks(self, max_numel: int | None = None) -> list[TensorChunk]:
-        """Its elements as boxes of the whole tensor, in order; each lies in one piece in the memory."""
+        """Return the elements as chunks of the whole tensor, in order, each contiguous in memory."""
         chunk = self.chunk
         found = chunks_of_range(chunk.sizes, self.start, self.end, self.numel if max_numel is None else max_numel)
         return [one.outside(chunk) for one in found]
 
     def flat_ranges(self) -> list[tuple[int, int]]:
-        """Its elements as ranges [low, high) of the flattened whole tensor, in order."""
+        """Return the elements as ranges [low, high) of the flattened whole tensor, in order."""
         if self.part_of_whole is None:
             return [(self.start, self.end)] if self.numel else []
         return [flat_range for chunk in self.chunks() for flat_range in flat_ranges_of(chunk, self.shape)]
@@ -75,13 +75,13 @@ class ChunkView:
 
 @cache
 def _dtypes() -> Mapping[str, torch.dtype]:
-    """By name, without those whose elements are no plain bytes."""
+    """Map names to dtypes, without quantized dtypes and bit dtypes, whose elements are not plain bytes."""
     found = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
     return {name: dtype for name, dtype in found.items() if not name.startswith(("q", "bits"))}
 
 
 def dtype_named(name: str, where: str) -> torch.dtype:
-    """The dtype of a name such as "float32". Raises ValueError, which names the place."""
+    """Look up a dtype such as "float32". Raises ValueError with the place."""
     dtype = _dtypes().get(name)
     if dtype is None:
         raise ValueError(f"{shortened(where)}: expected a dtype such as 'float32', found {shortened(name)}")
@@ -90,7 +90,7 @@ def dtype_named(name: str, where: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as it lies in files."""
+    """Shape and dtype of a tensor in files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -103,8 +103,8 @@ class TensorInfo:
 class TensorSource(Protocol):
     """Named tensors in files, of which ranges can be read.
 
-    tensors: name -> shape and dtype. bytes_read: how many bytes of tensors were read so far.
-    read: fills the values of each fragment, cast to their dtype; the names and shapes must be those of `tensors`.
+    tensors: name -> shape and dtype. bytes_read: bytes of tensors read so far. read: fills the values of each view,
+    cast to its dtype. Names and shapes must be as in `tensors`.
     """
 
     @property
@@ -118,15 +118,15 @@ class TensorSource(Protocol):
 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int) -> list[TensorChunk]:
-    """The elements [start, end) of the flattened tensor as contiguous boxes in order, none above max_numel.
+    """Divide the elements [start, end) of a flattened tensor into contiguous chunks, in order, none above max_numel.
 
-        shape (4, 5), elements [3, 18):   . . . 1 1      box 1: offsets (0, 3), sizes (1, 2)
-                                          2 2 2 2 2      box 2: offsets (1, 0), sizes (2, 5)
+        shape (4, 5), elements [3, 18):   . . . 1 1      chunk 1: offsets (0, 3), sizes (1, 2)
+                                          2 2 2 2 2      chunk 2: offsets (1, 0), sizes (2, 5)
                                           2 2 2 2 2
-                                          3 3 3 . .      box 3: offsets (3, 0), sizes (1, 3)
+                                          3 3 3 . .      chunk 3: offsets (3, 0), sizes (1, 3)
 
-    A range of a tensor with N dimensions is at most 2N - 1 boxes, and each of them is contiguous itself. That is what
-    lets a flat shard be written where others expect pieces of tensors, without a gather and without a copy.
+    A range of a tensor with N dimensions has at most 2N - 1 chunks, and each is contiguous. So a flat shard is written
+    as chunks of tensors without a gather and without a copy.
     """
     if start >= end:
         return []
@@ -134,8 +134,8 @@ def chunks_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int
 
 
 def flat_ranges_of(chunk: TensorChunk, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, end) in the flattened tensor of each contiguous stretch of a box that is not empty, in order."""
-    # The dimensions from `inner` on are whole: they, and a part of the one before, lie in one piece.
+    """Yield (start, end) in the flattened tensor of each contiguous range of a chunk that is not empty, in order."""
+    # The dimensions from `inner` on are complete, so they and a range of the dimension before them are contiguous.
     inner = len(shape)
     while inner and chunk.sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -170,7 +170,7 @@ def _in_row(row: int, chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
 
 
 def _split(chunk: TensorChunk, max_numel: int) -> Iterator[TensorChunk]:
-    """Cuts a contiguous box along its first dimension that is longer than 1, and the pieces again where needed."""
+    """Cut a contiguous chunk along its first dimension longer than 1, recursively."""
     if chunk.numel <= max_numel:
         yield chunk
         return

@@ -1,19 +1,18 @@
-"""A file of a checkpoint, of which ranges are read: out of the page cache, or past it.
+"""A file of a checkpoint, read in ranges: through the page cache or past it.
 
 [Note: past the page cache]
-Through the page cache, what is not in it costs new pages, a copy out of them, and the work of giving other pages up for
-them; where ranks are as many as cores, they wait for each other over that. With O_DIRECT the disk fills the same few
-huge pages again and again, which stay in the processor's cache until they have been copied to where they belong:
+A read through the page cache of uncached data needs new pages, a copy, and eviction of other pages. If ranks are as
+many as cores, they wait for each other's evictions. With O_DIRECT the disk fills the same few huge pages again and
+again, which stay in the processor's cache until they are copied to their destination:
 
-    file     [ box ][ box ][ box ] --disk--> [block]  --copy--> fragment --verify
-                                             [block]            (a block a thread, 1 MiB each)
+    file     [chunk][chunk][chunk] --disk--> [block]  --copy--> view --verify
+                                             [block]            (a block of 1 MiB for each thread)
 
-No request may be small: the disk takes them in order, so that a page alone would keep its thread waiting until it has
-brought all the megabytes that others asked for before. Readers ask for long stretches therefore, small boxes and the
-large ones beside them at once.
+Requests must be large. The disk serves them in order, so a request of a page would wait for all the megabytes requested
+before it. Therefore readers request long ranges that include small chunks.
 
-Besides, nothing is left in the page cache, which counts as memory of the job in a container. What is there already is
-read there, which is faster still.
+Also, nothing remains in the page cache, which counts as memory of the job in a container. Cached data are read through
+the cache, which is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import numpy as np
 
 from ..offload import HostPool
 
-_ALIGNMENT_BYTES = 4096  # of memory, offsets and lengths: no device wants more for O_DIRECT
+_ALIGNMENT_BYTES = 4096  # of memory, offsets and lengths: enough for O_DIRECT on every device
 _HUGE_PAGE_BYTES = 2 << 20
 _BLOCK_BYTES = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux and FreeBSD
@@ -42,7 +41,7 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class EndOfFileError(Exception):
-    """A file ended before what was wanted of it."""
+    """A file ended before the requested bytes."""
 
     def __init__(self, file_nbytes: int) -> None:
         super().__init__(file_nbytes)
@@ -51,7 +50,7 @@ class EndOfFileError(Exception):
 
 @dataclass(frozen=True)
 class FileChunk:
-    """Bytes of a file, and the memory that they are for."""
+    """A range of a file and its destination in memory."""
 
     offset: int
     memory: memoryview  # (nbytes,) of bytes, writable
@@ -62,7 +61,7 @@ class FileChunk:
 
 
 class Blocks:
-    """Huge pages for so many reads past the page cache at once, 1 MiB each. Any thread may use it."""
+    """Huge pages for `count` concurrent reads past the page cache, 1 MiB each. Thread-safe."""
 
     def __init__(self, count: int) -> None:
         pool = HostPool(alignment=_HUGE_PAGE_BYTES, pinned=False)
@@ -73,7 +72,7 @@ class Blocks:
 
     @contextmanager
     def lend(self) -> Iterator[memoryview]:
-        """One of them, at the beginning of a page; waits until there is one."""
+        """Lend a page-aligned block. Waits until a block is free."""
         block = self._free.get()
         try:
             yield block
@@ -82,10 +81,10 @@ class Blocks:
 
 
 class DataFile:
-    """A file that several threads read. Raises OSError where it cannot be opened.
+    """A file that several threads read. Raises OSError if it cannot be opened.
 
-    blocks: with them, what is not in the page cache is read past it, see [Note: past the page cache]. Without effect
-    where the file system refuses O_DIRECT (tmpfs before Linux 6.6, some network file systems).
+    blocks: if given, uncached data are read past the page cache: see [Note: past the page cache]. Ignored if the file
+    system refuses O_DIRECT (tmpfs before Linux 6.6, some network file systems).
     """
 
     def __init__(self, path: Path, blocks: Blocks | None = None) -> None:
@@ -111,12 +110,12 @@ class DataFile:
         self._descriptor = self._direct = -1
 
     def read(self, parts: Sequence[FileChunk]) -> None:
-        """Fills the parts, which lie near each other in the file, by rising offset. Raises OSError, EndOfFileError."""
+        """Fill the parts, which are close together and sorted by offset. Raises OSError, EndOfFileError."""
         if not self._read_past_cache(parts):
             for part in parts:
                 self._read_through_cache(part)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- two ways to read -----------------------------------------------------------------------------------------
 
     def _read_through_cache(self, part: FileChunk) -> None:
         done = 0
@@ -127,7 +126,7 @@ class DataFile:
             done += count
 
     def _read_past_cache(self, parts: Sequence[FileChunk]) -> bool:
-        """False where it must not be, or cannot be."""
+        """Return False if the data are cached, or if O_DIRECT is not possible."""
         if self._blocks is None or self._residency is None or self._direct < 0:
             return False
         low, high = parts[0].offset, max(part.end for part in parts)
@@ -147,14 +146,14 @@ class DataFile:
         targets = [np.frombuffer(part.memory, np.uint8) for part in parts]
         offset = low // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         num_requests = -(-(high - offset) // len(block))
-        request_bytes = _aligned(-(-(high - offset) // max(num_requests, 1)))  # even: no small one at the end
+        request_bytes = _aligned(-(-(high - offset) // max(num_requests, 1)))  # equal sizes: no small last request
         while offset < high:
             wanted = min(_aligned(high - offset), request_bytes)
             count = os.preadv(self._direct, [block[:wanted]], offset)
             end = offset + count
             for part, target in zip(parts, targets, strict=True):
                 first, last = max(part.offset, offset), min(part.end, end)
-                if first < last:  # by NumPy, whose copies let other threads run
+                if first < last:  # NumPy releases the GIL during the copy
                     np.copyto(target[first - part.offset : last - part.offset], source[first - offset : last - offset])
             if end < high and (not count or count % _ALIGNMENT_BYTES):
                 raise EndOfFileError(end)
@@ -166,9 +165,9 @@ def _aligned(nbytes: int) -> int:
 
 
 class _Residency:
-    """Which pages of a file are in the page cache. To ask brings none there, unlike a read with RWF_NOWAIT.
+    """Tells which pages of a file are in the page cache. The query loads no pages, unlike a read with RWF_NOWAIT.
 
-    Of a file that the user neither owns nor may write to, the system says that all of them are.
+    For a file that the user neither owns nor may write, the system claims that all pages are cached.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -179,11 +178,11 @@ class _Residency:
             self._address = self._pages.ctypes.data
 
     def has(self, low: int, high: int) -> bool:
-        """True where the first, the middle and the last page of the bytes [low, high) are there, and at the file's end.
+        """Return True if the first, middle and last page of the bytes [low, high) are cached.
 
-        Three of a thousand pages: to ask for each one would take a tenth of the time of a read from the cache.
+        Only three pages are queried. To query each page would take a tenth of the time of a cached read.
         """
-        is_there = ctypes.c_ubyte(1)  # stays where the system does not say
+        is_there = ctypes.c_ubyte(1)  # stays 1 if the call fails or the range is past the end of the file
         for offset in (low, (low + high) // 2, high - 1):
             if offset < self._nbytes:
                 _mincore()(self._address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(is_there))
@@ -194,13 +193,13 @@ class _Residency:
 
 @functools.cache
 def _mincore() -> Callable[[int, int, object], int]:
-    call = ctypes.PyDLL(None).mincore  # which keeps the interpreter's lock: to get it back would take longer
+    call = ctypes.PyDLL(None).mincore  # PyDLL keeps the GIL: to reacquire it would take longer than the call
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     return call
 
 
 def _open_direct(path: Path) -> int:
-    """-1 where the file system refuses it."""
+    """Open with O_DIRECT. Returns -1 if the file system refuses."""
     try:
         return os.open(path, os.O_RDONLY | _CLOEXEC | _DIRECT)
     except OSError as error:

@@ -1,15 +1,15 @@
-"""The metadata of torch.distributed.checkpoint for files that are written here.
+"""The metadata of torch.distributed.checkpoint for our checkpoint files.
 
-With it FSDP2, `dcp_to_torch_save` and every other reader of that format load a checkpoint of ours. They look for
+With it FSDP2, `dcp_to_torch_save` and all other readers of that format load our checkpoints. They look for
 
-    model.NAME                    a parameter or buffer, tied parameters under each of their names
-    optim.state.NAME.STATE        an optimizer state; STATE may be "step", one number for all of them
+    model.NAME                    a parameter or buffer; tied parameters under each of their names
+    optim.state.NAME.STATE        an optimizer state; STATE may be "step", a number shared by all parameters
     ema.NAME                      a moving average of a parameter
     optim.param_groups.0.lr       an option of a parameter group; "params" are the names of its parameters
-    optim.param_groups.NAME.lr    the same for those who flatten the state dict of an optimizer
+    optim.param_groups.NAME.lr    the same option in a flattened optimizer state dict
 
-The file is a pickle, which is their format; nothing here ever reads it. What it is made of is imported when it is
-written: torch.distributed.checkpoint takes 45 MiB of a process, and rank 0 alone needs it.
+Their format is a pickle, and this module never reads it. torch.distributed.checkpoint takes 45 MiB of a process, and
+only rank 0 needs it, so it is imported when the file is written.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 PARAM_GROUPS = "optim.param_groups."
-"""What the names of the options of parameter groups begin with, which are no tensors."""
+"""Prefix of options of parameter groups, which are not tensors."""
 _STATE = "optim.state."
 STEP = "optim.step"
-"""The tensor to which all `optim.state.NAME.step` refer, but those that have one of their own, `optim.step.NAME`."""
+"""The tensor behind each `optim.state.NAME.step`, except for parameters that have a tensor `optim.step.NAME`."""
 
 
 @dataclass(frozen=True)
 class OptimizerNames:
-    """The parameters by their names: those that have a step, and those of each parameter group."""
+    """Names of the parameters that have a step, and of the parameters of each group."""
 
     stepped: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...]
 
 
 def option_blobs(kind: str, groups: Sequence[Mapping[str, Any]], names: OptimizerNames) -> list[tuple[str, bytes]]:
-    """(name, bytes) of every option of each parameter group, as readers of this format expect them.
+    """Serialize every option of each parameter group as (name, bytes).
 
-    kind: "adamw", ..., or a class name. Options that torch's optimizer of that kind has beside ours get its defaults.
+    kind: an optimizer such as "adamw", or a class name. Options of torch's optimizer that ours lacks get torch's
+    defaults.
     """
     blobs = []
     for index, (group, params) in enumerate(zip(groups, names.groups, strict=True)):
@@ -67,9 +68,9 @@ def metadata_bytes(
     optimizer: OptimizerNames,
     rows: RowsByName,
 ) -> bytes:
-    """The content of `.metadata`.
+    """Build the content of `.metadata`.
 
-    tensors: by full name, as above. aliases: further full name -> full name. rows: of all ranks, by name.
+    tensors: by full name, as listed above. aliases: further full name -> full name. rows: of all ranks, by name.
     """
     built = _Builder(rows)
     for name, info in tensors.items():
@@ -87,7 +88,7 @@ def metadata_bytes(
 
 
 class _Builder:
-    """Collects the three tables of the metadata. rows: by name, with the rank in whose file they are."""
+    """Collects the three tables of the metadata. rows: by name, each with the rank of its file."""
 
     def __init__(self, rows: RowsByName) -> None:
         from torch.distributed.checkpoint import filesystem, metadata
@@ -112,7 +113,7 @@ class _Builder:
         self._paths[name] = _path_of(name)
 
     def add_option(self, name: str, optimizer: OptimizerNames) -> None:
-        """Under both of its names. Both have the same path, so that a reader of everything finds it once."""
+        """Add an option under both of its names, with a common path, so a reader of everything finds it once."""
         number, option = name.removeprefix(PARAM_GROUPS).split(".", 1)
         others = optimizer.groups[int(number)] if option != "params" else ()
         for rank, row in self._rows[name]:
@@ -126,14 +127,14 @@ class _Builder:
 
 
 def _path_of(name: str) -> tuple[str, ...]:
-    """The keys under which the nested state dict has it: "optim.state.a.b.exp_avg" -> optim, state, a.b, exp_avg."""
+    """Return the keys in the nested state dict: "optim.state.a.b.exp_avg" -> optim, state, a.b, exp_avg."""
     if name.startswith(_STATE):
         return ("optim", "state", *name.removeprefix(_STATE).rsplit(".", 1))
     return tuple(name.split(".", 1))
 
 
 def _torch_options(kind: str) -> dict[str, Any]:
-    """The defaults of torch's optimizer of that kind. Read off its signature: to make one imports torch's compiler."""
+    """Read the defaults of torch's optimizer from its signature, since an instance would import torch's compiler."""
     record = OPTIMIZERS.get(kind)
     twin = None if record is None else record.torch_twin
     if record is None or twin is None:

@@ -1,4 +1,4 @@
-"""Writing plain weights: a folder of safetensors files that appears as a whole, or not at all."""
+"""Write plain weights: a folder of safetensors files that appears completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .files import INDEX, folder_path
 from .safetensors_files import CHUNK_BYTES, WeightsPlan
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-READ_BYTES = 16 << 20  # of a source at a time; a checkpoint is read in whole boxes of 4 MiB, of which two are at edges
-UNFINISHED = ".unfinished-export"  # the folder in the folder in which the files grow
+READ_BYTES = 16 << 20  # of a source at a time: several of its 4 MiB chunks, since edge chunks are read twice
+UNFINISHED = ".unfinished-export"  # the subfolder in which the files grow
 _OF_AN_EXPORT = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes that were written since the last call."""
+"""Called with the number of bytes written since the last call."""
 
 
 def parse_bytes(value: int | str) -> int:
-    """A size in bytes: a number, or a text such as "500MB" (10^6 bytes each) or "5GB" (10^9)."""
+    """Parse a size in bytes: a number, or a text such as "500MB" (10^6 bytes each) or "5GB" (10^9)."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B)?\s*", str(value), re.IGNORECASE)
     unit = (match[2] or "").upper() if match else ""
     unit = "" if unit == "B" else unit
@@ -45,18 +45,18 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype that floating-point tensors are cast to; None: each keeps its own."""
+    """Parse the dtype of exported floating-point tensors. None: each tensor keeps its dtype."""
     dtype = _DTYPES.get(value) if isinstance(value, str) else value
     if (value is None) != (dtype is None) or (dtype is not None and dtype not in _DTYPES.values()):
         names = ", ".join(f'"{name}"' for name in _DTYPES)
-        raise ValueError(f"dtype: expected one of {names}, the torch dtype of one, or None; found {value!r}")
+        raise ValueError(f"dtype: expected one of {names}, the same as a torch dtype, or None; found {value!r}")
     return dtype
 
 
 def exported_infos(
     tensors: Mapping[str, TensorInfo], dtype: torch.dtype | None, own: Mapping[str, torch.dtype]
 ) -> dict[str, TensorInfo]:
-    """The tensors as they are written: floating-point ones as `dtype`, or where that is None as `own` says."""
+    """Return shapes and dtypes as exported: floating-point tensors as `dtype`, or if that is None as `own` says."""
     infos = {}
     for name, info in tensors.items():
         wanted = own.get(name, info.dtype) if dtype is None or not info.dtype.is_floating_point else dtype
@@ -67,8 +67,8 @@ def exported_infos(
 class ExportFolder:
     """A folder that gets new weights.
 
-    create (one process) -> write (all that hold values) -> publish (one process), or discard. The files grow in a
-    folder of their own inside; until `publish`, an earlier export beside it stays as it was.
+    create (a single process) -> write (each process with values) -> publish (a single process), or discard. The files
+    grow in a subfolder, and an earlier export stays unchanged until `publish`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], plan: WeightsPlan) -> None:
@@ -79,10 +79,10 @@ class ExportFolder:
         self._made_folder = False
 
     def create(self, model_files: Mapping[str, Any]) -> None:
-        """Makes the files: headers, and room for the tensors. model_files: further files, name -> JSON content."""
+        """Create the files with headers and room for the tensors. model_files: further files, name -> JSON content."""
         self._made_folder = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._unfinished, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(self._unfinished, ignore_errors=True)  # left by a killed export
         self._unfinished.mkdir()
         for file in self._plan.files:
             path = self._unfinished / file.name
@@ -101,12 +101,12 @@ class ExportFolder:
                 os.fsync(opened.fileno())
 
     def write(self, chunk_views: Iterable[ChunkView], advance: Advance) -> None:
-        """Writes the fragments' values, cast to the dtypes of the plan; they are on the disk when this returns.
+        """Write values, cast to the dtypes of the plan. They are on the disk when this returns.
 
-        Each is written before the next is asked for. Those of one file should follow each other, since a file is
-        synced when another one comes. Raises OSError, with the path of the file.
+        Each view is written before the next is requested. Order the views by file, since a file is synced when the next
+        begins. Raises OSError with the path of the file.
         """
-        staging = allocate_host(CHUNK_BYTES)  # takes memory where it is written to
+        staging = allocate_host(CHUNK_BYTES)  # takes memory only when written
         for file, group in groupby(chunk_views, lambda chunk_view: self._places[chunk_view.name].file):
             path = self._unfinished / file
             with _opened(path) as descriptor:
@@ -115,14 +115,14 @@ class ExportFolder:
                         self._write_chunk_view(descriptor, chunk_view, staging, advance)
 
     def publish(self) -> None:
-        """Moves the files to their names, what readers begin with last, and removes what an earlier export left."""
+        """Move the files to their names, the index last, and remove files of an earlier export."""
         files = [file.name for file in self._plan.files]
         others = sorted({path.name for path in self._unfinished.iterdir()} - {*files, INDEX})
         last = [] if self._plan.index is None else [INDEX]
         is_model = any(_OF_AN_EXPORT.fullmatch(name) for name in files)
         old = {path.name for path in self.folder.iterdir() if is_model and _OF_AN_EXPORT.fullmatch(path.name)}
         if INDEX in old and old.intersection(files):
-            # The old index must not name new files, should this be interrupted.
+            # If this is interrupted, the old index must not name new files.
             (self.folder / INDEX).unlink()
             old.discard(INDEX)
         for name in [*others, *files, *last]:
@@ -137,13 +137,13 @@ class ExportFolder:
             os.close(descriptor)
 
     def discard(self) -> None:
-        """Takes away what `create` and `write` have made."""
+        """Remove everything that `create` and `write` have made."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
         if self._made_folder and self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
     def _write_chunk_view(self, descriptor: int, chunk_view: ChunkView, staging: Tensor, advance: Advance) -> None:
-        """staging: (CHUNK_BYTES,) uint8, for what cannot be written as it lies in the fragment."""
+        """staging: (CHUNK_BYTES,) uint8, for values that need a cast or a copy from a device."""
         place = self._places[chunk_view.name]
         dtype = place.info.dtype
         values = chunk_view.values.detach()
@@ -169,10 +169,10 @@ def export_source(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     model_files: Mapping[str, Any] | None = None,
 ) -> WeightsPlan:
-    """Copies the tensors of files into a folder of safetensors, 16 MiB at a time; what was written.
+    """Copy tensors from files into a folder of safetensors, 16 MiB at a time. Returns the written plan.
 
-    dtype: of all floating-point tensors; without it `dtypes` says the dtype of a tensor, and what it does not name
-    keeps its own. model_files: further files, name -> JSON content. Raises OSError, and leaves the folder as it was.
+    dtype: of all floating-point tensors. Without it `dtypes` names the dtype of a tensor, and other tensors keep
+    theirs. model_files: further files, name -> JSON content. Raises OSError, and leaves the folder unchanged.
     """
     infos = exported_infos(source.tensors, dtype, dtypes or {})
     plan = WeightsPlan.of(infos, shard_bytes)
@@ -190,7 +190,7 @@ def export_source(
 
 @contextmanager
 def progress(total_bytes: int, wanted: bool = True) -> Iterator[Advance]:
-    """A bar on a terminal while weights are written; elsewhere, or where it is not wanted, nothing."""
+    """Show a progress bar on a terminal while weights are written."""
     if not wanted or not sys.stderr.isatty():
         yield lambda nbytes: None
         return
@@ -204,7 +204,7 @@ def progress(total_bytes: int, wanted: bool = True) -> Iterator[Advance]:
 
 
 def _values(source: TensorSource, plan: WeightsPlan) -> Iterator[ChunkView]:
-    """All tensors in the order of the files, in chunks; each is overwritten by the next."""
+    """Yield all tensors in chunks, in the order of the files. Each chunk overwrites the one before."""
     memory = allocate_host(READ_BYTES)
     for name, place in plan.places.items():
         numel, dtype = math.prod(place.info.shape), place.info.dtype
@@ -225,7 +225,7 @@ def _write_all(descriptor: int, chunk: Tensor, offset: int) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor to write to; what was written is synced at the end."""
+    """Open for writing. Syncs at the end."""
     with _named(path):
         descriptor = os.open(path, os.O_WRONLY)
     try:
@@ -238,7 +238,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of writing carry the path, which the system does not add by itself."""
+    """Add the path to an OSError of writing."""
     try:
         yield
     except OSError as error:

@@ -1,19 +1,19 @@
-"""A folder of checkpoints: which there are, which is the latest, and how a new one takes its place.
+"""A folder of checkpoints: its tags, the latest, and how a new checkpoint is committed.
 
     folder/latest                   the tag of the newest complete checkpoint
     folder/global_step100/          a complete checkpoint
-    folder/.saving-global_step200/  one that is being written, or was when its job died
-    folder/.owner-global_step200    the process that writes it; before it and after it, so that whoever dies is known
+    folder/.saving-global_step200/  a checkpoint being written, or left by a dead job
+    folder/.owner-global_step200    the process that writes it; made first and removed last, so a dead writer is known
 
 [Note: never half]
-A checkpoint is written into a folder of another name. When every file is on the disk, the folder is renamed, and then
-`latest` is replaced; each of the two is one atomic step, made durable before the next. So whatever moment a job dies
-at, what has a tag's name is complete. A tag that exists is replaced in two renames: the old one gets another name
-first, and goes by that if the job dies in between.
+A checkpoint is written into a folder with a temporary name. When every file is on the disk, the folder is renamed, and
+then `latest` is replaced. Each step is atomic, and durable before the next. So a folder with the name of a tag is
+complete, whenever a job dies. An existing tag is replaced in two renames: the old checkpoint first gets another name,
+under which it is found if the job dies in between.
 
 [Note: neighbours]
-What else lies in the folder must neither stop a save nor a load: what cannot be read or deleted is left as it is, and a
-warning says so. It counts for nothing then: it is not one of `keep_last`, and is never offered.
+Foreign entries in the folder must not stop a save or a load. An entry that cannot be read or deleted stays, with a
+warning. It does not count for `keep_last` and is never offered.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ _logger = logging.getLogger("lowtide")
 
 
 class CheckpointFolder:
-    """The checkpoints below one folder."""
+    """The checkpoints in a folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises ValueError for the path ""."""
+        """Raise ValueError for the path ""."""
         self.path = folder_path(path)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def tags(self) -> list[str]:
-        """The tags of the complete checkpoints, oldest first."""
+        """List the tags of the complete checkpoints, oldest first."""
         return list(self._manifests())
 
     def unfinished(self) -> list[str]:
-        """The tags whose saving has not ended, or never will: their jobs died."""
+        """List the tags of checkpoints being saved, or left by dead jobs."""
         return sorted(entry.name.removeprefix(_SAVING) for entry in self._entries(_SAVING))
 
     def latest(self) -> str | None:
-        """The tag that `latest` names; None where there is no checkpoint yet. Raises CheckpointError for no tag."""
+        """Return the tag in `latest`. None if there is no checkpoint yet. Raises CheckpointError for bad content."""
         path = self.path / LATEST
         try:
             tag = read_regular(path).decode().strip()
@@ -83,36 +83,39 @@ class CheckpointFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}; name the `tag` of a checkpoint") from error
+            raise CheckpointError(f"{path}: {error.strerror}. Pass the `tag` of a checkpoint.") from error
         except ValueError as error:
-            raise CheckpointError(f"{path}: {error}; name the `tag` of a checkpoint") from None
+            raise CheckpointError(f"{path}: {error}. Pass the `tag` of a checkpoint.") from None
         return tag or None
 
     def open(self, tag: str | None = None) -> Checkpoint:
-        """The checkpoint of a tag, or the latest. Raises NoCheckpointError, or CheckpointError for a damaged one."""
+        """Open the checkpoint of a tag, or the latest.
+
+        Raises NoCheckpointError if there is none, CheckpointError if it is damaged.
+        """
         chosen = self.find(tag)
         return Checkpoint(next(path for path in self._paths_of(chosen) if path.is_dir()))
 
     def find(self, tag: str | None = None) -> str:
-        """The tag, or that of the latest. Raises NoCheckpointError, which names the tags that there are.
+        """Return the tag, or the latest tag. Raises NoCheckpointError with the existing tags.
 
-        Raises ValueError for what can be no tag, and CheckpointError where `latest` names no folder beside it.
+        Raises ValueError for an impossible tag, CheckpointError if `latest` has bad content.
         """
         if tag is not None:
             check_tag(tag)
         if not self.path.exists():
-            raise NoCheckpointError(f"{self.path}: expected a folder with checkpoints, found that it does not exist")
+            raise NoCheckpointError(f"{self.path}: expected a folder with checkpoints, but it does not exist")
         if (self.path / MANIFEST).is_file():
             raise NoCheckpointError(
-                f"{self.path}: expected a folder with checkpoints, found a checkpoint; give its parent, "
-                f"'{self.path.absolute().parent}', and the tag '{self.path.absolute().name}'"
+                f"{self.path}: expected a folder with checkpoints, found a checkpoint. Pass its parent "
+                f"'{self.path.absolute().parent}' and the tag '{self.path.absolute().name}'."
             )
         chosen = tag if tag is not None else self.latest()
         if chosen is None:
             known = self.tags()
             raise NoCheckpointError(
                 f"{self.path}: expected a file `latest` that names a checkpoint, found none"
-                + (f"; there are {', '.join(known)}: name one of them as `tag`" if known else " and no checkpoint")
+                + (f". Pass a `tag`: the folder has {', '.join(known)}." if known else " and no checkpoint")
             )
         if not any(path.is_dir() for path in self._paths_of(chosen)):
             found = ", ".join(self.tags()) or "none"
@@ -120,17 +123,17 @@ class CheckpointFolder:
         return chosen
 
     def alternative_to(self, tag: str) -> str | None:
-        """The newest complete checkpoint with another tag."""
+        """Return the newest complete checkpoint with another tag."""
         return next((other for other in reversed(self._manifests(warns=True)) if other != tag), None)
 
     # -- writing --------------------------------------------------------------------------------------------------
 
     def saving_folder(self, tag: str) -> Path:
-        """Where a checkpoint is while it is written."""
+        """The folder of a checkpoint while it is written."""
         return self.path / (_SAVING + tag)
 
     def begin(self, tag: str) -> Path:
-        """An empty folder that the checkpoint is written into. Clears what dead jobs have left. Raises OSError."""
+        """Make an empty folder to write into, and clear leftovers of dead jobs. Raises OSError."""
         check_tag(tag)
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_remains()
@@ -147,12 +150,10 @@ class CheckpointFolder:
     def commit(
         self, manifest: Manifest, optimizer: OptimizerNames, keep_last: int | None, is_latest: bool = True
     ) -> None:
-        """Completes what every rank has written, gives it its name, and deletes what is above `keep_last`.
+        """Complete the checkpoint that all ranks have written, give it its name, and enforce `keep_last`.
 
-        is_latest: whether `latest` names it from now on.
-
-        Raises OSError, and ValueError where the parts are not the whole; the checkpoints that there were are as they
-        were then.
+        is_latest: let `latest` name it. Raises OSError, or ValueError if parts are missing; existing checkpoints are
+        then unchanged.
         """
         saving = self.saving_folder(manifest.tag)
         files = []
@@ -179,15 +180,15 @@ class CheckpointFolder:
             self._keep_last(keep_last, manifest.tag)
 
     def discard(self, tag: str) -> None:
-        """Removes what was written of a checkpoint that could not be completed."""
+        """Remove an incomplete checkpoint."""
         shutil.rmtree(self.saving_folder(tag), ignore_errors=True)
         with contextlib.suppress(OSError):
             self._owner_of(tag).unlink()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- names and renames ----------------------------------------------------------------------------------------
 
     def _paths_of(self, tag: str) -> tuple[Path, Path]:
-        """Where it is, and where it is while another takes its place."""
+        """Return the path of a checkpoint, and its path while another checkpoint replaces it."""
         return self.path / tag, self.path / (_REPLACED + tag)
 
     def _entries(self, prefix: str = "") -> list[Path]:
@@ -203,7 +204,7 @@ class CheckpointFolder:
         return self.path / (_OWNER + tag)
 
     def _next_moment(self) -> float:
-        """Now, or just after the latest was saved where a clock was set back: what is newer is saved later."""
+        """Return the time, or just after the latest checkpoint if the clock was set back, so newer means later."""
         now = time.time()
         with contextlib.suppress(CheckpointError):
             latest = self.latest()
@@ -231,7 +232,7 @@ class CheckpointFolder:
         _sync_folder(self.path)
 
     def _manifests(self, warns: bool = False) -> dict[str, Manifest]:
-        """What each complete checkpoint says of itself, by tag, oldest first; see [Note: neighbours]."""
+        """Read the description of each complete checkpoint, by tag, oldest first. See [Note: neighbours]."""
         found: dict[str, Manifest] = {}
         replaced_first = sorted(self._entries(), key=lambda entry: not entry.name.startswith(_REPLACED))
         for entry in replaced_first:
@@ -243,11 +244,11 @@ class CheckpointFolder:
                 found[tag] = Manifest.read(entry / MANIFEST)
             except (CheckpointError, ValueError) as error:
                 if warns:
-                    _logger.warning("a checkpoint in %s is damaged, and left out: %s", self.path, error)
+                    _logger.warning("a checkpoint in %s is damaged and ignored: %s", self.path, error)
         return dict(sorted(found.items(), key=lambda item: (item[1].saved_at, item[1].step, item[0])))
 
     def _keep_last(self, count: int, newest: str) -> None:
-        """newest: comes last, also where `latest` could not say when the one before was saved."""
+        """newest: counts as the last, even if `latest` was unreadable and could not order the times."""
         automatic = [tag for tag, manifest in self._manifests(warns=True).items() if not manifest.has_own_tag]
         automatic.sort(key=lambda tag: tag == newest)
         for tag in automatic[:-count]:
@@ -255,7 +256,7 @@ class CheckpointFolder:
                 self._delete(self.path / tag)
 
     def _delete(self, folder: Path) -> None:
-        """Under another name first: what is half deleted must not look like a checkpoint."""
+        """Delete a folder, after a rename: a half-deleted folder must not look like a checkpoint."""
         if not folder.exists():
             return
         name = folder.name.removeprefix(_REPLACED)
@@ -267,7 +268,7 @@ class CheckpointFolder:
     def _clear_remains(self) -> None:
         for entry in self._entries(_DELETED):
             shutil.rmtree(entry, ignore_errors=True)
-        for entry in self._entries(_REPLACED):  # a job has died between two renames, or before it deleted this
+        for entry in self._entries(_REPLACED):  # a job died between two renames, or before it deleted the old folder
             target = self.path / entry.name.removeprefix(_REPLACED)
             with _tolerated(entry):
                 self._delete(entry) if target.exists() else os.rename(entry, target)
@@ -280,7 +281,7 @@ class CheckpointFolder:
 
 
 def _is_abandoned(owner: Path, saving: Path) -> bool:
-    """True where the process is known to be gone, or has died before it had written who it is, and anything else."""
+    """Return True if the owner is known to be gone, or died before it wrote anything."""
     try:
         return WritingProcess.of(json.loads(read_regular(owner))).is_dead
     except (ValueError, RecursionError):
@@ -289,11 +290,11 @@ def _is_abandoned(owner: Path, saving: Path) -> bool:
 
 @contextlib.contextmanager
 def _tolerated(path: Path) -> Iterator[None]:
-    """See [Note: neighbours]."""
+    """Turn an OSError into a warning. See [Note: neighbours]."""
     try:
         yield
     except OSError as error:
-        _logger.warning("%s could not be cleared away, and stays: %s", path, error.strerror)
+        _logger.warning("%s could not be removed and stays: %s", path, error.strerror)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -304,16 +305,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# -- who writes -------------------------------------------------------------------------------------------------------
+# -- the writing process ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WritingProcess:
-    """A process as others on its host find it again."""
+    """The identity of a process for other processes on its host."""
 
-    host: str  # its boot and its numbering of processes, which a container has for itself; "" where that is unknown
+    host: str  # boot id and pid namespace (containers number their processes separately); "" if unknown
     pid: int
-    started: float  # seconds since 1970; another process may have the same number later
+    started: float  # seconds since 1970, since the system reuses pids
 
     @classmethod
     def this(cls) -> WritingProcess:
@@ -321,7 +322,7 @@ class WritingProcess:
 
     @classmethod
     def of(cls, content: Any) -> WritingProcess:
-        """What `as_dict` gave, out of a file. Raises ValueError."""
+        """Read the content of `as_dict` from a file. Raises ValueError."""
         try:
             return cls(str(content["host"]), int(content["pid"]), float(content["started"]))
         except (KeyError, TypeError, OverflowError) as error:
@@ -332,7 +333,7 @@ class WritingProcess:
 
     @property
     def is_dead(self) -> bool:
-        """True where it is known: a process of this host that is gone, or had its number before another."""
+        """True if it is known that the process of this host is gone, or that its pid was reused."""
         if not self.host or self.host != _host():
             return False
         try:

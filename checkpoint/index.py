@@ -1,14 +1,13 @@
-"""What is where in a checkpoint, as JSON.
+"""The layout of a checkpoint, as JSON.
 
-    lowtide.json        what was saved: names, shapes, dtypes, step, config, the list of files with their checksums
-    rank0.json ...      what rank 0's file holds: a row for each box of a tensor
-    __0_0.distcp ...    the boxes, in the format of torch.distributed.checkpoint
-    .metadata           the same once more for the readers of torch.distributed.checkpoint, who know no JSON
+    lowtide.json        the description: names, shapes, dtypes, step, config, the list of files with their checksums
+    rank0.json ...      the index of rank 0's file: a row for each chunk of a tensor
+    __0_0.distcp ...    the chunks, in the format of torch.distributed.checkpoint
+    .metadata           the layout again, for readers of torch.distributed.checkpoint
 
-`lowtide.json` carries a CRC-32 of its own content, and those of the small files; a row has a checksum of its values.
-That finds what disks do. Against what was written so on purpose, every value is checked for its type and its bounds
-when it is read (`FileContent`), every name for where it leads (`files`), and all rows for being the tensors
-(`check_coverage`).
+`lowtide.json` has a CRC-32 of its content and of the small files. A row has a checksum of its values. They detect
+faults of disks. Against malicious files, all values are checked for type and bounds when they are read (`FileContent`),
+all names for their paths (`files`), and all rows for covering the tensors (`check_coverage`).
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 _TOPOLOGY = frozenset({"world_size", "stage", "shard_size", "replicas"})
-LAST_MOMENT = 1 << 37  # seconds since 1970: of the years that a calendar can show
+LAST_MOMENT = 1 << 37  # seconds since 1970: the limit of `datetime`
 _Seconds = Annotated[float, Field(strict=True, ge=0, lt=LAST_MOMENT)]
 
 
 class FileContent(BaseModel):
-    """An object out of a file, each value of its type. What a later version adds is left out."""
+    """An object from a file with checked types. Unknown keys, from later versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     @classmethod
     def parse(cls, content: Any) -> Any:
-        """Raises ValueError, which names the place of the first fault."""
+        """Raise ValueError with the place of the first fault."""
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -66,18 +65,18 @@ class FileContent(BaseModel):
 
 
 def first_fault(error: ValidationError) -> str:
-    """Where it is, what was expected, and what was found."""
+    """Describe the first fault: place, expectation, and finding."""
     fault = error.errors(include_url=False)[0]
     place = ".".join(shortened(part)[1:-1] if isinstance(part, str) else str(part) for part in fault["loc"])
     return f"{place or 'content'}: {fault['msg']}, found {shortened(fault['input'])}"
 
 
-# -- of one rank ------------------------------------------------------------------------------------------------------
+# -- the index of a rank ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """A box of a tensor, and where its archive lies in the file of the rank that wrote it."""
+    """A chunk of a tensor, and the place of its archive in the file of the rank that wrote it."""
 
     name: str
     chunk: TensorChunk
@@ -112,7 +111,7 @@ class _IndexContent(FileContent):
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank's file holds, and what this rank alone knows (its random state, its place in the data)."""
+    """The content of a rank's file, and state of this rank alone, such as its random state."""
 
     file_nbytes: int
     rows: tuple[Row, ...]
@@ -128,18 +127,18 @@ class RankIndex:
 
     @classmethod
     def parse(cls, text: bytes) -> RankIndex:
-        """Raises ValueError where it is not sound in itself."""
+        """Raise ValueError if it is not consistent in itself."""
         content: _IndexContent = _IndexContent.parse(_parsed(text))
         check_depth(content.own_state, "own_state")
         return cls(content.file_nbytes, tuple(map(Row.from_list, content.rows)), content.own_state)
 
 
 RowsByName = Mapping[str, Sequence[tuple[int, Row]]]
-"""The boxes of each tensor, each with the rank in whose file it is."""
+"""The chunks of each tensor, each with the rank of its file."""
 
 
 def rows_by_name(ranks: Sequence[RankIndex]) -> RowsByName:
-    """All of what the ranks have written."""
+    """Collect the rows of all ranks."""
     rows: dict[str, list[tuple[int, Row]]] = {}
     for rank, index in enumerate(ranks):
         for row in index.rows:
@@ -147,19 +146,19 @@ def rows_by_name(ranks: Sequence[RankIndex]) -> RowsByName:
     return rows
 
 
-# -- of all -----------------------------------------------------------------------------------------------------------
+# -- the description of the checkpoint --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A parameter whose values are elsewhere, and did not change in the training. digest: of them, 16 hex digits."""
+    """A frozen parameter that is stored elsewhere. digest: of its values, 16 hex digits."""
 
     info: TensorInfo
     digest: str
 
 
 class FileEntry(FileContent):
-    """A file of the checkpoint. crc32: of the whole file; None where its rows have checksums of their own."""
+    """A file of the checkpoint. crc32: of the whole file, or None if its rows have checksums."""
 
     name: Text
     nbytes: Count
@@ -186,26 +185,26 @@ class _ManifestContent(FileContent):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. Tensors go by "model.NAME", "optim.state.NAME.STATE" and "ema.NAME"."""
+    """The description of a checkpoint. Tensors are named "model.NAME", "optim.state.NAME.STATE" and "ema.NAME"."""
 
     tag: str
     step: int
-    saved_at: float  # seconds since 1970, later than that of the latest checkpoint before it
-    has_own_tag: bool  # the caller's; such a checkpoint is never deleted to make room
+    saved_at: float  # seconds since 1970, later than the checkpoint before it
+    has_own_tag: bool  # the caller chose the tag: the checkpoint is never deleted to make room
     versions: dict[str, str]
     topology: dict[str, int]  # world_size, stage, shard_size, replicas
     tensors: dict[str, TensorInfo]
-    compute_dtypes: dict[str, torch.dtype]  # of the parameters, by their own names
+    compute_dtypes: dict[str, torch.dtype]  # of the parameters, by model names
     aliases: dict[str, str]  # further names of tied parameters -> the first name
-    training: Any  # what the engine knows beside tensors, encoded by `values`
+    training: Any  # state of the engine besides tensors, encoded by `values`
     config: dict[str, Any]
-    model_files: dict[str, Any] = field(default_factory=dict)  # name -> JSON content, to be written beside an export
+    model_files: dict[str, Any] = field(default_factory=dict)  # name -> JSON content, written beside an export
     files: tuple[FileEntry, ...] = ()
-    left_out: dict[str, LeftOut] = field(default_factory=dict)  # parameters that are not in it, by their own names
+    left_out: dict[str, LeftOut] = field(default_factory=dict)  # frozen parameters stored elsewhere, by model names
 
     @property
     def num_files(self) -> int:
-        """How many ranks wrote it."""
+        """The number of ranks that wrote the checkpoint."""
         return self.topology["world_size"]
 
     @property
@@ -213,7 +212,7 @@ class Manifest:
         return sum(entry.nbytes for entry in self.files)
 
     def write(self, path: Path) -> None:
-        """Raises OSError, and ValueError for what could not be read again."""
+        """Raise OSError, or ValueError for content that could not be read again."""
         content = {**asdict(self), "format": FORMAT}
         content["tensors"] = {name: [_text(info.dtype), info.shape] for name, info in self.tensors.items()}
         content["compute_dtypes"] = {name: _text(dtype) for name, dtype in self.compute_dtypes.items()}
@@ -227,7 +226,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Raises CheckpointError where the file is missing, damaged, of a later format, or says impossible things."""
+        """Raise CheckpointError if the file is missing, damaged, of a later format, or has impossible content."""
         try:
             text = read_regular(path)
         except FileNotFoundError:
@@ -242,9 +241,11 @@ class Manifest:
         except (ValueError, KeyError, TypeError, RecursionError):
             is_intact = False
         if not is_intact:
-            raise CheckpointError(f"{path}: expected a file as it was written, found it truncated or altered")
+            raise CheckpointError(f"{path}: expected the file as written, found it truncated or altered")
         if isinstance(found, int) and found > FORMAT:
-            raise CheckpointError(f"{path}: written by a later version of lowtide; found a format above {FORMAT}")
+            raise CheckpointError(
+                f"{path}: expected a format of at most {FORMAT}, found a format of a later version. Update lowtide."
+            )
         try:
             return cls._parse(content)
         except ValueError as error:
@@ -252,7 +253,7 @@ class Manifest:
 
     @classmethod
     def _parse(cls, found: Any) -> Manifest:
-        """Raises ValueError, which names the place."""
+        """Raise ValueError with the place of the fault."""
         content: _ManifestContent = _ManifestContent.parse(found)
         check_tag(content.tag)
         for name in content.model_files:
@@ -271,10 +272,10 @@ class Manifest:
         }
         for name in left_out:
             if f"model.{name}" in tensors:
-                raise ValueError(f"left_out: expected names of no tensors, found {shortened(name)}, which is one")
+                raise ValueError(f"left_out: expected names that are not in tensors, found {shortened(name)}")
         if not content.topology.keys() >= _TOPOLOGY or not content.topology["world_size"]:
             found = shortened(content.topology)
-            raise ValueError(f"topology: expected {', '.join(sorted(_TOPOLOGY))}, ranks of at least 1; found {found}")
+            raise ValueError(f"topology: expected {', '.join(sorted(_TOPOLOGY))}, at least 1 rank; found {found}")
         _check_files(content.files, content.topology["world_size"])
         values = {**dict(content), "tensors": tensors, "compute_dtypes": compute_dtypes, "left_out": left_out}
         del values["format"]
@@ -282,7 +283,7 @@ class Manifest:
 
 
 def _check_files(files: Sequence[FileEntry], num_ranks: int) -> None:
-    """Raises ValueError unless these are the files of so many ranks, each once, small ones with a checksum."""
+    """Raise ValueError unless these are the files of `num_ranks` ranks, with a checksum for each small file."""
     expected: dict[str, bool] = {}
     if len(files) == 2 * num_ranks + 1:
         expected = {DCP_METADATA: True}
@@ -292,8 +293,8 @@ def _check_files(files: Sequence[FileEntry], num_ranks: int) -> None:
     if not expected or found != expected:
         names = shortened(sorted(found.items() - expected.items()) or sorted(expected.keys() - found.keys()))
         raise ValueError(
-            f"files: expected {data_name(0)}, {index_name(0)} and so on of {num_ranks} ranks, and {DCP_METADATA}, "
-            f"each with its kind of checksum; found {len(files)} files, and other than expected {names}"
+            f"files: expected {data_name(0)}, {index_name(0)} and so on for {num_ranks} ranks, and {DCP_METADATA}, "
+            f"each with its kind of checksum; found {len(files)} files, of which these differ: {names}"
         )
 
 
@@ -301,7 +302,7 @@ def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
 
 
 def _canonical(content: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads ranges of tensors out of the files of a checkpoint, and verifies what it reads."""
+"""Read and verify ranges of tensors from the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .files import CheckpointError, data_name
 from .index import Row, RowsByName
 
 _NUM_THREADS = 3
-_BATCH_BYTES = MAX_VALUES_BYTES  # of boxes that are read at once: one of full size, or as many small ones
-_BATCH_BYTES_PAST_CACHE = 16 << 20  # none of them is small: see [Note: past the page cache]
-_GAP_BYTES = 64 << 10  # between boxes: what costs less to read than to leave out
-_ALIGNMENT_BYTES = 16  # of values in a buffer: no element is larger
+_BATCH_BYTES = MAX_VALUES_BYTES  # of chunks in a read: a chunk of full size, or several small chunks
+_BATCH_BYTES_PAST_CACHE = 16 << 20  # requests must be large: see [Note: past the page cache]
+_GAP_BYTES = 64 << 10  # between chunks: a smaller gap costs less to read than to skip
+_ALIGNMENT_BYTES = 16  # of values in a buffer: the size of the largest element
 
 
 @dataclass(frozen=True)
 class _Common:
-    """What a stored box and a fragment have in common, in one of the boxes that the fragment consists of."""
+    """The intersection of a stored chunk with a chunk of the view to fill."""
 
     chunk: TensorChunk
     wanted: TensorChunk  # of the fragment
@@ -37,9 +37,9 @@ class _Common:
 
 @dataclass(frozen=True)
 class _Read:
-    """What of a stored box goes where."""
+    """A stored chunk and the ranges of a view to fill from it."""
 
-    rank: int  # in whose file it is
+    rank: int  # of the file
     row: Row
     info: TensorInfo
     chunk_view: ChunkView
@@ -47,7 +47,7 @@ class _Read:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole box: its checksum covers also what is not wanted of it."""
+        """Bytes of the whole chunk, since its checksum covers all of it."""
         return self.row.chunk.numel * self.info.dtype.itemsize
 
     @property
@@ -55,7 +55,7 @@ class _Read:
         return self.row.place.values_offset
 
     def targets(self) -> list[Tensor]:
-        """Where each of `common` goes: of its sizes, of the fragment's dtype, on its device."""
+        """Return the destination of each intersection: its sizes, with dtype and device of the view."""
         values = self.chunk_view.values
         return [
             values[one.offset : one.offset + one.wanted.numel].view(one.wanted.sizes)[
@@ -65,29 +65,28 @@ class _Read:
         ]
 
     def fits(self, targets: Sequence[Tensor]) -> bool:
-        """True where the box's bytes may go straight into the one target."""
+        """Return True if the chunk's bytes can be read directly into the single target."""
         if self.common[0].chunk.numel != self.row.chunk.numel:
             return False
         target = targets[0]
         return target.dtype == self.info.dtype and target.device.type == "cpu" and target.is_contiguous()
 
     def distribute(self, values: Tensor, targets: Sequence[Tensor]) -> None:
-        """values: (numel,) of the whole box."""
+        """Copy to the targets. values: (numel,) of the whole chunk."""
         shaped = values.view(self.row.chunk.sizes)
         for one, target in zip(self.common, targets, strict=True):
             target.copy_(shaped[one.chunk.inside(self.row.chunk).index])
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint by name, read box by box: see `chunk_view.TensorSource`.
+    """The tensors of a checkpoint by name, read chunk by chunk. A `chunk_view.TensorSource`.
 
-    Where a whole box is wanted as it is, its bytes go straight into the fragment. Otherwise, at the edges of a fragment
-    or where the dtype changes, they go through a buffer (4 MiB a thread). A few threads read, so that the disk has the
-    next requests while values are verified.
+    The bytes of a whole chunk go directly into the view. At the edges of a view, or if the dtype changes, they go
+    through a buffer of 4 MiB for each thread. A few threads read, so the disk has requests while values are verified.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo], rows: RowsByName) -> None:
-        """rows: name -> (rank in whose file it is, row) of each box; every element is in one (`check_coverage`)."""
+        """rows: name -> (rank of the file, row) of each chunk. Every element is in a chunk (`check_coverage`)."""
         self._folder = folder
         self._tensors = dict(tensors)
         self._rows = rows
@@ -103,17 +102,16 @@ class CheckpointReader:
         return self._bytes_read
 
     def read(self, chunk_views: Sequence[ChunkView], shared: bool = True) -> None:
-        """Fills the fragments. Raises CheckpointError for a file that is missing, too short or altered.
+        """Fill the views. Raises CheckpointError for a file that is missing, truncated or altered.
 
-        shared: other processes of this host read the same values, which are left in the page cache for them. Otherwise
-        what is not there yet is read past it through 3 MiB of blocks, see [Note: past the page cache]; not so for
-        fragments in a store.
+        shared: other processes of this host read the same values, so they stay in the page cache. Otherwise uncached
+        data are read past it through 3 MiB of blocks, see [Note: past the page cache], except for views in a store.
         """
         in_memory = [
             read for chunk_view in chunk_views if chunk_view.is_in_memory for read in self._reads_of(chunk_view)
         ]
         in_memory.sort(key=lambda read: (read.rank, read.offset))
-        # Of stored ranges one is open at a time: they are filled in the order in which they rest.
+        # Only a single stored range is open at a time, so stored ranges are filled in their order, by this thread.
         elsewhere = [
             read for chunk_view in chunk_views if not chunk_view.is_in_memory for read in self._reads_of(chunk_view)
         ]
@@ -123,7 +121,7 @@ class CheckpointReader:
             with ExitStack() as stack:
                 files = stack.enter_context(self._open((read.rank for read in in_memory), blocks))
                 threads = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS, "lowtide checkpoint reader"))
-                stack.callback(threads.shutdown, cancel_futures=True)  # after an error the rest is not worth its time
+                stack.callback(threads.shutdown, cancel_futures=True)  # after an error, skip the remaining batches
                 for done in threads.map(lambda batch: self._read_batch(files, batch), batches):
                     self._bytes_read += done
         with self._open(read.rank for read in elsewhere) as files:
@@ -131,9 +129,9 @@ class CheckpointReader:
                 self._bytes_read += self._read_batch(files, [read])
 
     def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Reads and verifies every box. Raises CheckpointError for the first that is not as it was written.
+        """Read and verify every chunk. Raises CheckpointError for the first chunk that differs from what was written.
 
-        advance: called with the bytes of each box when it is verified.
+        advance: called with the bytes of each verified chunk.
         """
         by_rank: dict[int, list[tuple[Row, int]]] = {}
         for name, rows in self._rows.items():
@@ -147,7 +145,7 @@ class CheckpointReader:
                     self._fill(files[rank], rank, [(row, self._buffer(nbytes).numpy().data)])
                     advance(nbytes)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- batches --------------------------------------------------------------------------------------------------
 
     def _reads_of(self, chunk_view: ChunkView) -> list[_Read]:
         info = self._tensors[chunk_view.name]
@@ -167,7 +165,7 @@ class CheckpointReader:
 
     @contextmanager
     def _open(self, ranks: Iterable[int], blocks: Blocks | None = None) -> Iterator[dict[int, DataFile]]:
-        """The files of the ranks, by rank; closed at the end."""
+        """Open the files of the ranks, by rank, until the end of the context."""
         files: dict[int, DataFile] = {}
         with ExitStack() as stack:
             for rank in dict.fromkeys(ranks):
@@ -182,7 +180,7 @@ class CheckpointReader:
             yield files
 
     def _read_batch(self, files: Mapping[int, DataFile], batch: Sequence[_Read]) -> int:
-        """Fills the targets of reads that are neighbours in one file; returns the bytes that were read."""
+        """Fill the targets of neighbouring reads in a file. Returns the number of bytes read."""
         rank = batch[0].rank
         targets = [read.targets() for read in batch]
         fits = [read.fits(target) for read, target in zip(batch, targets, strict=True)]
@@ -200,14 +198,14 @@ class CheckpointReader:
         return sum(read.nbytes for read in batch)
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8, the same ones at every call of a thread."""
+        """Return (nbytes,) uint8, the same memory at every call of a thread."""
         buffer: Tensor | None = getattr(self._own, "buffer", None)
         if buffer is None or buffer.numel() < nbytes:
             buffer = self._own.buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes]
 
     def _fill(self, file: DataFile, rank: int, rows: Sequence[tuple[Row, memoryview]]) -> None:
-        """Reads the boxes, near each other and by rising offset, into their memory, and verifies them."""
+        """Read the chunks, close together and sorted by offset, into their memory, and verify them."""
         path = self._folder / data_name(rank)
         try:
             file.read([FileChunk(row.place.values_offset, memory) for row, memory in rows])
@@ -215,20 +213,20 @@ class CheckpointReader:
             row, memory = next(one for one in rows if one[0].place.values_offset + len(one[1]) > error.file_nbytes)
             raise CheckpointError(
                 f"{path}: expected {len(memory)} bytes of '{row.name}' at offset {row.place.values_offset}, found the "
-                "end of the file: it is truncated"
+                "end of the file: the file is truncated"
             ) from None
         for row, memory in rows:
             if checksum_of(memory) != row.place.values_checksum:
                 raise CheckpointError(
-                    f"{path}: expected the values of '{row.name}' at offset {row.place.values_offset} as they were "
-                    "written, found others (the checksum differs): the file is altered"
+                    f"{path}: expected the written values of '{row.name}' at offset {row.place.values_offset}, found "
+                    "another checksum: the file is altered"
                 )
 
 
 def _batches_of(reads: Sequence[_Read], max_nbytes: int) -> Iterator[list[_Read]]:
-    """Cuts reads, sorted by their place, into neighbours of at most max_nbytes, or of one box.
+    """Group sorted reads into neighbours of at most max_nbytes, or a single chunk.
 
-    What goes through a buffer is at most _BATCH_BYTES of them, or one box.
+    At most _BATCH_BYTES of a batch, or a single chunk, go through a buffer.
     """
     batch: list[_Read] = []
     nbytes = in_buffer = 0

@@ -1,6 +1,6 @@
-"""Safetensors: where tensors lie in such files, and reading ranges of them.
+"""Safetensors: the layout of such files, and reading ranges from them.
 
-    8 bytes        header_nbytes                          all tensors, one behind the other
+    8 bytes        header_nbytes                          tensors without gaps
     [header_nbytes][{"name": {"dtype", "shape", ...}, ...}][tensor|tensor|tensor...............]
                                                             ^data_offsets count from here
 
@@ -26,8 +26,8 @@ from ..offload import allocate_host
 from .chunk_view import ChunkView, TensorInfo
 from .files import INDEX, SINGLE, check_weights_file
 
-CHUNK_BYTES = 4 << 20  # of values that are converted at a time
-MAX_HEADER_BYTES = 100_000_000  # what the library accepts
+CHUNK_BYTES = 4 << 20  # of values converted at a time
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -51,7 +51,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies."""
+    """The place of a tensor in a file."""
 
     file: str
     info: TensorInfo
@@ -63,7 +63,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file: its header, its size, and where its tensors lie."""
+    """The layout of a file: header, size, and places of its tensors."""
 
     name: str
     header: bytes
@@ -72,13 +72,13 @@ class FilePlan:
 
     @classmethod
     def of(cls, name: str, tensors: Mapping[str, TensorInfo]) -> FilePlan:
-        """Wide dtypes come first, so that every tensor is aligned to its own items, which readers rely on.
+        """Lay out a file. Wide dtypes come first, so every tensor is aligned to its items, which readers rely on.
 
         Raises ValueError for a dtype that safetensors does not have.
         """
         unknown = [f"{name} ({info.dtype})" for name, info in tensors.items() if info.dtype not in DTYPE_NAMES]
         if unknown:
-            raise ValueError(f"safetensors has no such dtype: {', '.join(unknown)}; export with a dtype that it has")
+            raise ValueError(f"safetensors lacks the dtype of {', '.join(unknown)}. Export with another dtype.")
         order = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ends, end = {}, 0
@@ -100,17 +100,18 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """The files of a whole model: one, or several with an index."""
+    """The files of a whole model: a single file, or several files with an index."""
 
     files: tuple[FilePlan, ...]
     index: Mapping[str, Any] | None  # the content of the index file
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorInfo], shard_bytes: int) -> WeightsPlan:
-        """tensors: in the order of the model. shard_bytes: of tensors in one file; a larger tensor has its own file.
+        """Lay out the files of a model. tensors: in the order of the model.
 
-        Raises ValueError for a dtype that safetensors does not have. The files are those that `save_pretrained` of
-        Hugging Face makes with max_shard_size=shard_bytes.
+        shard_bytes: limit of the tensors in a file; a larger tensor gets a file alone. The files equal those of Hugging
+        Face's `save_pretrained` with max_shard_size=shard_bytes. Raises ValueError for a dtype that safetensors does
+        not have.
         """
         parts = _parts(tensors, shard_bytes)
         if len(parts) == 1:
@@ -124,12 +125,12 @@ class WeightsPlan:
 
     @classmethod
     def of_one(cls, name: str, tensors: Mapping[str, TensorInfo]) -> WeightsPlan:
-        """One file of another name than a whole model's."""
+        """Lay out a single file with a given name."""
         return cls((FilePlan.of(name, tensors),), None)
 
     @property
     def places(self) -> dict[str, TensorPlace]:
-        """Every tensor, file by file, as they lie in it."""
+        """Every tensor, in the order of the files."""
         return {name: place for file in self.files for name, place in file.places.items()}
 
     @property
@@ -139,7 +140,7 @@ class WeightsPlan:
 
 
 def _parts(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
-    """The tensors of each file. Source of the rule: `split_state_dict_into_shards_factory` of huggingface_hub."""
+    """Group the tensors into files. Source: `split_state_dict_into_shards_factory` of huggingface_hub."""
     parts: list[dict[str, TensorInfo]] = []
     current: dict[str, TensorInfo] = {}
     held = 0
@@ -159,15 +160,15 @@ def _parts(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str
 
 
 class SafetensorsSource:
-    """The tensors of a safetensors file, or of a folder of such files; a `TensorSource`.
+    """The tensors of a safetensors file or of a folder of such files. A `TensorSource`.
 
-    Headers are read at once, values by `read`, and of them only the bytes of the ranges that are asked for.
+    Headers are read in the constructor. `read` reads only the requested ranges.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """path: a file; or a folder with model.safetensors, with an index file, or with any .safetensors files.
+        """path: a file, or a folder with model.safetensors, an index file, or any .safetensors files.
 
-        Raises FileNotFoundError where there is nothing of the kind, ValueError where a file is damaged.
+        Raises FileNotFoundError if there is none of these, ValueError if a file is damaged.
         """
         self._places = _find(Path(path))
         self._bytes_read = 0
@@ -181,13 +182,13 @@ class SafetensorsSource:
         return self._bytes_read
 
     def read(self, chunk_views: Sequence[ChunkView]) -> None:
-        """Fills the values of each fragment, cast to their dtype, in chunks. Raises OSError where a file ends early."""
+        """Fill each view in chunks, cast to its dtype. Raises OSError if a file ends early."""
         by_file: dict[str, list[ChunkView]] = {}
         for chunk_view in chunk_views:
             place = self._places[chunk_view.name]
             assert chunk_view.shape == place.info.shape, chunk_view.name
             by_file.setdefault(place.file, []).append(chunk_view)
-        staging = allocate_host(CHUNK_BYTES)  # takes memory where it is written to
+        staging = allocate_host(CHUNK_BYTES)  # takes memory only when written
         for file in sorted(by_file):
             descriptor = os.open(file, os.O_RDONLY)
             try:
@@ -197,7 +198,7 @@ class SafetensorsSource:
                 os.close(descriptor)
 
     def _fill(self, descriptor: int, chunk_view: ChunkView, staging: Tensor) -> None:
-        """staging: (CHUNK_BYTES,) uint8, for what cannot be read straight into the fragment."""
+        """staging: (CHUNK_BYTES,) uint8, for values that cannot be read directly into the view."""
         place = self._places[chunk_view.name]
         dtype = place.info.dtype
         values = chunk_view.values.detach()
@@ -215,14 +216,14 @@ class SafetensorsSource:
 
 
 def _read_into(descriptor: int, target: Tensor, place: TensorPlace, start: int) -> int:
-    """Fills `target`, of the file's dtype and on the CPU, with the elements from `start`; how many bytes that were."""
+    """Fill a CPU tensor of the file's dtype with the elements from `start`. Returns the number of bytes."""
     memory = target.view(torch.uint8).numpy().data
     offset = place.offset + start * target.itemsize
     done = 0
     while done < len(memory):
         count = os.preadv(descriptor, [memory[done:]], offset + done)
         if not count:
-            raise OSError(f"'{place.file}' has become shorter: it ends at byte {offset + done}, inside a tensor")
+            raise OSError(f"'{place.file}' was truncated: it ends at byte {offset + done}, inside a tensor")
         done += count
     return done
 
@@ -248,8 +249,8 @@ def _find_in_folder(folder: Path) -> dict[str, TensorPlace]:
     numbered = [file.name for file in files if _NUMBERED.search(file.name)]
     if numbered:
         raise FileNotFoundError(
-            f"'{folder}': expected an index file beside {', '.join(numbered)}, found none: the files may be of two "
-            "models, where an export was interrupted; export again"
+            f"'{folder}': expected an index file beside {', '.join(numbered)}, found none. After an interrupted export "
+            "the files may belong to two models: export again."
         )
     places: dict[str, TensorPlace] = {}
     for file in files:
@@ -258,8 +259,8 @@ def _find_in_folder(folder: Path) -> dict[str, TensorPlace]:
         if twice:
             others = sorted({Path(places[name].file).name for name in twice})
             raise ValueError(
-                f"'{folder}': expected each tensor in one file, found {', '.join(twice)} in {file.name} and in "
-                f"{', '.join(others)}; name the file that is meant"
+                f"'{folder}': expected each tensor once, found {', '.join(twice)} in {file.name} and in "
+                f"{', '.join(others)}. Give the path of a single file."
             )
         places.update(header)
     return places
@@ -275,16 +276,16 @@ def _find_by_index(index: Path) -> dict[str, TensorPlace]:
         raise ValueError(f"'{index}': expected JSON with a weight_map from tensors to files; {error!r}") from error
     absent = [file for file in files if not (index.parent / file).is_file()]
     if absent:
-        raise FileNotFoundError(f"'{index}' names files that are not there: {', '.join(absent)}")
+        raise FileNotFoundError(f"'{index}' names missing files: {', '.join(absent)}")
     headers = {file: read_header(index.parent / file) for file in files}
     lost = [f"{name} ({file})" for name, file in weight_map.items() if name not in headers[file]]
     if lost:
-        raise ValueError(f"'{index}' names tensors that are not in their files: {', '.join(lost)}")
+        raise ValueError(f"'{index}' names tensors that are missing in their files: {', '.join(lost)}")
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def read_header(file: Path) -> dict[str, TensorPlace]:
-    """Where the tensors of one file lie. Raises ValueError, which names the file, where it is not sound."""
+    """Read the places of a file's tensors. Raises ValueError with the file name if the header is not sound."""
     if not file.is_file():
         raise ValueError(f"'{file}' is not a safetensors file: expected a regular file, found a pipe or a device")
     size = file.stat().st_size
@@ -293,7 +294,7 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(
-                f"'{file}' ({size} bytes) is not a safetensors file, or was cut off: expected a header length of at "
+                f"'{file}' ({size} bytes) is not a safetensors file, or is truncated: expected a header length of at "
                 f"most {max(size - 8, 0)} in its first 8 bytes, found {length if len(start) == 8 else start!r}"
             )
         text = opened.read(length)
@@ -335,4 +336,4 @@ def _place(
 def _check_size(file: Path, size: int, places: Iterable[TensorPlace]) -> None:
     expected = max((place.offset + place.info.nbytes for place in places), default=0)
     if size < expected:
-        raise ValueError(f"'{file}' was cut off: expected {expected} bytes by its header, found {size}")
+        raise ValueError(f"'{file}' is truncated: expected {expected} bytes by its header, found {size}")

@@ -1,7 +1,7 @@
-"""Plain Python values as JSON and back: what a loader, a scheduler or a random generator says of itself.
+"""Convert plain Python values, such as the state of a loader or a scheduler, to JSON and back.
 
-JSON has no tuples, bytes, tensors, or keys other than strings; those are written as an object with the single key
-"$type". Reading builds values of these types only: no file can make it run code.
+JSON has no tuples, bytes, tensors, or non-string keys. They are written as an object with the key "$type". Reading
+builds only values of these types, so a file cannot run code.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .chunk_view import dtype_named
 from .files import shortened
 
 MAX_TENSOR_BYTES = 64 << 20
-MAX_DEPTH = 100  # of JSON in JSON; Python itself gives up at about four times that
+MAX_DEPTH = 100  # levels of nesting; Python's recursion limit allows about four times as many
 _TAG = "$type"
 
 
 def encode(value: Any, where: str) -> Any:
-    """The value as JSON has it.
+    """Convert a value to JSON.
 
-    None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and scalars, tensors up to 64 MiB.
-    Raises ValueError, which names the place below `where`, for anything else, and for what is nested too deep.
+    Takes None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and scalars, and tensors up to 64
+    MiB. Raises ValueError, with the place below `where`, for other types and for too deep nesting.
     """
     try:
         encoded = _encode(value, where)
@@ -38,19 +38,19 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(content: Any, where: str) -> Any:
-    """What `encode` was given. Sub-classes come back as what they are made of: a named tuple as a tuple.
+    """Convert JSON of `encode` back. Subclasses return as their base type: a named tuple as a tuple.
 
-    Raises ValueError for what `encode` has not made.
+    Raises ValueError for JSON that `encode` has not made.
     """
     check_depth(content, where)
     try:
         return _decode(content)
-    except Exception as error:  # whatever NumPy and torch make of what a file says
+    except Exception as error:  # NumPy and torch raise many types of errors for bad content
         raise ValueError(f"{where}: expected plain values as JSON; {shortened(str(error))}") from error
 
 
 def check_depth(content: Any, where: str) -> None:
-    """Raises ValueError for JSON that is nested in more than MAX_DEPTH levels."""
+    """Raise ValueError for JSON with more than MAX_DEPTH levels."""
     level = [content]
     for _ in range(MAX_DEPTH + 1):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
@@ -61,7 +61,7 @@ def check_depth(content: Any, where: str) -> None:
 
 
 def _too_deep(where: str) -> ValueError:
-    return ValueError(f"{where}: expected at most {MAX_DEPTH} levels of values in values, found more")
+    return ValueError(f"{where}: expected at most {MAX_DEPTH} levels of nesting, found more")
 
 
 def _encode(value: Any, where: str) -> Any:
@@ -84,8 +84,8 @@ def _encode(value: Any, where: str) -> Any:
         return _encode_array(value, where)
     raise ValueError(
         f"{where}: expected numbers, strings, bytes, None, lists, tuples, sets, dictionaries, arrays or tensors, "
-        f"found {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds no pickles, so give it the "
-        "state that the object can be made from, or give the object a state_dict() and a load_state_dict()"
+        f"found {type(value).__module__}.{type(value).__qualname__}. A checkpoint holds no pickles: save plain state "
+        "from which the object can be rebuilt, or give the object a state_dict() and a load_state_dict()."
     )
 
 
@@ -112,13 +112,13 @@ def _encode_array(value: Any, where: str) -> dict[str, Any]:
     else:
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.fields:
-            raise ValueError(f"{where}: expected an array of numbers, found one of objects or records ({array.dtype})")
+            raise ValueError(f"{where}: expected an array of numbers, found objects or records ({array.dtype})")
         kind = {_TAG: "array" if isinstance(value, np.ndarray) else "scalar", "dtype": array.dtype.str}
         data = np.ascontiguousarray(array)
     if data.nbytes > MAX_TENSOR_BYTES:
         raise ValueError(
-            f"{where}: expected at most {MAX_TENSOR_BYTES >> 20} MiB of values, found {data.nbytes >> 20} MiB; this is "
-            "for counters and positions. Make a tensor of that size a buffer of the model"
+            f"{where}: expected at most {MAX_TENSOR_BYTES >> 20} MiB, such as counters and positions, found "
+            f"{data.nbytes >> 20} MiB. Make a tensor of that size a buffer of the model."
         )
     return {**kind, "shape": list(value.shape), "base64": base64.b64encode(data.tobytes()).decode()}
 

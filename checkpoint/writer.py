@@ -1,4 +1,4 @@
-"""Writes what one rank holds: its boxes, and the index that says where they are."""
+"""Write the part of a checkpoint that a rank holds: its chunks, and their index."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ALIGNMENT_BYTES = 64
 def write_part(
     folder: Path, rank: int, chunk_views: Sequence[ChunkView], blobs: Sequence[tuple[str, bytes]], own_state: Any
 ) -> None:
-    """Writes the file of one rank straight from its fragments; beside them it takes three blocks of 4 MiB.
+    """Write the file of a rank directly from its views. Takes three blocks of 4 MiB beside them.
 
-    blobs: (name, bytes) that readers of torch.distributed.checkpoint expect beside the tensors. The index comes last:
-    where there is one, the file is complete and on the disk. Raises OSError.
+    blobs: (name, bytes) that readers of torch.distributed.checkpoint expect beside the tensors. The index is written
+    last: if it exists, the file is complete and on the disk. Raises OSError.
     """
     rows: list[Row] = []
     with SequentialFile(folder / data_name(rank)) as file:
@@ -40,15 +40,15 @@ def write_part(
 
 
 class Snapshot:
-    """A copy of fragments in host memory, so that training goes on while they are written.
+    """A copy of chunk views in host memory, so training continues while they are written.
 
-    One buffer for all of them. On the CPU its memory is given back to the system at the end. Of a device's fragments
-    it is pinned and the pool's, which keeps it for the next snapshot; they are copied on the current stream, after
-    which training may change them, and the host does not wait.
+    All copies are in a buffer. On the CPU its memory returns to the system at the end. For a device it is pinned memory
+    of the pool, which keeps it for the next snapshot. Device copies run on the current stream: training may change the
+    tensors after them, and the host does not wait.
     """
 
     def __init__(self, chunk_views: Sequence[ChunkView], pool: HostPool | None, device: torch.device) -> None:
-        """pool: of pinned memory; None: fragments are in host memory."""
+        """pool: of pinned memory; None if the views are in host memory."""
         sizes = [-(-chunk_view.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for chunk_view in chunk_views]
         if pool is None:
             transient = TransientBuffer(sum(sizes), torch.uint8)
@@ -73,12 +73,12 @@ class Snapshot:
             offset += size
 
     def wait(self) -> None:
-        """Returns when the values are there. For the thread that writes them."""
+        """Wait until the copies are complete. For the writing thread."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def drop(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self.chunk_views.clear()
         self._give_back()
 

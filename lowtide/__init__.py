@@ -60,7 +60,7 @@ _HOME = {
     "plan": ".engine.plan.plan",
 }
 
-# Set by `lowtide launch`, which wants to see where a rank hangs: from here on, and not from `initialize` on.
+# Set by `lowtide launch`: stacks of a hanging rank are available from the import on, before `initialize`.
 if "LOWTIDE_PROGRESS_FILE" in os.environ:
     from .watch.stacks import claim_as_asked
 
@@ -68,7 +68,7 @@ if "LOWTIDE_PROGRESS_FILE" in os.environ:
 
 
 def __getattr__(name: str) -> object:
-    """The public object `name`, imported from its own module and kept here from then on."""
+    """Import the public object `name` from its module, and keep it here."""
     if name == "__version__":
         return import_module("importlib.metadata").version("lowtide")
     if name not in _HOME:

@@ -1,1 +1,1 @@
-"""The user's model: where its blocks are, and what stands on it."""
+"""The user's model: its repeated blocks, and everything that the engine installs on it."""

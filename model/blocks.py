@@ -1,15 +1,16 @@
-"""The repeated blocks of a model: what units are made of, and between which pipelines split.
+"""Find the repeated blocks of a model. Units consist of blocks, and pipelines split between them.
 
 [Note: what runs]
-A unit is gathered when its module is called, so it has to be one that is. A ModuleList, a ModuleDict and a class
-without a forward of its own never are: the modules in them are, by the forward around. So where a container stands for
-a block, what runs in it are the units; the container's own parameters belong to the forward around, the rest:
+A unit is gathered when its module is called, so it must be a module that is called. A ModuleList, a ModuleDict and a
+class without a forward are never called: the surrounding forward calls the modules in them. So if such a container is
+in the place of a block, the modules in it that run are the units. Its direct parameters belong to the surrounding
+forward, in the root unit:
 
     layers = ModuleList of ModuleDict      layers.0         never called
                                            layers.0.attn    unit
                                            layers.0.mlp     unit
-                                           layers.0.norm    rest: it is small beside these, and a gather is not
-                                           layers.0.scale   rest: a parameter
+                                           layers.0.norm    root unit: too small to be worth a gather
+                                           layers.0.scale   root unit: a parameter
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ MIN_SHARE_OF_PARAMETERS = 0.05
 
 
 class Layers(nn.Sequential):
-    """Of which each element with parameters is a block, whatever their classes are."""
+    """A sequence whose elements with parameters are blocks, whatever their classes are."""
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The elements of the outermost `ModuleList`s and `Sequential`s that repeat one class, in order of registration.
+    """Find the elements of the outermost `ModuleList`s and `Sequential`s that repeat a class, in order of registration.
 
-    Of a container it is what runs in it. Elements without parameters are none, nor are those of a list that holds less
-    than a twentieth of the model's parameters.
+    If an element is a container, the modules in it that run are returned. Elements without parameters are skipped, and
+    so are lists with less than a twentieth of the model's parameters.
     """
     total = numel(model)
     blocks: dict[int, tuple[str, nn.Module]] = {}
@@ -50,7 +51,10 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def running_modules(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module, or the outermost ones in a container that run, but for small ones; all with parameters."""
+    """Return the module, or for a container the outermost modules in it that run.
+
+    Modules without parameters and small modules are skipped.
+    """
     if has_forward(module):
         return [(name, module)] if any(True for _ in module.parameters()) else []
     parts = [part for child in _named_children(name, module) for part in running_modules(*child)]
@@ -59,14 +63,14 @@ def running_modules(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]
 
 
 def has_forward(module: nn.Module) -> bool:
-    """False for containers, which are never called, and what torch.jit has compiled, on which no hook can be put."""
+    """Return False for containers, which are never called, and for torch.jit modules, which take no hooks."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Those that a module's own forward reads: its own, and those of what has none in it."""
+    """Yield the parameters that a module's forward reads: its direct parameters, and those of containers in it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not has_forward(child):
@@ -74,7 +78,7 @@ def parameters_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def numel(module: nn.Module) -> int:
-    """Elements of its parameters."""
+    """Count the elements of a module's parameters."""
     return sum(param.numel() for param in module.parameters())
 
 
@@ -84,7 +88,7 @@ def _named_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """A list or sequence of which half the elements with parameters, two at least, have one class; or `Layers`."""
+    """Return True for `Layers`, and for lists in which at least two and half of the elements share a class."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     if isinstance(module, Layers):

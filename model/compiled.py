@@ -1,16 +1,15 @@
-"""torch.compile on a model with hooks: forwards are compiled, and hooks stand around them.
+"""torch.compile for a model with hooks: forwards are compiled, and the hooks run outside.
 
 [Note: what is compiled]
 Hooks wait for other ranks, and change the class and the memory of parameters. A compiler that traces them breaks its
-graph there, recompiles, or fails. So where a user has asked for a module to be compiled, what is compiled is its
-forward, and hooks are outside; of a module that holds units, the forward of each unit and of each outermost part beside
-them:
+graph, recompiles, or fails. So if the user compiles a module, only its forward is compiled. If the module contains
+units, the forward of each unit and of each outermost remaining part is compiled:
 
-    torch.compile(model)      embedding     block 0     block 1     norm     head      one graph each
-                              eager: what the forwards of the model and of its containers do between them
+    torch.compile(model)      embedding     block 0     block 1     norm     head      a graph each
+                              eager: the forwards of the model and of its containers around these
 
-Parameters are all there when a compiled forward begins, so guards see what they saw when it was compiled. The wrapper
-that torch.compile(module) puts around a module is taken out meanwhile: names have no "_orig_mod" in them.
+All parameters are gathered when a compiled forward begins, so guards see the state of compile time. The wrapper of
+torch.compile(module) is removed meanwhile, so names contain no "_orig_mod".
 """
 
 from __future__ import annotations
@@ -28,48 +27,48 @@ from .blocks import has_forward
 from .patches import ModelPatches
 from .recomputing import Recomputing
 
-_frames = torch._C._dynamo.eval_frame  # of the interpreter: importing torch._dynamo costs a second
+_frames = torch._C._dynamo.eval_frame  # directly from C: importing torch._dynamo takes a second
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Gives the compiled form of a function, as the user's options say."""
+"""Compile a function with the user's options."""
 
 
 class Compiled:
-    """Which modules of a model are to be compiled, and how; see [Note: what is compiled]."""
+    """The modules of a model to compile, with their options. See [Note: what is compiled]."""
 
     def __init__(self, model: nn.Module, patches: ModelPatches, loads: bool = False) -> None:
-        """Takes torch's wrappers out of the model; the ledger puts them back. `module` is the model without them.
+        """Remove torch's wrappers from the model until the patches are undone. `module` is the model without them.
 
-        loads: something will be compiled that the model does not say: the compiler is there from now on.
+        loads: import the compiler now, because something beside the model will be compiled.
         """
         if loads:
             importlib.import_module("torch._dynamo")
         self._patches = patches
         self._wanted: dict[int, tuple[nn.Module, Compile]] = {}
         self.module = model
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs a second
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled yet, and the import would take a second
             self.module = self._unwrapped(model)
             self._take_out(self.module)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anything of the model is to be compiled."""
+        """True if a module is to be compiled."""
         return bool(self._wanted)
 
     def want(self, modules: Iterable[nn.Module], make: Compile) -> None:
-        """These too, where the caller has not said how."""
+        """Compile these modules too, unless the user has given options for them."""
         for module in modules:
             self._wanted.setdefault(id(module), (module, make))
 
     def apply(self, units: Collection[nn.Module]) -> int:
-        """Compiles the forwards of what is wanted; and of what `module.compile()` asks for from now on.
+        """Compile the forwards of the wanted modules, now and on later calls of `module.compile()`.
 
-        units: what has hooks that must not be traced. Returns how many modules hold units and are to be compiled.
+        units: modules whose hooks must not be traced. Returns the number of wanted modules that contain units.
         """
         inner = {id(unit) for unit in units}
         done: set[int] = set()
         divided = 0
-        # A module's own options before those of a module around it.
+        # Inner modules first: options of a module take precedence over options of a module around it.
         for module, make in sorted(self._wanted.values(), key=lambda wish: sum(1 for _ in wish[0].modules())):
             parts = [part for part in _parts(module, inner) if id(part) not in done]
             divided += parts != [module]
@@ -81,19 +80,19 @@ class Compiled:
         return divided
 
     def compile(self, module: nn.Module, inner: Collection[int], make: Compile) -> None:
-        """What `module.compile()` does."""
+        """Compile a module, for `module.compile()`."""
         self._compile(list(_parts(module, inner)), make)
 
     def _compile(self, parts: list[nn.Module], make: Compile) -> None:
         for part in parts:
             forward: Any = part.forward
-            if isinstance(forward, Recomputing):  # what is recomputed is what was compiled
+            if isinstance(forward, Recomputing):  # compile inside, so the recomputation runs the compiled forward
                 compiled: Any = replace(forward, forward=make(forward.forward))
             else:
                 compiled = make(forward)
             self._patches.override(part, "forward", compiled)
 
-    # -- what torch.compile has put there -------------------------------------------------------------------------
+    # -- removal of torch's wrappers ------------------------------------------------------------------------------
 
     def _unwrapped(self, module: nn.Module) -> nn.Module:
         from torch._dynamo import OptimizedModule
@@ -101,7 +100,7 @@ class Compiled:
         while isinstance(module, OptimizedModule):
             inner = module._orig_mod
             self._wanted.setdefault(id(inner), (inner, module.dynamo_ctx))
-            self._patches.override(module, "forward", inner.__call__)  # whoever still calls it comes to the hooks
+            self._patches.override(module, "forward", inner.__call__)  # calls of the old wrapper reach the hooks
             module = inner
         return module
 
@@ -122,7 +121,7 @@ class Compiled:
 
 
 def _parts(module: nn.Module, units: Collection[int]) -> Iterator[nn.Module]:
-    """What runs as one: units, and the outermost modules that hold none. units: their identities."""
+    """Yield the modules to compile: units, and the outermost modules that contain none. units: ids of modules."""
     holds_units = any(id(part) in units for part in module.modules() if part is not module)
     if id(module) in units or (has_forward(module) and not holds_units):
         yield module
@@ -132,7 +131,7 @@ def _parts(module: nn.Module, units: Collection[int]) -> Iterator[nn.Module]:
 
 
 def _outside(module: nn.Module, units: Collection[int]) -> Iterator[nn.Module]:
-    """All modules but those inside of units."""
+    """Yield all modules except those inside of units."""
     yield module
     if id(module) not in units:
         for child in module.children():
@@ -141,32 +140,32 @@ def _outside(module: nn.Module, units: Collection[int]) -> Iterator[nn.Module]:
 
 def _compiling(compiled: Compiled, module: nn.Module, units: Collection[int]) -> Callable[..., None]:
     def compile(*args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, of what [Note: what is compiled] says."""
+        """Compile like `nn.Module.compile`, as described in [Note: what is compiled]."""
         compiled.compile(module, units, lambda function: torch.compile(function, *args, **kwargs))
 
     return compile
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, into which no compiler goes: graphs break there. Where the compiler is not loaded, as it is."""
-    if "torch._dynamo" not in sys.modules:  # loading it takes a second
+    """Exclude the function from compiled graphs. Returns it unchanged if the compiler is not loaded."""
+    if "torch._dynamo" not in sys.modules:  # the import takes a second
         return function
     disable: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
     return disable(function)
 
 
 def refuse_to_be_traced(what: str) -> None:
-    """Raises RuntimeError where a compiler follows this call. what: is called, as users read it."""
+    """Raise RuntimeError if a compiler traces this call. what: the called object, for users."""
     if _frames.get_eval_frame_callback() not in (None, False):
         raise RuntimeError(
-            f"torch.compile of {what}: expected its compile(...), found a wrapper that would trace the engine's hooks "
-            "as well; call engine.module.compile(...), or that of a part such as a block, or compile the model before "
-            "lowtide.initialize, and go on with engine(...)"
+            f"torch.compile of {what}: expected its compile(...), found a wrapper that would also trace the engine's "
+            "hooks. Call compile(...) of engine.module or of a part such as a block, or compile the model before "
+            "lowtide.initialize, and then call engine(...)."
         )
 
 
 def _refusing_to_be_traced(module: nn.Module) -> Callable[..., Any]:
-    """What `module.__call__` is, of which torch.compile(module) makes a wrapper. `module(...)` does not come here."""
+    """Make a `module.__call__` that torch.compile(module) would wrap. `module(...)` does not call it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         refuse_to_be_traced(f"a {type(module).__name__} that an engine trains")
@@ -184,14 +183,14 @@ def _putting_back(parent: nn.Module, name: str, inner: nn.Module | None, child: 
 
 
 def _options_of(call: Any) -> Compile | None:
-    """Of what `module.compile()` has made; None where it compiles nothing (disable=True). Raises ValueError."""
+    """Return the compile function behind `module.compile()`, or None for disable=True. Raises ValueError."""
     if getattr(call, "__name__", "") == "_call_impl" and hasattr(call, "__self__"):
         return None
     names = getattr(getattr(call, "__code__", None), "co_freevars", ())
-    if "self" not in names:  # the context of torch._dynamo, which its wrapper refers to
+    if "self" not in names:  # torch._dynamo's wrapper refers to its context as `self`
         raise ValueError(
-            f"model: expected a module that torch has compiled (module.compile()), found {type(call).__name__} as its "
-            "_compiled_call_impl; compile it after lowtide.initialize, by engine.module.compile()"
+            f"model: expected a module compiled by module.compile(), found {type(call).__name__} as its "
+            "_compiled_call_impl. Compile it after lowtide.initialize, by engine.module.compile()."
         )
     context: Compile = call.__closure__[names.index("self")].cell_contents
     return context

@@ -1,4 +1,4 @@
-"""The one list of all that stands on a model that is not ours: hooks, forwards, classes."""
+"""A list of everything that is installed on the user's model: hooks, forwards, classes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NOTHING = object()
 
 
 class ModelPatches:
-    """Puts things on the modules of a model in order, and takes them off in reverse.
+    """Installs hooks and overrides on the modules of a model, and removes them in reverse.
 
-    What lies above an entry was put on later, so it may call the entry and is gone before it. Where somebody else has
-    meanwhile put his own over an entry, his stays, and what it calls is ours until he takes it off.
+    A later patch may call an earlier patch, and is removed before it. If foreign code has since replaced a patch, its
+    replacement stays, and continues to call our patch until it is removed.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,18 @@ class ModelPatches:
         self._close_owner: Callable[[], object] | None = None
 
     def __reduce__(self) -> Any:
-        """Of a copy of a module on which it is noted: nothing stands on that."""
+        """Copy as an empty list: a copied module has no patches."""
         return ModelPatches, ()
 
     def belongs_to(self, owner: object, close: Callable[[], object]) -> None:
-        """close: what ends all that the owner has, this too. It must not hold the owner, and the modules must not."""
+        """Register the owner. close: ends everything that the owner has, including these patches.
+
+        Neither `close` nor the modules may keep the owner alive.
+        """
         self._owner, self._close_owner = weakref.ref(owner), close
 
     def close_if_lost(self) -> bool:
-        """Closes an owner that nobody has any more, who could; whether there was one."""
+        """Close an owner that was garbage-collected without `close`. Returns True if there was one."""
         if self._owner is None or self._close_owner is None or self._owner() is not None:
             return False
         close, self._close_owner = self._close_owner, None
@@ -42,27 +45,27 @@ class ModelPatches:
         return True
 
     def hook(self, handle: RemovableHandle) -> None:
-        """Enters a hook that torch has registered."""
+        """Record a hook that torch has registered."""
         self._undo.callback(handle.remove)
 
     def override(self, module: nn.Module, name: str, value: Any) -> None:
-        """Gives one module an attribute of its own, such as `forward`, in place of its class's or of an earlier one."""
+        """Set an attribute of a module, such as `forward`, in place of its class's attribute or an earlier override."""
         before = module.__dict__.get(name, _NOTHING)
         module.__dict__[name] = value
         self._undo.callback(_take_off, module, name, value, before)
 
     def exchange_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        """Gives one module another class."""
+        """Change the class of a module."""
         before = type(module)
         module.__class__ = cls
         self._undo.callback(_give_class, module, cls, before)
 
     def callback(self, undo: Callable[[], object]) -> None:
-        """Enters anything else, by what takes it off."""
+        """Record another patch by the function that removes it."""
         self._undo.callback(undo)
 
     def close(self) -> None:
-        """Takes all off; goes on to the end where one entry cannot be, and raises its error then."""
+        """Remove all patches. If a removal fails, remove the remaining patches and then raise its error."""
         self._undo.close()
 
 

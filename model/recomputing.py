@@ -1,4 +1,4 @@
-"""Forwards that are made once more, or beside a training: what they find, and what they leave as it was."""
+"""Forwards that run again, or beside the training: their inputs, and the state that they must not change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 
 @dataclass(frozen=True)
 class Recomputing:
-    """What a module's forward is replaced by. Where the module is to be compiled, `forward` is.
+    """A replacement of a module's forward. If the module is compiled, `forward` is compiled.
 
-    around: called with it, and with what it is called with.
+    around: called with `forward` and its arguments.
     """
 
     around: Callable[..., Any]
@@ -29,14 +29,14 @@ class Recomputing:
 
 
 class _SameTensors(TorchFunctionMode):
-    """Copies of objects have the tensors that these have."""
+    """Lets deep copies share the tensors of the original."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 def copy_states(values: Any) -> Any:
-    """With copies of what a forward may add to beside tensors, such as a cache of keys."""
+    """Copy objects that a forward may change, such as a key-value cache. Tensors are shared."""
 
     def copied(value: Any) -> Any:
         return value if value is None or isinstance(value, Tensor) else copy.deepcopy(value)
@@ -48,11 +48,11 @@ def copy_states(values: Any) -> Any:
 class BufferValues:
     """A context in which a module computes with copies of the buffers that it had when this was made.
 
-    What it changes in them is gone at the end, when it has its own ones back. It may be entered several times.
-    Copies, since no `_version` tells of BatchNorm's statistics, and of codebooks that are changed through `.data`.
+    Afterwards the module has its buffers back, and changes of the copies are lost. May be entered several times.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # Copies, since `_version` does not show changes of BatchNorm's statistics and changes through `.data`.
         owners = [part._buffers for part in module.modules() if part._buffers and isinstance(part._buffers, dict)]
         self._before = [(owner, dict(owner)) for owner in owners]
         buffers = {id(one): one for _, held in self._before for one in held.values() if one is not None}
@@ -61,7 +61,7 @@ class BufferValues:
 
     @property
     def are_there(self) -> bool:
-        """Whether the module has any."""
+        """True if the module has buffers."""
         return bool(self._values)
 
     def __enter__(self) -> None:
@@ -84,7 +84,7 @@ def _copy(buffer: Tensor) -> Tensor:
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Without gradients, in eval mode; each part, and its buffers, are as they were behind it."""
+    """Wrap code that runs the module without gradients in eval mode. Restores modes and buffers."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

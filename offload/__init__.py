@@ -1,4 +1,4 @@
-"""Where bytes live: host memory with a limit, files, pages that move; and the loop that hides moving them."""
+"""Stores for bytes that are not in use, and the window that hides their transfers behind the computation."""
 
 from .activations import ActivationOffload, in_storages_of
 from .block_file import Checksum

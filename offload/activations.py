@@ -1,4 +1,4 @@
-"""Activations live in a store between forward and backward."""
+"""Keep activations in a store between forward and backward."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from .host_memory import OffloadError, return_large_blocks
 from .residency import Residency, SavedMemory
 from .store import Store
 
-BLOCKS_IN_MEMORY = 3  # one that is computed, one that is kept for backward, one on its way
+BLOCKS_IN_MEMORY = 3  # a block being computed, a block kept for backward, a block in transfer
 _LOGGER = logging.getLogger("lowtide")
-_PART_OF_STORAGE = 8  # a view of less than 1/8 of its storage is saved by itself: a few rows of a data set, say
-_MIN_RETURNED_BYTES = 128 << 10  # smaller blocks of host memory stay with the C library when they are freed
-_BITS_OF_COUNT = 48  # of a position: more is never saved in a training
-_ALIGNMENT_BYTES = 64  # of what is saved: the last bit of a result may depend on where a tensor lies in a cache line
+_PART_OF_STORAGE = (
+    8  # a view below 1/8 of its storage, such as a few rows of a data set, is saved without the remainder
+)
+_MIN_RETURNED_BYTES = 128 << 10  # the C library keeps smaller freed blocks
+_BITS_OF_COUNT = 48  # of a position: a training saves fewer tensors than 2^48
+_ALIGNMENT_BYTES = 64  # keeps the offset in a cache line, on which the last bit of a result may depend
 
 
 class ActivationOffload:
-    """Keeps what autograd saves during the model's forward in a store, and brings it back in time for backward.
+    """Keeps the tensors that autograd saves in forward in a store, and returns them in time for backward.
 
         with offload:
             loss = model(batch)
         loss.backward()
 
-    | saved tensor                                                  | where it is until backward                   |
-    |---------------------------------------------------------------|----------------------------------------------|
-    | a view of a parameter; less than `min_bytes`; not strided     | where it was                                 |
-    | any other: activations, masks, inputs of recomputed blocks    | memory as long as the limit allows, then the |
-    |                                                               | store; see [Note: which activations stay]    |
+    | saved tensor                                                | where it is until backward                  |
+    |-------------------------------------------------------------|---------------------------------------------|
+    | a view of a parameter; below `min_bytes`; not strided       | unchanged                                   |
+    | activations, masks, inputs of recomputed blocks             | memory up to the limit, then the store: see |
+    |                                                             | [Note: which activations stay]              |
 
-    What is moved is the storage under the saved tensors, once, however many views of it are saved. With a budget
-    `resident_bytes` never passes it, unless what a single operation saved is larger; without one the limit is three
-    blocks (`begin_block`). A graph that is freed, used or not, takes with it what the store has; what a transfer held
-    then is given back at the next use of this object. One forward at a time; backward in any thread.
+    The storage under the saved tensors is moved, once for all of its views. With a budget, `resident_bytes` stays
+    within it unless a single operation saves more. Without a budget, the limit is three blocks (`begin_block`). When a
+    graph is freed, its bytes in the store are freed too; memory that a running transfer held is freed at the next use
+    of this object. One forward at a time; backward in any thread.
 
-    Raises OffloadError from the forward or backward that needed a transfer that failed, and RuntimeError from the
-    backward through a saved tensor that was changed in place, as torch does.
+    Forward or backward raises OffloadError if its transfer failed. Backward raises RuntimeError, like torch, if a saved
+    tensor was changed in place.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class ActivationOffload:
         store: Store,
         min_bytes: int,
         budget_bytes: int | None,
-        is_parameter_storage: Callable[[Tensor], bool],  # True for views of memory that outlives the graph anyway
+        is_parameter_storage: Callable[[Tensor], bool],  # True for views of memory that outlives the graph
     ) -> None:
         for name, value in (("min_bytes", min_bytes), ("budget_bytes", budget_bytes)):
             if value is not None and value < 1:
@@ -68,7 +70,7 @@ class ActivationOffload:
         self._positions = itertools.count()
         self._first_position = 0
         self._lock = threading.Lock()
-        self._freed: deque[SavedMemory] = deque()  # of saved tensors that died, until the lock is free
+        self._freed: deque[SavedMemory] = deque()  # memory of freed saved tensors, until the lock is free
         self._entered: list[saved_tensors_hooks | None] = []
         self._num_passes = 0
         self._told: set[str] = set()
@@ -76,31 +78,31 @@ class ActivationOffload:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of offloadable activations that are held in memory now, transfers that run included."""
+        """Bytes of offloadable activations in memory now, including running transfers."""
         return self._residency.resident_bytes
 
     @property
     def peak_resident_bytes(self) -> int:
-        """The most that `resident_bytes` has been."""
+        """The peak of `resident_bytes`."""
         return self._residency.peak_resident_bytes
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that were given to the store since the beginning."""
+        """Bytes given to the store since the beginning."""
         return self._residency.offloaded_bytes
 
     # -- forward --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if self._is_closed:
-            raise OffloadError("activation offload: expected it open for another forward, found it closed")
+            raise OffloadError("activation offload: expected a forward before close(), found the offload closed")
         if not self._entered:
             self._num_passes += 1
             with self._locked():
-                pass  # what the last pass left to transfers that have ended since is given back
+                pass  # frees memory of transfers that have ended since the last forward
         hooks = None
         if self._others_decide():
-            self._log("saved-tensor hooks are active around the model: they decide, and nothing is offloaded there")
+            self._log("saved-tensor hooks of the caller are active around the model, so nothing is offloaded there")
         else:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
@@ -117,19 +119,19 @@ class ActivationOffload:
             self._limit.end_forward()
 
     def begin_block(self) -> None:
-        """A block's forward begins. Only matters without a budget, and inside the `with`."""
+        """Begin a block's forward. Has an effect only inside the `with`, and without a budget."""
         if self._entered:
             self._limit.begin_block()
 
     def begin_part(self, order: int) -> None:
-        """What is saved from now on is needed in backward after all parts of a higher order, however late they come.
+        """Announce that backward needs the tensors saved from now on after all parts of a higher order.
 
-        Without such calls backward goes the way of the forward back.
+        Without such calls, backward is assumed to run in the reverse order of forward.
         """
         self._first_position = order << _BITS_OF_COUNT
 
     def close(self) -> None:
-        """Waits for what runs and gives everything back; a graph that is still there cannot run backward any more."""
+        """Wait for running transfers and free everything. Backward of an existing graph then raises."""
         with self._locked():
             self._is_closed = True
             for memory in itertools.chain(*self._of_storage.values()):
@@ -138,7 +140,7 @@ class ActivationOffload:
             self._residency.drain()
 
     def _others_decide(self) -> bool:
-        """True inside hooks of the user's own, or of a checkpoint around the model, which torch would leave out."""
+        """Return True inside saved-tensor hooks of the caller or of a checkpoint. Our hooks would displace them."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return top is not None and top[0] != self._pack
 
@@ -152,7 +154,7 @@ class ActivationOffload:
             return OffloadedTensor(tensor, memory, self._on_freed)
 
     def _part_to_move(self, tensor: Tensor) -> tuple[int, int] | None:
-        """[start, end) in bytes of the storage of a saved tensor; None where nothing of it is moved."""
+        """Return the bytes [start, end) of the storage to move, or None to keep the tensor."""
         if not _is_ordinary(tensor) or not tensor.numel():
             return None
         itemsize = tensor.element_size()
@@ -160,7 +162,7 @@ class ActivationOffload:
         if span * itemsize < self._min_bytes or self._is_parameter_storage(tensor):
             return None
         if tensor.device.type == "cpu" and not self._moves_from_host:
-            self._log("activations on the CPU are in host memory already, so they stay there; a file would take them")
+            self._log("activations on the CPU are already in host memory and stay there; a file store would take them")
             return None
         if tensor.device.type == "cpu":
             return_large_blocks(max(self._min_bytes, _MIN_RETURNED_BYTES))
@@ -182,8 +184,8 @@ class ActivationOffload:
         nbytes, budget = end - start, self._limit.budget_bytes
         if budget is not None and nbytes > budget:
             self._log(
-                f"budget_bytes is {budget:,}, but a single saved tensor has {nbytes:,}: "
-                "it stays in memory until the next one is saved"
+                f"budget_bytes is {budget:,}, but a single saved tensor has {nbytes:,} bytes: "
+                "it stays in memory until the next tensor is saved"
             )
         self._limit.add(nbytes)
         self._residency.prepare_for(nbytes, self._limit.nbytes)
@@ -207,20 +209,22 @@ class ActivationOffload:
             saved.check_version()
             if self._is_closed:
                 raise OffloadError(
-                    "activation offload: expected backward before it is closed, found it closed; the activations of "
-                    "this graph are gone"
+                    "activation offload: expected backward before close(), found the offload closed and the "
+                    "activations of this graph freed"
                 )
             return saved.view_of(self._residency.use(saved.memory, self._limit.nbytes))
 
     # -- the end of a graph -----------------------------------------------------------------------------------------
 
     def _on_freed(self, memory: SavedMemory) -> None:
-        """May be called at any time, also by the garbage collector while this thread has the lock."""
+        """Note that a saved tensor was freed. May run at any time, even in the garbage collector while this thread has
+        the lock.
+        """
         self._freed.append(memory)
         self._sweep()
 
     def _sweep(self) -> None:
-        while self._freed and self._lock.acquire(blocking=False):  # else whoever has the lock sweeps after it
+        while self._freed and self._lock.acquire(blocking=False):  # if locked, the holder sweeps after its work
             try:
                 while self._freed:
                     self._forget_one(self._freed.popleft())
@@ -228,7 +232,7 @@ class ActivationOffload:
                 self._lock.release()
 
     def _forget_one(self, memory: SavedMemory) -> None:
-        """One saved tensor fewer needs it."""
+        """Count a saved tensor less, and free its memory after the last."""
         memory.num_tensors -= 1
         if memory.num_tensors or self._is_closed:
             return
@@ -254,17 +258,17 @@ class ActivationOffload:
 
 
 def in_storages_of(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Whether a tensor is a view of the memory of one of `tensors`. Holds for storages that are resized too."""
+    """Make a function that says if a tensor is a view of the memory of `tensors`. Resized storages count too."""
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    # The function holds the storages, so that none of the identities passes to another one.
+    # The function holds the storages, so no other storage can get their identity.
     return lambda tensor: tensor.untyped_storage()._cdata in storages
 
 
 class ActivationLimit:
-    """A budget; without one, three blocks as large as the largest so far.
+    """The limit of resident activations: a budget, or three times the largest block so far.
 
-    A block is what is saved from one `begin_block` to the next (after the last one of a forward comes the head, which
-    may be much larger, and counts only while it runs); without such calls, one saved tensor.
+    A block is what is saved between two calls of `begin_block`. The head after the last block may be much larger, and
+    counts only while it runs. Without such calls, a block is a single saved tensor.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -275,48 +279,49 @@ class ActivationLimit:
 
     @property
     def nbytes(self) -> int:
-        """As of now."""
+        """The current limit."""
         return self.budget_bytes or BLOCKS_IN_MEMORY * max(self._largest_block_bytes, self._block_bytes or 0)
 
     def begin_block(self) -> None:
-        """A block's forward begins."""
-        if not self._has_blocks:  # until now each saved tensor was taken for one
+        """Begin a block's forward."""
+        if not self._has_blocks:  # until now each saved tensor counted as a block
             self._has_blocks, self._largest_block_bytes = True, 0
         self._largest_block_bytes = max(self._largest_block_bytes, self._block_bytes or 0)
         self._block_bytes = 0
 
     def add(self, nbytes: int) -> None:
-        """So much is saved together."""
+        """Count nbytes that are saved together."""
         if self._block_bytes is not None:
             self._block_bytes += nbytes
         elif not self._has_blocks:
             self._largest_block_bytes = max(self._largest_block_bytes, nbytes)
 
     def end_forward(self) -> None:
-        """What comes next is of another forward."""
+        """End the forward."""
         self._largest_block_bytes = self._largest_block_bytes or self._block_bytes or 0
         self._block_bytes = None
 
 
 class KeptTensor:
-    """A saved tensor that stays in memory. Torch does not check versions under hooks, so this does."""
+    """A saved tensor that stays in memory. Checks the version, since torch does not under hooks."""
 
     __slots__ = ("_origin", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        # A leaf is kept itself, since its memory may be exchanged; anything else would hold its own graph.
+        # A leaf is kept undetached, since its memory may be replaced. Other tensors are detached: they would keep their
+        # graph alive.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = tensor._version
         self._origin = _origin(tensor)
 
     def check_version(self) -> None:
-        """Raises torch's error where the tensor was changed in place since."""
+        """Raise torch's error if the tensor was changed in place since forward."""
         if self.tensor._version != self._version:
             raise _changed(self.tensor.type(), self.tensor.shape, self._origin, self.tensor._version, self._version)
 
 
 class OffloadedTensor:
-    """A view of a `SavedMemory`: all of a saved tensor but its bytes."""
+    """The metadata of a saved tensor whose bytes are in a `SavedMemory`."""
 
     __slots__ = ("_dtype", "_kind", "_offset", "_on_freed", "_origin", "_shape", "_stride", "memory")
 
@@ -329,13 +334,13 @@ class OffloadedTensor:
         self._origin = _origin(tensor)
 
     def check_version(self) -> None:
-        """Raises torch's error where the tensor was changed in place since."""
+        """Raise torch's error if the tensor was changed in place since forward."""
         found, expected = self.memory.versions
         if found != expected:
             raise _changed(self._kind, self._shape, self._origin, found, expected)
 
     def view_of(self, content: Tensor) -> Tensor:
-        """The saved tensor, in the bytes of its memory, (nbytes,) uint8."""
+        """Return the saved tensor as a view of content, (nbytes,) uint8."""
         offset = content.storage_offset() // self._dtype.itemsize + self._offset
         tensor = torch.empty(0, dtype=self._dtype, device=content.device)
         return tensor.set_(content.untyped_storage(), offset, self._shape, self._stride)
@@ -345,7 +350,7 @@ class OffloadedTensor:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """True where a tensor is its storage, offset, shape and strides, and nothing else."""
+    """Return True if storage, offset, shape and strides describe the tensor completely."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -355,7 +360,7 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 
 def _origin(tensor: Tensor) -> str:
-    """The node that made it, as torch's message has it."""
+    """Describe the node that made the tensor, in the words of torch's message."""
     return f", which is output {tensor.output_nr} of {tensor.grad_fn.name()}," if tensor.grad_fn is not None else ""
 
 

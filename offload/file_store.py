@@ -1,12 +1,12 @@
-"""A store on a disk: one file of this process, written and read in blocks by a few threads.
+"""A store on a disk: a file of this process, written and read in blocks by a few threads.
 
     key      "a" (20 MiB, saved)       "b" (5 MiB + 3 bytes)
     file     [8 MiB][8 MiB][4 MiB]     [5 MiB + 4096]  free ...
     threads     1      2      1            2
 
-The blocks of a request are spread over the threads, and requests follow each other without a gap. A buffer whose
-address is a multiple of 4096 goes to the device and comes from it as it is, all but the last bytes that fill no sector;
-any other is copied through a thread's own memory. Room of dropped keys is used again; the file keeps its highest size.
+The blocks of a request are spread over the threads, and requests follow each other without a gap. A buffer at a
+multiple of 4096 is transferred without a copy, except its last incomplete sector. Other buffers are copied through the
+thread's memory. Room of dropped keys is reused; the file never shrinks.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _Verb = Literal["save", "load"]
 
 @dataclass(frozen=True)
 class AioOptions:
-    """How a FileStore moves its bytes. The defaults are where more brought nothing: see benchmarks/offload_io.py."""
+    """Options of a FileStore's transfers. Larger values brought nothing: see benchmarks/offload_io.py."""
 
-    block_size: int = 8 << 20  # bytes of one request to the system, a multiple of 4096
-    thread_count: int = 4  # requests at a time
-    verify: bool = True  # compares a checksum of each block on load; see `Checksum` for what it detects
-    direct: bool = True  # past the page cache, where the file system can
+    block_size: int = 8 << 20  # bytes of a system call, a multiple of 4096
+    thread_count: int = 4  # concurrent system calls
+    verify: bool = True  # compare a checksum of each block on load: see `Checksum`
+    direct: bool = True  # bypass the page cache if the file system can
 
     def __post_init__(self) -> None:
         if self.block_size < ALIGNMENT_BYTES or self.block_size % ALIGNMENT_BYTES:
             raise ValueError(
                 f"block_size: expected a multiple of {ALIGNMENT_BYTES} bytes, found {self.block_size}; "
-                f"the next is {max(-(-self.block_size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES}"
+                f"the next multiple is {max(-(-self.block_size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES}"
             )
         if self.thread_count < 1:
             raise ValueError(f"thread_count: expected 1 or more threads, found {self.thread_count}")
 
 
 class FileStore:
-    """A Store in a new file of the folder, gone when the process ends; see [Note: a file without a name].
+    """A Store in a new file of the folder, gone when the process ends: see [Note: a file without a name].
 
-    Takes host memory only. Raises OffloadError where the file cannot be made. Any thread may use it.
+    Takes host memory only. Thread-safe. Raises OffloadError if the file cannot be made.
     """
 
     alignment_bytes = ALIGNMENT_BYTES
@@ -62,8 +62,8 @@ class FileStore:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],  # made where only it is missing
-        rank: int,  # for the file's name, and for what errors say
+        folder: str | os.PathLike[str],  # created if its parent exists
+        rank: int,  # for the file name and errors
         aio: AioOptions = AioOptions(),
     ) -> None:
         self.aio = aio
@@ -79,7 +79,7 @@ class FileStore:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the page cache is avoided."""
+        """True if the page cache is bypassed."""
         return self._file.is_direct
 
     @property
@@ -88,9 +88,9 @@ class FileStore:
             return sum(entry.nbytes for entry in self._entries.values())
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Takes room on the disk for keys of these sizes, each rounded up; what the file has already is counted in.
+        """Allocate disk space for keys of these sizes, rounded up, in a file of this total size.
 
-        Raises OffloadError with folder, rank, and the bytes needed and free, where there is not enough.
+        Raises OffloadError with folder, rank, and the bytes needed and free, if there is too little.
         """
         self._file.reserve(sum(self._regions.rounded(size) for size in sizes))
 
@@ -133,7 +133,7 @@ class FileStore:
         self._entries.clear()
         self._file.close()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- blocks ---------------------------------------------------------------------------------------------------
 
     def _entry(self, key: str) -> _Entry:
         if self._is_closed:
@@ -143,7 +143,7 @@ class FileStore:
         return self._entries[key]
 
     def _begin(self, entry: _Entry, values: Tensor, verb: _Verb) -> Transfer:
-        """Asks for every block of the key, after what was asked for before on this key."""
+        """Submit every block of the key, after its earlier transfers."""
         transfer = _FileTransfer(values, len(entry.checksums))
         previous, entry.last = entry.last, transfer
         self._running.add(transfer)
@@ -156,7 +156,7 @@ class FileStore:
             entry.failure = None
         elif entry.failure is not None:
             error = OffloadError(
-                f"{self._place()} has no '{entry.key}' to load, since saving it failed: {entry.failure}"
+                f"{self._place()} cannot load '{entry.key}', because saving it failed: {entry.failure}"
             )
             error.__cause__ = entry.failure
             transfer.fail(error)
@@ -205,8 +205,9 @@ class FileStore:
         block[straight:] = padded[:rest]
         if self.aio.verify and (found := self._checksum.of(block)) != entry.checksums[index]:
             raise BlockError(
-                f"expected the checksum {entry.checksums[index]:016x} of what was saved, found {found:016x}: the disk "
-                "or the memory is faulty, or someone wrote to the file; check the machine, and go on from a checkpoint"
+                f"expected the saved checksum {entry.checksums[index]:016x}, found {found:016x}: the disk or the "
+                "memory is faulty, or another program wrote to the file. Check the machine, and continue from a "
+                "checkpoint."
             )
 
     def _place(self) -> str:
@@ -222,7 +223,7 @@ class FileStore:
 
 
 class _FileTransfer:
-    """Counts the blocks of a request that have not ended yet, and keeps the tensor until they have."""
+    """Counts the unfinished blocks of a request, and keeps its tensor alive until they are done."""
 
     def __init__(self, values: Tensor | None, num_blocks: int) -> None:
         self._values = values
@@ -244,11 +245,11 @@ class _FileTransfer:
             raise self.error
 
     def join(self) -> None:
-        """Waits, and says nothing of errors."""
+        """Wait without raising."""
         self._done.wait()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Calls it when the last block has ended: now, or later in another thread."""
+        """Call `action` when the last block is done: now, or later in another thread."""
         with self._lock:
             if not self._done.is_set():
                 self._next.append(action)
@@ -260,7 +261,7 @@ class _FileTransfer:
         return memoryview((ctypes.c_char * (end - begin)).from_address(self._values.data_ptr() + begin)).cast("B")
 
     def fail(self, error: Exception) -> None:
-        """The first error is what `wait` raises; blocks that have not begun are left out."""
+        """Record an error. `wait` raises the first. Blocks that have not begun are skipped."""
         with self._lock:
             self.error = self.error or error
 
@@ -286,7 +287,7 @@ class _Entry:
     block_size: int
     failure: Exception | None = None  # of the last save
     checksums: list[int] = field(init=False)  # of the blocks
-    last: _FileTransfer = field(init=False)  # what was asked for last
+    last: _FileTransfer = field(init=False)  # the newest transfer
 
     def __post_init__(self) -> None:
         self.checksums = [0] * -(-self.nbytes // self.block_size)
@@ -294,42 +295,42 @@ class _Entry:
 
 
 def _aligned_bytes(block: memoryview) -> int:
-    """How many of its bytes, from the first on, can go to the device as they are."""
+    """Return how many leading bytes the device can transfer without a copy."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(block))
     return 0 if address % ALIGNMENT_BYTES else len(block) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 def _check_host(name: str, values: Tensor) -> None:
-    """Raises ValueError for a tensor that is not in host memory."""
+    """Raise ValueError if the tensor is not in host memory."""
     if values.device.type != "cpu":
         raise ValueError(
-            f"{name}: expected host memory, found {values.device}; copy it into a buffer of a HostPool first"
+            f"{name}: expected host memory, found {values.device}. Copy it into a buffer of a HostPool first."
         )
 
 
 class FileSpace:
-    """Gives parts of a line that grows at its end, of exact size, and takes them back; free neighbours become one.
+    """Allocates ranges of a file that grows at its end. Free neighbours are merged.
 
-    A region takes the smallest free part that holds it, else the end of the line. Sizes are rounded up to `alignment`,
-    so every offset is a multiple of it.
+    A request takes the smallest sufficient free range, or else grows the file. Sizes are rounded up to `alignment`, so
+    every offset is aligned.
     """
 
     def __init__(self, alignment: int) -> None:
         self.alignment = alignment
-        self.end = 0  # everything from here on is free
-        self._offsets: list[int] = []  # of the free parts before the end, in order
-        self._sizes: dict[int, int] = {}  # of those, by offset
+        self.end = 0  # the file is free from here on
+        self._offsets: list[int] = []  # of the free ranges before the end, in order
+        self._sizes: dict[int, int] = {}  # of the free ranges, by offset
 
     @property
     def free_bytes(self) -> int:
-        """Of the free parts before the end."""
+        """Free bytes before the end."""
         return sum(self._sizes.values())
 
     def rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
 
     def take(self, nbytes: int) -> int:
-        """The offset of a region of nbytes."""
+        """Allocate nbytes and return their offset."""
         wanted = self.rounded(nbytes)
         if not wanted:
             return 0
@@ -345,7 +346,7 @@ class FileSpace:
         return offset
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Takes back a region that `take` gave for nbytes."""
+        """Free a range of `take`."""
         size = self.rounded(nbytes)
         if not size:
             return
@@ -366,11 +367,11 @@ class FileSpace:
 
 
 Task = Callable[[memoryview], None]
-"""Gets aligned memory of its thread, for bytes that are not aligned themselves."""
+"""Called with aligned scratch memory of its thread, for unaligned bytes."""
 
 
 class IoThreads:
-    """Does tasks in the order in which they come, as many at a time as there are threads. A task must not raise."""
+    """Runs tasks in their order on `count` threads. A task must not raise."""
 
     def __init__(self, count: int, scratch_bytes: int) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -386,17 +387,17 @@ class IoThreads:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Does what has been submitted, and ends the threads."""
+        """Run the submitted tasks and end the threads."""
         self._stop()
         for thread in self._threads:
             thread.join()
 
 
 def _work(tasks: queue.SimpleQueue[Task | None], scratch_bytes: int) -> None:
-    scratch = memoryview(mmap.mmap(-1, scratch_bytes))  # takes memory where it is written to
+    scratch = memoryview(mmap.mmap(-1, scratch_bytes))  # takes memory only when written
     while (task := tasks.get()) is not None:
         task(scratch)
-        del task  # it keeps tensors, and the next may be long in coming
+        del task  # it holds tensors, and the next task may come much later
 
 
 def _stop(tasks: queue.SimpleQueue[Task | None], count: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies between the memory of a device and that of the host, beside the work."""
+"""Copies between device and host on streams beside the computation."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from .store import Transfer, Underway, stream_waits
 
 
 class HostCopies(Protocol):
-    """Starts copies, each after what the device was given before it.
+    """Starts copies. A copy comes after all work queued on the device before it.
 
-    Both tensors stay as they are until the transfer was waited for: then the copy is made, and the host knows.
+    Both tensors must stay unchanged until `Transfer.wait`. After `wait` the copy is complete on the host.
     """
 
     def to_host(self, values: Tensor, out: Tensor) -> Transfer:
-        """values: of the device; out: of the host, pinned, of the same shape and dtype."""
+        """Start a copy from the device into pinned host memory of the same shape and dtype."""
 
     def to_device(self, values: Tensor, out: Tensor) -> Transfer:
-        """values: of the host, pinned; out: of the device, of the same shape and dtype.
-
-        What the device is given from now on comes after the copy.
-        """
+        """Start a copy from pinned host memory to the device. Later work on the device waits for the copy."""
 
 
 class StreamCopies:
-    """On two streams of the device, one for each direction: a link carries both at once."""
+    """Copies on two streams of the device, a stream for each direction, since a link carries both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,20 +50,19 @@ class StreamCopies:
 
 
 class OnHost:
-    """Values of any device on their way to the host, which does not wait for them until it reads them.
+    """A small tensor on its way to the host. The host does not wait until it reads the values.
 
-    They are as they are after what the device was given before. What it is given later is not waited for: the device
-    may do that while the host reads.
+    The copy comes after all work queued on the device before it, and does not wait for later work.
     """
 
     def __init__(self, values: Tensor) -> None:
-        """values: small."""
-        self._values = values.to("cpu", non_blocking=True)  # into pinned memory, where it comes from a device
+        """values: small, on any device."""
+        self._values = values.to("cpu", non_blocking=True)  # torch copies from a device into pinned memory
         is_there = values.device.type == "cpu"
         self._copied = None if is_there else torch.accelerator.current_stream(values.device).record_event()
 
     def read(self) -> Tensor:
-        """The values. Asks first: where they are there, as they are a step later, the host waits for nothing."""
+        """Return the values. If the copy is done, which is usual a step later, the host does not wait."""
         copied, self._copied = self._copied, None
         if copied is not None and not copied.query():
             copied.synchronize()
@@ -74,34 +70,34 @@ class OnHost:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the host on a device, for what that is given from now on; themselves where they are there.
-
-    From memory that is not pinned the host would wait for the copy, and for all that the device does before it.
-    """
+    """Copy host values to a device without blocking the host. Returns values of the same device type unchanged."""
     if values.device.type == device.type:
         return values
     is_plain = values.layout == torch.strided and not values.is_nested
-    if is_plain and not (values.is_pinned() and values.is_contiguous()):  # what has gaps is copied on its way, unpinned
+    # From memory that is not pinned, or through torch's unpinned copy of a tensor with gaps, the host would wait for
+    # the copy and for all work queued on the device before it.
+    if is_plain and not (values.is_pinned() and values.is_contiguous()):
         values = torch.empty_like(values, pin_memory=True).copy_(values)
     return values.to(device, non_blocking=True)
 
 
 def bytes_in_memory(values: Tensor) -> int:
-    """That they take: none while their memory is lent."""
+    """Return the bytes of memory behind a tensor: 0 while its memory is offloaded."""
     return values.nbytes if values.untyped_storage().nbytes() else 0
 
 
 class OffloadedMemory:
-    """Takes the memory of tensors on a device from them, and their values to the host, until `reload`.
+    """Moves device tensors to the host and frees their device memory until `reload`.
 
-    The tensors, and what is a view of them, stay the same objects, and must not be used until then. Their storages get
-    the memory back, at other addresses perhaps.
+    The tensors and all views of them stay the same objects. Do not use them before `reload`, which gives their storages
+    new device memory.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device, pinned: bool) -> None:
-        """tensors: those on another device are left alone. pinned: the host's memory, for quicker copies.
+        """Copy to the host and free. Waits for the device.
 
-        Waits for the device. Raises OffloadError where the host has not enough; nothing is changed then.
+        tensors: those on another device are ignored. pinned: pin the host memory, for faster copies. Raises
+        OffloadError, and changes nothing, if the host has too little memory.
         """
         found = (one.untyped_storage() for one in tensors if one.device == device)
         storages = {storage.data_ptr(): storage for storage in found if storage.nbytes()}
@@ -112,7 +108,7 @@ class OffloadedMemory:
         self._device = device
         if not self._kept:
             return
-        torch.accelerator.synchronize(device)  # other streams may still use them
+        torch.accelerator.synchronize(device)  # work on other streams may still use the tensors
         for storage, host in self._kept:
             host.copy_(self._bytes_of(storage), non_blocking=pinned)
         torch.accelerator.synchronize(device)
@@ -122,11 +118,11 @@ class OffloadedMemory:
 
     @property
     def nbytes(self) -> int:
-        """That are lent."""
+        """Bytes on the host."""
         return sum(host.nbytes for _, host in self._kept)
 
     def reload(self) -> None:
-        """The values are on the device again, and the host's memory is given back. Waits for the device."""
+        """Copy the values back to the device and free the host memory. Waits for the device."""
         for storage, host in self._kept:
             storage.resize_(host.nbytes)
             self._bytes_of(storage).copy_(host, non_blocking=True)

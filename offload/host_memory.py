@@ -1,4 +1,4 @@
-"""Host memory of exact size, straight from the system and straight back to it; and a pool of it with a limit."""
+"""Host memory of exact size, allocated from and returned to the system, and a pool of it with a limit."""
 
 from __future__ import annotations
 
@@ -20,71 +20,70 @@ class OffloadError(RuntimeError):
 
 
 _HUGE_PAGE_BYTES = 2 << 20
-_LARGEST_HEAP_BLOCK_BYTES = 32 << 20  # of glibc on 64 bits: DEFAULT_MMAP_THRESHOLD_MAX
+_LARGEST_HEAP_BLOCK_BYTES = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX of glibc on 64 bits
 _M_MMAP_THRESHOLD = -3
 
 
 def host_is_pinned(device: torch.device) -> bool:
-    """Whether host memory has to be pinned for copies that run beside the work of the device.
+    """Return True if asynchronous copies to and from the device need pinned host memory.
 
-    Pinning opens a context on the accelerator, so it is the model's device that is asked, not the machine.
+    Asks for the model's device, because pinning opens a context on the accelerator.
     """
     return device.type != "cpu"
 
 
 def allocate_host(nbytes: int, alignment: int = mmap.PAGESIZE, pinned: bool = False) -> Tensor:
-    """(nbytes,) uint8, zero; its address is a multiple of `alignment`. Goes back to the system with its last view.
+    """Allocate (nbytes,) uint8, zero, at a multiple of `alignment`. Returns to the system with its last view.
 
-    Unlike a block of the heap, which may be resident from an earlier use, it takes memory only where it is written to.
-
-    Pinned memory of CUDA and ROCm is registered page by page, since torch's own pinned allocator rounds every size up
-    to a power of two; other accelerators give no way to. Raises OffloadError where the system has not enough.
+    Takes memory only when it is written, unlike a heap block, which may be resident. Raises OffloadError if the system
+    has too little.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
+    # CUDA and ROCm can pin existing pages. torch's pinned allocator, the only way on other accelerators, rounds sizes
+    # up to powers of two.
     if pinned and not _has_driver():
         return _allocate_pinned(nbytes, alignment)
-    spare = alignment if alignment > mmap.PAGESIZE else 0  # a mapping begins at a page, and a multiple lies within
+    spare = alignment if alignment > mmap.PAGESIZE else 0  # a mapping begins at a page: leave room to align
     try:
         pages = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise OffloadError(
-            f"expected {nbytes:,} bytes of host memory, and the system refuses them: {error}; "
-            "lower the limit of the host buffers, or offload less"
+            f"expected {nbytes:,} bytes of host memory, but the system refuses: {error}. "
+            "Lower the limit of the host buffers, or offload less."
         ) from error
-    # A transfer with O_DIRECT is twice as fast to and from huge pages as to and from small ones.
+    # O_DIRECT is twice as fast with huge pages as with small pages.
     if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     if hasattr(mmap, "MADV_DONTFORK"):
-        # A fork, of a loader of data for instance, shares pages until one side writes: before Linux 5.19 a read with
-        # O_DIRECT that ran meanwhile could end in the child's copy.
+        # A fork, for example of a data loader, shares pages until either side writes. Before Linux 5.19 a concurrent
+        # O_DIRECT read could end in the child's copy.
         pages.madvise(mmap.MADV_DONTFORK)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     skip = -begin % alignment
-    # torch keeps the array for as long as a view of the storage exists, and the array keeps the pages.
+    # torch keeps the array alive as long as a view of the storage exists, and the array keeps the pages.
     array = (ctypes.c_char * nbytes).from_buffer(pages, skip)
     if pinned:
         _pin(begin + skip, nbytes)
-        # Before the pages go: the array's own finalizer comes first.
+        # Runs before the pages are unmapped, since the array is finalized first.
         weakref.finalize(array, _unpin, begin + skip).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
 class HostPool:
-    """Lends host buffers and keeps those that come back for the next who wants the same size.
+    """Lends host buffers, and keeps returned buffers for the next request of the same size. Thread-safe.
 
-    No rounding to powers of two: a buffer takes its size, rounded up to `alignment`; a pinned one that is kept is lent
-    for a smaller size too, so that sizes that vary come to an end of pinning. What is kept never makes the pool
-    larger than its highest use was: buffers of other sizes go back to the system first, oldest first. So the pool's
-    highest use, `peak_bytes`, is also the most memory that it ever held.
-    Any thread may use it.
+    Sizes are rounded up to `alignment`, not to powers of two. A kept pinned buffer also serves smaller requests, so
+    varying sizes do not pin again and again. Kept buffers never raise the pool above its highest use: the oldest kept
+    buffers of other sizes are freed first. So `peak_bytes`, the highest use, is also the most memory that the pool ever
+    held.
     """
 
     def __init__(
         self,
-        limit_bytes: int | None = None,  # of the buffers in use, each rounded up; None: no limit
+        limit_bytes: int | None = None,  # for the rounded buffers in use; None: no limit
         alignment: int = 4096,  # of addresses and sizes, a power of two
-        pinned: bool = False,  # page-locked, for copies from and to an accelerator
+        pinned: bool = False,
     ) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"alignment: expected a power of two, found {alignment}")
@@ -96,35 +95,35 @@ class HostPool:
         self.bytes_in_use = 0
         self.peak_bytes = 0
         self._kept_bytes = 0
-        self._kept: dict[int, list[Tensor]] = {}  # whole buffers by size; the size that was given back last stands last
+        self._kept: dict[int, list[Tensor]] = {}  # whole buffers by size; the size returned last is last
         self._lent: dict[int, Tensor] = {}  # whole buffers by address
         self._lock = threading.Lock()
 
     @property
     def bytes_held(self) -> int:
-        """Bytes that the pool has from the system: in use, and kept for the next."""
+        """Bytes that the pool has from the system: in use and kept."""
         return self.bytes_in_use + self._kept_bytes
 
     def rounded(self, nbytes: int) -> int:
-        """How many bytes a buffer for nbytes takes."""
+        """Round a size up to the alignment."""
         return -(-nbytes // self.alignment) * self.alignment
 
     def has_room(self, nbytes: int) -> bool:
-        """True where `take` of so many bytes stays within the limit."""
+        """Return True if `take` of nbytes would stay within the limit."""
         return self.limit_bytes is None or self.bytes_in_use + self.rounded(nbytes) <= self.limit_bytes
 
     def take(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 at a multiple of the alignment, content arbitrary; until it is given back.
+        """Take (nbytes,) uint8, aligned, with arbitrary content, until `give`.
 
-        Raises OffloadError where that is more than the limit, or more than the system has.
+        Raises OffloadError above the limit, or if the system has too little memory.
         """
         with self._lock:
             size = self.rounded(nbytes)
             if not self.has_room(nbytes):
                 raise OffloadError(
                     f"host buffers: {self.bytes_in_use:,} bytes in use + {size:,} wanted "
-                    f"= {self.bytes_in_use + size:,} > limit {self.limit_bytes:,}; "
-                    "raise the limit, or use fewer or smaller buffers at once"
+                    f"= {self.bytes_in_use + size:,} > limit {self.limit_bytes:,}. "
+                    "Raise the limit, or use fewer or smaller buffers at a time."
                 )
             if not size:
                 return torch.empty(0, dtype=torch.uint8)
@@ -137,9 +136,9 @@ class HostPool:
             return buffer[:nbytes]
 
     def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back, or a view of it from its first byte on in any dtype; nobody may use it any more.
+        """Return a buffer, or a view from its first byte on. Do not use it afterwards.
 
-        Raises ValueError for one that was not taken from here.
+        Raises ValueError if it is not lent by this pool.
         """
         if not buffer.numel():
             return
@@ -147,8 +146,8 @@ class HostPool:
             whole = self._lent.pop(buffer.data_ptr(), None)
             if whole is None:
                 raise ValueError(
-                    f"expected a buffer that was taken from this pool and not given back yet, found {buffer.nbytes:,} "
-                    f"bytes at {buffer.data_ptr():#x}"
+                    f"expected a buffer that this pool has lent, found {buffer.nbytes:,} bytes at "
+                    f"{buffer.data_ptr():#x}"
                 )
             size = whole.numel()
             self.bytes_in_use -= size
@@ -156,13 +155,13 @@ class HostPool:
             self._kept[size] = [*self._kept.pop(size, []), whole]
 
     def close(self) -> None:
-        """Gives what is kept back to the system; buffers in use go back with their last view."""
+        """Free the kept buffers. Buffers in use are freed with their last view."""
         with self._lock:
             self._kept.clear()
             self._kept_bytes = 0
 
     def _kept_buffer(self, size: int) -> Tensor | None:
-        """One of that size, or None with room made for a new one."""
+        """Return a kept buffer of that size, or None after making room for a new buffer."""
         fitting = size if self._kept.get(size) else self._larger_kept(size)
         if fitting is not None:
             self._kept_bytes -= fitting
@@ -178,7 +177,7 @@ class HostPool:
         return None
 
     def _larger_kept(self, size: int) -> int | None:
-        """The next larger size of a pinned buffer: unpinning one for another of the right size stops the device."""
+        """Return the next larger size of a kept pinned buffer. Unpinning another buffer would stop the device."""
         if not self.pinned:
             return None
         larger = [kept for kept, buffers in self._kept.items() if buffers and kept > size and self.has_room(kept)]
@@ -186,22 +185,22 @@ class HostPool:
 
 
 def keep_heap() -> None:
-    """Lets the heap keep what is freed at its end, up to 64 MiB, for the next tensors.
+    """Let the heap keep up to 64 MiB of freed memory for the next tensors.
 
-    glibc gives the end of the heap back to the system as soon as more is free there than twice the largest block that
-    it has ever unmapped (mallopt(3), "dynamic mmap threshold"). Most programs free a large block early, and it is
-    64 MiB from then on. An engine maps its large memory itself, so it would stay small, and every microbatch would
-    fault its gradients in anew: 120 000 pages a step of a 25M stage. One block that is taken and freed, and never
-    written, says the same. Settings of the user's (MALLOC_TRIM_THRESHOLD_ and the like) are left as they are, and
-    other allocators take no notice.
+    glibc returns the end of the heap to the system if more is free there than twice the largest block that it has ever
+    unmapped (mallopt(3), "dynamic mmap threshold"). Most programs free a large block early, which sets the limit to 64
+    MiB. An engine maps its large memory itself, so the limit would stay small, and every microbatch would fault its
+    gradients in again: 120 000 pages a step for a stage of 25M parameters. To allocate and free a large block once has
+    the same effect. Settings of the user (such as MALLOC_TRIM_THRESHOLD_) keep their effect, and other allocators
+    ignore this.
     """
     torch.empty(_LARGEST_HEAP_BLOCK_BYTES - 16 * mmap.PAGESIZE, dtype=torch.uint8)
 
 
 def trim_heap() -> None:
-    """Gives the system back what is free anywhere in the heap. Allocators that are not glibc's take no notice.
+    """Return all free heap memory to the system. Allocators other than glibc ignore this.
 
-    For who takes and frees large blocks beside small ones that stay: a hole is too small for the next large one then.
+    For code that frees large blocks between small blocks that stay: such holes are too small for the next large block.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -210,11 +209,11 @@ def trim_heap() -> None:
 
 @functools.cache
 def return_large_blocks(min_bytes: int) -> bool:
-    """Lets blocks of min_bytes and more go back to the system as soon as they are freed, in the whole process.
+    """Make freed blocks of min_bytes and more return to the system at once, in the whole process.
 
-    Else glibc keeps them once the first has been freed, and up to 2.37 does not even use one again for the next block
-    of the same size, since torch asks for aligned ones: the process stays as large as if nothing were freed. The price
-    is a page fault for every 4 KiB of a new block. False where the C library is another one.
+    By default glibc keeps them after the first free, and up to version 2.37 cannot reuse such a block for the next
+    aligned block of the same size, so the process stays as large as if nothing were freed. The price is a page fault
+    for every 4 KiB of a new block. Returns False for other C libraries.
     """
     with contextlib.suppress(OSError, AttributeError):
         if sys.platform.startswith("linux"):
@@ -223,7 +222,7 @@ def return_large_blocks(min_bytes: int) -> bool:
 
 
 def _has_driver() -> bool:
-    """Whether there is one that pins memory which it has not allocated."""
+    """Return True if the driver can pin existing memory."""
     return torch.cuda.is_available()
 
 
@@ -232,8 +231,8 @@ def _allocate_pinned(nbytes: int, alignment: int) -> Tensor:
         memory = torch.empty(nbytes + alignment, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         raise OffloadError(
-            f"expected to pin {nbytes:,} bytes of host memory, and torch refuses: {error}; "
-            "lower the limit of the host buffers, or set pin_memory to false"
+            f"expected to pin {nbytes:,} bytes of host memory, but torch refuses: {error}. "
+            "Lower the limit of the host buffers, or set pin_memory to false."
         ) from error
     skip = -memory.data_ptr() % alignment
     return memory[skip : skip + nbytes].zero_()
@@ -243,8 +242,8 @@ def _pin(address: int, nbytes: int) -> None:
     code = _cudart().cudaHostRegister(address, nbytes, 0)
     if int(code):
         raise OffloadError(
-            f"expected to pin {nbytes:,} bytes of host memory, and the driver refuses (error {int(code)}); "
-            "lower the limit of the host buffers, or raise `ulimit -l`"
+            f"expected to pin {nbytes:,} bytes of host memory, but the driver refuses (error {int(code)}). "
+            "Lower the limit of the host buffers, or raise `ulimit -l`."
         )
 
 

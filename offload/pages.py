@@ -1,18 +1,18 @@
-"""Buffers with addresses for good and memory for a while: pages that move from one buffer to the next.
+"""Buffers with fixed addresses and temporary memory: pages move from a buffer to the next.
 
 [Note: moving pages]
-Under stage 3 the full parameters of one block after another are needed, each at its own addresses, for autograd keeps
-views of them. Giving memory back and taking new memory costs a page fault for every 4 KiB: 10 to 20 ms for a block of
-28 MiB, twice a step. Instead the pages of a released range are moved to where they are needed next, with
-`mremap(MREMAP_FIXED | MREMAP_DONTUNMAP)`: 20 to 80 microseconds, and no fault on first use. What was at the old
-addresses reads as zero until it gets pages again.
+Stage 3 gathers the full parameters of a block after the other, each at fixed addresses, since autograd keeps views of
+them. To free and allocate the memory each time would cost a page fault for every 4 KiB: 10 to 20 ms for a block of 28
+MiB, twice a step. Instead the pages of a released range move to the next range with `mremap(MREMAP_FIXED |
+MREMAP_DONTUNMAP)`, in 20 to 80 microseconds and without faults on first use. The old addresses read as zero until they
+get pages again.
 
     addresses   block 0   block 1   block 2
     forward 0   [pages]      .         .
     forward 1      .  ---> [pages]     .
     forward 2      .         .  ---> [pages]
 
-Linux on the CPU; `PagePool.is_possible` says whether it works here.
+Works on Linux on the CPU. `PagePool.is_possible` tests it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 PAGE_BYTES = mmap.PAGESIZE
-_ALIGNMENT_BYTES = 2 << 20  # whole page tables are moved at once where both ends are aligned alike
+_ALIGNMENT_BYTES = 2 << 20  # equal alignment of both ends lets the kernel move whole page tables
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _DONTNEED, _HUGEPAGE = 4, 14
 _PROT_READ_WRITE = 3
@@ -37,29 +37,29 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class PagedBuffer:
-    """Addresses for `numel` elements of `dtype` as a tensor. Memory is there only for ranges that were populated."""
+    """A tensor of `numel` elements with fixed addresses. Only populated ranges have memory."""
 
     def __init__(self, pool: PagePool, numel: int, dtype: torch.dtype) -> None:
         self._pool = pool
         nbytes = numel * dtype.itemsize
         self.base = pool.reserve(nbytes)
         array = (ctypes.c_char * max(nbytes, 1)).from_address(self.base)
-        # torch keeps the array for as long as a view of the storage exists.
+        # torch keeps the array alive as long as a view of the storage exists.
         weakref.finalize(array, pool.unmap, self.base, nbytes)
         self.tensor: Tensor = (
             torch.frombuffer(array, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         )
 
     def populate(self, start: int, end: int) -> None:
-        """Memory for the elements [start, end): pages that others have vacated, else new ones. Content is arbitrary."""
+        """Give memory to the elements [start, end): vacated pages first, then new pages. The content is arbitrary."""
         self._pool.take(*self._range(start, end))
 
     def vacate(self, start: int, end: int) -> None:
-        """The memory of the elements [start, end) may be used by others; pages that reach beyond the range stay."""
+        """Offer the memory of the elements [start, end) to other ranges. Pages that extend beyond the range stay."""
         self._pool.give(*self._range(start, end))
 
     def _range(self, start: int, end: int) -> tuple[int, int]:
-        """The whole pages inside the range, as (address, bytes)."""
+        """Return the whole pages inside the range as (address, bytes)."""
         itemsize = self.tensor.element_size()
         low = self.base + -(-start * itemsize // PAGE_BYTES) * PAGE_BYTES
         high = self.base + end * itemsize // PAGE_BYTES * PAGE_BYTES
@@ -67,10 +67,10 @@ class PagedBuffer:
 
 
 class TransientBuffer:
-    """A buffer whose memory is given back to the system as soon as it is dropped, and taken anew when it is written.
+    """A buffer whose memory returns to the system on `drop`, and is allocated again when it is written.
 
-    Huge pages where the system grants them: taking memory anew costs its clearing, and hardly any page faults. (A heap
-    gives large blocks back only sometimes, and small ones never.)
+    Uses huge pages if the system has them, so allocation costs clearing, and few page faults. A heap returns large
+    blocks only sometimes, and small blocks never.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -81,15 +81,14 @@ class TransientBuffer:
         self._madvise(*self._whole_pages, _HUGEPAGE)
 
     def drop(self) -> None:
-        """Gives the memory back; the content of whole pages is zero from now on."""
+        """Return the memory to the system. Whole pages then read as zero."""
         self._madvise(*self._whole_pages, _DONTNEED)
 
 
 def huge_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(numel,) zeros; on the CPU in huge pages where the system grants them.
+    """Allocate (numel,) zeros, on the CPU in huge pages if the system has them.
 
-    What is written and read as a whole in each step needs 512 times fewer page faults and entries of the processor's
-    address cache then.
+    A buffer that each step reads and writes completely then needs 512 times fewer page faults and TLB entries.
     """
     is_large = numel * dtype.itemsize >= _ALIGNMENT_BYTES
     if device.type != "cpu" or not is_large or not PagePool.is_possible():
@@ -98,17 +97,17 @@ def huge_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class PagePool:
-    """The pages that buffers have vacated, by the addresses at which they still are."""
+    """The vacated pages of buffers, by their current addresses."""
 
     def __init__(self) -> None:
         self._libc = _libc()
         self._vacated: list[tuple[int, int]] = []  # (address, bytes)
-        self._mappings: dict[int, tuple[int, int]] = {}  # address of a buffer -> all that was mapped for it
+        self._mappings: dict[int, tuple[int, int]] = {}  # address of a buffer -> (address, bytes) of its mapping
 
     @staticmethod
     @functools.cache
     def is_possible() -> bool:
-        """True where pages can be moved: tried with one page."""
+        """Test with a page if pages can be moved."""
         if not sys.platform.startswith("linux"):
             return False
         pool = PagePool()
@@ -121,27 +120,29 @@ class PagePool:
         return sum(nbytes for _, nbytes in self._vacated)
 
     def reserve(self, nbytes: int) -> int:
-        """Addresses for nbytes, without memory."""
+        """Reserve addresses for nbytes, without memory."""
         length = nbytes + _ALIGNMENT_BYTES
         address = self._libc.mmap(None, length, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
         if address in (None, _FAILED):
-            raise MemoryError(f"no address space for a buffer of {nbytes} bytes: {_last_error()}; raise `ulimit -v`")
+            raise MemoryError(
+                f"no address space for a buffer of {nbytes} bytes: error {ctypes.get_errno()}; raise `ulimit -v`"
+            )
         aligned = -(-int(address) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._mappings[aligned] = (int(address), length)
         return aligned
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Gives addresses back, with any pages there."""
+        """Release addresses, with all pages there."""
         self._vacated = [(a, n) for a, n in self._vacated if not address <= a < address + nbytes]
         self._libc.munmap(*self._mappings.pop(address))
 
     def take(self, address: int, nbytes: int) -> None:
-        """Brings pages to [address, address + nbytes); what the pool does not have is faulted in on first use."""
+        """Move pages to [address, address + nbytes). If the pool has too few, first use faults in new pages."""
         for gap_address, gap_bytes in self._gaps(address, nbytes):
             self._fill(gap_address, gap_bytes)
 
     def _gaps(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        """The parts of the range whose pages are not there. What was vacated and has not left yet is taken back."""
+        """Return the parts of the range without pages. Vacated pages still in the range are used again."""
         gaps, kept = [(address, nbytes)] if nbytes else [], []
         for start, length in self._vacated:
             low, high = max(start, address), min(start + length, address + nbytes)
@@ -165,12 +166,12 @@ class PagePool:
                 self._vacated.append((start + moved, length - moved))
 
     def give(self, address: int, nbytes: int) -> None:
-        """Pages in the range may be moved elsewhere."""
+        """Allow pages in the range to move elsewhere."""
         if nbytes:
             self._vacated.append((address, nbytes))
 
     def _best(self, nbytes: int) -> tuple[int, int]:
-        """Takes the smallest range that suffices off the list, else the largest."""
+        """Remove from the list the smallest sufficient range, or else the largest range."""
         enough = [item for item in self._vacated if item[1] >= nbytes]
         chosen = min(enough, key=_length) if enough else max(self._vacated, key=_length)
         self._vacated.remove(chosen)
@@ -186,7 +187,7 @@ def _length(item: tuple[int, int]) -> int:
 
 
 def _parts_outside(item: tuple[int, int], low: int, high: int) -> Sequence[tuple[int, int]]:
-    """What of a range lies before `low` and from `high` on."""
+    """Return the parts of a range before `low` and from `high` on."""
     start, end = item[0], item[0] + item[1]
     parts = ((start, min(end, low) - start), (max(start, high), end - max(start, high)))
     return [part for part in parts if part[1] > 0]
@@ -201,7 +202,3 @@ def _libc() -> ctypes.CDLL:
     libc.munmap.argtypes = [pointer, size]
     libc.madvise.argtypes = [pointer, size, ctypes.c_int]
     return libc
-
-
-def _last_error() -> str:
-    return f"error {ctypes.get_errno()}"

@@ -1,16 +1,17 @@
-"""Which activations are in memory, and which in the store alone.
+"""Decide which saved activations stay in memory.
 
 [Note: which activations stay]
-What forward saves first, backward needs last. So memory holds the newest, up to a limit, and the store the oldest:
+Backward needs first the activations that forward saved last. So memory holds the newest, up to a limit, and the store
+the oldest:
 
     forward    saved  0 1 2 3 | 4 5 | 6 7
-                      evicted   sent  as they are    (sends begin at half the limit, so that room is there in time)
+                      evicted   sent  only in memory     (sends begin at half the limit, to make room in time)
 
     backward          0 1 2 3 | 4 5   7              (a use loads what comes before it, as far as the limit allows)
                             <--     <- used
 
-What was sent stays in memory as well until its room is wanted. So nothing is sent where all fits into half the limit,
-and nothing has to be loaded where all fits into the limit.
+A sent activation also stays in memory until its room is needed. So nothing is sent if all fit into half the limit, and
+nothing is loaded if all fit into the limit.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .host_memory import OffloadError, allocate_host
 from .store import Store, Transfer, wait_for
 
-_TORCH_ALIGNMENT_BYTES = 64  # of memory that torch allocates on the CPU
+_TORCH_ALIGNMENT_BYTES = 64  # of torch's CPU allocations
 
 
 class Residency:
-    """Moves `SavedMemory` between memory and a store; see [Note: which activations stay]. For one thread at a time.
+    """Moves `SavedMemory` between memory and a store. See [Note: which activations stay]. Not thread-safe.
 
-    `limit`: bytes that may be in memory. A single memory that is larger is held all the same.
+    `limit`: bytes that may be in memory. A single larger memory is held all the same.
     """
 
     def __init__(self, store: Store) -> None:
@@ -46,33 +47,33 @@ class Residency:
         self.offloaded_bytes = 0
         self._here = ByPosition()
         self._away = ByPosition()
-        self._used: dict[SavedMemory, None] = {}  # those here that backward has asked for, in that order
-        self._unsent: dict[SavedMemory, None] = {}  # those here that no save was started for, oldest first
+        self._used: dict[SavedMemory, None] = {}  # in memory and used by backward, in the order of use
+        self._unsent: dict[SavedMemory, None] = {}  # in memory without a started save, oldest first
         self._unsent_bytes = 0
         self._draining: deque[SavedMemory] = deque()  # forgotten while a transfer ran
-        self._lingering: list[tuple[StorageWeakRef, int]] = []  # evicted after use, but its user has not ended yet
+        self._lingering: list[tuple[StorageWeakRef, int]] = []  # evicted after use, but its user still holds it
 
     def prepare_for(self, nbytes: int, limit: int) -> None:
-        """Makes room for nbytes more. Waits for saves where it must, and raises OffloadError where they fail."""
+        """Make room for nbytes more. Waits for saves if necessary, and raises OffloadError if they fail."""
         while self._unsent and self._unsent_bytes + nbytes > limit // 2:
             self._start_save(next(iter(self._unsent)))
         self._make_room(nbytes, limit)
 
     def add(self, memory: SavedMemory) -> None:
-        """Takes one that is in memory, the newest."""
+        """Add a memory that is saved last."""
         self._unsent[memory] = None
         self._unsent_bytes += memory.nbytes
         self._arrive(memory)
 
     def move_to_end(self, memory: SavedMemory, position: int, pass_number: int) -> None:
-        """It was saved again: backward will need it earlier than was thought."""
+        """Move a memory that was saved again: backward needs it earlier than expected."""
         place = self._away if memory.content is None else self._here
         place.remove(memory)
         memory.position, memory.pass_number = position, pass_number
         place.add(memory)
 
     def use(self, memory: SavedMemory, limit: int) -> Tensor:
-        """The bytes, (nbytes,) uint8, for backward. Starts to load what backward needs next. Raises OffloadError."""
+        """Return the bytes, (nbytes,) uint8, for backward, and start to load the next bytes. Raises OffloadError."""
         if memory.content is None:
             self._make_room(memory.nbytes, limit)
             self._start_load(memory)
@@ -83,7 +84,7 @@ class Residency:
         return memory.content
 
     def forget(self, memory: SavedMemory) -> None:
-        """Nobody needs it any more: all of it is given back as soon as no transfer runs."""
+        """Free a memory that is not needed any more, as soon as no transfer uses it."""
         self._away.remove(memory)
         self._here.remove(memory)
         self._used.pop(memory, None)
@@ -96,7 +97,7 @@ class Residency:
             self._finish(memory)
 
     def reap(self) -> None:
-        """Gives back what is held for transfers and users that have ended meanwhile."""
+        """Free memory that was held for transfers or users that have ended."""
         while self._draining and (transfer := self._draining[0].transfer) is not None and transfer.is_done:
             self._finish(self._draining.popleft())
         for item in [item for item in self._lingering if item[0].expired()]:  # type: ignore[no-untyped-call]
@@ -104,14 +105,14 @@ class Residency:
             self.resident_bytes -= item[1]
 
     def drain(self) -> None:
-        """Waits for the transfers of what was forgotten."""
+        """Wait for the transfers of forgotten memory."""
         while self._draining:
             self._finish(self._draining.popleft())
 
     # -- room -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int, limit: int) -> None:
-        """Evicts until nbytes more are within the limit, or nothing is left: first what was used, then the oldest."""
+        """Evict until nbytes more are within the limit or nothing is left: used memory first, then the oldest."""
         while self.resident_bytes + nbytes > limit:
             if self._draining:
                 self._finish(self._draining.popleft())
@@ -123,7 +124,7 @@ class Residency:
             self._evict(victim)
 
     def _evict(self, memory: SavedMemory) -> None:
-        with contextlib.suppress(OffloadError):  # what could not be loaded is not needed yet
+        with contextlib.suppress(OffloadError):  # a failed load is raised by the use that needs it
             self._finish_load(memory)
         if memory.content is None:
             return
@@ -140,14 +141,14 @@ class Residency:
             self.resident_bytes += memory.nbytes
 
     def _prefetch(self, memory: SavedMemory, limit: int) -> None:
-        """Loads what backward needs after `memory`, as far as there is room."""
+        """Load the memory that backward needs after `memory`, as far as there is room."""
         while (following := self._away.last_before(memory.position)) is not None:
             if following.pass_number != memory.pass_number or self.resident_bytes + following.nbytes > limit:
                 return
             try:
                 self._start_load(following)
             except OffloadError:
-                return  # whoever needs it will say so
+                return  # the use that needs it raises
 
     def _arrive(self, memory: SavedMemory) -> None:
         self._here.add(memory)
@@ -189,7 +190,7 @@ class Residency:
             raise
 
     def _finish(self, memory: SavedMemory) -> None:
-        """The last of a memory that was forgotten; what goes wrong here is nobody's loss."""
+        """Free a forgotten memory. Errors are ignored, since nobody needs the bytes."""
         is_counted, is_known = memory.content is not None, memory.was_sent
         for finish in (memory.finish_load, memory.finish_save):
             with contextlib.suppress(OffloadError):
@@ -203,7 +204,7 @@ class Residency:
 
 
 class ByPosition:
-    """Memory in the order of forward."""
+    """Saved memory in the order of forward."""
 
     def __init__(self) -> None:
         self._sorted: list[SavedMemory] = []
@@ -215,13 +216,13 @@ class ByPosition:
         bisect.insort(self._sorted, memory, key=_position)
 
     def remove(self, memory: SavedMemory) -> None:
-        """Takes it out, if it is here."""
+        """Remove a memory if it is here."""
         index = bisect.bisect_left(self._sorted, memory.position, key=_position)
         if index < len(self._sorted) and self._sorted[index] is memory:
             del self._sorted[index]
 
     def last_before(self, position: int) -> SavedMemory | None:
-        """What backward needs next after the one at `position`."""
+        """Return the memory that backward needs after the memory at `position`."""
         index = bisect.bisect_left(self._sorted, position, key=_position)
         return self._sorted[index - 1] if index else None
 
@@ -231,16 +232,16 @@ def _position(memory: SavedMemory) -> int:
 
 
 class SavedMemory:
-    """A storage, or a part of one, that saved tensors need again in backward.
+    """A storage, or a part of a storage, that saved tensors need again in backward.
 
         in memory --save--> in memory and in the store --evict--> in the store --load--> in memory and in the store
 
-    `content`, (nbytes,) uint8, is None while only the store has the bytes. Methods that start a transfer or wait for
-    one raise OffloadError where the store fails, and leave it where it was before.
+    `content`, (nbytes,) uint8, is None while only the store has the bytes. Methods that start or await a transfer raise
+    OffloadError if the store fails, and then leave the state unchanged.
     """
 
     def __init__(self, key: str, tensor: Tensor, start: int, end: int) -> None:
-        """The bytes [start, end) of the storage of `tensor`, the first saved tensor that needs them."""
+        """Hold the bytes [start, end) of the storage of `tensor`, the first saved tensor that needs them."""
         part = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         part.set_(tensor.untyped_storage(), start, (end - start,), (1,))
         self.key = key
@@ -248,44 +249,42 @@ class SavedMemory:
         self.nbytes = end - start
         self.device = part.device
         self.position = 0  # in the order of forward
-        self.pass_number = 0  # of the forward
-        self.num_tensors = 0  # saved tensors that need it
-        # As long as this exists, no other storage gets the identity, even when the memory is gone.
+        self.pass_number = 0  # number of the forward
+        self.num_tensors = 0  # saved tensors that need this memory
+        # Reserves the identity of the storage, even after its memory is freed.
         self.origin = StorageWeakRef(part.untyped_storage())  # type: ignore[no-untyped-call]
         self.content: Tensor | None = part
         self.is_stored = False
         self._saving: Transfer | None = None
         self._loading: Transfer | None = None
-        # A tensor with the version counter of the saved one, and with none of its memory.
+        # A tensor that shares the version counter of the saved tensor, without its memory.
         self._counter = tensor.detach()
         self._counter.data = tensor.new_empty(0)
         self._version = tensor._version
 
     @property
     def was_sent(self) -> bool:
-        """True where the store has it, or soon will."""
+        """True if the store has the bytes, or a save runs."""
         return self.is_stored or self._saving is not None
 
     @property
     def transfer(self) -> Transfer | None:
-        """What runs."""
+        """The running transfer."""
         return self._saving or self._loading
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Torch's count of changes in place: now, and when it was saved."""
+        """(current version counter, version counter at the save)."""
         return self._counter._version, self._version
 
     def has(self, tensor: Tensor, start: int, end: int) -> bool:
-        """True where these are the bytes [start, end) of the storage of `tensor` too, which is the same, as it is now.
-
-        Tensors with version counters of their own may share a storage (`unsafe_chunk`, `.data`); that the counts are
-        the same says nothing then.
-        """
+        """Return True if these are the bytes [start, end) of the storage of `tensor` in its current version."""
         if not (self.start <= start and end <= self.start + self.nbytes):
             return False
         if not tensor._version == self._version == self._counter._version:
             return False
+        # Tensors with separate version counters may share a storage (`unsafe_chunk`, `.data`), and equal counts then
+        # say nothing. So increment our counter and look if the counter of `tensor` follows.
         with _unsafe_preserve_version_counter(self._counter):
             increment_version(self._counter)
             return tensor._version != self._version
@@ -303,7 +302,7 @@ class SavedMemory:
             self.is_stored = True
 
     def evict(self) -> None:
-        """Leaves the bytes to the store."""
+        """Free the memory. The store has the bytes."""
         assert self.is_stored and self.transfer is None
         self.content = None
 
@@ -333,12 +332,13 @@ def _empty(nbytes: int, device: torch.device, alignment: int) -> Tensor:
 
 @contextlib.contextmanager
 def _told(verb: str, nbytes: int) -> Iterator[None]:
-    """Says of an OffloadError what it means for the training."""
+    """Add to an OffloadError its meaning for the training."""
     try:
         yield
     except OffloadError as error:
         raise OffloadError(
-            f"activation offload: expected to {verb} {nbytes:,} bytes of activations, and the store failed: {error}. "
-            "This step has changed no parameter; give the store what it lacks, raise "
-            "activation_checkpointing.offload.budget_bytes, or turn the offload off"
-        ) from error.with_traceback(None)  # transfer -> error -> frames -> transfer would keep the graph alive
+            f"activation offload: expected to {verb} {nbytes:,} bytes of activations, but the store failed: "
+            f"{str(error).rstrip('.')}. "
+            "This step has changed no parameter. Correct the fault of the store, raise "
+            "activation_checkpointing.offload.budget_bytes, or turn the offload off."
+        ) from error.with_traceback(None)  # else a cycle transfer -> error -> frames -> transfer keeps the graph alive

@@ -1,11 +1,11 @@
-"""A file written once from its beginning to its end, past the page cache, while the next bytes are made ready.
+"""A file that is written once from beginning to end, past the page cache, by a thread.
 
     write(data) --copy--> [block] [block] [block] --thread--> disk
 
-With O_DIRECT a write costs no copy into the page cache, leaves what others cache where it is, and ends when the device
-has the data; it wants memory, offsets and lengths that are multiples of the device's blocks, which is what the blocks
-here are for. Where a file system refuses it (tmpfs before Linux 6.6, some network file systems) the same blocks go
-through the page cache.
+With O_DIRECT a write makes no copy in the page cache, does not evict cached pages, and ends when the device has the
+data. It requires memory, offsets and lengths that are multiples of the device's block size, so data goes through
+aligned blocks. If the file system refuses O_DIRECT (tmpfs before Linux 6.6, some network file systems), the same blocks
+go through the page cache.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from .host_memory import allocate_host
 
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT_BYTES = 4096
-_NUM_BLOCKS = 3  # one is filled, one is written, and one waits, so that neither side stands still
+_NUM_BLOCKS = 3  # a block being filled, a block being written, and a full block waiting: neither side stalls
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 
 
 class SequentialFile:
-    """Writes a new file; on the disk when `close` has returned. OSError of a write comes at a later call.
+    """Writes a new file, which is on the disk when `close` has returned. The OSError of a write is raised by a later
+    call.
 
-    Takes 3 blocks of 4 MiB. To be used by one thread.
+    Takes 3 blocks of 4 MiB. Not thread-safe.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -40,14 +41,14 @@ class SequentialFile:
             self._free.put(allocate_host(BLOCK_BYTES, BLOCK_BYTES).numpy().data)
         self._full: queue.SimpleQueue[tuple[memoryview, int, int] | None] = queue.SimpleQueue()
         self._block = self._free.get()
-        self._filled = 0  # bytes of the block
-        self._offset = 0  # of the block in the file
+        self._filled = 0  # bytes in the current block
+        self._offset = 0  # of the current block in the file
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._write_blocks, name="lowtide file writer", daemon=True)
         self._thread.start()
 
     def write(self, data: bytes | memoryview[Any]) -> int:
-        """Takes the bytes; they may be changed as soon as this returns."""
+        """Append bytes. The caller may change them as soon as this returns."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -61,23 +62,23 @@ class SequentialFile:
         return done
 
     def flush(self) -> None:
-        """Does nothing: blocks are written as they fill. For those who write to any kind of file."""
+        """Do nothing: blocks are written as they fill. Part of the interface of files."""
 
     def close(self) -> None:
-        """Writes what is left, and returns when all of it is on the disk."""
+        """Write the remaining bytes and wait until the whole file is on the disk."""
         if self._descriptor < 0:
             return
         try:
             if self._filled:
                 self._hand_over()
             self._stop()
-            os.ftruncate(self._descriptor, self.nbytes)  # the last block was written as a whole
+            os.ftruncate(self._descriptor, self.nbytes)  # the last block was padded
             os.fsync(self._descriptor)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Lets go of the file, whatever state it is in."""
+        """Close the file in its current state."""
         if self._descriptor < 0:
             return
         self._full.put(None)
@@ -93,7 +94,7 @@ class SequentialFile:
     ) -> None:
         self.abandon() if error is not None else self.close()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- blocks ---------------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         self._raise_error()
@@ -142,12 +143,12 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
                 raise
             continue
         done += count
-        if count % _ALIGNMENT_BYTES:  # a short write, at the edge of a full disk: the rest is not aligned any more
+        if count % _ALIGNMENT_BYTES:  # a short write, on a nearly full disk: the remainder is not aligned
             _leave_direct(descriptor)
 
 
 def _leave_direct(descriptor: int) -> bool:
-    """Sends what follows through the page cache; False where that is so already."""
+    """Send later writes through the page cache. Returns False if they already go there."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if not flags & _DIRECT:
         return False

@@ -1,9 +1,9 @@
-"""Device memory into a store that takes host memory only: through pinned buffers, in threads of its own.
+"""A store for device tensors in front of a store that takes host memory, through pinned buffers and threads.
 
-| transfer | way                                                | the caller's bytes are free, or there    |
-|----------|----------------------------------------------------|------------------------------------------|
-| save     | device, a stream of its own, buffer, thread, store | when the copy into the buffer is made    |
-| load     | store, thread, buffer, a stream of its own, device | when the thread has seen the copy's end  |
+| transfer | path                                      | `wait` returns                   |
+|----------|-------------------------------------------|----------------------------------|
+| save     | device, stream, buffer, thread, store     | when the buffer has the bytes    |
+| load     | store, thread, buffer, stream, device     | when the device has the bytes    |
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 from .host_memory import HostPool
 from .store import Store, Transfer, Underway, check_bytes, check_size, closed_error, stream_waits, unknown_key_error
 
-_NUM_THREADS = 4  # each waits for one key at a time; the store underneath does the work
+_NUM_THREADS = 4  # a thread only waits for a key; the inner store does the work
 
 
 class StagedStore:
-    """A Store for tensors of any device in front of `store`, which it closes too.
+    """A Store for tensors on any device in front of `store`. Closes `store` too. Not thread-safe.
 
-    Host memory is that of `pool`, from the copy until the store underneath has the bytes: where the pool has no room,
-    the oldest transfer is waited for. A save may be waited for as soon as the copy off the device is made; if the store
-    then fails, `load` says so. To be used by one thread at a time.
+    Buffers come from `pool` and are held until the inner store has the bytes. If the pool is full, the oldest transfer
+    is awaited. `wait` of a save returns before the inner store has the bytes. If the inner store then fails, `load`
+    raises.
     """
 
     def __init__(self, store: Store, pool: HostPool) -> None:
         self._store = store
         self._pool = pool
-        self.alignment_bytes = 64  # of the caller's memory, which is only ever copied
+        self.alignment_bytes = 64  # the caller's memory is only copied, so any alignment would do
         self.is_host_memory = store.is_host_memory
         self._sizes: dict[str, int] = {}
-        self._last: dict[str, Future[None]] = {}  # by key, what was asked for last
+        self._last: dict[str, Future[None]] = {}  # by key: its newest transfer
         self._running: deque[tuple[str, Future[None]]] = deque()  # oldest first
         self._streams: dict[torch.device, torch.Stream] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "lowtide staging")
@@ -61,7 +61,7 @@ class StagedStore:
         def wait() -> None:
             if copied is not None:
                 stream_waits(values.device, copied)
-            if future.done():  # an error that is known by then is raised
+            if future.done():  # raise an error if it is already known
                 _raise_error(future)
 
         return Underway(lambda: copied is None or copied.query(), wait)
@@ -73,7 +73,8 @@ class StagedStore:
         check_size(key, self._sizes[key], out)
         buffer = self._take(out.numel())
         future = self._begin(key, partial(self._read, key, buffer, out, self._now(out.device)))
-        return Underway(future.done, partial(_raise_error, future))  # any stream may use what a thread has seen copied
+        # The thread waits for the end of the copy, so any stream may use the result without waiting.
+        return Underway(future.done, partial(_raise_error, future))
 
     def drop(self, key: str) -> None:
         if key not in self._sizes:
@@ -90,19 +91,19 @@ class StagedStore:
         self._last.clear()
         self._store.close()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- buffers and threads --------------------------------------------------------------------------------------
 
     def _take(self, nbytes: int) -> Tensor:
-        """A buffer of the pool, which has room again when enough transfers have ended."""
+        """Take a buffer of the pool, after waiting for transfers if the pool is full."""
         while self._running and (self._running[0][1].done() or not self._pool.has_room(nbytes)):
             key, future = self._running.popleft()
-            future.exception()  # waits; whoever asked for it hears of the error
+            future.exception()  # waits; the error is raised by `wait` of this transfer
             if key not in self._sizes and self._last.get(key) is future:
                 del self._last[key]
         return self._pool.take(nbytes)
 
     def _begin(self, key: str, work: Callable[[], None]) -> Future[None]:
-        """Does it in a thread, after what was asked for before on this key."""
+        """Run work in a thread, after all earlier work on this key."""
         future = self._last[key] = self._threads.submit(_after, self._last.get(key), work)
         self._running.append((key, future))
         return future
@@ -125,13 +126,13 @@ class StagedStore:
             self._pool.give(buffer)
 
     def _now(self, device: torch.device) -> torch.Event | None:
-        """What the current stream has been given so far."""
+        """Record the position of the current stream. None on the CPU."""
         return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
     def _copy(
         self, values: Tensor, into: Tensor, device: torch.device, after: torch.Event | None
     ) -> torch.Event | None:
-        """Copies on a stream beside the work; None where it is done on return."""
+        """Copy on a separate stream after the event `after`. Returns None if the copy is done."""
         if after is None:
             into.copy_(values)
             return None

@@ -1,10 +1,10 @@
-"""A place that keeps bytes under a key: the contract, and the place that is memory.
+"""Keep bytes under a key: the contract of a store, and the store in host memory.
 
-| store       | bytes are kept in             | tensors to save and load | a transfer runs                         |
-|-------------|-------------------------------|--------------------------|-----------------------------------------|
-| HostStore   | host memory, of its pool      | on any device            | CPU: at once; else: on a stream beside  |
-| FileStore   | a file                        | in host memory           | in threads of its own                   |
-| StagedStore | another store                 | on any device            | through host buffers, in threads        |
+| store       | bytes are kept in       | takes tensors   | a transfer runs                            |
+|-------------|-------------------------|-----------------|--------------------------------------------|
+| HostStore   | host memory of its pool | on any device   | CPU: at once; device: on a separate stream |
+| FileStore   | a file                  | in host memory  | in its threads                             |
+| StagedStore | another store           | on any device   | through host buffers, in threads           |
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ class Transfer(Protocol):
     """Bytes on their way into a store or out of it."""
 
     def wait(self) -> None:
-        """Returns when the caller's bytes may be used: by the host, or for a tensor of a device by its current stream.
+        """Wait until the caller's bytes may be used: by the host, or for a device tensor by its current stream.
 
-        Raises OffloadError for what went wrong, at every call.
+        Raises OffloadError if the transfer failed, at every call.
         """
 
     @property
     def is_done(self) -> bool:
-        """True when `wait` would not wait, whether it went well or not."""
+        """True if `wait` would not block. Also True after a failure."""
 
 
 class Store(Protocol):
-    """Keeps bytes under keys. Transfers of one key happen in the order in which they were asked for."""
+    """Keeps bytes under keys. Transfers of a key run in the order of the calls."""
 
     alignment_bytes: int
-    """Of the address of a buffer, for the fast way; any other address is right too."""
+    """Alignment of buffers for the fast path. Other addresses work, but slower."""
 
     is_host_memory: bool
-    """Whether what is kept takes as much host memory as it has bytes."""
+    """True if the kept bytes take host memory."""
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Makes sure of room for keys of these sizes, which are all that will be kept at once.
+        """Ensure room for keys of these sizes, the most that will be kept at a time.
 
-        Raises OffloadError, with the numbers, where there is not enough.
+        Raises OffloadError with the numbers if there is too little.
         """
 
     def save(self, key: str, values: Tensor) -> Transfer:
-        """Keeps the bytes under the key, in place of what was there. values: (n,) uint8 contiguous.
+        """Start to keep the bytes under the key, replacing older bytes. values: (n,) uint8 contiguous.
 
-        They must stay as they are, and in host memory be there for the host to see, until the transfer has been waited
-        for. ValueError for any other kind of tensor.
+        The values must be final when this is called, on the host for host memory, and unchanged until `Transfer.wait`.
+        Raises ValueError for other tensors.
         """
 
     def load(self, key: str, out: Tensor) -> Transfer:
-        """Brings the bytes back, and keeps them. out: (n,) uint8 contiguous, n as it was saved; not to be touched until
-        the transfer has been waited for.
+        """Start to read the bytes, and keep them. out: (n,) uint8 contiguous of the saved size, not touched until
+        `Transfer.wait`.
 
-        ValueError for any other kind or size of tensor, OffloadError for a key that is not kept.
+        Raises ValueError for other tensors, OffloadError for an unknown key.
         """
 
     def drop(self, key: str) -> None:
-        """Keeps the bytes no longer, once the transfers that run have ended. OffloadError for a key not kept."""
+        """Stop keeping the bytes, after running transfers. Raises OffloadError for an unknown key."""
 
     def close(self) -> None:
-        """Ends the transfers that run, and gives everything back. May be called twice."""
+        """Wait for running transfers and release everything. May be called twice."""
 
     @property
     def bytes_held(self) -> int:
@@ -77,9 +77,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Underway:
-    """A transfer that somebody else makes: a stream, or a thread."""
+    """A transfer that a stream or a thread carries out."""
 
-    asks: Callable[[], bool]  # whether it is done
+    asks: Callable[[], bool]  # returns True if the transfer is done
     wait: Callable[[], None]
 
     @property
@@ -88,20 +88,20 @@ class Underway:
 
 
 FINISHED: Transfer = Underway(lambda: True, lambda: None)
-"""A transfer that was done when it was asked for."""
+"""A transfer that completed in the call that started it."""
 
 
 class HostStore:
-    """Keeps copies in host memory; OffloadError above the pool's limit.
+    """Keeps copies in host memory. Raises OffloadError above the pool's limit.
 
-    Tensors of a device are copied on a stream beside the work, after what the current stream has been given so far.
+    Device tensors are copied on a separate stream, after all work queued on the current stream.
     """
 
     alignment_bytes = 64  # a cache line
     is_host_memory = True
 
     def __init__(self, pool: HostPool | None = None, pinned: bool = False) -> None:
-        """pinned: whether memory of its own is, where no pool is given."""
+        """pinned: pin the memory, if no pool is given."""
         self.pool = pool if pool is not None else HostPool(alignment=self.alignment_bytes, pinned=pinned)
         self._owns_pool = pool is None
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -110,7 +110,7 @@ class HostStore:
         self._is_closed = False
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Does nothing: memory is taken when it is saved to."""
+        """Do nothing: memory is allocated on `save`."""
 
     @property
     def bytes_held(self) -> int:
@@ -138,7 +138,7 @@ class HostStore:
         if key not in self._kept:
             raise closed_error(key) if self._is_closed else unknown_key_error(key)
         if running := self._running.pop(key, None):
-            running.synchronize()  # host memory is used again without regard to streams
+            running.synchronize()  # the pool reuses host memory without regard to streams
         self.pool.give(self._kept.pop(key))
 
     def close(self) -> None:
@@ -159,38 +159,38 @@ class HostStore:
         if stream is None:
             stream = self._streams[caller.device] = torch.Stream(caller.device)
         stream.wait_stream(torch.accelerator.current_stream(caller.device))
-        if running is not None:  # it may be on the stream of another device
+        if running is not None:  # its copy may run on the stream of another device
             stream.wait_event(running)
         with stream:
             into.copy_(values, non_blocking=True)
             event = self._running[key] = stream.record_event()
-        # Does not keep the caller's tensor: the store knows of the copy until the key is dropped.
+        # The transfer does not keep the caller's tensor alive: `drop` waits for the copy.
         return Underway(event.query, partial(stream_waits, caller.device, event))
 
 
 def stream_waits(device: torch.device, event: torch.Event) -> None:
-    """What a device is given from now on comes after the event."""
+    """Let later work on the device's current stream wait for the event."""
     torch.accelerator.current_stream(device).wait_event(event)
 
 
 def check_bytes(name: str, values: Tensor) -> None:
-    """Raises ValueError unless it is (n,) uint8 and contiguous."""
+    """Raise ValueError unless the tensor is (n,) uint8 and contiguous."""
     if values.dtype != torch.uint8 or values.dim() != 1 or not values.is_contiguous():
         layout = "contiguous" if values.is_contiguous() else "not contiguous"
         raise ValueError(
             f"{name}: expected a contiguous tensor of uint8 with one dim, found {values.dtype} of shape "
-            f"{tuple(values.shape)}, {layout}; view it as bytes with `tensor.view(-1).view(torch.uint8)`"
+            f"{tuple(values.shape)}, {layout}. View it as bytes with `tensor.view(-1).view(torch.uint8)`."
         )
 
 
 def check_size(key: str, saved: int, out: Tensor) -> None:
-    """Raises ValueError unless the tensor has as many bytes as were saved."""
+    """Raise ValueError unless the tensor has as many bytes as were saved."""
     if out.numel() != saved:
-        raise ValueError(f"out: expected {saved:,} bytes, as many as were saved under '{key}', found {out.numel():,}")
+        raise ValueError(f"out: expected the {saved:,} bytes saved under '{key}', found {out.numel():,}")
 
 
 def unknown_key_error(key: str) -> OffloadError:
-    return OffloadError(f"expected a key that was saved, found '{key}', which never was or has been dropped")
+    return OffloadError(f"expected a saved key, found '{key}', which was never saved or has been dropped")
 
 
 def closed_error(key: str) -> OffloadError:
@@ -202,7 +202,7 @@ _listeners: list[_Listener] = []
 
 
 def listen(on_wait: Callable[[str], None], on_end_wait: Callable[[], None]) -> Callable[[], None]:
-    """Tells of each wait of this thread, "transfer of layers.7", and of its end, until the result is called."""
+    """Call back on each wait of this thread ("transfer of layers.7") and on its end, until the result is called."""
     listener = (threading.get_ident(), on_wait, on_end_wait)
     _listeners.append(listener)
 
@@ -214,7 +214,7 @@ def listen(on_wait: Callable[[str], None], on_end_wait: Callable[[], None]) -> C
 
 
 def wait_for(transfer: Transfer, what: str) -> None:
-    """As `transfer.wait()`. what: the name of what is moved."""
+    """Wait for a transfer and report it to listeners. what: the name of the moved bytes."""
     if not _listeners or transfer.is_done:
         transfer.wait()
         return
@@ -233,8 +233,8 @@ def wait_for(transfer: Transfer, what: str) -> None:
 class StoredRange:
     """A range of values in a store.
 
-    open: brings them, (numel,) of dtype, until another range is opened. What is changed in them is kept, where whoever
-    made the range said that it is for change.
+    open: loads the values, (numel,) of dtype, valid until another range is opened. Changes to them are kept if the
+    maker of the range allows changes.
     """
 
     numel: int
@@ -246,4 +246,4 @@ class StoredRange:
 
 
 Memory = Tensor | StoredRange
-"""Where values are, (n,): in memory, or in a store."""
+"""(n,) values, in memory or in a store."""

@@ -1,4 +1,4 @@
-"""Which elements of a tensor something is: integers only."""
+"""Ranges of a tensor in each dimension. Integers only: no memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A block of a tensor: the indices [offsets[d], offsets[d] + sizes[d]) of each dimension d."""
+    """The elements with index [offsets[d], offsets[d] + sizes[d]) in each dimension d of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> TensorChunk:
-        """All of a tensor."""
+        """Return the chunk with all elements of a tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -26,18 +26,18 @@ class TensorChunk:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What gives the box, indexing the tensor that it is of."""
+        """The slices that select the chunk from its tensor."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def lies_in(self, shape: tuple[int, ...]) -> bool:
-        """True where its elements are some of a tensor of that shape, at least one of them."""
+        """Return True if the chunk is not empty and lies in a tensor of this shape."""
         if not len(self.offsets) == len(self.sizes) == len(shape):
             return False
         return all(o >= 0 < size <= dim - o for o, size, dim in zip(self.offsets, self.sizes, shape, strict=True))
 
     def is_range_of(self, shape: tuple[int, ...]) -> bool:
-        """True where its elements follow each other when a tensor of that shape, in which it lies, is flattened."""
-        is_inner = False  # behind the first dimension that it has more than one index of
+        """Return True if the chunk is contiguous in the flattened tensor of this shape. It must lie in the tensor."""
+        is_inner = False  # an earlier dimension has a size above 1, so this dimension must be complete
         for size, dim in zip(self.sizes, shape, strict=True):
             if is_inner and size != dim:
                 return False
@@ -45,26 +45,26 @@ class TensorChunk:
         return True
 
     def start_in(self, shape: tuple[int, ...]) -> int:
-        """The place of its first element in the flattened tensor."""
+        """Return the index of the first element in the flattened tensor."""
         start = 0
         for offset, size in zip(self.offsets, shape, strict=True):
             start = start * size + offset
         return start
 
     def inside(self, outer: TensorChunk) -> TensorChunk:
-        """The same elements, where `outer`, which has them, is the tensor."""
+        """Convert to coordinates of `outer`, which contains the chunk."""
         return TensorChunk(
             tuple(own - other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes
         )
 
     def outside(self, outer: TensorChunk) -> TensorChunk:
-        """The opposite of `inside`: of a box of `outer`, the box of the tensor."""
+        """Convert from coordinates of `outer` to coordinates of the tensor. The inverse of `inside`."""
         return TensorChunk(
             tuple(own + other for own, other in zip(self.offsets, outer.offsets, strict=True)), self.sizes
         )
 
     def common(self, other: TensorChunk) -> TensorChunk | None:
-        """What both have, if anything."""
+        """Intersect two chunks. Returns None if they share no element."""
         offsets, sizes = [], []
         for low, size, other_low, other_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, end = max(low, other_low), min(low + size, other_low + other_size)
@@ -77,9 +77,9 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What a rank has of a tensor: boxes of it, which are boxes of a smaller tensor too.
+    """The part of a tensor that a rank holds: chunks of the tensor that together form a smaller tensor.
 
-    whole (6, 4): queries, keys, values      portion (3, 4) of the second of two ranks
+    whole (6, 4): queries, keys, values      shard (3, 4) of the second of two ranks
 
         q q q q                                  q q q q    rows 1
         q q q q  <-
@@ -89,9 +89,9 @@ class TensorShard:
         v v v v  <-
     """
 
-    whole: tuple[int, ...]  # shape
-    shape: tuple[int, ...]
-    chunks: tuple[tuple[TensorChunk, TensorChunk], ...]  # (of the whole, of the portion), of the same sizes
+    whole: tuple[int, ...]  # shape of the tensor
+    shape: tuple[int, ...]  # shape of the shard
+    chunks: tuple[tuple[TensorChunk, TensorChunk], ...]  # (chunk of the tensor, chunk of the shard), of equal sizes
 
     @classmethod
     def all_of(cls, shape: tuple[int, ...]) -> TensorShard:
@@ -100,7 +100,7 @@ class TensorShard:
 
     @classmethod
     def along(cls, whole: tuple[int, ...], dim: int, ranges: Sequence[tuple[int, int]]) -> TensorShard:
-        """The indices [low, high) of dimension `dim` of each of the ranges, one behind the other."""
+        """Concatenate the index ranges [low, high) of dimension `dim`."""
         chunks, start = [], 0
         for low, high in ranges:
             sizes = (*whole[:dim], high - low, *whole[dim + 1 :])
@@ -110,7 +110,10 @@ class TensorShard:
         return cls(whole, (*whole[:dim], start, *whole[dim + 1 :]), tuple(chunks))
 
     def cut(self, dim: int, low: int, high: int) -> TensorShard:
-        """The indices [low, high) of dimension `dim`, of which it has all; of any, all or none."""
+        """Select the indices [low, high) of dimension `dim`, along which the shard is complete.
+
+        An empty and a complete range are allowed in every dimension.
+        """
         if high - low in (0, self.whole[dim]):
             none = TensorShard(self.whole, (*self.shape[:dim], 0, *self.shape[dim + 1 :]), ())
             return none if high == low else self

@@ -1,13 +1,12 @@
-"""The loop that hides transfers behind work: load the next, work on this one, save the one before.
+"""Hide transfers behind the computation: load the next resident, work on the current, save the previous.
 
                   time ->
     resident 0    load  WORK  save
     resident 1          load  WORK  save
     resident 2                load  WORK  save
 
-A slot of time has one load, one piece of work and one save, so that with equal sizes the whole takes
-max(load + save, work) each, and the first load and the last save besides. That needs memory for `depth` that come, one
-that is used, and `max_leaving`.
+With equal sizes a resident takes max(load + save, work); the first load and the last save are added. Memory is needed
+for `depth` loading residents, the resident in use, and `max_leaving` residents being saved.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from .store import FINISHED, Store, Transfer, wait_for
 
 @dataclass(frozen=True)
 class OldVersion:
-    """What a resident was before a change that may be taken back."""
+    """The version of a resident before a change that may be undone."""
 
-    nbytes: int  # of memory that holds it
+    nbytes: int  # memory that the old version takes
     restore: Callable[[], None]
 
     @classmethod
     def of(cls, values: Tensor) -> OldVersion:
-        """A copy of values in memory."""
+        """Copy the values in memory."""
         old = values.clone()
 
         def restore() -> None:
@@ -54,27 +53,27 @@ def _nothing_to_give(values: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Offloadable:
-    """Bytes with a home; a `Window` brings them into memory while they are used, and back.
+    """Bytes with a placement. A `Window` brings them into memory for use, and back.
 
-    | home                    | memory in use         | for example                                    |
-    |-------------------------|-----------------------|------------------------------------------------|
-    | a key of a store        | a buffer of a pool    | optimizer states in a file                     |
-    | a key of a store        | a group's own pages   | a parameter shard that rests                   |
-    | memory of a device      | a buffer of the host  | a parameter shard that the host updates        |
-    | a buffer of the host    | memory of a device    | a gradient that leaves                         |
-    | where they are used     | the same              | all that is not offloaded: the default         |
+    | placement               | memory in use          | for example                                |
+    |-------------------------|------------------------|--------------------------------------------|
+    | a key of a store        | a buffer of a pool     | optimizer states in a file                 |
+    | a key of a store        | pages of a flat group  | an offloaded parameter shard               |
+    | device memory           | a host buffer          | a parameter shard that the host updates    |
+    | a host buffer           | device memory          | a gradient that leaves the device          |
+    | the memory in use       | the same memory        | anything not offloaded: the default        |
     """
 
     name: str  # for errors
-    take: Callable[[], Tensor]  # memory for the bytes; content arbitrary, but where that is their home
-    give: Callable[[Tensor], None] = _nothing_to_give  # the end of `take`
-    load: Callable[[Tensor], Transfer] = _nothing_to_move  # begins to bring them into memory
-    save: Callable[[Tensor], Transfer] = _nothing_to_move  # begins to bring them home
-    fork: Callable[[Tensor], OldVersion] = OldVersion.of  # what is changed from now on is a second version
+    take: Callable[[], Tensor]  # allocate memory; it has the values only if it is also their placement
+    give: Callable[[Tensor], None] = _nothing_to_give  # free the memory of `take`
+    load: Callable[[Tensor], Transfer] = _nothing_to_move  # start to fill the memory
+    save: Callable[[Tensor], Transfer] = _nothing_to_move  # start to write the memory back
+    fork: Callable[[Tensor], OldVersion] = OldVersion.of  # keep the old version; later changes make a new version
 
     @classmethod
     def of(cls, store: Store, key: str, take: Callable[[], Tensor], give: Callable[[Tensor], None]) -> Offloadable:
-        """Bytes under a key of a store, of which a second version is kept under another key."""
+        """Make an offloadable for a key of a store. A second version is kept under a second key."""
         keys = [key, f"{key} (other)"]
 
         def load(out: Tensor) -> Transfer:
@@ -90,7 +89,7 @@ class Offloadable:
         return cls(key, take, give, load, save, fork)
 
     def made_anew(self) -> Offloadable:
-        """The same, but its bytes are all written where it is used, and need not come."""
+        """Return the same resident without loading, for bytes that are completely overwritten in use."""
         return replace(self, load=_nothing_to_move)
 
 
@@ -100,29 +99,29 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 @dataclass
 class _Stay:
-    """Of a resident in memory."""
+    """The state of a resident in memory."""
 
     values: Tensor
     has_changed: bool = False
-    is_waiting: bool = False  # for its next user, and not used by anybody
-    is_opened: bool = False  # gives way to the next that is loaded
+    is_waiting: bool = False  # not in use, kept for its next user
+    is_opened: bool = False  # released when another resident is loaded
 
 
 class Window:
-    """Brings residents into memory and back, in an order that is known (`expect`) or in any other.
+    """Brings residents into memory and back, in a known order (`expect`) or in any order. Not thread-safe.
 
-    | state    | begins with                      | ends with                                                  |
-    |----------|----------------------------------|------------------------------------------------------------|
-    | coming   | `prefetch`, a place in the order | `acquire`, or its turn has passed: the guess was wrong     |
-    | here     | `acquire`, `create`, `open`      | `release`: saved if it has changed                         |
-    | leaving  | `release`                        | more than `max_leaving` are, or somebody wants it again    |
+    | state    | begins with                      | ends with                                                          |
+    |----------|----------------------------------|--------------------------------------------------------------------|
+    | coming   | `prefetch`, or the order is near | `acquire`, or another resident is acquired in its place            |
+    | here     | `acquire`, `create`, `open`      | `release`: saved if changed                                        |
+    | leaving  | `release`                        | more than `max_leaving` are leaving, or the resident is used again |
 
-    A failed transfer raises OffloadError in the call that waits for it, and its memory is given back. `close` gives all
-    memory back, whatever happened before. To be used by one thread at a time.
+    A failed transfer raises OffloadError in the call that waits for it, and its memory is freed. `close` frees all
+    memory in any state.
     """
 
     def __init__(self, depth: int = 1, max_leaving: int = 1) -> None:
-        """depth: how many of the order are loaded ahead."""
+        """depth: the number of residents of the order to load ahead."""
         if depth < 0:
             raise ValueError(f"depth: expected 0 or more residents to load ahead, found {depth}")
         self._depth = depth
@@ -132,19 +131,20 @@ class Window:
         self._here: dict[Offloadable, _Stay] = {}
         self._leaving: dict[Offloadable, tuple[Tensor, Transfer]] = {}  # oldest first
 
-    # -- one after the other --------------------------------------------------------------------------------------
+    # -- in a known order -----------------------------------------------------------------------------------------
 
     def expect(self, order: Iterable[Offloadable]) -> None:
-        """In which order residents are used next. Some may be left out then, and others come between."""
+        """Announce the order of the next uses. Uses may skip residents of the order and insert others."""
         for offloadable in self._order:
             self._cancel(offloadable)
         self._order = deque(order)
 
     @contextlib.contextmanager
     def use(self, offloadable: Offloadable, changes: bool = True) -> Iterator[Tensor]:
-        """Its bytes, to be worked on in place; meanwhile the next of the order come, and those before are saved.
+        """Wrap work on a resident in place. Meanwhile the next residents load, and earlier residents are saved.
 
-        changes: they are saved after it; not after an exception. A resident that somebody else has acquired stays here.
+        changes: save the resident afterwards, except after an exception. A resident that was acquired before stays in
+        memory.
         """
         stay = self._here.get(offloadable)
         is_nested = stay is not None and not stay.is_waiting
@@ -159,13 +159,13 @@ class Window:
     # -- in any order ---------------------------------------------------------------------------------------------
 
     def holds(self, offloadable: Offloadable) -> bool:
-        """Whether its bytes are here."""
+        """Return True if the resident is in memory."""
         return offloadable in self._here
 
     def prefetch(self, offloadable: Offloadable) -> None:
-        """Begins to load it, unless it is here or coming. Waits where it is still leaving, for nothing else.
+        """Start to load a resident, unless it is here or coming. Releases opened residents.
 
-        What is opened gives way.
+        Waits only if the resident is still leaving.
         """
         if offloadable in self._coming or offloadable in self._here:
             return
@@ -181,15 +181,15 @@ class Window:
             raise
 
     def acquire(self, offloadable: Offloadable) -> Tensor:
-        """Its bytes, to be worked on in place until `release`. Waits until they are here.
+        """Return the bytes to be worked on in place until `release`. Waits until they are loaded.
 
-        Raises OffloadError where they cannot be loaded.
+        Raises OffloadError if they cannot be loaded.
         """
         if offloadable in self._order:
             while (passed := self._order.popleft()) is not offloadable:
                 self._cancel(passed)
         self.prefetch(offloadable)
-        if offloadable in self._here:  # in use from now on, and no longer in the way of others
+        if offloadable in self._here:  # in use from now on: `prefetch` must not release it
             self._here[offloadable].is_waiting = self._here[offloadable].is_opened = False
         for following in itertools.islice(self._order, self._depth):
             self.prefetch(following)
@@ -198,7 +198,7 @@ class Window:
         return self._here[offloadable].values
 
     def create(self, offloadable: Offloadable) -> Tensor:
-        """Memory for bytes that are made anew, content arbitrary; then as `acquire`, and changed."""
+        """Return memory for new bytes, with arbitrary content. Then as after `acquire`, and changed."""
         for state in (self._coming, self._leaving):
             if offloadable in state:
                 self._end_transfer(state, offloadable, gives=True)
@@ -208,9 +208,10 @@ class Window:
         return self._here[offloadable].values
 
     def open(self, offloadable: Offloadable, changes: bool = False) -> Tensor:
-        """Its bytes, until another one is loaded, or `put_back`; saved then, if anyone opened them for changes.
+        """Return the bytes until another resident is loaded, or until `put_back`. Saved if any opening asked for
+        changes.
 
-        Of one that is here already: until whoever has acquired it releases it.
+        A resident that is already in use stays until its user releases it.
         """
         if offloadable not in self._here:
             self.acquire(offloadable)
@@ -219,19 +220,19 @@ class Window:
         return self._here[offloadable].values
 
     def hold(self, offloadable: Offloadable) -> None:
-        """In place of `release`: its next user finds it here. Until then, or `put_back`."""
+        """Keep a used resident in memory for its next user, or until `put_back`. Call it instead of `release`."""
         self._here[offloadable].is_waiting = True
 
     def end_hold(self, offloadable: Offloadable) -> None:
-        """The end of `hold`, or of `open`. Does nothing for one that is used, or not here."""
+        """Release a held or opened resident. Does nothing if it is in use or not in memory."""
         stay = self._here.get(offloadable)
         if stay is not None and stay.is_waiting:
             self.release(offloadable)
 
     def release(self, offloadable: Offloadable) -> None:
-        """Ends the work on it: what has changed is saved, anything else given back at once."""
+        """End the work on a resident. A changed resident is saved; otherwise its memory is freed at once."""
         if offloadable not in self._here:
-            raise ValueError(f"expected a resident that was acquired, found '{offloadable.name}', which is not here")
+            raise ValueError(f"expected an acquired resident, found '{offloadable.name}', which is not in memory")
         stay = self._here.pop(offloadable)
         if not stay.has_changed:
             offloadable.give(stay.values)
@@ -247,21 +248,21 @@ class Window:
     # -- all of them ----------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
-        """Releases what nobody uses: opened, or held."""
+        """Release all residents that are opened or held."""
         if self._here:
             for offloadable in [offloadable for offloadable, stay in self._here.items() if stay.is_waiting]:
                 self.release(offloadable)
 
     def wait(self, num_left: int = 0) -> None:
-        """Returns when everything released has been saved, but for the newest, of which so many may still be leaving.
+        """Wait for the saves of released residents, except for the `num_left` newest.
 
-        Raises OffloadError for the first that could not be.
+        Raises OffloadError for the first failed save.
         """
         while len(self._leaving) > num_left:
             self._retire_oldest()
 
     def close(self) -> None:
-        """Waits for the transfers that run, gives all memory back, and says nothing of failed ones: see `wait`."""
+        """Wait for running transfers and free all memory. Failed transfers are ignored: see `wait`."""
         self._order.clear()
         for state in (self._coming, self._leaving):
             for offloadable in list(state):
@@ -277,17 +278,17 @@ class Window:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for the saves, unless an error is on its way already; then closes."""
+        """Wait for the saves unless there is an error already, then close."""
         try:
             if error is None:
                 self.wait()
         finally:
             self.close()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- transfers ------------------------------------------------------------------------------------------------
 
     def _cancel(self, offloadable: Offloadable) -> None:
-        """A wrong guess, which is never an error."""
+        """Drop a prefetch that was not needed. Its failure is not an error."""
         if offloadable in self._coming:
             with contextlib.suppress(Exception):
                 self._end_transfer(self._coming, offloadable, gives=True)
@@ -298,11 +299,11 @@ class Window:
     def _end_transfer(
         self, state: dict[Offloadable, tuple[Tensor, Transfer]], offloadable: Offloadable, gives: bool = False
     ) -> Tensor:
-        """Waits for a transfer and gives its memory back: where it is asked to, or the transfer has failed."""
+        """Wait for a transfer. Frees its memory if `gives`, or if the transfer failed."""
         memory, transfer = state.pop(offloadable)
         try:
             wait_for(transfer, offloadable.name)
-        except Exception:  # an interrupt is none: the transfer would still run, and the memory stays taken
+        except Exception:  # not on KeyboardInterrupt: the transfer still runs and needs the memory
             offloadable.give(memory)
             raise
         if gives:

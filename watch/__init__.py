@@ -1,1 +1,1 @@
-"""What a rank says of itself: progress, stacks, who waits for whom, the limit of a step. Imports no torch."""
+"""A rank's report about itself: progress, stacks, who waits for whom, the limit of a step. Imports no torch."""

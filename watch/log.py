@@ -1,4 +1,4 @@
-"""The logger `lowtide`, and where its lines go."""
+"""The logger `lowtide`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ logger = logging.getLogger("lowtide")
 
 
 def configure() -> None:
-    """Lets the lines of `lowtide` be seen, on standard error, unless the program has set up logging itself."""
+    """Show log lines of `lowtide` on standard error, unless the program has configured logging."""
     if not logger.handlers and not logging.getLogger().handlers and logger.level == logging.NOTSET:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("lowtide: %(message)s"))
-        handler.addFilter(lambda record: not logging.getLogger().handlers)  # one that came later shows the line too
+        handler.addFilter(lambda record: not logging.getLogger().handlers)  # a root handler added later shows the line
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)

@@ -1,9 +1,9 @@
-"""What one rank is doing now, in a small file that it maps into its memory: shared by the rank and its agent.
+"""The activity of a rank, in a small file that the rank maps and the agent of its host reads.
 
 [Note: the step clock]
-It says for how long the step has been going: from the end of the step before, so that data loading counts. Before the
-first step it starts with the call of `train_step`. An evaluation, a checkpoint and an export are not part of a step:
-each starts the clock anew when it begins and when it ends. `engine.close()` stops it.
+The clock measures the current step from the end of the step before, so it includes data loading. Before the first step
+it starts with the call of `train_step`. An evaluation, a checkpoint and an export are not part of a step: each restarts
+the clock when it begins and when it ends. `engine.close()` stops the clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .record import (
 
 
 class Activity(Enum):
-    """What a rank does; the value is how users read it."""
+    """What a rank does. The value is the text for users."""
 
     STARTING = "starting"  # `lowtide` is imported
     INITIALIZING = "in lowtide.initialize"
@@ -65,11 +65,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective, or a message, that a rank waits for.
+    """A collective or a message that a rank waits for.
 
-    channel: the ranks that number their collectives together, such as the shard axis of an engine. sequence: the number
-    of this one, from 1; 0 where it has none. first, distance, count: of the ranks that take part (for a message, the
-    other end).
+    channel: identifies the ranks that number their collectives together, such as a shard axis of an engine. sequence:
+    the number of the collective, from 1; 0 if it has none. first, distance, count: the ranks that take part (for a
+    message, the peer).
     """
 
     what: str
@@ -91,12 +91,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What a rank was doing when its record was read; durations in seconds until then.
+    """The activity of a rank when its record was read. Durations are in seconds until then.
 
-    step: optimizer steps done. activity: as `Activity` has it, of `unit` ("layers.7", or a pipeline's action "2F0")
-    where one is known, for `activity_seconds`. microbatch: None where there is none. step_seconds: of the step clock,
-    None while it stands; see [Note: the step clock]. step_limit_seconds: `communication.step_timeout_seconds` of the
-    rank's config. begun: how many collectives it has begun, by channel.
+    step: optimizer steps done. activity: text of `Activity`, since `activity_seconds`. unit: such as "layers.7", or a
+    pipeline action such as "2F0". step_seconds: of the step clock, None while it stands; see [Note: the step clock].
+    step_limit_seconds: `communication.step_timeout_seconds` of the rank's config. begun: (channel, number of begun
+    collectives).
     """
 
     rank: int
@@ -125,15 +125,15 @@ class RankProgress:
 
     @property
     def has_joined(self) -> bool:
-        """Whether it has come to `lowtide.initialize`, so that there is a record of it."""
+        """True if the rank has called `lowtide.initialize`, so it has a record."""
         return self.activity != Activity.STARTING.value
 
 
 def read_progress(path: str, rank: int) -> RankProgress | None:
-    """The agent's side: what `rank` does now, whenever it wants; None where it has not imported lowtide yet.
+    """Read the record of `rank`, for the agent. None if the rank has not imported lowtide yet.
 
-    path: the value of LOWTIDE_PROGRESS_FILE that the rank was started with. See `stacks` for who makes the file. Put it
-    where files are in memory, such as /dev/shm: on a disk the kernel would write it back every few seconds.
+    path: LOWTIDE_PROGRESS_FILE of the rank; `stacks` makes the file. Put it into memory, such as /dev/shm: on a disk
+    the kernel would write it back every few seconds.
     """
     found = None
     with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -146,7 +146,7 @@ def read_progress(path: str, rank: int) -> RankProgress | None:
 
 
 def _decoded(data: bytes) -> RankProgress | None:
-    """The record in `data`, (NBYTES,); None where the rank has not filled it yet."""
+    """Decode a record, (NBYTES,). None if the rank has not filled it yet."""
     if len(data) != NBYTES:
         return None
     words = memoryview(data).cast("q")
@@ -185,9 +185,9 @@ def _text(field: bytes) -> str:
 
 
 class Progress:
-    """The rank's side. Off, without memory, where nobody has asked for a record: then every call returns at once.
+    """Writes the record of this rank. Off by default: then it has no memory, and every call returns at once.
 
-    Any thread may call any method: what two of them store at the same time is not mixed up.
+    Thread-safe: concurrent calls do not mix their values.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class Progress:
 
     @classmethod
     def of_this_process(cls) -> Progress:
-        """One that is on where the environment names a file, and no other process has claimed it."""
+        """Make a record that is on if the environment names a file that no other process has claimed."""
         progress = cls()
         path = os.environ.get(stacks.VARIABLE)
         try:
@@ -208,12 +208,12 @@ class Progress:
         return progress
 
     def turn_on(self) -> None:
-        """From now on there is a record, for this process alone where no file was asked for."""
+        """Start the record. Without a file in the environment, it is private to this process."""
         if not self.is_on:
             self._store_in(mmap.mmap(-1, NBYTES))
 
     def snapshot(self) -> RankProgress:
-        """What `read_progress` would give now; only where this is on."""
+        """Return the same as `read_progress`. Only if this is on."""
         assert self._memory is not None
         found = _decoded(self._memory[:])
         assert found is not None
@@ -221,16 +221,16 @@ class Progress:
 
     @property
     def doing(self) -> tuple[Activity, int, str]:
-        """(activity, microbatch or -1, unit or ""), where this is on."""
+        """(activity, microbatch or -1, unit or ""). Only if this is on."""
         return self._doing
 
     def identify(self, rank: int, world_size: int) -> None:
-        """Who this is."""
+        """Store rank and world size."""
         if self.is_on:
             self._words[RANK], self._words[WORLD_SIZE] = rank, world_size
 
     def set_limit(self, seconds: float | None) -> None:
-        """How long a step may take, as the config says; None: no limit."""
+        """Store the limit of a step. None: no limit."""
         if self.is_on:
             self._words[LIMIT_MS] = 0 if seconds is None else max(1, round(1000 * seconds))
 
@@ -241,10 +241,11 @@ class Progress:
         on_wait: Callable[[str], None],
         on_end_wait: Callable[[], None],
     ) -> Callable[[], None]:
-        """Tells of each activity with its unit, each collective, each wait and its end, until the result is called.
+        """Call back on each activity with its unit, each collective, each wait and its end, until the result is called.
 
-        The methods themselves are exchanged, so that nothing is asked for where nobody listens. The last one first.
+        Call the results in reverse order.
         """
+        # The methods are replaced, so that the path without listeners has no check.
         enter, begin, wait, end_wait = self.enter, self.begin, self.wait, self.end_wait
         before = {name: vars(self)[name] for name in _TOLD if name in vars(self)}
 
@@ -275,7 +276,7 @@ class Progress:
     # -- activity -------------------------------------------------------------------------------------------------
 
     def enter(self, activity: Activity, microbatch: int = -1, unit: str = "") -> None:
-        """Another activity begins; one of a step starts the step clock."""
+        """Begin another activity. An activity of a step starts the step clock."""
         if self.is_on:
             self._doing = (activity, microbatch, unit)
             now, code = time.monotonic_ns(), _CODES[activity]
@@ -285,13 +286,13 @@ class Progress:
                 self._words[CLOCK] = now
 
     def at_unit(self, unit: str) -> None:
-        """The activity has come to another unit."""
+        """Continue the activity in another unit."""
         if self.is_on:
             self.enter(self._doing[0], self._doing[1], unit)
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """For what is not part of a step: another activity until the context ends, and a step clock of its own."""
+        """Wrap an activity outside a step, with a restarted step clock."""
         if not self.is_on:
             yield
             return
@@ -306,14 +307,14 @@ class Progress:
                 self._words[CLOCK] = time.monotonic_ns() if clock else 0
 
     def forward(self, microbatch: int, is_training: bool) -> AbstractContextManager[None]:
-        """A forward that the script calls; without a backward it is an evaluation, and not part of a step."""
+        """Begin a forward that the script calls. Without a backward, it is an evaluation outside a step."""
         if not is_training:
             return self.during(Activity.EVALUATION)
         self.enter(Activity.FORWARD, microbatch)
         return nullcontext()
 
     def drawn(self, microbatches: Iterator[T]) -> Iterator[T]:
-        """The same microbatches: waiting for one is data loading, and what the caller does with it the forward."""
+        """Yield the microbatches. Waiting for a microbatch counts as data loading, the caller's work as forward."""
         for index in itertools.count():
             self.enter(Activity.DATA_LOADING, index)
             try:
@@ -324,14 +325,14 @@ class Progress:
             yield microbatch
 
     def end_step(self, step: int) -> None:
-        """`step` optimizer steps are done, and the next one begins."""
+        """End an optimizer step. step: number of steps done."""
         if self.is_on:
             self._words[STEP] = step
             self._words[CLOCK] = time.monotonic_ns()
             self.enter(Activity.BETWEEN_STEPS)
 
     def stop_clock(self, activity: Activity) -> None:
-        """No step is expected until one begins."""
+        """Stop the step clock until a step begins."""
         if self.is_on:
             self._words[CLOCK] = 0
             self.enter(activity)
@@ -339,7 +340,7 @@ class Progress:
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def begin(self, channel: int, what: str = "") -> int:
-        """A collective of the channel begins: gives its number, from 1; 0 where this is off."""
+        """Begin a collective. Returns its number in the channel, from 1; 0 if this is off."""
         if not self.is_on:
             return 0
         number: int = self._words[FIRST_CHANNEL + channel] + 1
@@ -347,20 +348,20 @@ class Progress:
         return number
 
     def wait(self, what: str, channel: int, sequence: int, first: int, distance: int, count: int) -> None:
-        """This rank waits for others from now on: for `count` ranks, from `first` on, at a distance of each other."""
+        """Begin to wait for `count` ranks: `first`, `first + distance`, and so on."""
         if self.is_on:
             now = time.monotonic_ns()
             self._waits.write(now, channel, sequence, first, distance, count, what.encode())
             self._words[WAITING] = now
 
     def end_wait(self) -> None:
-        """The end of the wait."""
+        """End the wait."""
         if self.is_on:
             self._words[WAITING] = 0
 
     @contextmanager
     def waiting(self, what: str, channel: int, world_size: int) -> Iterator[None]:
-        """A collective of all ranks, from its begin to its end."""
+        """Wrap a collective of all ranks."""
         if self.is_on:
             self.wait(what, channel, self.begin(channel, what), 0, 1, world_size)
         try:

@@ -1,23 +1,23 @@
-"""How the record of a rank's progress lies in memory, for the rank and for who reads it; and the folder of records.
+"""The layout of a rank's progress record in memory, for the rank and its readers, and the folder of records.
 
 [Note: the record]
-The rank stores, the agent of its host reads, and neither calls the other: no lock, no message, and no system call on
-the rank's side. So the record can be read at any moment, also of a rank that hangs in C code, is stopped, or is dead.
+The rank stores, the agent of its host reads, and neither calls the other: no lock, no message, and no system call of
+the rank. So the record can be read at any time, even if the rank hangs in C code, is stopped, or is dead.
 
-    words of 8 bytes    pid, rank, step, ... and how many collectives each channel has begun; each stored at once
+    words of 8 bytes    pid, rank, step, ... and the number of begun collectives of each channel; each stored atomically
     two slots           activity, unit, microbatch
-    two slots           the collective that is waited for
+    two slots           the awaited collective
 
-A slot ends with the checksum of its content and begins with the time of its writing. The rank writes the two of a pair
-in turn, so that one of them is always whole, and the reader takes the newer one of those that are.
+A slot begins with the time of its writing and ends with a checksum of its content. The rank writes the two slots of a
+pair in turn, so at least one is complete, and the reader takes the newer complete slot.
 
-Times are of the monotonic clock, which all processes of a host share; `read_progress` makes durations of them, which
-mean the same on every host.
+Times are of the monotonic clock, which all processes of a host share. `read_progress` converts them to durations, which
+are comparable between hosts.
 
 [Note: whose folder it is]
-An agent holds a lock on its folder, which the kernel takes away with the agent, however that ends. So a folder that can
-be locked is a dead one, and whoever comes by removes it: the guard of its agent, or else the next agent on that host.
-A process id in the name would not do: containers that share /dev/shm number their processes each for itself.
+An agent holds a lock on its folder. The kernel releases the lock when the agent ends for any reason. So a folder that
+can be locked has no agent, and is removed by the agent's guard or by the next agent on the host. A process id in the
+name would not suffice: containers that share /dev/shm number their processes separately.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _CHECK = struct.Struct("<I")
 
 
 class Pair:
-    """Two slots of one content, [time of writing, content, checksum] each; see [Note: the record]."""
+    """Two slots for a content, each [time of writing, content, checksum]. See [Note: the record]."""
 
     def __init__(self, memory: mmap.mmap | bytes, offset: int, layout: str) -> None:
         self._struct = struct.Struct("<q" + layout)
@@ -52,14 +52,14 @@ class Pair:
         self._turn = 0
 
     def write(self, now: int, *content: Any) -> None:
-        """now: of the monotonic clock, in nanoseconds."""
+        """Write the slot whose turn it is. now: of the monotonic clock, in nanoseconds."""
         data = self._struct.pack(now, *content)
         self._turn = 1 - self._turn
         start = self._offsets[self._turn]
         self._memory[start : start + self._nbytes] = data + _CHECK.pack(zlib.crc32(data))
 
     def read(self) -> tuple[Any, ...] | None:
-        """The newer of the whole ones; None where nothing was written."""
+        """Return the newer complete slot. None if nothing was written."""
         whole = []
         for start in self._offsets:
             data = self._memory[start : start + self._nbytes]
@@ -70,24 +70,24 @@ class Pair:
 
 
 def pairs(memory: mmap.mmap | bytes) -> tuple[Pair, Pair]:
-    """(activity, microbatch, unit) and (channel, sequence, first rank, distance of ranks, their number, what)."""
+    """Return the pairs (activity, microbatch, unit) and (channel, sequence, first, distance, count, name)."""
     return Pair(memory, _ACTIVITY_SLOTS, "ii160s"), Pair(memory, _WAIT_SLOTS, "iqiii240s")
 
 
 def mapped(path: str) -> mmap.mmap:
-    """The file at `path`, made where there is none, as memory of (NBYTES,). Raises OSError where that cannot be."""
+    """Map the file at `path`, (NBYTES,), and make it if necessary. Raises OSError."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(handle, 0, NBYTES)  # on a full disk an error here, and not a signal at some later store
+        os.posix_fallocate(handle, 0, NBYTES)  # on a full disk raises here, instead of a signal at a later store
         return mmap.mmap(handle, NBYTES)
     finally:
         os.close(handle)
 
 
 class RecordFolder:
-    """A new folder at `path`, which is this process's until `remove`. parent: None: where files are kept in memory.
+    """A new folder that belongs to this process until `remove`. parent: None takes a file system in memory.
 
-    Raises OSError where no folder can be made or locked.
+    Raises OSError if no folder can be made or locked.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -97,7 +97,7 @@ class RecordFolder:
             self.path = tempfile.mkdtemp(prefix=PREFIX, dir=place)
             try:
                 self._lock = _locked(self.path)
-            except (BlockingIOError, FileNotFoundError):  # another process takes it for a dead one just then
+            except (BlockingIOError, FileNotFoundError):  # another process just locked it to remove it
                 continue
             except OSError:
                 os.rmdir(self.path)
@@ -107,27 +107,27 @@ class RecordFolder:
             os.close(self._lock)
 
     def remove(self) -> None:
-        """Deletes it with what is in it. To be called once."""
+        """Delete the folder with its content. Call it once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def remove_dead_folders(place: Path | None = None) -> None:
-    """Removes what agents have left that were killed. place: as for `RecordFolder`."""
+    """Remove folders of killed agents. place: see `RecordFolder`."""
     for folder in (place or memory_folder()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is alive, another user's, or another process removes it just now
+        with contextlib.suppress(OSError):  # its agent is alive, or another user or process owns it
             lock = _locked(str(folder))
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
 def memory_folder() -> Path:
-    """Where files are kept in memory, or else the usual place for temporary files."""
+    """Return a folder in memory, or else the folder for temporary files."""
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _locked(path: str) -> int:
-    """A descriptor that holds the lock of the folder. Raises OSError where another one has it."""
+    """Lock the folder and return the descriptor that holds the lock. Raises OSError if it is locked."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

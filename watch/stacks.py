@@ -1,15 +1,14 @@
-"""The Python stacks of a running rank, when the agent of its host asks: also of one that hangs, and whatever it does.
+"""The Python stacks of a running rank, on request of the agent of its host, even if the rank hangs.
 
 A rank that was started with LOWTIDE_PROGRESS_FILE=PATH in its environment claims PATH when `lowtide` is imported. From
-then on it answers `SIGNAL` from a handler in C, without the interpreter's lock, by writing the stacks of all its
-threads to PATH.stacks, the innermost call first.
+then on a handler in C, which needs no GIL, answers `SIGNAL`: it writes the stacks of all threads to PATH.stacks, the
+innermost call first.
 
-The agent chooses a PATH that does not exist, anew for every start of a rank, and may at any time call
+The agent chooses a new PATH for every start of a rank, and may at any time call
 
     collect_stacks({rank: path for the ranks of this host})  ->  {rank: text}
 
-which takes about a tenth of a second, and at most `timeout_seconds` where a rank does not answer. `end_with_parent` is
-for a process that nobody else would end.
+which takes about a tenth of a second, and at most `timeout_seconds` if a rank does not answer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Iterable, Mapping
 
 VARIABLE = "LOWTIDE_PROGRESS_FILE"
 SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
-"""A real-time signal, which neither torch nor schedulers send or take; SIGUSR2 where a system has none."""
+"""A real-time signal that neither torch nor schedulers use; SIGUSR2 if the system has no real-time signals."""
 
 SUFFIX = ".stacks"
 _POLL_SECONDS = 0.03
@@ -32,24 +31,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def claim(path: str) -> bool:
-    """Makes this process the rank that `path` is for; False where another one is, such as the parent of this one.
+    """Make this process the rank of `path`. Returns False if another process is, such as the parent.
 
-    May be called again. Raises OSError where no file can be made there.
+    May be called again. Raises OSError if no file can be made there.
     """
     stacks = path + SUFFIX
     try:
         handle = os.open(stacks, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return owner(path) == os.getpid()
-    # The handler holds `handle` for as long as the process lives. What asks for stacks looks for the line that follows,
-    # because the signal would end a process without the handler.
+    # The handler keeps `handle` as long as the process lives. The next line tells readers that the handler exists: the
+    # signal would end a process without it.
     faulthandler.register(SIGNAL, file=handle, all_threads=True)
     os.write(handle, f"{os.getpid()} {_started(os.getpid())}\n".encode())
     return True
 
 
 def claim_as_asked() -> None:
-    """For the import of `lowtide`: `claim` of what the environment names. Without a word where that fails.
+    """Claim the path in the environment, when `lowtide` is imported. Ignores errors.
 
     `lowtide.initialize` tries again, and warns.
     """
@@ -58,19 +57,19 @@ def claim_as_asked() -> None:
 
 
 def owner(path: str) -> int | None:
-    """The process that has claimed `path`; None where none has, or it is gone."""
+    """Return the process that has claimed `path`. None if there is none, or it has ended."""
     try:
         with open(path + SUFFIX, encoding="ascii") as file:
             words = file.readline().split()
     except OSError:
         return None
-    if len(words) != 2 or _started(int(words[0])) != words[1]:  # the number may be another process's by now
+    if len(words) != 2 or _started(int(words[0])) != words[1]:  # the system may have reused the pid
         return None
     return int(words[0])
 
 
 def request_stack(path: str) -> int | None:
-    """Asks the rank of `path` for its stacks. Gives what `read_stack` needs to know; None where no process answers."""
+    """Ask the rank of `path` for its stacks. Returns the offset for `read_stack`, or None if there is no process."""
     pid = owner(path)
     if pid is None:
         return None
@@ -83,16 +82,16 @@ def request_stack(path: str) -> int | None:
 
 
 def read_stack(path: str, offset: int) -> str:
-    """What the rank has written since `request_stack` gave `offset`: nothing yet, a part or the whole."""
+    """Return the text that the rank has written since `request_stack`: nothing yet, a part, or all."""
     with open(path + SUFFIX, encoding="ascii", errors="replace") as file:
         file.seek(offset)
         return file.read()
 
 
 def collect_stacks(paths: Mapping[int, str], timeout_seconds: float = 2.0) -> dict[int, str]:
-    """The stacks of all threads of each rank, asked at once; for a rank that gives none, a sentence that says why.
+    """Collect the stacks of all threads of several ranks. For a silent rank, the text says why it is silent.
 
-    paths: of the ranks of this host, by rank.
+    paths: by rank, for the ranks of this host.
     """
     found = dict.fromkeys(paths, "(no stack: the process has ended, or it has not imported lowtide)")
     offsets = {rank: offset for rank, path in paths.items() if (offset := request_stack(path)) is not None}
@@ -102,7 +101,7 @@ def collect_stacks(paths: Mapping[int, str], timeout_seconds: float = 2.0) -> di
         time.sleep(_POLL_SECONDS)
         for rank in sorted(waiting):
             now = read_stack(paths[rank], offsets[rank])
-            if now and now == before[rank]:  # nothing marks the end of it
+            if now and now == before[rank]:  # the text has no end mark: it is complete if it stops growing
                 found[rank] = now.rstrip("\n")
                 waiting.discard(rank)
             before[rank] = now
@@ -112,7 +111,7 @@ def collect_stacks(paths: Mapping[int, str], timeout_seconds: float = 2.0) -> di
 
 
 def remove(paths: Iterable[str]) -> None:
-    """Deletes the files of ranks that have ended."""
+    """Delete the files of ranks that have ended."""
     for path in paths:
         for name in (path, path + SUFFIX):
             if os.path.exists(name):
@@ -123,12 +122,12 @@ def _why_silent(pid: int | None, timeout_seconds: float) -> str:
     if pid is None:
         return "(no stack: the process has ended)"
     meaning = {"T": "it is stopped, by SIGSTOP or a debugger", "D": "it waits in the kernel, for a disk or a driver"}
-    state = meaning.get(_stat(pid)[0], "it does not come to its signals")
+    state = meaning.get(_stat(pid)[0], "it does not handle signals")
     return f"(no stack: process {pid} did not answer in {timeout_seconds:g} s; {state})"
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; without any, an empty state."""
+    """Return the fields of /proc/PID/stat from the state on, or an empty state."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -137,7 +136,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in ticks since the boot; "" where there is none, "alive" where that is not told."""
+    """Return the start time of a process in ticks since boot; "" if there is none, "alive" if the time is unknown."""
     fields = _stat(pid)
     if len(fields) > 19:
         return fields[19]
@@ -149,6 +148,6 @@ def _started(pid: int) -> str:
 
 
 def end_with_parent() -> None:
-    """Where the parent is killed, this process is told to stop, on Linux. For `preexec_fn`."""
+    """Let Linux send SIGTERM to this process when its parent ends. For `preexec_fn`."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""What a rank did and when, from what it says of itself: spans of lanes, for a trace and for seconds by phase.
+"""A rank's activities as spans on lanes, for a trace, and as seconds by phase.
 
-A lane for what is computed, one for each kind of wait. Times are the host's: on an accelerator a phase ends when all of
-it is given to the device, and only a wait of the host is seen as one.
+There is a lane for computation and a lane for each kind of wait. Times are of the host: on an accelerator a phase ends
+when all its work is queued, and only waits of the host are visible.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class Span:
 
 
 def lane_of(what: str) -> str:
-    """Of a wait, by what it is for: "gather of layers.7", "reduction of head"."""
+    """Choose the lane of a wait by its operation: "gather of layers.7", "reduction of head"."""
     kind = what.partition(" ")[0]
     return {"gather": GATHER, "reduction": REDUCE, "transfer": OFFLOAD}.get(kind, WAIT)
 
 
 class Timeline:
-    """Listens to the progress of this process until it is stopped."""
+    """Records the progress of this process until `stop`."""
 
     def __init__(self, progress: Progress, keeps_spans: bool = True) -> None:
-        """keeps_spans: False: only seconds by phase."""
+        """keeps_spans: if False, record only seconds by phase."""
         self.spans: list[Span] = []
-        self.collectives: Counter[str] = Counter()  # begun, by what they are for
+        self.collectives: Counter[str] = Counter()  # begun, by name
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._keeps = keeps_spans
-        self._phase = (time.perf_counter_ns(), "", "")  # since when, which, of which unit
+        self._phase = (time.perf_counter_ns(), "", "")  # (begin, phase, unit)
         self._wait: tuple[int, str] | None = None
         progress.turn_on()
         self._stop = progress.listen(self._enter, self._begin, self.begin_wait, self.end_wait)
 
     def stop(self) -> None:
-        """What is under way ends now."""
+        """End the open span and stop recording."""
         self._stop()
         self.end_wait()
         self._enter(Activity.BETWEEN_STEPS, "")
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by phase, and of them those waited for others, since this was asked last."""
+        """Return the seconds by phase, and the seconds of waits in them, since the last call."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
@@ -76,7 +76,7 @@ class Timeline:
         self.collectives[what] += 1
 
     def begin_wait(self, what: str) -> None:
-        """The host waits from now on; also for what is no collective."""
+        """Record that the host waits from now on, for a collective or anything else."""
         self._wait = (time.perf_counter_ns(), what)
 
     def end_wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Who waits for whom: from what each rank reports to a text that names the ranks that the others wait for."""
+"""Find the ranks that the job waits for, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Reports = Mapping[int, RankProgress | None]
 
 
 def who_waits_for_whom(ranks: Reports, hosts: Mapping[int, str] | None = None) -> str:
-    """Several lines: what the ranks do, those that do the same together, and then which ranks the others wait for.
+    """Write the activities of the ranks, grouped, and then the ranks that the others wait for.
 
-    ranks: the newest report of every rank of the job; None where there is none yet. hosts: the name of each rank's
-    host, where there are several. For example:
+    ranks: the newest report of every rank of the job, or None. hosts: the host of each rank, if there are several.
+    Example:
 
         ranks 0-2: step 12, forward of layers.7: waiting in gather of layers.7 (seq 120) for 31 s
         rank 3: step 12, data loading for 33 s
@@ -25,7 +25,7 @@ def who_waits_for_whom(ranks: Reports, hosts: Mapping[int, str] | None = None) -
 
 
 def stalled(ranks: Reports, limit_seconds: float | None = None) -> list[int]:
-    """The ranks whose step has taken longer than the limit: `limit_seconds`, else the one in the rank's own config."""
+    """List the ranks whose step exceeds `limit_seconds`, or else the limit of the rank's config."""
     found = []
     for rank, report in ranks.items():
         if report is None or report.step_seconds is None:
@@ -59,7 +59,7 @@ def _seconds(report: RankProgress) -> float:
 
 
 def _targets(ranks: Reports) -> dict[int, set[int]]:
-    """For each rank those that have not come to what it waits in. Who is further has done its part."""
+    """Return for each rank the ranks that have not reached its collective. A rank beyond it has taken part."""
     late: dict[Wait, set[int]] = {}
     found: dict[int, set[int]] = {}
     for rank, report in ranks.items():
@@ -67,7 +67,7 @@ def _targets(ranks: Reports) -> dict[int, set[int]]:
             found[rank] = set()
             continue
         wait = replace(report.wait, what="", seconds=0.0)
-        if wait not in late:  # once for all ranks in it
+        if wait not in late:  # computed once for all ranks in the same collective
             late[wait] = {
                 other
                 for other in wait.ranks
@@ -88,11 +88,11 @@ def _is_past(other: RankProgress | None, wait: Wait) -> bool:
 
 
 def _conclusions(ranks: Reports, targets: Mapping[int, set[int]], hosts: Mapping[int, str]) -> list[str]:
-    """A sentence for each set of ranks that hold up others without waiting themselves, or one on why there is none."""
+    """Write a sentence for each set of ranks that hold up other ranks and do not wait, or say why there is none."""
     different = _different_calls(ranks)
     if different:
         return different
-    held_up: dict[int, list[int]] = {}  # who waits for it, directly or not
+    held_up: dict[int, list[int]] = {}  # by rank: the ranks that wait for it, directly or indirectly
     astray = []
     for rank, waited_for in targets.items():
         if waited_for:
@@ -117,7 +117,7 @@ def _conclusions(ranks: Reports, targets: Mapping[int, set[int]], hosts: Mapping
 
 
 def _ends(rank: int, targets: Mapping[int, set[int]]) -> set[int]:
-    """The ranks that `rank` waits for, directly or through others, and that wait for nobody."""
+    """Return the ranks that `rank` waits for, directly or indirectly, and that wait for no rank."""
     seen, todo = {rank}, [rank]
     while todo:
         for other in targets[todo.pop()] - seen:
@@ -127,7 +127,7 @@ def _ends(rank: int, targets: Mapping[int, set[int]]) -> set[int]:
 
 
 def _different_calls(ranks: Reports) -> list[str]:
-    """Ranks that have the same number in a channel, under different names: they will never find together."""
+    """Report channels in which ranks have the same sequence number under different names. They can never meet."""
     names: dict[tuple[int, int, int], dict[str, list[int]]] = {}
     for rank, report in ranks.items():
         if report is not None and report.wait is not None and report.wait.sequence:
@@ -161,7 +161,7 @@ def _with_hosts(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
 
 
 def rank_range(ranks: Iterable[int], separator: str = ",") -> str:
-    """`0-3,6` for 0, 1, 2, 3, 6."""
+    """Format ranks: `0-3,6` for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -172,6 +172,6 @@ def rank_range(ranks: Iterable[int], separator: str = ",") -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """Format ranks: `rank 3`, or `ranks 0-2, 5`."""
     members = list(ranks)
     return f"rank{'s' if len(members) > 1 else ''} {rank_range(members, ', ')}"

@@ -1,4 +1,4 @@
-"""For a rank that no launcher watches: says on stderr what it does when its step takes too long."""
+"""Report the activity of a rank without a launcher if its step exceeds the limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_POLL_SECONDS = 1.0
 
 
 class Watchdog:
-    """A thread that looks at this rank's own record, and tells once of each step that is over the limit.
+    """A thread that reads this rank's record, and reports each step over the limit once on stderr.
 
-    It sees a rank that hangs in Python, and in C code that has given up the interpreter's lock, as waits do.
+    It works if the rank hangs in Python, or in C code that has released the GIL, as waits do.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self, progress: Progress, limit_seconds: float) -> None:
-        """Begins to watch. To be called once."""
+        """Start the thread. Call it once."""
         assert self._thread is None
         self._thread = threading.Thread(
             target=self._watch, args=(progress, limit_seconds), name="lowtide watchdog", daemon=True
@@ -31,7 +31,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -52,7 +52,7 @@ class Watchdog:
 
 
 def _stacks() -> str:
-    """The Python stacks of all threads but this one, the innermost call last."""
+    """Format the Python stacks of all other threads, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"

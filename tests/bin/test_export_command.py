@@ -200,4 +200,4 @@ def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, caps
 def test_averages_that_a_checkpoint_does_not_have_are_refused(tmp_path: Path, capsys: Any) -> None:
     write(tmp_path / "in", {"w": torch.ones(3)}, compute_dtypes={"w": torch.float32})
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--ema"]) == 1
-    assert "expected averages in it, found none: the run has not called engine.ema()" in capsys.readouterr().err
+    assert "expected moving averages, found none: the run has not called engine.ema()" in capsys.readouterr().err

@@ -201,7 +201,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "description altered": (
         lambda at: _flip(at / MANIFEST, 200),
-        "lowtide.json: expected a file as it was written, found it truncated or altered",
+        "lowtide.json: expected the file as written, found it truncated or altered",
         False,
     ),
     "value altered": (lambda at: _flip(at / "__0_0.distcp", 2000), "(the checksum differs): the file is altered", True),
@@ -254,7 +254,7 @@ def test_latest_that_points_elsewhere(folder: Path, capsys: pytest.CaptureFixtur
     (folder / "latest").write_text("../run/best")
     status, out = show(capsys, folder)
     assert status == 1 and list(rows(out)) == TAGS
-    assert f"{folder / 'latest'}: tag: expected a name for a folder, of at most 200 bytes, without slashes" in out
+    assert f"{folder / 'latest'}: tag: expected a folder name of at most 200 bytes, without slashes" in out
 
 
 def test_odd_training_and_texts_for_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,7 +315,7 @@ def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_no_path_and_no_tag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected the path of a folder (\".\" for the working directory), found ''" in refusal(capsys, "")
-    assert "tag: expected a name for a folder" in refusal(capsys, folder, "--tag", "../run")
+    assert "tag: expected a folder name" in refusal(capsys, folder, "--tag", "../run")
 
 
 def test_a_tag_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

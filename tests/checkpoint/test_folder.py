@@ -102,8 +102,8 @@ def test_a_tag_that_is_no_name_of_a_folder_is_refused(tmp_path: Path, tag: str) 
         with pytest.raises(ValueError) as caught:
             use(tag)
         assert str(caught.value) == (
-            "tag: expected a name for a folder, of at most 200 bytes, without slashes, with no dot in front and no "
-            f"space around, and not 'latest'; found {tag[:100]!r}"
+            "tag: expected a folder name of at most 200 bytes, without slashes, without a leading dot, without "
+            f"spaces around it, and not 'latest'; found {tag[:100]!r}"
         )
     assert names_in(tmp_path) == set()
 
@@ -128,16 +128,16 @@ def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
     save(tmp_path, "c", 2)
     with pytest.raises(NoCheckpointError, match="expected a checkpoint with the tag 'a', found b, c"):
         target.open("a")
-    words = "expected a folder with checkpoints, found a checkpoint; give its parent, '.*', and the tag 'b'"
+    words = "expected a folder with checkpoints, found a checkpoint. Pass its parent '.*' and the tag 'b'"
     with pytest.raises(NoCheckpointError, match=words):
         CheckpointFolder(tmp_path / "b").open()
-    with pytest.raises(NoCheckpointError, match="absent: expected a folder with checkpoints, found that it does not"):
+    with pytest.raises(NoCheckpointError, match="absent: expected a folder with checkpoints, but it does not"):
         CheckpointFolder(tmp_path / "absent").open()
     for content in ("", "\n", None):
         (tmp_path / "latest").unlink()
         if content is not None:
             (tmp_path / "latest").write_text(content)
-        with pytest.raises(NoCheckpointError, match="found none; there are b, c: name one of them as `tag`"):
+        with pytest.raises(NoCheckpointError, match=r"found none\. Pass a `tag`: the folder has b, c\."):
             target.open()
     assert target.open("b").tag == "b"
 
@@ -387,7 +387,7 @@ def test_a_damaged_neighbour_is_left_out_with_a_warning(
     assert names_in(tmp_path) == {"latest", "step0", "step2", "step3"}
     assert target.alternative_to("step3") == "step2"
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    start = f"a checkpoint in {tmp_path} is damaged, and left out: {tmp_path / 'step0' / 'lowtide.json'}: "
+    start = f"a checkpoint in {tmp_path} is damaged and ignored: {tmp_path / 'step0' / 'lowtide.json'}: "
     assert len(said) == 2 and all(line.startswith(start) for line in said)
 
 
@@ -408,7 +408,7 @@ def test_what_cannot_be_deleted_stays_with_a_warning(
     target = save(tmp_path, "c", 3, keep_last=1)
     assert target.latest() == "c" and value_in(target) == 3 and value_in(target, "b") == 2
     said = [record.getMessage() for record in caplog.records]
-    stays = "could not be cleared away, and stays: Operation not permitted"
+    stays = "could not be removed and stays: Operation not permitted"
     assert said.count(f"{tmp_path / '.replaced-a'} {stays}") == 1 and said.count(f"{tmp_path / 'b'} {stays}") == 1
 
 
@@ -423,8 +423,8 @@ def test_latest_may_name_nothing_but_a_checkpoint_beside_it(tmp_path: Path, cont
     with pytest.raises(CheckpointError) as caught:
         target.open()
     assert not isinstance(caught.value, NoCheckpointError)
-    assert str(caught.value).startswith(f"{target.path / 'latest'}: tag: expected a name for a folder, of at most 200")
-    assert str(caught.value).endswith(f"found {content[:100]!r}; name the `tag` of a checkpoint")
+    assert str(caught.value).startswith(f"{target.path / 'latest'}: tag: expected a folder name of at most 200")
+    assert str(caught.value).endswith(f"found {content[:100]!r}. Pass the `tag` of a checkpoint.")
     assert save(tmp_path / "run", "b", 3).latest() == "b"
 
 
@@ -436,7 +436,7 @@ def test_latest_that_is_no_file_is_not_read(tmp_path: Path, make: Callable[[Path
     with pytest.raises(CheckpointError) as caught:
         target.open()
     assert str(caught.value) == (
-        f"{tmp_path / 'latest'}: expected a regular file, found a {kind}; name the `tag` of a checkpoint"
+        f"{tmp_path / 'latest'}: expected a regular file, found a {kind}. Pass the `tag` of a checkpoint."
     )
     assert value_in(target, "a") == 1
 

@@ -111,9 +111,9 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"", r"\(0 bytes\) is not a safetensors file, or was cut off.* found b''"),
-        (b"PK\x03\x04" + b"x" * 60, "is not a safetensors file, or was cut off: .*a header length of at most 56"),
-        (header_of(entry())[:20], "is not a safetensors file, or was cut off"),
+        (b"", r"\(0 bytes\) is not a safetensors file, or is truncated.* found b''"),
+        (b"PK\x03\x04" + b"x" * 60, "is not a safetensors file, or is truncated: .*a header length of at most 56"),
+        (header_of(entry())[:20], "is not a safetensors file, or is truncated"),
         (header_of(b"{nonsense"), "its header cannot be read; JSONDecodeError"),
         (header_of(17), "its header cannot be read; AttributeError"),
         (header_of({"w": {"dtype": "F32"}}), "its header cannot be read; KeyError"),
@@ -124,7 +124,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
         ),
         (header_of(entry(offsets=(8, 0))) + bytes(8), "found data_offsets 8 to 0"),
         (header_of(entry(shape=(-1, -2))) + bytes(8), r"expected whole numbers of at least 0, found shape \[-1, -2\]"),
-        (header_of(entry()) + bytes(7), r"was cut off: expected \d+ bytes by its header, found \d+"),
+        (header_of(entry()) + bytes(7), r"is truncated: expected \d+ bytes by its header, found \d+"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, text: str) -> None:
@@ -140,7 +140,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
     safetensors_torch.save_file({"w": torch.ones(100)}, path)
     source = SafetensorsSource(path)
     os.truncate(path, path.stat().st_size - 8)
-    with pytest.raises(OSError, match=r"x.safetensors' has become shorter: it ends at byte \d+, inside a tensor"):
+    with pytest.raises(OSError, match=r"x.safetensors' was truncated: it ends at byte \d+, inside a tensor"):
         read_all(source)
 
 
@@ -192,15 +192,15 @@ def twice(folder: Path) -> Path:
         (nothing, FileNotFoundError, "expected a safetensors file or a folder of such files, found nothing at"),
         (empty, FileNotFoundError, "expected model.safetensors, one index file or .safetensors files, found notes.txt"),
         (two_indices, FileNotFoundError, "found a.safetensors.index.json, b.safetensors.index.json"),
-        (absent_file, FileNotFoundError, "index.json' names files that are not there: model-1.safetensors"),
-        (absent_tensor, ValueError, r"index.json' names tensors that are not in their files: v \(x.safetensors\)"),
+        (absent_file, FileNotFoundError, "index.json' names missing files: model-1.safetensors"),
+        (absent_tensor, ValueError, r"index.json' names tensors that are missing in their files: v \(x.safetensors\)"),
         (
             no_index,
             FileNotFoundError,
-            "an index file beside model-00001-of-00002.safetensors, found none: the files may",
+            "an index file beside model-00001-of-00002.safetensors, found none. After an",
         ),
         (broken_index, ValueError, "expected JSON with a weight_map from tensors to files; KeyError"),
-        (twice, ValueError, "expected each tensor in one file, found w in two.safetensors and in one.safetensors"),
+        (twice, ValueError, "expected each tensor once, found w in two.safetensors and in one.safetensors"),
     ],
 )
 def test_a_folder_that_cannot_be_meant_is_refused(
@@ -243,5 +243,5 @@ def test_every_tensor_is_aligned_to_its_items() -> None:
 
 
 def test_a_dtype_that_the_format_lacks_is_named() -> None:
-    with pytest.raises(ValueError, match=r"safetensors has no such dtype: w \(torch.complex64\)"):
+    with pytest.raises(ValueError, match=r"safetensors lacks the dtype of w \(torch.complex64\)"):
         WeightsPlan.of({"w": TensorInfo((3,), torch.complex64)}, 10**9)

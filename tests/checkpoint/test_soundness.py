@@ -20,7 +20,7 @@ from lowtide.checkpoint.chunk_view import ChunkView
 from lowtide.checkpoint.files import MANIFEST, CheckpointError, check_model_file, check_weights_file
 from tests.checkpoint.making import halves, resign, write
 
-WORDS = "an index file does not fit the others"
+WORDS = "the index files do not fit together"
 
 
 def tensors() -> dict[str, Tensor]:
@@ -134,9 +134,9 @@ def files_with(index: int, **changes: Any) -> Callable[[Any], None]:
 
 
 DESCRIPTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "tag": (put("tag", "../a"), "tag: expected a name for a folder"),
+    "tag": (put("tag", "../a"), "tag: expected a folder name"),
     "tag of the terminal": (put("tag", "\x1b[2J"), r"found '\x1b[2J'"),
-    "file above": (files_with(0, name="../../etc/passwd"), "found 3 files, and other than expected [('../../etc"),
+    "file above": (files_with(0, name="../../etc/passwd"), "found 3 files, of which these differ: [('../../etc"),
     "file elsewhere": (files_with(1, name="/dev/zero"), "('/dev/zero', True)"),
     "file twice": (lambda content: content["files"].append(content["files"][0]), "found 4 files"),
     "no files": (put("files", []), "found 0 files"),
@@ -144,7 +144,7 @@ DESCRIPTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
     "values with checksum": (files_with(0, crc32=5), "('__0_0.distcp', True)"),
     "negative size": (files_with(0, nbytes=-1), "files.0.nbytes: Input should be greater than or equal to 0"),
     "size as text": (files_with(0, nbytes="1"), "files.0.nbytes: Input should be a valid integer, found '1'"),
-    "many ranks": (lambda content: content["topology"].update(world_size=1 << 50), f"of {1 << 50} ranks"),
+    "many ranks": (lambda content: content["topology"].update(world_size=1 << 50), f"for {1 << 50} ranks"),
     "no ranks": (lambda content: content["topology"].update(world_size=0), "topology: expected"),
     "no stage": (lambda content: content["topology"].pop("stage"), "topology: expected"),
     "step": (put("step", True), "step: Input should be a valid integer, found True"),
@@ -166,7 +166,7 @@ DESCRIPTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
     "format": (put("format", "1"), "format: Input should be a valid integer, found '1'"),
     "deep": (
         lambda content: put("config", {"a": json.loads("[" * 200 + "]" * 200)})(content),
-        "training, config or model_files: expected at most 100 levels of values in values, found more",
+        "training, config or model_files: expected at most 100 levels of nesting, found more",
     ),
 }
 
@@ -198,7 +198,7 @@ BAD_FILES = [
 @pytest.mark.parametrize("name", [*BAD_FILES, "model.safetensors.index.json", "x" * 200 + ".json"])
 def test_files_beside_an_export_lie_beside_it(folder: Path, name: str) -> None:
     resign(folder, lambda content: content["model_files"].update({name: {}}))
-    assert "expected a file name that ends in .json, without slashes and with no dot in front, and not" in refusal(
+    assert "expected a file name that ends in .json, without slashes and without a leading dot, and not" in refusal(
         folder
     )
     check_model_file("config.json")
@@ -206,7 +206,7 @@ def test_files_beside_an_export_lie_beside_it(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/x", "a/../../x", "..", "", "x\n", 3, None])
 def test_an_index_of_safetensors_names_what_is_below_it(name: object) -> None:
-    with pytest.raises(ValueError, match="expected names of files below its folder, found"):
+    with pytest.raises(ValueError, match="expected names of files below the folder of the index, found"):
         check_weights_file(name)
     check_weights_file("part/model-00001-of-00002.safetensors")
 

@@ -150,16 +150,16 @@ def test_another_object_is_refused_by_its_place() -> None:
         encode({"loaders": [1, {"train": Loader()}]}, "client_state")
     assert str(caught.value) == (
         "client_state.loaders[1].train: expected numbers, strings, bytes, None, lists, tuples, sets, dictionaries, "
-        f"arrays or tensors, found {__name__}.Loader; a checkpoint holds no pickles, so give it the state that the "
-        "object can be made from, or give the object a state_dict() and a load_state_dict()"
+        f"arrays or tensors, found {__name__}.Loader. A checkpoint holds no pickles: save plain state from which the "
+        "object can be rebuilt, or give the object a state_dict() and a load_state_dict()."
     )
-    with pytest.raises(ValueError, match=r"client_state\[\(1, 2\)\]\[0\]: expected numbers.*found builtins.complex;"):
+    with pytest.raises(ValueError, match=r"client_state\[\(1, 2\)\]\[0\]: expected numbers.*found builtins.complex\."):
         encode({(1, 2): (1j,)}, "client_state")
 
 
 @pytest.mark.parametrize("value", [np.array([Loader()]), np.zeros(2, [("a", "i4"), ("b", "f4")])], ids=["o", "r"])
 def test_arrays_of_other_than_numbers_are_refused(value: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="here: expected an array of numbers, found one of objects or records"):
+    with pytest.raises(ValueError, match="here: expected an array of numbers, found objects or records"):
         encode(value, "here")
 
 
@@ -168,6 +168,6 @@ def test_large_tensors_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
         encode({"cache": torch.empty(MAX_TENSOR_BYTES + (1 << 20), dtype=torch.uint8)}, "client_state")
     assert str(caught.value) == (
-        "client_state.cache: expected at most 64 MiB of values, found 65 MiB; this is for counters and positions. "
-        "Make a tensor of that size a buffer of the model"
+        "client_state.cache: expected at most 64 MiB, such as counters and positions, found 65 MiB. "
+        "Make a tensor of that size a buffer of the model."
     )

@@ -267,7 +267,7 @@ def test_a_checkpoint_with_averages_and_an_engine_without_say_so(
         loaded, _ = load(case, tmp_path / "without", True)
     assert "the checkpoint has no moving averages of the weights: they begin anew with those that" in caplog.text
     assert all(torch.equal(loaded[name], value) for name, value in load(case, tmp_path / "without", False)[0].items())
-    with pytest.raises(ValueError, match="expected averages in it, found none"):
+    with pytest.raises(ValueError, match="expected moving averages, found none"):
         _ = CheckpointFolder(tmp_path / "without").open().averaged_weights
 
 

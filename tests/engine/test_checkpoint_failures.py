@@ -260,7 +260,7 @@ def test_metadata_for_other_readers_is_not_needed_and_verified_on_demand(tmp_pat
     flip(tmp_path / "a" / ".metadata")
     with engine_for(Case(mlp, vector_batch), 1) as engine:
         engine.load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"a/\.metadata: expected the file as it was written, found it altered"):
+    with pytest.raises(CheckpointError, match=r"a/\.metadata: expected the file as written, found it altered"):
         CheckpointFolder(tmp_path).open().verify()
 
 
@@ -289,7 +289,7 @@ def test_no_checkpoint_at_all_is_an_error_of_its_own(ranks: RankPool, tmp_path: 
         assert texts == [
             f"{tmp_path}: {latest} and no checkpoint",
             f"{tmp_path}: {other} 'a', found none",
-            f"{tmp_path}/some: {latest}; there are b: name one of them as `tag`",
+            f"{tmp_path}/some: {latest}. Pass a `tag`: the folder has b.",
             f"{tmp_path}/some: {other} 'a', found b",
         ]
 

@@ -277,7 +277,7 @@ def test_client_state_with_an_unknown_object_names_its_place(tmp_path: Path) -> 
             engine.save_checkpoint(tmp_path, "a", client_state={"sampler": {"parts": [1, Unknown()]}})
         assert str(caught.value).startswith(f"saving checkpoint 'a' to {tmp_path} failed on rank 0: ")
         assert "client_state.sampler.parts[1]: expected numbers, strings" in str(caught.value)
-        assert f"found {__name__}.Unknown; a checkpoint holds no pickles" in str(caught.value)
+        assert f"found {__name__}.Unknown. A checkpoint holds no pickles" in str(caught.value)
         assert str(caught.value).endswith("What was saved before is as it was, and training can go on.")
         assert list(tmp_path.iterdir()) == []
         run_steps(engine, CASE, 0, 1)

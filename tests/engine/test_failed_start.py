@@ -27,7 +27,7 @@ FAULTS: dict[str, tuple[str, Exception, str]] = {  # what fails on rank 1 and ho
         "the disk: rank 1 needs more",
     ),
     "offload_param": ("reserve", lowtide.OffloadError("the disk: rank 1 needs more"), "the disk: rank 1 needs more"),
-    "activations": ("_open", NO_SPACE, "rank 1 expected a folder to write to, and cannot make a file there: No space"),
+    "activations": ("_open", NO_SPACE, "rank 1 expected a writable folder, and cannot create a file there: No space"),
 }
 
 

@@ -192,7 +192,7 @@ def test_shared_memory_and_offload_contradict_each_other(ranks: RankPool, tmp_pa
 def test_a_folder_that_cannot_be_made_names_rank_and_cause(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     case = offloaded(CASES["mlp"], tmp_path / "file" / "below")
-    with pytest.raises(lowtide.OffloadError, match=r"below: rank 0 expected a folder to write to, .* Not a directory"):
+    with pytest.raises(lowtide.OffloadError, match=r"below: rank 0 expected a writable folder, .* Not a directory"):
         lowtide.initialize(case.build(), case.as_config())
 
 

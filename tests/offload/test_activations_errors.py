@@ -37,9 +37,9 @@ def test_a_failing_store_ends_one_step(verb: str, how: str) -> None:
         with pytest.raises(OffloadError) as caught:
             gradients(module, loss, offload)
         assert str(caught.value) == (
-            f"activation offload: expected to {verb} 2,048 bytes of activations, and the store failed: {reason}. This "
-            "step has changed no parameter; give the store what it lacks, raise "
-            "activation_checkpointing.offload.budget_bytes, or turn the offload off"
+            f"activation offload: expected to {verb} 2,048 bytes of activations, but the store failed: {reason}. This "
+            "step has changed no parameter. Correct the fault of the store, raise "
+            "activation_checkpointing.offload.budget_bytes, or turn the offload off."
         )
         del caught
     getattr(store, how).clear()
@@ -91,11 +91,11 @@ def test_after_close_backward_says_so() -> None:
     with pytest.raises(OffloadError) as caught:
         loss.backward()
     assert str(caught.value) == (
-        "activation offload: expected backward before it is closed, found it closed; the activations of this graph "
-        "are gone"
+        "activation offload: expected backward before close(), found the offload closed and the activations of "
+        "this graph freed"
     )
     del loss, caught
-    with pytest.raises(OffloadError, match="expected it open for another forward, found it closed"), offload:
+    with pytest.raises(OffloadError, match="expected a forward before close\\(\\), found the offload closed"), offload:
         pass
     offload.close()
 

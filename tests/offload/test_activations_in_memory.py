@@ -233,6 +233,6 @@ def test_a_tensor_above_the_budget_is_told(caplog: pytest.LogCaptureFixture) -> 
     loss.backward()
     assert offload.peak_resident_bytes == BYTES
     assert caplog.messages == [
-        "activation offload: budget_bytes is 8,192, but a single saved tensor has 16,384: it stays in memory until the "
-        "next one is saved"
+        "activation offload: budget_bytes is 8,192, but a single saved tensor has 16,384 bytes: it stays in memory "
+        "until the next tensor is saved"
     ]

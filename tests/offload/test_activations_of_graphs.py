@@ -366,7 +366,7 @@ def test_hooks_around_the_model_decide_and_the_log_says_so(
                 model(inputs()).backward()
     assert seen and offload.offloaded_bytes == 0
     assert caplog.messages == [
-        "activation offload: saved-tensor hooks are active around the model: they decide, and nothing is offloaded "
+        "activation offload: saved-tensor hooks of the caller are active around the model, so nothing is offloaded "
         "there"
     ]
 
@@ -380,7 +380,7 @@ def test_host_memory_is_not_copied_to_host_memory(caplog: pytest.LogCaptureFixtu
             assert_same_bits(gradients(model, lambda: model(inputs()), offload), expected)
     assert offload.offloaded_bytes == offload.peak_resident_bytes == store.bytes_held == 0
     assert caplog.messages == [
-        "activation offload: activations on the CPU are in host memory already, so they stay there; a file would take "
+        "activation offload: activations on the CPU are already in host memory and stay there; a file store would take "
         "them"
     ]
 

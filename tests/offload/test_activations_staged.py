@@ -83,12 +83,12 @@ def test_a_pool_without_room_says_so() -> None:
 
 def test_errors_are_those_of_every_store() -> None:
     store, out = StagedStore(MemoryStore(), HostPool()), torch.empty(NBYTES, dtype=torch.uint8)
-    with pytest.raises(OffloadError, match="expected a key that was saved, found 'a'"):
+    with pytest.raises(OffloadError, match="expected a saved key, found 'a'"):
         store.load("a", out)
-    with pytest.raises(OffloadError, match="expected a key that was saved, found 'a'"):
+    with pytest.raises(OffloadError, match="expected a saved key, found 'a'"):
         store.drop("a")
     store.save("a", values(0))
-    with pytest.raises(ValueError, match="out: expected 10,000 bytes, as many as were saved under 'a', found 9,999"):
+    with pytest.raises(ValueError, match="out: expected the 10,000 bytes saved under 'a', found 9,999"):
         store.load("a", out[1:])
     with pytest.raises(ValueError, match="values: expected a contiguous tensor of uint8 with one dim"):
         store.save("b", out.view(2, -1))

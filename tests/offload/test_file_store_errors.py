@@ -58,8 +58,8 @@ def test_a_corrupted_byte_is_found(store: FileStore, index: int) -> None:
     end = min(begin + BLOCK, 3 * BLOCK + 100)
     message = (
         rf"^{re.escape(str(store.path))}: rank 3 could not load 'weights.exp_avg', bytes {begin:,} to {end:,} of "
-        r"24,676: expected the checksum [0-9a-f]{16} of what was saved, found [0-9a-f]{16}: the disk or the memory is "
-        r"faulty, or someone wrote to the file; check the machine, and go on from a checkpoint$"
+        r"24,676: expected the saved checksum [0-9a-f]{16}, found [0-9a-f]{16}: the disk or the memory is "
+        r"faulty, or another program wrote to the file. Check the machine, and continue from a checkpoint.$"
     )
     transfer = store.load("weights.exp_avg", empty(3 * BLOCK + 100))
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_a_file_that_was_cut_is_a_short_read(store: FileStore, size: int) -> Non
     os.close(descriptor)
     message = (
         r"could not load 'key', bytes [0-9,]+ to [0-9,]+ of 24,576: expected [0-9,]+ bytes at offset [0-9,]+, "
-        rf"found \d+, and a file of {size:,}: someone cut the file; what it kept is lost, go on from a checkpoint"
+        rf"found \d+ in a file of {size:,}: the file was truncated and its data are lost. Continue from a checkpoint."
     )
     with pytest.raises(OffloadError, match=message):
         store.load("key", empty(3 * BLOCK)).wait()
@@ -117,10 +117,10 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int, after: int = 0) ->
     [
         (
             errno.ENOSPC,
-            "No space left on device: the disk, or a quota on it, is full: free some of it, or name another",
+            "No space left on device: the disk or its quota is full: free space, or choose another",
         ),
-        (errno.EDQUOT, "Disk quota exceeded: the disk, or a quota on it, is full: free some of it, or name another"),
-        (errno.EIO, "Input/output error: the device or its connection is at fault; see the system's log"),
+        (errno.EDQUOT, "Disk quota exceeded: the disk or its quota is full: free space, or choose another"),
+        (errno.EIO, "Input/output error: the device or its connection is faulty: see the system log"),
     ],
 )
 def test_a_write_that_fails_names_key_and_cause(
@@ -141,7 +141,7 @@ def test_what_could_not_be_saved_cannot_be_loaded(store: FileStore, monkeypatch:
         save = store.save("key", some_bytes(3 * BLOCK))
         load = store.load("key", empty(3 * BLOCK))
         for transfer in (load, store.load("key", empty(3 * BLOCK))):
-            with pytest.raises(OffloadError, match=r"rank 3 has no 'key' to load, since saving it failed: .* is full"):
+            with pytest.raises(OffloadError, match=r"rank 3 cannot load 'key', because saving it failed: .* is full"):
                 transfer.wait()
         assert save.is_done
     store.save("key", some_bytes(3 * BLOCK)).wait()  # once there is room again
@@ -163,11 +163,11 @@ def small_files() -> Iterator[int]:
 def test_a_file_that_may_not_grow_is_an_error(tmp_path: Path, small_files: int, direct: bool) -> None:
     store = FileStore(tmp_path, 0, AioOptions(block_size=MIB, direct=direct))
     store.save("fits", some_bytes(small_files - 4096)).wait()
-    message = r"rank 0 could not save 'more', bytes .*: File too large: a file may not be that large: raise `ulimit -f`"
+    message = r"rank 0 could not save 'more', bytes .*: File too large: the file would be too large: raise `ulimit -f`"
     with pytest.raises(OffloadError, match=message):
         store.save("more", some_bytes(2 * MIB + 5)).wait()
     with pytest.raises(
-        OffloadError, match=r"rank 0 needs 8,388,608 bytes for .*, and cannot take them, with .*ulimit -f"
+        OffloadError, match=r"rank 0 needs 8,388,608 bytes for .*, and cannot allocate them, with .*ulimit -f"
     ):
         store.reserve([8 * MIB])
     store.drop("more")
@@ -196,7 +196,7 @@ def test_a_full_disk_is_an_error(small_disk: Path, direct: bool) -> None:
     store = FileStore(small_disk, 1, AioOptions(block_size=MIB, direct=direct))
     store.save("fits", some_bytes(3 * MIB)).wait()
     with pytest.raises(
-        OffloadError, match=r"rank 1 could not save 'more', .*No space left on device: the disk, or a quot"
+        OffloadError, match=r"rank 1 could not save 'more', .*No space left on device: the disk or its quot"
     ):
         store.save("more", some_bytes(2 * MIB)).wait()
     store.drop("more")
@@ -211,15 +211,15 @@ def test_a_full_disk_is_an_error(small_disk: Path, direct: bool) -> None:
 def test_room_is_checked_and_taken_beforehand(small_disk: Path) -> None:
     store = FileStore(small_disk, 1)
     message = (
-        rf"^{small_disk}: rank 1 needs 6,291,456 bytes for {store.path.name}: 0 taken already \+ 4,194,304 free = "
-        r"4,194,304 < 6,291,456; free 2,097,152 bytes, name another folder, or offload less$"
+        rf"^{small_disk}: rank 1 needs 6,291,456 bytes for {store.path.name}: 0 allocated \+ 4,194,304 free = "
+        r"4,194,304 < 6,291,456. Free 2,097,152 bytes, choose another folder, or offload less.$"
     )
     with pytest.raises(OffloadError, match=message):
         store.reserve([6 * MIB])
     store.reserve([3 * MIB])
     store.reserve([3 * MIB])  # what it has counts
     other = FileStore(small_disk, 2)
-    with pytest.raises(OffloadError, match=r"rank 2 needs 2,097,152 bytes .* 0 taken already \+ 1,048,576 free ="):
+    with pytest.raises(OffloadError, match=r"rank 2 needs 2,097,152 bytes .* 0 allocated \+ 1,048,576 free ="):
         other.reserve([2 * MIB])
     store.reserve([0])
     store.save("key", some_bytes(3 * MIB)).wait()
@@ -228,9 +228,7 @@ def test_room_is_checked_and_taken_beforehand(small_disk: Path) -> None:
 
 
 def test_more_than_the_disk_has_is_refused_with_the_numbers(store: FileStore) -> None:
-    message = (
-        r"rank 3 needs 1,152,921,504,606,846,976 bytes for lowtide-.*: 0 taken already \+ [0-9,]+ free = [0-9,]+ < 1,"
-    )
+    message = r"rank 3 needs 1,152,921,504,606,846,976 bytes for lowtide-.*: 0 allocated \+ [0-9,]+ free = [0-9,]+ < 1,"
     stores: list[Store] = [store, StagedStore(store, HostPool())]
     for asked in stores:
         with pytest.raises(OffloadError, match=message):
@@ -252,13 +250,17 @@ def test_room_is_only_checked_where_it_cannot_be_taken(store: FileStore, monkeyp
 def test_a_folder_that_cannot_be_made_or_used_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cases = {
-        tmp_path / "missing" / "below": "No such file or directory: name a folder that exists, or whose parent does",
-        tmp_path / "file": "File exists: name a folder that exists",
-        tmp_path / "file" / "below": "Not a directory: name a folder that exists",
-        Path("/proc/self"): "(No such file or directory|Operation not permitted|Permission denied): name a folder that",
+        tmp_path
+        / "missing"
+        / "below": "No such file or directory: choose a folder that exists, or that has an existing parent",
+        tmp_path / "file": "File exists: choose a folder that exists",
+        tmp_path / "file" / "below": "Not a directory: choose a folder that exists",
+        Path(
+            "/proc/self"
+        ): "(No such file or directory|Operation not permitted|Permission denied): choose a folder that",
     }
     for folder, cause in cases.items():
-        message = f"^{folder}: rank 7 expected a folder to write to, and cannot make a file there: {cause}"
+        message = f"^{folder}: rank 7 expected a writable folder, and cannot create a file there: {cause}"
         with pytest.raises(OffloadError, match=message):
             FileStore(folder, 7)
 
@@ -302,8 +304,8 @@ def test_where_o_direct_is_refused_the_page_cache_is_used_and_the_log_says_so_on
             assert torch.equal(out, some_bytes(nbytes))
         store.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: rank 5: the file system refuses O_DIRECT; offload goes through the page cache, which is slower "
-        "and takes memory; name a folder on a local disk"
+        f"{tmp_path}: rank 5: the file system refuses O_DIRECT. Offload goes through the page cache, which is slower "
+        "and takes memory. Choose a folder on a local disk."
     ]
     assert not store.is_direct and list(tmp_path.iterdir()) == []
 
@@ -326,9 +328,13 @@ def test_o_direct_is_used_where_the_file_system_has_it(tmp_path: Path, caplog: p
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="block_size: expected a multiple of 4096 bytes, found 5000; the next is 8192"):
+    with pytest.raises(
+        ValueError, match="block_size: expected a multiple of 4096 bytes, found 5000; the next multiple is 8192"
+    ):
         AioOptions(block_size=5000)
-    with pytest.raises(ValueError, match="block_size: expected a multiple of 4096 bytes, found 0; the next is 4096"):
+    with pytest.raises(
+        ValueError, match="block_size: expected a multiple of 4096 bytes, found 0; the next multiple is 4096"
+    ):
         AioOptions(block_size=0)
     with pytest.raises(ValueError, match="thread_count: expected 1 or more threads, found 0"):
         AioOptions(thread_count=0)
@@ -337,9 +343,9 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 def test_tensors_that_are_not_in_host_memory_are_refused(store: FileStore) -> None:
     values = torch.empty(4096, dtype=torch.uint8, device="meta")
     with pytest.raises(
-        ValueError, match="values: expected host memory, found meta; copy it into a buffer of a HostPool"
+        ValueError, match=r"values: expected host memory, found meta\. Copy it into a buffer of a HostPool"
     ):
         store.save("key", values)
     store.save("key", some_bytes(4096)).wait()
-    with pytest.raises(ValueError, match="out: expected host memory, found meta; copy it into a buffer of a HostPool"):
+    with pytest.raises(ValueError, match=r"out: expected host memory, found meta\. Copy it into a buffer of a Host"):
         store.load("key", values)

@@ -75,7 +75,7 @@ def test_the_limit_is_kept_also_when_other_sizes_are_kept_for_later() -> None:
 def test_more_than_the_limit_is_an_error_with_the_arithmetic() -> None:
     pool = HostPool(10_000, 4096)
     pool.take(4096)
-    message = r"4,096 bytes in use \+ 8,192 wanted = 12,288 > limit 10,000; raise the limit, or use fewer or smaller"
+    message = r"4,096 bytes in use \+ 8,192 wanted = 12,288 > limit 10,000. Raise the limit, or use fewer or smaller"
     with pytest.raises(OffloadError, match=message):
         pool.take(4097)
     pool.take(4000)  # the refused one counts for nothing
@@ -109,7 +109,7 @@ def test_what_is_not_the_pools_is_not_taken_back() -> None:
     pool = HostPool(None, 4096)
     buffer = pool.take(4096)
     pool.give(buffer)
-    message = "expected a buffer that was taken from this pool and not given back yet, found 4,096 bytes at 0x"
+    message = "expected a buffer that this pool has lent, found 4,096 bytes at 0x"
     for other in (buffer, HostPool(None, 4096).take(4096)):
         with pytest.raises(ValueError, match=message):
             pool.give(other)
@@ -163,7 +163,7 @@ def test_settings_that_make_no_sense_are_refused(limit: int | None, alignment: i
 
 def test_memory_that_the_system_refuses_is_an_error() -> None:
     with pytest.raises(
-        OffloadError, match=r"expected 1,1\d\d,\d\d\d,\d\d\d,\d\d\d,\d\d\d bytes of host memory, and the"
+        OffloadError, match=r"expected 1,1\d\d,\d\d\d,\d\d\d,\d\d\d,\d\d\d bytes of host memory, but the"
     ):
         HostPool(None, 4096).take(1 << 50)
 
@@ -219,6 +219,6 @@ def test_sizes_that_vary_come_to_an_end_of_pinning(monkeypatch: pytest.MonkeyPat
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_has_driver", lambda: True)
     monkeypatch.setattr(host_memory, "_cudart", lambda: FakeDriver(code=2))
-    message = r"expected to pin 8,192 bytes of host memory, and the driver refuses \(error 2\); .* raise `ulimit -l`"
+    message = r"expected to pin 8,192 bytes of host memory, but the driver refuses \(error 2\)\. .* raise `ulimit -l`"
     with pytest.raises(OffloadError, match=message):
         HostPool(None, 4096, pinned=True).take(5000)

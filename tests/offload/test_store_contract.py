@@ -167,7 +167,7 @@ def test_updates_of_rows_that_are_no_multiple_of_a_sector(store: Store, width: i
 
 
 def test_unknown_keys_are_named(store: Store) -> None:
-    message = "expected a key that was saved, found 'nothing', which never was or has been dropped"
+    message = "expected a saved key, found 'nothing', which was never saved or has been dropped"
     with pytest.raises(OffloadError, match=message):
         store.load("nothing", torch.empty(4, dtype=torch.uint8))
     store.save("nothing", random_bytes(4, 0)).wait()
@@ -178,7 +178,7 @@ def test_unknown_keys_are_named(store: Store) -> None:
 
 def test_another_size_than_was_saved_is_refused(store: Store) -> None:
     store.save("key", random_bytes(4096, 0)).wait()
-    with pytest.raises(ValueError, match="out: expected 4,096 bytes, as many as were saved under 'key', found 4,097"):
+    with pytest.raises(ValueError, match="out: expected the 4,096 bytes saved under 'key', found 4,097"):
         store.load("key", torch.empty(4097, dtype=torch.uint8))
 
 

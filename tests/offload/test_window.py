@@ -270,7 +270,7 @@ def test_a_failed_transfer_is_raised_and_leaves_no_transfer_and_no_buffer(failin
 
 def test_a_store_that_refuses_a_key_leaves_no_buffer() -> None:
     pool = CountingPool()
-    with pytest.raises(OffloadError, match="found 'unit 0', which never was"):
+    with pytest.raises(OffloadError, match="found 'unit 0', which was never saved"):
         run(residents_in(HostStore(), pool), add_ten)
     assert pool.num_out == 0
 
@@ -372,9 +372,7 @@ def test_memory_is_given_back_whatever_was_not_released() -> None:
         window.acquire(offloadables[0])
         window.prefetch(offloadables[2])
         window.create(offloadables[4])
-        with pytest.raises(
-            ValueError, match="expected a resident that was acquired, found 'unit 5', which is not here"
-        ):
+        with pytest.raises(ValueError, match="expected an acquired resident, found 'unit 5', which is not in memory"):
             window.release(offloadables[5])
     assert pool.num_out == 0
 

@@ -1,1 +1,1 @@
-"""The commands of `lowtide`, one module each, and the executables of a checkout."""
+"""The `lowtide` commands, a module for each, and the scripts of a checkout."""

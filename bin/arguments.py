@@ -1,29 +1,32 @@
-"""What commands share: a parser with "did you mean" for what does not exist, short errors, widths, sizes, pictures."""
+"""Helpers of all commands: a parser with "did you mean", types of arguments, sizes as text, pictures."""
 
 import argparse
 import difflib
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from .main import COMMANDS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+T = TypeVar("T")
+
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that says what was meant; `add_subparsers` gives parsers of the same kind."""
+    """An ArgumentParser whose errors are short and suggest the closest option. Subparsers have the same class."""
 
     removed: Mapping[str, str] = {}
-    """Options that earlier versions had -> what to use instead."""
+    """Option of an earlier version -> its replacement, for the error."""
     _given: Sequence[str] = ()
 
     @classmethod
     def of(cls, command: str, examples: str) -> Self:
-        """That of `lowtide COMMAND`, which `lowtide --help` says in a line."""
+        """Make the parser of `lowtide COMMAND`, described by its line in COMMANDS. examples: text after the options."""
         line = COMMANDS[command]
         return cls(
             prog=f"lowtide {command}",
@@ -33,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse has it, but unknown options and arguments are errors here, where the parser knows its own."""
+        """Parse as argparse does, but fail on unknown options here, where this parser's options are known."""
         self._given = sys.argv[1:] if args is None else list(args)
         options, extra = super().parse_known_args(args, namespace)
         if extra:
@@ -42,21 +45,21 @@ class Parser(argparse.ArgumentParser):
         return options, extra
 
     def error(self, message: str) -> NoReturn:
-        """Prints the message and where help is, and exits with 2. What is missing is often there, with a slip in it."""
-        if message.startswith("the following arguments are required"):
+        """Print the error and where help is, and exit with 2."""
+        if message.startswith("the following arguments are required"):  # often the argument is given, misspelled
             message = self._slip_before("--") or message
         self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             if not action.option_strings and (slip := self._slip_before(str(value))):
-                raise argparse.ArgumentError(None, slip)  # the value is that of an option with a slip in it
+                raise argparse.ArgumentError(None, slip)  # `value` belongs to a misspelled option before it
             what = "/".join(action.option_strings) or action.metavar or action.dest
             hint = did_you_mean(str(value), list(map(str, action.choices)))
             raise argparse.ArgumentError(None, f'unknown {what} "{value}"; {hint}')
 
     def _slip_before(self, end: str) -> str:
-        """What to say to the first unknown option before the word `end`; "" if there is none."""
+        """Return the error for the first unknown option before the word `end`; "" if all are known."""
         words = self._given[: self._given.index(end)] if end in self._given else self._given
         return next((self._hint(word) for word in words if self._is_unknown(word)), "")
 
@@ -76,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean "show"?`, or what there is."""
+    """Return `did you mean "show"?`, or the list of known words if none is close."""
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1)
     return f'did you mean "{close[0]}"?' if close else f"expected one of {', '.join(names)}"
@@ -87,30 +90,69 @@ def _is_option(word: str) -> bool:
 
 
 def console_of(width: int) -> "Console":
-    """A terminal has its own width; a file or a pipe gets whole lines, up to `width`."""
-    from rich.console import Console  # `lowtide launch` starts without it
+    """Return a console of the terminal's width. Files and pipes get whole lines of up to `width`."""
+    from rich.console import Console  # slow to import, and `lowtide launch` does not need it
 
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
 def three_figures(number: float, units: Sequence[str]) -> str:
-    """713, 85.5M, 1.03 GB. units: of 1, of 1000 and so on."""
+    """Return three figures and a unit: 713, 85.5M, 1.03 GB.
+
+    units: for 1, 1000, 1000**2 and so on.
+    """
     power = max((power for power in range(len(units)) if number >= 1000**power), default=0)
     return f"{number / 1000**power:.3g}{units[power]}"
 
 
 def size_of(nbytes: int) -> str:
-    """Three figures and a unit: 12 bytes, 69.8 KB, 1.03 GB."""
+    """Return a size with three figures and a unit: 12 bytes, 69.8 KB, 1.03 GB."""
     return three_figures(nbytes, (" bytes", " KB", " MB", " GB", " TB"))
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Let argparse print the text of the ValueError that `parse` raises, instead of a text of its own."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def parse_count(text: str) -> int:
+    """Parse a whole number of at least 1, as argparse's `type`."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f'expected a whole number of at least 1, found "{text}"')
+    return int(text)
+
+
+def parse_size(text: str) -> float:
+    """Parse "80GB", "1.5GiB", "330GB/s" or "450e12", as argparse's `type`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f'expected a size, for example 80GB, 1.5GiB or 450e12, found "{text}"')
+    base = 1024.0 if match[3] else 1000.0
+    return float(match[1]) * base ** "\0KMGTP".index(match[2].upper() or "\0")
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?)\s*([KMGTP]?)(i?)B?(?:/s)?", re.IGNORECASE)
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse "1,4,16", as argparse's `type`."""
+    return [parse_count(part.strip()) for part in text.split(",")]
 
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Axes to draw on, of which a file is written at the end. width, height: inches, without what is beside the axes.
+    """Yield axes to draw on, and write them to a file at the end.
 
-    Raises ValueError without matplotlib, which is not always there, and for a kind of file that it does not know;
-    OSError where the file cannot be written.
+    width, height: inches of the axes; labels and legend come in addition. Raises ValueError without matplotlib (an
+    optional dependency) and for an unknown file type, OSError if the file cannot be written.
     """
     try:
         import matplotlib
@@ -122,6 +164,6 @@ def picture(path: Path, width: float, height: float) -> Iterator[Any]:
     figure, axes = pyplot.subplots(figsize=(width, height))
     try:
         yield axes
-        figure.savefig(path, dpi=110, bbox_inches="tight")  # as wide as a legend beside the axes needs
+        figure.savefig(path, dpi=110, bbox_inches="tight")  # makes room for a legend beside the axes
     finally:
         pyplot.close(figure)

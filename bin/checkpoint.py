@@ -1,4 +1,4 @@
-"""`lowtide checkpoint`: what checkpoints there are, what is in them, and whether they are whole."""
+"""`lowtide checkpoint`: list, inspect, verify and import checkpoints."""
 
 import argparse
 import contextlib
@@ -39,29 +39,29 @@ EPILOG = """examples:
   lowtide checkpoint show runs/gpt --tag global_step100
   lowtide checkpoint import runs/with-deepspeed runs/gpt
 
-The exit status is 0 where all is well, 1 where a checkpoint is damaged or `latest` names one that is not there, and
-2 for a wrong command line. A checkpoint whose saving has not ended is no damage.
+The exit status is 1 if a checkpoint is damaged or `latest` names a missing checkpoint, and 2 for a wrong command line.
+An unfinished checkpoint is no damage.
 """
 _NUM_LARGEST = 8
 _STYLES = {"complete": "green", "verified": "bold green", "damaged": "bold red", "unfinished": "yellow"}
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes that were verified since the last call."""
+"""Takes the number of bytes verified since the last call."""
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """One checkpoint as it was found. health: "complete", "verified", "damaged" or "unfinished"."""
+    """A checkpoint on disk. health: "complete", "verified", "damaged" or "unfinished"."""
 
     tag: str
     health: str
-    manifest: Manifest | None = None  # None where it cannot be read
+    manifest: Manifest | None = None  # None if it cannot be read
     path: Path | None = None
-    reason: str = ""  # which file is damaged, and why
+    reason: str = ""  # the damaged file, and its fault
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; see EPILOG for the status that it returns."""
+    """Run the command; EPILOG lists the exit status."""
     command_line, show, importing = _parsers()
     arguments = command_line.parse_args(argv)
     if arguments.action == "import":
@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
         show.error(f"{folder.path}: expected a folder of checkpoints, found no checkpoint in it")
     latest, fault = _latest(folder)
     if tag is None and latest is not None and latest not in [entry.tag for entry in entries if entry.path]:
-        fault = f"{folder.path}: `latest` names '{latest}', which is not there; name another as `tag` to load it"
-    # A file or a pipe gets whole lines, however wide; a terminal its own width.
+        fault = f"{folder.path}: `latest` names '{latest}', which is missing; pass another tag to load it"
     console = console_of(160)
     if tag is None:
         console.print(list_table(folder, entries, latest))
@@ -93,18 +92,18 @@ def main(argv: Sequence[str]) -> int:
     if fault:
         console.print(Text(fault, _STYLES["damaged"]), soft_wrap=True)
     elif tag is None and latest is None:
-        console.print(Text(f"{folder.path}: there is no file `latest`; name a `tag` to load"), soft_wrap=True)
+        console.print(Text(f"{folder.path} has no file `latest`; pass a tag to load a checkpoint"), soft_wrap=True)
     return 1 if fault or any(entry.health == "damaged" for entry in entries) else 0
 
 
-# -- what there is --------------------------------------------------------------------------------------------------
+# -- find -----------------------------------------------------------------------------------------------------------
 
 
 def find_entries(folder: CheckpointFolder, verifies: bool, tag: str | None = None) -> list[FoundCheckpoint]:
-    """The checkpoints, oldest first, then those that cannot be dated, then those whose saving has not ended.
+    """List the checkpoints of a folder: the oldest first, then undated and unfinished ones.
 
-    verifies: every byte of values is read, with a progress bar on a terminal. tag: that one alone; raises
-    NoCheckpointError where there is none.
+    verifies: read every value and compare checksums, with a progress bar on a terminal. tag: list this checkpoint
+    alone; raises NoCheckpointError if it is missing.
     """
     if tag is not None:
         tags, unfinished = [folder.find(tag)], []
@@ -119,7 +118,7 @@ def find_entries(folder: CheckpointFolder, verifies: bool, tag: str | None = Non
 
 
 def _latest(folder: CheckpointFolder) -> tuple[str | None, str]:
-    """The tag that `latest` names, and what is wrong with the file."""
+    """Return the tag in the file `latest`, and the file's fault."""
     try:
         return folder.latest(), ""
     except CheckpointError as error:
@@ -127,7 +126,7 @@ def _latest(folder: CheckpointFolder) -> tuple[str | None, str]:
 
 
 def _undated(folder: CheckpointFolder, known: Sequence[str]) -> list[str]:
-    """Folders that hold files of a checkpoint, but no description of it that can be read."""
+    """Return folders that have files of a checkpoint, but no readable manifest."""
     files = (MANIFEST, DCP_METADATA, data_name(0))
     return sorted(
         path.name
@@ -172,18 +171,18 @@ def _damaged(path: Path, tag: str, error: Exception) -> FoundCheckpoint:
 
 
 def _place(path: Path, tag: str | None) -> tuple[CheckpointFolder, str | None]:
-    """The folder of checkpoints, and the tag where one is meant: by name, or because the path is a checkpoint."""
+    """Return the folder of checkpoints and the tag, which is None unless given or `path` is a checkpoint itself."""
     if tag is None and os.path.lexists(path / MANIFEST):
         path = path.resolve()
         return CheckpointFolder(path.parent), path.name
     return CheckpointFolder(path), tag
 
 
-# -- how it is shown ------------------------------------------------------------------------------------------------
+# -- print ----------------------------------------------------------------------------------------------------------
 
 
 def list_table(folder: CheckpointFolder, entries: Sequence[FoundCheckpoint], latest: str | None) -> Table:
-    """A row for each checkpoint."""
+    """Make a table with a row for each checkpoint."""
     table = Table(title=Text(f"checkpoints in {folder.path}"))
     table.add_column("tag")
     table.add_column("step", justify="right")
@@ -213,7 +212,7 @@ def _cells(manifest: Manifest | None) -> tuple[str, str, str, str, str]:
 
 
 def print_details(console: Console, entry: FoundCheckpoint, is_latest: bool) -> None:
-    """What the checkpoint says of itself, its largest tensors, and its files."""
+    """Print a checkpoint's metadata, its largest tensors and its files."""
     if entry.manifest is None:
         return
     manifest = entry.manifest
@@ -249,7 +248,7 @@ def _facts(manifest: Manifest, path: Path | None) -> dict[str, str]:
 
 
 def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """A line for every key whose value is not the default."""
+    """Return a line for each key whose value is not the default."""
     lines = []
     for key, value in values.items():
         default = defaults.get(key)
@@ -268,7 +267,7 @@ def _tensor_table(manifest: Manifest) -> Table:
     table.add_column("dtype")
     table.add_column("size", justify="right")
     for name, info in largest:
-        shape = " x ".join(map(str, info.shape)) or "one number"
+        shape = " x ".join(map(str, info.shape)) or "scalar"
         table.add_row(Text(_printable(name)), shape, str(info.dtype).removeprefix("torch."), size_of(info.nbytes))
     return table
 
@@ -284,7 +283,7 @@ def _file_table(manifest: Manifest) -> Table:
 
 @contextlib.contextmanager
 def _progress(total_bytes: int) -> Iterator[Advance]:
-    """A bar on a terminal; elsewhere nothing."""
+    """Yield a function that advances a progress bar; without a terminal it does nothing."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return
@@ -295,12 +294,12 @@ def _progress(total_bytes: int) -> Iterator[Advance]:
 
 
 def _topology(manifest: Manifest) -> str:
-    """ "4 x stage 3", and where ranks hold copies "4 x stage 3 (shard size 2, 2 replicas)"."""
+    """Return "4 x stage 3", with replicas "4 x stage 3 (shard size 2, 2 replicas)"."""
     world_size, stage, shard_size, replicas = (
         manifest.topology[key] for key in ("world_size", "stage", "shard_size", "replicas")
     )
     copies = f" (shard size {shard_size}, {replicas} replicas)" if replicas > 1 else ""
-    pipeline = manifest.topology.get("pipeline", 1)  # older checkpoints do not say
+    pipeline = manifest.topology.get("pipeline", 1)  # missing in older checkpoints
     stages = f", pipeline {pipeline}" if pipeline > 1 else ""
     return f"{world_size} x stage {stage}{copies}{stages}"
 
@@ -318,22 +317,22 @@ def _as_text(options: Mapping[str, Any]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Text out of a file without what would steer the terminal; lines stay lines."""
+    """Escape control characters of text from a file, so that it cannot steer the terminal. Newlines stay."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _count(number: int) -> str:
-    """Three figures and a unit: 713, 85.5M, 7.5B."""
+    """Return three figures and a unit: 713, 85.5M, 7.5B."""
     return three_figures(number, ("", "K", "M", "B", "T"))
 
 
 def parser() -> Parser:
-    """The command line of `lowtide checkpoint`."""
+    """Return the command line of `lowtide checkpoint`."""
     return _parsers()[0]
 
 
 def _import(arguments: argparse.Namespace, parser: Parser) -> int:
-    """Writes a checkpoint of DeepSpeed's as one of ours, or weights of `zero_to_fp32` as safetensors."""
+    """Convert a DeepSpeed checkpoint to a lowtide checkpoint, or the output of `zero_to_fp32` to safetensors."""
     from ..deepspeed.checkpoint_import import import_deepspeed, import_weights, is_folder_of_weights
 
     source = folder_path(arguments.source)
@@ -356,7 +355,7 @@ def _import(arguments: argparse.Namespace, parser: Parser) -> int:
 
 
 def _parsers() -> tuple[Parser, Parser, Parser]:
-    """The command line of `lowtide checkpoint`, and those of `show` and `import` in it."""
+    """Return the command line of `lowtide checkpoint`, and those of its actions `show` and `import`."""
     result = Parser.of("checkpoint", EPILOG)
     actions = result.add_subparsers(dest="action", metavar="ACTION")
     show = actions.add_parser(
@@ -365,18 +364,16 @@ def _parsers() -> tuple[Parser, Parser, Parser]:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    show.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or one checkpoint in it")
-    show.add_argument("--verify", action="store_true", help="read every value and compare its checksum")
+    show.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or a checkpoint in it")
+    show.add_argument("--verify", action="store_true", help="read all values and compare their checksums")
     show.add_argument("--tag", help="show this checkpoint alone, in detail")
     importing = actions.add_parser(
         "import",
-        help="make a checkpoint of one of DeepSpeed's, or safetensors of what zero_to_fp32 has written",
+        help="convert a DeepSpeed checkpoint, or weights that zero_to_fp32 wrote, to lowtide's format",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    importing.add_argument("source", metavar="SOURCE", help="a folder of DeepSpeed's checkpoints, or one in it")
-    importing.add_argument(
-        "target", metavar="TARGET", help="a folder of lowtide's checkpoints, made where it is not there"
-    )
-    importing.add_argument("--tag", help="import this checkpoint; the latest without it")
+    importing.add_argument("source", metavar="SOURCE", help="a folder of DeepSpeed checkpoints, or a checkpoint in it")
+    importing.add_argument("target", metavar="TARGET", help="a folder for lowtide checkpoints, created if missing")
+    importing.add_argument("--tag", help="import this checkpoint (default: the latest)")
     return result, show, importing

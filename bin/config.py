@@ -1,4 +1,4 @@
-"""`lowtide config`: check a config, explain it, show it with every default, compare two, print the JSON schema."""
+"""`lowtide config`: check, explain, show and compare configs, and print the JSON schema."""
 
 import argparse
 import json
@@ -11,11 +11,11 @@ from ..engine.config.config import Config, ConfigError
 from ..engine.config.errors import printable
 from ..engine.config.explain import difference, explain
 from ..engine.config.schema import schema_text
-from .arguments import Parser
+from .arguments import Parser, parse_count
 
 _EXAMPLES = """examples:
   lowtide config check my.json --world-size 8
-  lowtide config explain ds_config.json --given        what becomes of a file that was written for DeepSpeed
+  lowtide config explain ds_config.json --given        explain the keys of a DeepSpeed config
   lowtide config explain zero3 --world-size 8
   lowtide config diff old.json new.json
 """
@@ -23,7 +23,7 @@ _WIDTH, _INDENT = 120, "    "
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0 if the config is good, 1 if it has faults (they are printed to stderr)."""
+    """Run the command. Return 0 if the config is valid, 1 if it has faults, which are printed to stderr."""
     arguments = parser().parse_args(argv)
     if arguments.action == "schema":
         print(schema_text(), end="")
@@ -55,21 +55,21 @@ def _explain(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
-    keys = [one for one in found.keys if not (arguments.given and one.is_silent)]
+    keys = [key for key in found.keys if not (arguments.given and key.is_silent)]
     if arguments.json:
-        print(json.dumps([asdict(one) for one in keys], indent=2))
+        print(json.dumps([asdict(key) for key in keys], indent=2))
     else:
-        for one in keys:
-            print(one)
-            if one.effect:
-                print(textwrap.fill(one.effect, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT))
+        for key in keys:
+            print(key)
+            if key.effect:
+                print(textwrap.fill(key.effect, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT))
     if found.faults:
         print(ConfigError(found.faults, found.source), file=sys.stderr)
     return 1 if found.faults else 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    """As `diff` ends: 0 where both ask for the same, 1 where they do not, 2 where one cannot be read."""
+    """Compare two configs. Return as `diff` does: 0 if they are equal, 1 if not, 2 if a config cannot be read."""
     try:
         found = difference(arguments.config, arguments.other, arguments.world_size)
     except ConfigError as error:
@@ -78,34 +78,28 @@ def _diff(arguments: argparse.Namespace) -> int:
     names = printable(arguments.config), printable(arguments.other)
     if not found:
         print(f"{names[0]} and {names[1]} ask for the same")
-    for one in found:
-        print(f"{one.path}: {one.sides[0]} -> {one.sides[1]}")
+    for key in found:
+        print(f"{key.path}: {key.sides[0]} -> {key.sides[1]}")
     return 1 if found else 0
 
 
-def _world_size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of ranks, at least 1, found {text}")
-    return int(text)
-
-
 def parser() -> Parser:
-    """The command line of `lowtide config`."""
+    """Return the command line of `lowtide config`."""
     result = Parser.of("config", _EXAMPLES)
     actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help="report every fault and every note of a config")
-    check.add_argument("config", metavar="FILE|NAME", help='a JSON file, or a preset such as "zero3"')
+    check.add_argument("config", metavar="FILE|NAME", help='a JSON file, or a preset, for example "zero3"')
     show = actions.add_parser("show", help="print a config as JSON with every default")
     show.add_argument("config", metavar="FILE|NAME", nargs="?", help="a file or a preset; the defaults if left out")
-    explained = actions.add_parser("explain", help="say of each key what it does, its value, and where that is from")
-    explained.add_argument("config", metavar="FILE|NAME", help="a JSON file, also one for DeepSpeed, or a preset")
-    explained.add_argument("--given", action="store_true", help="without the keys that are left out")
-    explained.add_argument("--json", action="store_true", help="as JSON")
-    diff = actions.add_parser("diff", help="say where two configs ask for different things, however they are written")
+    explained = actions.add_parser("explain", help="explain each key: its effect, its value and the value's source")
+    explained.add_argument("config", metavar="FILE|NAME", help="a JSON file (lowtide or DeepSpeed), or a preset")
+    explained.add_argument("--given", action="store_true", help="only the keys in the file")
+    explained.add_argument("--json", action="store_true", help="print JSON")
+    diff = actions.add_parser("diff", help="list the settings in which two configs differ, however they are written")
     diff.add_argument("config", metavar="FILE|NAME", help="a file or a preset")
     diff.add_argument("other", metavar="FILE|NAME", help="a file or a preset")
     for action in (check, show, explained, diff):
         ranks = "fill the batch sizes for N data-parallel ranks"
-        action.add_argument("--world-size", metavar="N", type=_world_size, help=ranks)
+        action.add_argument("--world-size", metavar="N", type=parse_count, help=ranks)
     actions.add_parser("schema", help="print the JSON schema, for editors")
     return result

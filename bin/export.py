@@ -1,6 +1,5 @@
-"""`lowtide export`: the weights of a checkpoint as safetensors, in the model's own names."""
+"""`lowtide export`: write the weights of a checkpoint as safetensors, with the model's parameter names."""
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.export import export_source, parse_bytes, parse_dtype
 from ..checkpoint.files import MANIFEST, CheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
-from .arguments import Parser, size_of
+from .arguments import Parser, argument, size_of
 
 _EXAMPLES = """examples:
   lowtide export runs/gpt weights
@@ -21,14 +20,14 @@ _EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 1, with the reason on standard error, where the export could not be written."""
+    """Run the command. Return 1, with the reason on stderr, if the export failed."""
     arguments = parser().parse_args(argv)
     try:
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
         if checkpoint.left_out:
             raise ValueError(
-                f"{checkpoint.path}: expected all parameters, found {len(checkpoint.left_out)} frozen ones left out "
-                "(checkpoint.exclude_frozen_parameters): load it into an engine, which has them, and call engine.export"
+                f"{checkpoint.path}: expected all parameters, but the checkpoint lacks {len(checkpoint.left_out)} "
+                "frozen parameters (checkpoint.exclude_frozen_parameters); load it into an engine, call engine.export"
             )
         plan = export_source(
             checkpoint.averaged_weights if arguments.ema else checkpoint.weights,
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except (CheckpointError, OSError, ValueError) as error:
         print(f"lowtide export: {error}", file=sys.stderr)
         return 1
-    files = f"{len(plan.files)} files" if len(plan.files) > 1 else "one file"
+    files = f"{len(plan.files)} files" if len(plan.files) > 1 else "1 file"
     print(
         f"{arguments.folder}: {len(plan.places)} tensors of checkpoint {checkpoint.tag}, "
         f"{size_of(plan.total_bytes)} in {files}"
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def open_checkpoint(path: str, tag: str | None) -> Checkpoint:
-    """The checkpoint of that tag, or the latest, in a folder of checkpoints; or the one that the path itself is."""
+    """Open the checkpoint at `path`, or in this folder the checkpoint `tag`, by default the latest."""
     folder = folder_path(path)
     if tag is None and (folder / MANIFEST).exists():
         return Checkpoint(folder)
@@ -58,10 +57,9 @@ def open_checkpoint(path: str, tag: str | None) -> Checkpoint:
 
 
 def files_for(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The checkpoint's model files; a Hugging Face configuration among them names the dtype that is written."""
+    """Return the checkpoint's model files. A Hugging Face config.json gets the dtype of the exported weights."""
     files = dict(checkpoint.model_files)
-    own = next((d for d in checkpoint.compute_dtypes.values() if d.is_floating_point), None)
-    written = dtype or own
+    written = dtype or next((d for d in checkpoint.compute_dtypes.values() if d.is_floating_point), None)
     if isinstance(files.get("config.json"), Mapping) and written is not None:
         name = str(written).removeprefix("torch.")
         files["config.json"] = {"dtype": name, **_with_dtype(files["config.json"], name)}
@@ -69,7 +67,7 @@ def files_for(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, An
 
 
 def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The same with every "dtype" replaced, in the configurations of parts of the model too."""
+    """Return a copy with every "dtype" replaced, also in nested configs."""
     changed: dict[str, Any] = {}
     for key, value in config.items():
         part = _with_dtype(value, name) if isinstance(value, Mapping) else value
@@ -77,30 +75,15 @@ def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return changed
 
 
-def _dtype(text: str) -> torch.dtype | None:
-    try:
-        return parse_dtype(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def parser() -> Parser:
-    """The command line of `lowtide export`."""
+    """Return the command line of `lowtide export`."""
     result = Parser.of("export", _EXAMPLES)
-    result.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one checkpoint in it")
-    result.add_argument("folder", metavar="FOLDER", help="where the files go; what was exported there is replaced")
-    result.add_argument("--tag", help="which checkpoint of the folder (default: the latest)")
-    result.add_argument(
-        "--dtype", type=_dtype, help="fp32, bf16, fp16 or fp64 (default: what each parameter is computed in)"
-    )
-    result.add_argument("--ema", action="store_true", help="moving averages (engine.ema) in the place of weights")
-    size = "size of a file, such as 500MB (default: 5GB)"
-    result.add_argument("--shard-bytes", metavar="SIZE", type=_bytes, default="5GB", help=size)
+    result.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or a checkpoint in it")
+    result.add_argument("folder", metavar="FOLDER", help="output folder; an earlier export in it is replaced")
+    result.add_argument("--tag", help="the checkpoint's tag (default: the latest)")
+    dtype = "fp32, bf16, fp16 or fp64 (default: each parameter's compute dtype)"
+    result.add_argument("--dtype", type=argument(parse_dtype), help=dtype)
+    result.add_argument("--ema", action="store_true", help="export the moving averages (engine.ema)")
+    size = "largest size of a file, for example 500MB (default: 5GB)"
+    result.add_argument("--shard-bytes", metavar="SIZE", type=argument(parse_bytes), default="5GB", help=size)
     return result

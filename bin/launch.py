@@ -1,4 +1,4 @@
-"""`lowtide launch`: runs a script as the ranks of a job, on this machine or on many."""
+"""`lowtide launch`: run a script as the ranks of a job, on this machine or on many."""
 
 import argparse
 import ast
@@ -6,6 +6,7 @@ import importlib.machinery
 import os
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -34,35 +35,35 @@ EPILOG = """examples:
   lowtide launch --nproc 4 --log-dir logs -m my_package.train --lr 1e-3
   lowtide launch --hosts node1:8,node2:8 train.py          by ssh, from a laptop or a node
   lowtide launch --hostfile hosts.txt --exclude node3 --print-plan train.py
-  srun --nodes 4 --ntasks-per-node 1 lowtide launch train.py      one launcher a node: they find each other
+  srun --nodes 4 --ntasks-per-node 1 lowtide launch train.py      a launcher on each node: they find each other
   lowtide launch --hostfile hosts.txt --max-restarts 3 --min-hosts 2 train.py
   lowtide launch --env "NOTE=two words" --env WANDB_API_KEY --env-file job.env train.py
   lowtide launch --nproc 2 -- script.py --help
 
-Options of lowtide stand before SCRIPT; everything after it belongs to the script.
+Write options of lowtide before SCRIPT; everything after SCRIPT goes to the script.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `lowtide launch`."""
+    """Return the command line of `lowtide launch`."""
     result = Parser(
         prog="lowtide launch",
         description="Run a Python script as the ranks of a job, on this machine or on many, with the environment that "
-        "torchrun sets. If one rank fails, all are stopped and the exit status is that of the rank that failed first.",
+        "torchrun sets. If a rank fails, all ranks are stopped. The exit status is that of the first rank that failed.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.removed = {"--islands": "for ranks that train apart use torchft (https://github.com/meta-pytorch/torchft)"}
-    _add_hosts(result.add_argument_group("where"))
-    _add_ranks(result.add_argument_group("what"))
-    _add_failure(result.add_argument_group("when something goes wrong"))
+    _add_hosts(result.add_argument_group("hosts"))
+    _add_ranks(result.add_argument_group("ranks"))
+    _add_failure(result.add_argument_group("failures"))
     result.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
     result.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
     return result
 
 
 def fault(options: argparse.Namespace) -> str | None:
-    """What is wrong with the parsed command line, or None."""
+    """Return the fault of a parsed command line, or None."""
     if isinstance(options.nproc, int) and options.nproc < 1:
         return f"--nproc must be at least 1, found {options.nproc}"
     for name in ("grace", "step_limit", "max_restarts"):
@@ -92,7 +93,7 @@ def fault(options: argparse.Namespace) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line `argv` (without "launch"); returns the exit status, 2 for a wrong command line."""
+    """Run the command line `argv` (without "launch"). Return the exit status, 2 for a wrong command line."""
     command_line = parser()
     options = command_line.parse_args(argv)
     if text := fault(options):
@@ -116,7 +117,7 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
         )
 
     notes = (*allocation.notes, *_notes(options, allocation))
-    if allocation.part == "agent" and allocation.rendezvous is not None:  # for a plan too: the first host asks for it
+    if allocation.part == "agent" and allocation.rendezvous is not None:  # with --print-plan too: host 0 prints for all
         for note in notes:
             say(note)
         become_agent(allocation.rendezvous, JOIN_SECONDS, options.lost_after)
@@ -136,41 +137,32 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
 
 
 def _notes(options: argparse.Namespace, allocation: Allocation) -> list[str]:
-    """Of options that have no effect, and of a token that is none."""
+    """Return notes about options that have no effect, and about a missing token."""
     defaults = parser()
     given = [name for name in _OF_A_JOB if getattr(options, name) != defaults.get_default(name)]
     if allocation.part == "rank" and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        return [f"no effect on a rank that somebody else has started: {names}"]
+        return [f"no effect on a rank that was not started by lowtide: {names}"]
     notes = []
     if options.pass_local_rank is None and _local_rank_words(options):
         notes.append(
             f"each rank gets --local_rank=N, as from DeepSpeed's launcher, because {options.script} declares it and "
-            "calls add_config_arguments; --no-pass-local-rank leaves it out"
+            "calls add_config_arguments; to omit it, use --no-pass-local-rank"
         )
     if options.min_hosts is not None and not options.max_restarts:
         notes.append("--min-hosts has no effect without --max-restarts")
     if allocation.part != "rank" and allocation.rendezvous is not None and not os.environ.get(TOKEN_VARIABLE):
         place = f"{allocation.rendezvous.address}:{allocation.rendezvous.port}"
         notes.append(
-            f"LOWTIDE_TOKEN is not set: whoever reaches {place}, or listens there first, can run commands on the hosts "
-            "of this job; set it to the same secret on all of them"
+            f"LOWTIDE_TOKEN is not set: anyone who reaches {place}, or listens on it first, can run commands on this "
+            "job's hosts; set LOWTIDE_TOKEN to the same secret on all hosts"
         )
     return notes
 
 
 def _allocation_request(options: argparse.Namespace) -> AllocationRequest:
-    return AllocationRequest(
-        hostfile=options.hostfile,
-        hosts=options.hosts,
-        nproc=options.nproc,
-        include=options.include,
-        exclude=options.exclude,
-        transport=options.transport,
-        num_hosts=options.num_hosts,
-        host_index=options.host_index,
-        meet=options.meet,
-    )
+    """Return the options of the group "hosts", which have the names of the fields."""
+    return AllocationRequest(**{field.name: getattr(options, field.name) for field in fields(AllocationRequest)})
 
 
 def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
@@ -199,17 +191,17 @@ def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
 
 
 def _words(options: argparse.Namespace) -> set[str]:
-    """Names of variables and whole strings in the source of the script; none where it is a module, or no Python."""
+    """Return the identifiers and strings in the script's source; nothing for a module, or if it is not Python."""
     try:
         nodes = list(ast.walk(ast.parse("" if options.module else Path(options.script).read_bytes())))
     except (OSError, SyntaxError, ValueError):
-        return set()  # Python says more when the script runs
+        return set()  # running the script gives the better error
     names = (getattr(node, key, None) for node in nodes for key in ("id", "attr", "arg", "value"))
     return {name for name in names if isinstance(name, str)}
 
 
 def _notes_of_one_rank(options: argparse.Namespace) -> tuple[str, ...]:
-    """Of options of the launcher behind the script, where nothing shows that the script has options of these names."""
+    """Return a note about launcher options written after the script, unless the script mentions them."""
     known = {name: action for action in parser()._actions for name in action.option_strings if name.startswith("--")}
     words = _words(options)
     for index, word in enumerate(options.arguments):
@@ -221,14 +213,14 @@ def _notes_of_one_rank(options: argparse.Namespace) -> tuple[str, ...]:
             takes_next = "=" not in word and action.nargs != 0
             before = shlex.join(options.arguments[index : index + 1 + takes_next])
             return (
-                f"{name} stands behind the script and went to the script, which runs as one rank; if it is meant for "
-                f"the launcher, write it before the script: lowtide launch {before} {options.script}",
+                f"{name} was passed to the script, which runs as a single rank, because it comes after the script; if "
+                f"it is for the launcher, write it before the script: lowtide launch {before} {options.script}",
             )
     return ()
 
 
 def _local_rank_words(options: argparse.Namespace) -> list[str]:
-    """The argument that DeepSpeed's launcher puts before all others, where the script is to have it."""
+    """Return `--local_rank=N`, as DeepSpeed's launcher passes it, if the script is to get it."""
     if any(word.partition("=")[0] == "--local_rank" for word in options.arguments):
         return []
     is_passed = options.pass_local_rank
@@ -239,56 +231,53 @@ def _local_rank_words(options: argparse.Namespace) -> list[str]:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if value != value:  # nan: no time is longer, so a limit would never be reached
+    if value != value:  # nan: no time is longer, so the limit would never be reached
         raise ValueError
     return value
-
-
-_seconds.__name__ = "number"  # as for the function below
 
 
 def _number_of_ranks(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_number_of_ranks.__name__ = "number"  # what argparse calls it in `invalid number value`
+_seconds.__name__ = _number_of_ranks.__name__ = "number"  # argparse prints `invalid number value`
 
 
 def _add_hosts(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add("--nproc", type=_number_of_ranks, metavar="N|auto", help="ranks on each host (default: one a slot or device)")
-    add("--hostfile", type=Path, metavar="FILE", help="a line a host: `name slots=8`; name[01-16] and comments work")
+    add("--nproc", type=_number_of_ranks, metavar="N|auto", help="ranks on each host (default: 1 per slot or device)")
+    add("--hostfile", type=Path, metavar="FILE", help="a line per host: `name slots=8`; name[01-16] and comments work")
     add("--hosts", metavar="a:8,b:8", help="hosts with their slots")
-    add("--include", metavar="a@b:0,2", help="of the hosts, only these, and these slots of them")
-    add("--exclude", metavar="c", help="of the hosts, all but these")
-    add("--transport", choices=TRANSPORTS, help="how the hosts are reached (default: as they were found)")
-    add("--ssh-port", type=int, metavar="PORT", help="of ssh on the hosts")
+    add("--include", metavar="a@b:0,2", help="use only these hosts, or these slots of them")
+    add("--exclude", metavar="c", help="use all hosts but these")
+    add("--transport", choices=TRANSPORTS, help="how to reach the hosts (default: depends on how they are given)")
+    add("--ssh-port", type=int, metavar="PORT", help="port of ssh on the hosts")
     add(
         "--ssh-option",
         action="append",
         default=[],
         metavar="OPTION",
-        help='for ssh, any number of times: Name=Value, or --ssh-option="-F FILE"',
+        help='an option for ssh: Name=Value, or --ssh-option="-F FILE"; repeatable',
     )
-    add("--num-hosts", type=int, metavar="N", help="started once on every host by you: how many there are")
-    add("--host-index", type=int, metavar="I", help="started once on every host by you: which this is, from 0")
-    add("--meet", metavar="HOST:PORT", help="started once on every host by you: where host 0 listens")
+    add("--num-hosts", type=int, metavar="N", help="if you start the command on each host: the number of hosts")
+    add("--host-index", type=int, metavar="I", help="if you start the command on each host: this host's index, from 0")
+    add("--meet", metavar="HOST:PORT", help="if you start the command on each host: the address where host 0 listens")
     add("--print-plan", action="store_true", help="show hosts, ranks, devices, command and environment; start no rank")
 
 
 def _add_ranks(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     add(
         "--pass-local-rank",
         action=argparse.BooleanOptionalAction,
-        help="give the script --local_rank=N, as DeepSpeed's launcher does (default: if the script declares "
+        help="pass --local_rank=N to the script, as DeepSpeed's launcher does (default: if the script declares "
         "--local_rank and calls add_config_arguments)",
     )
-    add("--env", action="append", default=[], metavar="K=V", help="set for every rank; K alone: with its value here")
+    add("--env", action="append", default=[], metavar="K=V", help="set for every rank; K alone takes its value here")
     add("--env-file", action="append", type=Path, default=[], metavar="FILE", help="lines of K=V, set for every rank")
-    add("--bind", choices=get_args(Bind), default="auto", help="ranks to cores (default: auto)")
-    add("--master-port", type=int, metavar="PORT", help="where the ranks meet (default: a free one)")
+    add("--bind", choices=get_args(Bind), default="auto", help="how to bind ranks to cores (default: auto)")
+    add("--master-port", type=int, metavar="PORT", help="port of the rendezvous of the ranks (default: a free port)")
     add("--quiet-ranks", action="store_true", help="show the output of rank 0 only")
     add(
         "--log-dir",
@@ -301,23 +290,34 @@ def _add_ranks(group: "argparse._ArgumentGroup") -> None:
 def _add_failure(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add("--no-preflight", action="store_true", help="do not compare and check the hosts before the start")
-    add("--check-folder", action="append", default=[], metavar="DIR", help="must be writable on every host")
+    add(
+        "--check-folder",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder that every host must be able to write",
+    )
     add(
         "--grace",
         type=_seconds,
         default=Request.grace_seconds,
         metavar="SECONDS",
-        help="how long a rank may take to stop after a signal before it is killed (default: %(default)g)",
+        help="time for a rank to stop after a signal before it is killed (default: %(default)g)",
     )
     add(
         "--lost-after",
         type=_seconds,
         default=SILENCE_SECONDS,
         metavar="SECONDS",
-        help="a host from which nothing is heard for so long is lost (default: %(default)g)",
+        help="a host that is silent for this time is lost (default: %(default)g)",
     )
-    add("--step-limit", type=_seconds, metavar="SECONDS", help="when a step takes longer, say who waits for whom")
-    add("--on-stall", choices=("report", "stop"), default="report", help="then go on or stop (default: %(default)s)")
-    add("--max-restarts", type=int, default=0, metavar="N", help="after a failure start again, so many times")
-    add("--min-hosts", type=int, metavar="N", help="restart with fewer hosts, but not with fewer than these")
-    add("--max-hosts", type=int, metavar="N", help="use no more hosts at a time; the others are a reserve")
+    add(
+        "--step-limit",
+        type=_seconds,
+        metavar="SECONDS",
+        help="if a step takes longer, report which ranks wait for which",
+    )
+    add("--on-stall", choices=("report", "stop"), default="report", help="what to do then (default: %(default)s)")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
+    add("--min-hosts", type=int, metavar="N", help="restart with fewer hosts, but at least N")
+    add("--max-hosts", type=int, metavar="N", help="use at most N hosts at a time; more hosts are spares")

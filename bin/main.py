@@ -1,4 +1,4 @@
-"""`lowtide COMMAND ...`: finds the command and runs it. Imports nothing that the command does not need."""
+"""`lowtide COMMAND ...`: find the command and run it. Nothing is imported that the command does not need."""
 
 import difflib
 import os
@@ -8,24 +8,24 @@ from importlib import import_module
 
 COMMANDS = {
     "launch": "run a script as the ranks of a job, on this machine or on many",
-    "config": "check a config file, explain what every key of it means, compare two",
-    "plan": "say beforehand what a training takes, and which config is the fastest that fits",
-    "tune": "try the planner's best configs with your own script, and keep the fastest",
-    "report": "say what a recorded step held, when, and who held it, beside what was predicted",
-    "schedule": "draw a pipeline schedule, or rank all of them for given costs and memory",
-    "export": "write the weights of a checkpoint as safetensors, in the model's own names",
-    "checkpoint": "list checkpoints, show what is in one, verify that they are whole",
-    "env": "say what this machine has, what works on it, and why the rest does not",
+    "config": "check a config file, explain its keys, or compare two configs",
+    "plan": "predict memory and time of a training, and find the fastest config that fits",
+    "tune": "run the planner's best configs with your script, and keep the fastest",
+    "report": "show the memory of a recorded step by owner, beside the prediction",
+    "schedule": "draw a pipeline schedule, or rank all schedules by time and memory",
+    "export": "write the weights of a checkpoint as safetensors",
+    "checkpoint": "list, inspect, verify or import checkpoints",
+    "env": "report this machine's hardware and software, and which features work on it",
 }
-REMOVED = {  # what to do in its place
-    "completion": "`lowtide COMMAND --help` lists the options of a command, and a slip in one is named",
+REMOVED = {  # command of an earlier version -> its replacement
+    "completion": "`lowtide COMMAND --help` lists the options of a command, and errors correct misspelled options",
     "ssh": "run a command on all hosts with ClusterShell, `clush -bw 'node[1-4]' COMMAND`, or pdsh; "
     "in a SLURM job with `srun --ntasks-per-node=1 COMMAND`",
 }
 
 
 def usage() -> str:
-    """The text of `lowtide --help`."""
+    """Return the text of `lowtide --help`."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
     return (
@@ -38,7 +38,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line `argv` (default: that of this process); returns the exit status."""
+    """Run the command line `argv` (default: this process's arguments) and return the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status: int = import_module(f"lowtide.bin.{name}").main(rest)
         sys.stdout.flush()
-    except BrokenPipeError:  # `lowtide ... | head`: whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again at its end
+    except BrokenPipeError:  # `lowtide ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes again at exit, and fails
         return 128 + signal.SIGPIPE
     return status

@@ -1,4 +1,4 @@
-"""`lowtide plan`: what a training takes, and which config is the fastest that fits, before anything is started."""
+"""`lowtide plan`: predict memory and time of a training, and find the fastest config that fits."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from ..engine.plan.machine import Machine, calibrated
 from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
 from ..engine.report.memory import predict
-from .arguments import Parser, console_of
+from .arguments import Parser, console_of, parse_count, parse_counts, parse_size
 from .planned import draw, show
 
 _STAGES = {
@@ -34,26 +34,25 @@ _STAGES = {
     3: "stage 3 (P_os+g+p)",
 }
 _FOLDER = "lowtide-nvme"  # in the working directory, as in the preset zero3_offload_nvme
-_MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of master weight and two moments
-_FULL = (4, 4, 8)  # the parameter is its own master weight
+_MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of its master weight and two moments
+_FULL = (4, 4, 8)  # without a separate master weight
 
 
 _EXAMPLES = """examples:
   lowtide plan zero3-bf16 --layers 32 --hidden 4096 --heads 32 --vocab 128256 --sequence 8192 --gpus 64
   lowtide plan auto --hf path/to/config.json --gpus 64 --gpu-memory 80GB --global-batch 512 --write best.json
   lowtide plan auto --model my_package.models:build --sequence 2048 --gpus 16 --tokens 300B --png front.png
-  lowtide plan zero1 --model my_package.models:build --gpus 2 --machine machine.json     ranks on these processors
+  lowtide plan zero1 --model my_package.models:build --gpus 2 --machine machine.json     2 CPU ranks on this machine
   lowtide plan --params 7b,70b --ranks 8,64
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0 if the plan fits, 1 with what is missing if it does not."""
+    """Run the command. Return 0 if the plan fits, 1 if it does not."""
     arguments = parser().parse_args(argv)
-    # A file or a pipe gets the whole table, however wide; a terminal its own width.
     console = console_of(132)
     if arguments.config is not None and arguments.params is not None:
-        parser().error("--params: expected it alone, since CONFIG is planned for a model; leave one out")
+        parser().error("--params: expected no CONFIG with it; leave out --params or CONFIG")
     if arguments.config is not None:
         return _plan(arguments, console)
     if arguments.params is None:
@@ -88,7 +87,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> Plan:
-    """Raises ValueError for a command line that names no model, or several."""
+    """Make the plan that the command line describes. Raises ValueError unless it names exactly one model."""
     machine = _machine(arguments)
     sizes = ("layers", "hidden", "heads", "vocab")
     given = [name for name in sizes if getattr(arguments, name) is not None]
@@ -102,7 +101,7 @@ def _planned(arguments: argparse.Namespace) -> Plan:
         missing = [f"--{name}" for name in sizes if name not in given]
         if missing:
             raise ValueError(
-                f"expected {', '.join(missing)} beside --{given[0]}: a shape is layers, hidden, heads, vocab"
+                f"expected {', '.join(missing)} with --{given[0]}: a shape needs layers, hidden, heads, vocab"
             )
         shape = Shape(
             arguments.layers, arguments.hidden, arguments.heads, arguments.vocab, arguments.sequence or 2048,
@@ -122,7 +121,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def _with_folders(values: Mapping[str, object]) -> dict[str, object]:
-    """The config with a folder for each kind of offload, since there are drives; where it names one, that stays."""
+    """Add `nvme_path` to each kind of offload that has none, because --nvme says that there are drives."""
     found = dict(values)
     for section, kinds in (
         ("zero_optimization", ("offload_optimizer", "offload_param")),
@@ -148,19 +147,19 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     num_hosts = arguments.gpus // per_host
     if arguments.machine is None:
         if arguments.device is not None:
-            raise ValueError("--device: expected --machine beside it, whose file says how fast that device is")
+            raise ValueError("--device: expected --machine FILE with it, which has the device's speed")
         return replace(Machine(num_hosts=num_hosts, devices_per_host=per_host), **changes)
     measured = Measured.read(arguments.machine)
     if arguments.device is not None:
         if arguments.device not in measured.factors:
-            there = ", ".join(f'"{name}"' for name in measured.factors) or "none"
+            known = ", ".join(f'"{name}"' for name in measured.factors) or "no device"
             raise ValueError(
-                f'--device: expected one of {arguments.machine}, found "{arguments.device}"; it has {there}'
+                f'--device: expected a device in {arguments.machine}, found "{arguments.device}"; it has {known}'
             )
         machine = replace(Machine(num_hosts=num_hosts, devices_per_host=per_host), **changes)
         return calibrated(machine, measured.factors[arguments.device])
     if changes.keys() - {"device_bytes"}:
-        raise ValueError(f"--machine: {arguments.machine} says how fast it is; leave out what else describes one")
+        raise ValueError(f"--machine: {arguments.machine} has the machine's speeds; leave out options that set them")
     memory = changes.get("device_bytes", psutil.virtual_memory().total / per_host)
     machine = Machine.measured(measured, per_host, memory)
     return replace(calibrated(machine, measured.factor(device_key("cpu", per_host))), num_hosts=num_hosts)
@@ -169,7 +168,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 def _factory(text: str) -> Callable[[], nn.Module]:
     module, _, name = text.partition(":")
     if not module or not name:
-        raise ValueError(f'--model: expected MODULE:FACTORY, such as my_package.models:build, found "{text}"')
+        raise ValueError(f'--model: expected MODULE:FACTORY, for example my_package.models:build, found "{text}"')
     sys.path.insert(0, "")
     try:
         factory = getattr(import_module(module), name, None)
@@ -182,7 +181,7 @@ def _factory(text: str) -> Callable[[], nn.Module]:
 
 
 def _made(build: Callable[[], nn.Module]) -> nn.Module:
-    """Without memory. Raises ValueError where that cannot be."""
+    """Build the model without memory. Raises ValueError if that is not possible."""
     try:
         return module_for_shapes(build)
     except TypeError as error:
@@ -205,12 +204,12 @@ def _hugging_face(text: str) -> Callable[[], nn.Module]:
 
 
 def memory_table(num_params: int, ranks: Sequence[int], is_fp32: bool) -> Table:
-    """GB (1e9 bytes) of parameters, gradients and optimizer states per rank: a row for each number of ranks."""
+    """Make a table of GB (1e9 bytes) of model states per rank, with a row for each number of ranks."""
     param, gradient, state = _FULL if is_fp32 else _MIXED
     kind = "fp32" if is_fp32 else "mixed precision"
     table = Table(
         title=f"{num_params / 1e9:,g} billion parameters, Adam, {kind}: GB per rank",
-        caption="without activations, padding and what gathering needs; arXiv 1910.02054, table 1",
+        caption="without activations, padding and gathered parameters; arXiv 1910.02054, table 1",
     )
     table.add_column("ranks", justify="right")
     for name in _STAGES.values():
@@ -221,19 +220,19 @@ def memory_table(num_params: int, ranks: Sequence[int], is_fp32: bool) -> Table:
     return table
 
 
-def _gigabytes(count_bytes: int) -> str:
-    """Three figures, or all before the point: 4187, 31.4, 1.88, 0.117."""
-    value = count_bytes / 1e9
+def _gigabytes(nbytes: int) -> str:
+    """Return three figures, or all digits of a large number: 4187, 31.4, 1.88, 0.117."""
+    value = nbytes / 1e9
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _params(text: str) -> list[int]:
-    """ "7.5b,350M,13e9" -> [7_500_000_000, 350_000_000, 13_000_000_000]"""
+    """Parse "7.5b,350M,13e9" to [7_500_000_000, 350_000_000, 13_000_000_000]."""
     found = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
     counts = [Decimal(match[1]).scaleb(_POWERS[match[2].lower()]) for match in found if match is not None]
     if len(counts) < len(found) or any(count < 1 or count != int(count) for count in counts):
         raise argparse.ArgumentTypeError(
-            f'expected numbers of parameters with commas between, such as 7b, 1.5B, 350M or 13e9, found "{text}"'
+            f'expected numbers of parameters with commas between, for example 7b,1.5B,350M,13e9, found "{text}"'
         )
     return [int(count) for count in counts]
 
@@ -242,50 +241,26 @@ _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?)([kmbt]?)", re.IGNORECASE)
 
 
-def _ranks(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f'expected whole numbers of at least 1 with commas between, found "{text}"')
-    return list(map(int, parts))
-
-
-def _size(text: str) -> float:
-    """ "80GB", "1.5TB", "450e12" """
-    match = _BYTES.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f'expected a size such as 80GB, 1.5TB or 450e12, found "{text}"')
-    return float(match[1]) * 1000.0 ** "\0KMGTP".index(match[2].upper() or "\0")
-
-
-_BYTES = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?) ?([KMGTP]?)B?(?:/s)?", re.IGNORECASE)
-
-
 def _tokens(text: str) -> float:
     match = _SIZE.fullmatch(text.strip())
     count = float(match[1]) * 10 ** _POWERS[match[2].lower()] if match is not None else 0.0
     if not 0 < count < float("inf"):
-        raise argparse.ArgumentTypeError(f'expected a number of tokens such as 300B, 15T or 1e12, found "{text}"')
+        raise argparse.ArgumentTypeError(f'expected a number of tokens, for example 300B, 15T or 1e12, found "{text}"')
     return count
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f'expected a whole number of at least 1, found "{text}"')
-    return int(text)
-
-
 def parser() -> Parser:
-    """The command line of `lowtide plan`."""
+    """Return the command line of `lowtide plan`."""
     result = Parser.of("plan", _EXAMPLES)
     result.add_argument(
-        "config", metavar="CONFIG", nargs="?", help='a JSON file or a preset; "auto" chooses everything'
+        "config", metavar="CONFIG", nargs="?", help='a JSON file or a preset; "auto" chooses all settings'
     )
     _add_model(result)
     _add_machine(result)
     training = result.add_argument_group("the training")
-    training.add_argument("--global-batch", metavar="N", type=_count, help="samples in a step, over all GPUs")
+    training.add_argument("--global-batch", metavar="N", type=parse_count, help="samples in a step, over all GPUs")
     training.add_argument(
-        "--tokens", metavar="N", type=_tokens, help="tokens of the whole training, such as 15T: shows its days"
+        "--tokens", metavar="N", type=_tokens, help="tokens of the whole training, for example 15T: shows its days"
     )
     training.add_argument("--write", metavar="FILE", help="write the config to FILE, for lowtide.initialize")
     training.add_argument("--png", metavar="FILE", help="draw the time and memory of the best configs")
@@ -294,16 +269,16 @@ def parser() -> Parser:
         "--params",
         metavar="N,...",
         type=_params,
-        help="parameters of the model: 7b, 1.5B, 350M, 13e9; or of several",
+        help="parameters of the model, or of several: 7b, 1.5B, 350M, 13e9",
     )
     table.add_argument(
         "--ranks",
         metavar="N,...",
-        type=_ranks,
+        type=parse_counts,
         default=[1, 4, 16, 64, 256, 1024],
         help="data-parallel ranks (default: 1,4,16,64,256,1024)",
     )
-    table.add_argument("--fp32", action="store_true", help="fp32 throughout in place of mixed precision")
+    table.add_argument("--fp32", action="store_true", help="fp32 instead of mixed precision")
     return result
 
 
@@ -311,35 +286,37 @@ def _add_model(result: Parser) -> None:
     model = result.add_argument_group("the model")
     model.add_argument("--model", metavar="MODULE:FACTORY", help="a callable that builds the model")
     model.add_argument("--hf", metavar="FOLDER", help="the folder of a Hugging Face model, or its config.json")
-    for name, what in (("layers", "number of blocks; a Llama is built of this and the next six numbers"),
+    for name, text in (("layers", "number of blocks; this and the next six options describe a Llama"),
                        ("hidden", "hidden size: features of a token between the blocks"),
                        ("heads", "number of attention heads"),
                        ("vocab", "number of tokens in the vocabulary"),
                        ("sequence", "tokens in a sample (default: 2048)"),
                        ("kv-heads", "number of key and value heads (default: as many as --heads)"),
-                       ("mlp", "features inside of an MLP (default: 8/3 of --hidden)")):  # fmt: skip
-        model.add_argument(f"--{name}", metavar="N", type=_count, help=what)
+                       ("mlp", "hidden features of an MLP (default: 8/3 of --hidden)")):  # fmt: skip
+        model.add_argument(f"--{name}", metavar="N", type=parse_count, help=text)
 
 
 def _add_machine(result: Parser) -> None:
     machine = result.add_argument_group("the machine (defaults: hosts of 8 H100)")
-    machine.add_argument("--gpus", metavar="N", type=_count, default=8, help="number of GPUs in all (default: 8)")
-    machine.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="GPUs in a node (default: 8)")
+    machine.add_argument("--gpus", metavar="N", type=parse_count, default=8, help="number of GPUs in all (default: 8)")
+    machine.add_argument(
+        "--gpus-per-node", metavar="N", type=parse_count, default=8, help="GPUs in a node (default: 8)"
+    )
     machine.add_argument(
         "--machine",
         metavar="FILE",
         type=Path,
         nargs="?",
         const=default_path(),
-        help="ranks on processors, as fast as `lowtide env --measure` has written (default: where that writes)",
+        help="plan CPU ranks, with speeds from a file of `lowtide env --measure` (default: its default file)",
     )
-    for name, what in (("gpu-memory", "memory of a GPU (default: 80GB)"),
+    for name, text in (("gpu-memory", "memory of a GPU (default: 80GB)"),
                        ("host-memory", "memory of a node (default: 2TB)"),
-                       ("nvme", "size of a node's drives, which may hold states (default: no drives)"),
+                       ("nvme", "size of a node's drives for offload (default: no drives)"),
                        ("intra", "bytes/s between the GPUs of a node (default: 330GB)"),
                        ("inter", "bytes/s from a GPU to other nodes (default: 45GB)"),
                        ("flops", "operations/s of matrix products in 16 bits (default: 450e12)")):  # fmt: skip
-        machine.add_argument(f"--{name}", metavar="SIZE", type=_size, help=what)
+        machine.add_argument(f"--{name}", metavar="SIZE", type=parse_size, help=text)
     machine.add_argument(
-        "--device", metavar="NAME", help="a GPU that `lowtide tune` has tried, as it is called in the file of --machine"
+        "--device", metavar="NAME", help="a GPU on which `lowtide tune` ran, by its name in the file of --machine"
     )

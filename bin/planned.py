@@ -1,4 +1,4 @@
-"""What `lowtide plan CONFIG` prints and draws."""
+"""Tables and the picture of `lowtide plan CONFIG`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +21,7 @@ _LINKS = {
 
 
 def show(plan: Plan, console: Console, tokens: float | None) -> None:
-    """The plan itself, what would be faster or smaller, and why each value was chosen."""
+    """Print the plan, faster and smaller configs, and the reason for each chosen value."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     for line in (plan.summary, *_totals(plan, tokens)):
         say(line)
@@ -36,7 +36,7 @@ def show(plan: Plan, console: Console, tokens: float | None) -> None:
         say("faster, but they do not fit:")
         _show_alternatives(plan.beyond, console)
     if plan.reasons:
-        say('what "auto" is, and why:')
+        say('values for "auto", and why:')
         console.print(_decisions(plan))
 
 
@@ -65,7 +65,7 @@ def _time_table(plan: Plan) -> Table:
     table.add_section()
     for name, seconds in plan.hidden_seconds.items():
         if seconds:
-            table.add_row(f"{name} beside it", f"{seconds:.4g}", "")
+            table.add_row(f"{name}, overlapped", f"{seconds:.4g}", "")
     return table
 
 
@@ -90,7 +90,7 @@ def _decisions(plan: Plan) -> Table:
 
 
 def _show_alternatives(rows: Sequence[Alternative], console: Console) -> None:
-    """A column for each key in which they differ, and a line of the others."""
+    """Print a table with a column for each key in which the rows differ, and a line with the equal keys."""
     names = _different(rows)
     table = Table()
     for name in (*map(_label, names), "s a step", "samples/s", "peak, GB"):
@@ -109,7 +109,7 @@ def _show_alternatives(rows: Sequence[Alternative], console: Console) -> None:
 
 
 def _different(rows: Sequence[Alternative]) -> list[str]:
-    """The keys of which they have several values."""
+    """Return the keys in which the rows differ."""
     return [name for name in KEYS if len({getattr(row.choice, name) for row in rows}) > 1]
 
 
@@ -125,25 +125,25 @@ def _cell(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-_BEYOND_DEVICE = 1.5  # times the device's memory: where the axis of the picture ends
-_APART = 0.03  # of an axis: points that are closer to one with a number have none
+_BEYOND_DEVICE = 1.5  # the picture's axis ends at this multiple of the device's memory
+_APART = 0.03  # fraction of an axis; a point closer than this to a numbered point gets no number
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """The front of time and memory. Points have numbers, and the legend has their configs."""
+    """Draw the front of time and memory. Points have numbers, and the legend has their configs."""
     device = plan.machine.device_bytes / 1e9
     end = _BEYOND_DEVICE * device
     rows = [*plan.front, *plan.beyond]
     points = [(row.peak_bytes / 1e9, 1 / row.samples_per_second) for row in rows]
-    own = (plan.peak_bytes / 1e9, plan.step_seconds / plan.samples_per_step)
+    chosen = (plan.peak_bytes / 1e9, plan.step_seconds / plan.samples_per_step)
     num_hosts = plan.machine.num_hosts
     with picture(path, 8, 5) as axes:
         front, beyond = points[: len(plan.front)], points[len(plan.front) :]
-        axes.plot(*_columns(front, end), "o-", label="fits, and none is faster and smaller")
+        axes.plot(*_columns(front, end), "o-", label="fits, and no config is both faster and smaller")
         if beyond:
             axes.plot(*_columns(beyond, end), "x", label="faster, does not fit")
-        label = "the plan" if own[0] <= end else f"the plan: {own[0]:,.0f} GB"
-        axes.plot(*_columns([own], end), "*" if own[0] <= end else ">", markersize=14, label=label, clip_on=False)
+        label = "the plan" if chosen[0] <= end else f"the plan: {chosen[0]:,.0f} GB"
+        axes.plot(*_columns([chosen], end), "*" if chosen[0] <= end else ">", markersize=14, label=label, clip_on=False)
         axes.axvline(device, color="gray", linestyle="--", label=f"device memory, {device:,.3g} GB")
         for number, index in enumerate(_apart(points, end), start=1):
             x, y = points[index]
@@ -153,29 +153,28 @@ def draw(plan: Plan, path: Path) -> None:
             axes.plot([], [], " ", label=f"{number}  {_short(rows[index].choice)}{size}")
         axes.set_xlim(0, 1.02 * end)
         axes.set_xlabel("peak of the fullest rank, GB")
-        axes.set_ylabel("seconds a sample")
+        axes.set_ylabel("seconds per sample")
         hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''}"
         axes.set_title(f"{plan.machine.num_devices} devices on {hosts}", loc="left")
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), fontsize=8, frameon=False)
 
 
 def _short(choice: Choice) -> str:
-    """Its rows, and what is not as by default."""
-    others = [name for name in KEYS if name == "rows" or getattr(choice, name) != getattr(Choice(), name)]
-    return _named(choice, others)
+    """Return the rows of a microbatch, and the values that are not the default."""
+    return _named(choice, [name for name in KEYS if name == "rows" or getattr(choice, name) != getattr(Choice(), name)])
 
 
 def _columns(points: Sequence[tuple[float, float]], end: float) -> tuple[list[float], list[float]]:
-    """x and y; what lies behind the end of the axis stands at the end."""
+    """Return the x and the y values. A point beyond the end of the axis is drawn at the end."""
     return [min(x, end) for x, _ in points], [y for _, y in points]
 
 
 def _apart(points: Sequence[tuple[float, float]], end: float) -> list[int]:
-    """Indices of points that are far enough from each other for numbers between them."""
+    """Return the indices of points that are far enough apart for numbers beside them."""
     found: list[int] = []
     height = max((y for _, y in points), default=0.0) - min((y for _, y in points), default=0.0)
     for index, (x, y) in enumerate(points):
-        near = (abs(x - points[one][0]) < _APART * end and abs(y - points[one][1]) <= _APART * height for one in found)
+        near = (abs(x - points[i][0]) < _APART * end and abs(y - points[i][1]) <= _APART * height for i in found)
         if not any(near):
             found.append(index)
     return found

@@ -1,6 +1,6 @@
-"""`lowtide report RUN`: what a recorded step held on each rank, beside what was predicted; and the page of a run.
+"""`lowtide report RUN`: show the memory of a recorded step on each rank, and write an HTML page of the run.
 
-The page has the run's numbers drawn by step, its profile and its memory in tables. One file, nothing is loaded.
+The page is a single file that loads nothing. It has charts of the metrics, and tables of profiles and memory.
 """
 
 import csv
@@ -58,14 +58,14 @@ _EXAMPLES = """examples:
   lowtide report tuned/my/trial-1
   lowtide report runs --html run.html
 
-A step is recorded where the config says {"memory_report": {"folder": "runs/memory"}}, in the trials of `lowtide tune`,
-or by engine.record_memory() and engine.memory_report().save("runs/memory"). --html takes what csv_monitor and profile
-have written below the folder too.
+A step is recorded if the config has {"memory_report": {"folder": "runs/memory"}}, in the trials of `lowtide tune`,
+and by engine.record_memory() and engine.memory_report().save("runs/memory"). --html also shows the files of csv_monitor
+and profile in this folder.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 1 where there is no report."""
+    """Run the command. Return 1 if there is no report."""
     options = parser().parse_args(argv)
     if options.html:
         return _write_page(options.run, options.html)
@@ -74,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"lowtide report: {error}", file=sys.stderr)
         return 1
-    chosen = [one for one in reports if one.rank == options.rank] if options.rank is not None else reports
+    chosen = [report for report in reports if options.rank in (None, report.rank)]
     if not chosen:
-        ranks = ", ".join(str(one.rank) for one in reports)
+        ranks = ", ".join(str(report.rank) for report in reports)
         print(f"lowtide report: expected a rank of {ranks}, found --rank {options.rank}", file=sys.stderr)
         return 1
-    report = max(chosen, key=lambda one: one.peak_bytes or sum(one.now.values()))
+    report = max(chosen, key=lambda report: report.peak_bytes or sum(report.now.values()))
     if options.json:
         print(json.dumps(asdict(report), indent=2))
         return 0
@@ -109,32 +109,30 @@ def _write_page(run: Path, path: Path) -> int:
 
 
 def _show(report: MemoryReport, num_ranks: int, is_fullest: bool, console: Console) -> None:
-    """num_ranks: of which there is a report. is_fullest: it is the fullest of them; else the one that was asked for."""
+    """Print a report. num_ranks: number of ranks with a report. is_fullest: this rank has the highest peak of them."""
     of = f", the fullest of {num_ranks}" if num_ranks > 1 and is_fullest else ""
-    of += f" of {report.world_size} ranks (the others have no file here)" if num_ranks < report.world_size else ""
+    of += f" of {report.world_size} ranks (some have no file here)" if num_ranks < report.world_size else ""
     console.print(f"rank {report.rank}{of}, after step {report.step}", highlight=False)
     console.print(_kinds(report))
     if report.why_not:
         console.print(f"no prediction of activations: {report.why_not}", highlight=False, markup=False, soft_wrap=True)
     if report.peak_bytes is not None:
         console.print(f"the peak was in: {report.moment}", highlight=False, markup=False, soft_wrap=True)
-        console.print(_rows("at the peak, beside model states", report.owners[:_MAX_ROWS]))
+        console.print(_rows("at the peak, without model states", report.owners[:_MAX_ROWS]))
     if report.allocator_bytes is not None:
-        console.print(
-            f"the device's allocator had at most {_mb(report.allocator_bytes)} MB in tensors", highlight=False
-        )
+        console.print(f"peak of tensors in the device's allocator: {_mb(report.allocator_bytes)} MB", highlight=False)
     modules = [(name, sum(kinds.values())) for name, kinds in report.by_module.items()]
     console.print(_rows("model states by unit, now", modules[:_MAX_ROWS]))
 
 
 def _kinds(report: MemoryReport) -> Table:
-    table = Table(caption="MB; each kind at its most, and the most at one moment")
+    table = Table(caption="MB; peak of each kind, and of their sum")
     for name in ("", "predicted", "measured", "at the peak"):
         table.add_column(name, justify="left" if not name else "right")
     measured, at_peak = report.measured or report.now, report.at_peak or {}
     for kind in dict.fromkeys([*report.predicted, *measured]):
         cells = (report.predicted.get(kind), measured.get(kind), at_peak.get(kind))
-        table.add_row(kind.removesuffix("_bytes"), *(_mb(one) for one in cells))
+        table.add_row(kind.removesuffix("_bytes"), *map(_mb, cells))
     if report.peak_bytes is not None:
         table.add_section()
         table.add_row("peak", _mb(report.predicted_peak_bytes), _mb(report.peak_bytes), _mb(report.peak_bytes))
@@ -155,12 +153,12 @@ def _mb(nbytes: int | None) -> str:
 
 
 def draw(report: MemoryReport, path: Path) -> None:
-    """The kinds, one above the other, from moment to moment."""
+    """Draw the kinds of memory, stacked, over the moments of the step."""
     samples: Sequence[tuple[str, Mapping[str, int]]] = report.samples
     with picture(path, 11, 5) as axes:
         kinds = list(samples[0][1])
         places = list(range(len(samples)))
-        heights = [[one[kind] / 1e6 for _, one in samples] for kind in kinds]
+        heights = [[nbytes[kind] / 1e6 for _, nbytes in samples] for kind in kinds]
         axes.stackplot(places, *heights, labels=[kind.removesuffix("_bytes") for kind in kinds], step="mid")
         peak = max(places, key=lambda place: sum(samples[place][1].values()))
         total = sum(samples[peak][1].values()) / 1e6
@@ -178,13 +176,13 @@ def draw(report: MemoryReport, path: Path) -> None:
 
 
 def _short(moment: str) -> str:
-    """ "forward of layers.7, microbatch 0" -> "forward of layers.7" """
+    """Shorten "forward of layers.7, microbatch 0" to "forward of layers.7"."""
     text = moment.partition(",")[0].partition(" (")[0]
     return text if len(text) <= _MAX_LABEL else f"{text[:_MAX_LABEL]}..."
 
 
 def page_of(run: Path) -> str:
-    """HTML of all that lies below the folder. Raises ValueError where there is nothing of a run."""
+    """Return the HTML page of all files below the folder. Raises ValueError if there are none of a run."""
     tables = sorted(run.rglob("metrics.csv")) if run.is_dir() else []
     rows = _metrics(tables[0]) if tables else []
     profiles = profiles_in(run) if run.is_dir() else []
@@ -194,14 +192,14 @@ def page_of(run: Path) -> str:
         reports = []
     if not (rows or profiles or reports):
         raise ValueError(
-            f"{run}: expected a folder with metrics.csv (csv_monitor), a profile or a memory report in it, found none"
+            f"{run}: expected a folder with metrics.csv (csv_monitor), a profile or a memory report, found none of them"
         )
     about = _about(tables[0].with_name(RUN)) if tables else {}
     title = ": ".join(str(about[key]) for key in ("job", "script") if about.get(key)) or run.resolve().name
     parts = [f"<h1>{escape(title)}</h1><p>{escape(_facts(about, rows, run))}</p>"]
     if len(tables) > 1:
-        others = ", ".join(str(one.parent.relative_to(run)) for one in tables[1:])
-        parts.append(f"<p>{escape(f'Other runs are below this folder, each with a page of its own: {others}')}</p>")
+        more = ", ".join(str(table.parent.relative_to(run)) for table in tables[1:])
+        parts.append(f"<p>{escape(f'This folder has more runs; write a page for each: {more}')}</p>")
     if rows:
         parts.append(f"<div class=charts>{''.join(_charts(rows))}</div>")
     if about:
@@ -218,7 +216,7 @@ def _metrics(path: Path) -> list[dict[str, str]]:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """What the run says of itself; nothing where it was written before there was such a file."""
+    """Read the run's description; {} for a run of a version that wrote none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -242,7 +240,7 @@ def _charts(rows: Sequence[Mapping[str, str]]) -> Iterable[str]:
 
 
 def _points(rows: Sequence[Mapping[str, str]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of the values that are finite numbers."""
+    """Return (step, value) for each finite value."""
     found = []
     for row in rows:
         try:
@@ -318,15 +316,13 @@ def _count(number: int | None) -> str:
 
 def _memory(report: MemoryReport) -> str:
     rows = [(kind, f"{nbytes:,}", f"{report.predicted.get(kind, 0):,}") for kind, nbytes in report.now.items()]
-    peak = (
-        "" if report.peak_bytes is None else f"<p>At most {report.peak_bytes:,} bytes, in: {escape(report.moment)}</p>"
-    )
+    peak = "" if report.peak_bytes is None else f"<p>Peak: {report.peak_bytes:,} bytes, in: {escape(report.moment)}</p>"
     table = _table(("memory of model states", "bytes now", "predicted"), rows)
     return f"<h2>Memory of rank {report.rank} after step {report.step}</h2>{table}{peak}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column is text, the others are numbers."""
+    """Return an HTML table. The first column is text, the rest are numbers."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
         f"<tr><td>{escape(row[0])}</td>" + "".join(f"<td class=n>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
@@ -336,11 +332,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def parser() -> Parser:
-    """The command line of `lowtide report`."""
+    """Return the command line of `lowtide report`."""
     result = Parser.of("report", _EXAMPLES)
-    result.add_argument("run", metavar="FOLDER", type=Path, help="in which ranks have written their reports")
-    result.add_argument("--rank", type=int, metavar="N", help="of the ranks, this one (the fullest)")
-    result.add_argument("--png", type=Path, metavar="FILE", help="picture of the step from moment to moment")
-    result.add_argument("--html", type=Path, metavar="FILE", help="page of the run: metrics, profiles, memory")
-    result.add_argument("--json", action="store_true", help="the whole report as JSON, in bytes")
+    result.add_argument("run", metavar="FOLDER", type=Path, help="the folder with the ranks' reports")
+    result.add_argument("--rank", type=int, metavar="N", help="show this rank (default: the fullest)")
+    result.add_argument("--png", type=Path, metavar="FILE", help="draw the memory of the step over time")
+    result.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the page of the run: metrics, profiles, memory"
+    )
+    result.add_argument("--json", action="store_true", help="print the whole report as JSON, in bytes")
     return result

@@ -1,4 +1,4 @@
-"""One process of `lowtide tune`: a job of the project's own launcher, with a limit of time, whatever becomes of it."""
+"""Run a trial of `lowtide tune`: a `lowtide launch` process with a time limit, whose end is always recorded."""
 
 import contextlib
 import json
@@ -21,8 +21,8 @@ from ..watch.stacks import end_with_parent
 
 State = Literal["measured", "out of memory", "time limit", "failed"]
 _LAUNCH = (sys.executable, "-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch")
-_GRACE_SECONDS = 5.0  # of a rank that is asked to stop
-_STOP_SECONDS = 20.0  # of the launcher, with all of its ranks
+_GRACE_SECONDS = 5.0  # for a rank to stop
+_STOP_SECONDS = 20.0  # for the launcher to stop with all ranks
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|MemoryError|out of memory|not enough memory|an't allocate memory|annot allocate memory"
 )
@@ -33,9 +33,9 @@ _LAUNCHER = "lowtide launch: "
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What became of a trial. seconds: of all of it. words: its last ones, or why it was not measured.
+    """The outcome of a trial. seconds: total time. words: the last line of output, or why nothing was measured.
 
-    result: what the trial has written, of one that was not measured perhaps a part of it.
+    result: the JSON that the trial wrote, possibly incomplete unless state is "measured".
     """
 
     state: State
@@ -45,22 +45,25 @@ class TrialOutcome:
 
     @classmethod
     def read(cls, folder: Path, request: TrialRequest, limit: float) -> "TrialOutcome | None":
-        """Of the same trial that was made before; None of one that was not, or whose end may be another one now."""
+        """Read the outcome of an earlier run of the same trial. Return None if it must run again.
+
+        A failed trial runs again, since the script may have changed, and a timed-out trial does if `limit` is higher.
+        """
         try:
             if TrialRequest.read(folder / "request.json") != request:
                 return None
             known = cls(**json.loads((folder / "outcome.json").read_text(encoding="utf-8")))
-        except (FileNotFoundError, ValueError, TypeError):  # none, or what another version has written
+        except (FileNotFoundError, ValueError, TypeError):  # no file, or a file of another version
             return None
         is_over = known.state != "failed" and (known.state != "time limit" or known.seconds >= limit)
         return known if is_over else None
 
 
 def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float, key: str) -> TrialOutcome:
-    """Runs `lowtide launch` with these words as a trial in `folder`, unless that was done. limit: in seconds.
+    """Run `lowtide launch` with these words as a trial in `folder`, or return the outcome of an earlier run.
 
-    key: of the result, without which there is none. An interruption ends the job, and leaves the trial to be made. One
-    that failed is made again, since the script may be another now, and one whose time ended, where there is more.
+    limit: seconds. key: the result counts as measured if it has this key. If interrupted, the job is stopped and no
+    outcome is written, so that the trial runs again.
     """
     if (known := TrialOutcome.read(folder, request, limit)) is not None:
         return known
@@ -73,14 +76,14 @@ def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float,
     with (folder / "output.txt").open("wb") as output:
         process: subprocess.Popen[bytes] | None = None
         try:
-            with _interruptions_later():  # when it is known what is to be stopped
+            with _interruptions_later():  # a signal before `process` is assigned would leave the job running
                 process = subprocess.Popen(
                     [*_LAUNCH, "--grace", f"{_GRACE_SECONDS:g}", *words],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, VARIABLE: str(asked.resolve())},
-                    start_new_session=True,  # Ctrl-C is ours to pass on
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the job
                     preexec_fn=end_with_parent,
                 )
             status: int | None = process.wait(limit)
@@ -98,9 +101,9 @@ def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float,
 
 @contextlib.contextmanager
 def _interruptions_later() -> Iterator[None]:
-    """What a signal that ends the command does, it does at the end of the context."""
+    """Hold back SIGINT and SIGTERM until the end of the context."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread alone
+        yield  # only the main thread receives signals
         return
     came: list[tuple[int, FrameType | None]] = []
     before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -132,9 +135,8 @@ def _judged(
 ) -> TrialOutcome:
     text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
     result = _result_of(request)
-    is_whole = (
-        status == 0 or result.get("num_steps") == request.warmup + request.steps
-    )  # else an error came after some timed steps
+    # With an exit status, a partial result means that an error ended the timed steps.
+    is_whole = status == 0 or result.get("num_steps") == request.warmup + request.steps
     if result.get(key) is not None and is_whole:
         return TrialOutcome("measured", seconds, result={**result, "peak_bytes": _peak_of(folder)})
     state, words = _unmeasured(request, result, text, status, limit)
@@ -144,40 +146,40 @@ def _judged(
 def _unmeasured(
     request: TrialRequest, result: Mapping[str, Any], text: str, status: int | None, limit: float
 ) -> tuple[State, str]:
-    """How a trial ended that has no result, and its last words."""
+    """Return how a trial without a result ended, and why."""
     if status is None:
-        return "time limit", f"no end after {limit:.0f} s; {_last_words(text) or 'it said nothing'}"
+        return "time limit", f"not done after {limit:.0f} s; {_last_words(text) or 'no output'}"
     if "failure" in result:
         return "failed", result["failure"]
     if _NO_MEMORY.search(text):
         lines = [line for line in text.splitlines() if _NO_MEMORY.search(line)]
         return "out of memory", _FRAME.sub("", lines[-1]).strip()
     if status in _KILLED:
-        return "out of memory", "killed by SIGKILL, as the kernel does where memory ends"
+        return "out of memory", "killed by SIGKILL, as the kernel does if memory runs out"
     if status:
         return "failed", f"exit status {status}: {_last_words(text)}"
     if "num_steps" in result:
-        words = f"ended after {result['num_steps']} steps; expected at least {request.warmup + 1}, of which "
-        return "failed", f"{words}{request.warmup} are not timed: train for longer, or lower --warmup"
-    return "failed", "the script ended without a call of lowtide.initialize that has an optimizer"
+        words = f"expected at least {request.warmup + 1} steps, found {result['num_steps']}"
+        return "failed", f"{words}; the first {request.warmup} are not timed: train for longer, or lower --warmup"
+    return "failed", "the script ended without a call of lowtide.initialize with an optimizer"
 
 
 def _result_of(request: TrialRequest) -> dict[str, Any]:
-    """What the trial has written; {} where it has not."""
+    """Read the JSON that the trial wrote; {} if there is none."""
     with contextlib.suppress(FileNotFoundError):
         return dict(json.loads(Path(request.result).read_text(encoding="utf-8")))
     return {}
 
 
 def _peak_of(folder: Path) -> int | None:
-    """Of the fullest rank, where a step was recorded."""
+    """Return the peak of the fullest rank, or None if no step was recorded."""
     with contextlib.suppress(ValueError, OSError):
-        return max(one.peak_bytes or 0 for one in reports_in(folder))
+        return max(report.peak_bytes or 0 for report in reports_in(folder))
     return None
 
 
 def _last_words(text: str) -> str:
-    """Of the script; of the launcher where it has said nothing."""
+    """Return the script's last line of output, or the launcher's if the script printed nothing."""
     lines = [_FRAME.sub("", line).strip() for line in text.splitlines()]
     said = [line for line in lines if line]
     return next((line for line in reversed(said) if not line.startswith(_LAUNCHER)), said[-1] if said else "")

@@ -1,4 +1,4 @@
-"""`lowtide tune`: the planner's best few configs as short trials of the user's own script, and the fastest of them."""
+"""`lowtide tune`: run the planner's best configs as short trials of the user's script, and keep the fastest."""
 
 import argparse
 import contextlib
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
-from ..engine.plan.machine import MeasuredStep, fit
+from ..engine.plan.machine import fit
 from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import TrialRequest
 from . import launch
@@ -32,18 +33,19 @@ _EXAMPLES = """examples:
   lowtide tune zero3 --nproc 2 examples/train_gpt.py
   lowtide tune auto --trials 8 --steps 20 train.py --data /data
   lowtide tune my.json --limit 120 --total 1200 --launch "--hostfile hosts.txt" -m my_package.train
-  lowtide tune my.json --nproc 2 train.py             after Ctrl-C the same command goes on where it was
+  lowtide tune my.json --nproc 2 train.py             after Ctrl-C, the same command continues
 
-A CONFIG with "auto" leaves these keys open; one without is measured as it is, and then all that a plan chooses is open.
-The script is not changed, saves nothing, and ends after a few steps. Options of lowtide stand before SCRIPT.
+If CONFIG has "auto" values, only these are varied. Otherwise CONFIG is measured first, and then all values that a plan
+can choose are varied. The script needs no change: in a trial it saves nothing and ends after a few steps.
+Write options of lowtide before SCRIPT.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 0 if something was measured, 1 if nothing ran, 128 + N after a signal."""
+    """Run the command. Return 0 if a trial was measured, 1 if not, 128 + N after signal N."""
     options = parser().parse_args(argv)
     if options.trials < 1 or options.steps < 1 or options.warmup < 1:
-        parser().error("--trials, --steps, --warmup: expected at least 1 of each; the first step makes the states")
+        parser().error("--trials, --steps, --warmup: expected at least 1 each; the first step allocates the states")
     if options.sequence is not None and options.sequence < 1:
         parser().error(f"--sequence: expected at least 1 token, found {options.sequence}")
     try:
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"lowtide tune: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"lowtide tune: interrupted; the same command goes on from {options.folder}", file=sys.stderr)
+        print(f"lowtide tune: interrupted; the same command continues in {options.folder}", file=sys.stderr)
         return 128 + (caught[0] if caught else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -73,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Tried:
-    """planned: {"choice", "seconds", "peak_bytes"} of the plan; {} of a config that could not be planned."""
+    """A trial. planned: {"choice", "seconds", "peak_bytes"} of its plan; {} if the config could not be planned."""
 
     name: str
     planned: Mapping[str, Any]
@@ -81,12 +83,12 @@ class Tried:
 
     @property
     def step_seconds(self) -> float:
-        """Of one that was measured."""
+        """Seconds of a step. The trial must have been measured."""
         return float(self.outcome.result["step_seconds"])
 
     @property
     def samples_per_second(self) -> float:
-        """Of one that was measured."""
+        """Samples per second. The trial must have been measured."""
         return float(self.outcome.result["samples"]) / self.step_seconds
 
     @property
@@ -95,22 +97,12 @@ class Tried:
 
     @property
     def speed(self) -> float:
-        """For the order of a table: the fastest first, and what was not measured last."""
+        """Sort key of tables: the fastest first, unmeasured trials last."""
         return -self.samples_per_second if self.outcome.state == "measured" else 0.0
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """name: of its folder. planned: as the plan has written it; {} of a config that could not be planned."""
-
-    name: str
-    config: Mapping[str, Any]
-    is_whole: bool
-    planned: Mapping[str, Any]
-
-
 class _Tuning:
-    """One folder of trials, made or gone on with."""
+    """The trials of a folder, new or continued."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -124,11 +116,11 @@ class _Tuning:
         self._png: Path = options.png or self._folder / "trials.png"
 
     def run(self) -> int:
-        """Raises ValueError for a folder of other trials, or in which another command is at work."""
+        """Run all trials. Raises ValueError if the folder has trials of another command, or another process uses it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self._folder, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # of a file system without locks
+            with contextlib.suppress(OSError):  # some file systems have no locks
                 _lock(lock, self._folder)
             self._open()
             return self._run()
@@ -136,21 +128,17 @@ class _Tuning:
             os.close(lock)
 
     def _run(self) -> int:
-        tried: list[Tried] = []
-        batch = None
-        given = None
-        if not self._config.planned_keys:
-            given = self._try(_Candidate("given", self._raw, False, {}))
-            batch = given.outcome.result.get("batch")
-        plan = self._plan(batch)
-        if given is not None:
-            planned = (plan or {}).get("given") or {}
-            tried.append(Tried(given.name, planned, given.outcome))
-        for candidate in self._candidates(plan):
+        given = None if self._config.planned_keys else self._try("given", self._raw, False)
+        plan = self._plan(None if given is None else given.result.get("batch"))
+        planned_given = (plan or {}).get("given") or {}
+        tried = [] if given is None else [Tried("given", planned_given, given)]
+        best = [] if plan is None else [each for each in plan["best"] if each["choice"] != planned_given.get("choice")]
+        for number, planned in enumerate(best[: self._options.trials], start=1):
             if time.monotonic() >= self._deadline:
                 print(f"the time of all trials ({self._options.total:g} s) is over; --total gives more")
                 break
-            tried.append(self._try(candidate))
+            name = f"trial-{number}"
+            tried.append(Tried(name, planned, self._try(name, planned["config"], True)))
         return self._conclude(tried, plan)
 
     def _open(self) -> None:
@@ -162,11 +150,11 @@ class _Tuning:
                 shutil.rmtree(left, ignore_errors=not left.exists())
         elif path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
-            other = [key for key, value in asked.items() if known.get(key) != value]
-            if other:
+            changed = [key for key, value in asked.items() if known.get(key) != value]
+            if changed:
                 raise ValueError(
-                    f"{self._folder}: expected trials of the same command, found others (another {', '.join(other)}); "
-                    "give --folder for new ones beside them, or --again to throw them away"
+                    f"{self._folder}: expected trials of the same command, found trials with another "
+                    f"{', '.join(changed)}; use another --folder, or --again to delete these trials"
                 )
         for written in (self._best, self._png):
             written.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +163,7 @@ class _Tuning:
         path.write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
 
     def _plan(self, batch: Any) -> Mapping[str, Any] | None:
-        """What the script's own model and batch make of the config; None where that cannot be planned."""
+        """Plan the config with the script's model and batch. Return None if it cannot be planned."""
         options, folder = self._options, self._folder / "plan"
         result = str((folder / "result.json").resolve())
         request = TrialRequest(
@@ -189,20 +177,15 @@ class _Tuning:
         print(f"planned {found['num_choices']:,} configs in {found['plan_seconds']:.1f} s, for {found['device']}")
         return found
 
-    def _candidates(self, plan: Mapping[str, Any] | None) -> list[_Candidate]:
-        if plan is None:
-            return []
-        given = (plan["given"] or {}).get("choice")
-        best = [one for one in plan["best"] if one["choice"] != given][: self._options.trials]
-        return [_Candidate(f"trial-{number}", one["config"], True, one) for number, one in enumerate(best, 1)]
-
-    def _try(self, candidate: _Candidate) -> Tried:
-        options, folder = self._options, self._folder / candidate.name
+    def _try(self, name: str, config: Mapping[str, Any], is_whole: bool) -> TrialOutcome:
+        options, folder = self._options, self._folder / name
         result = str((folder / "result.json").resolve())
-        request = TrialRequest("measure", candidate.config, result, candidate.is_whole, options.warmup, options.steps)
+        request = TrialRequest("measure", config, result, is_whole, options.warmup, options.steps)
         outcome = run(request, folder, self._words, self._limit(), "step_seconds")
-        print(f"{candidate.name}: {_said(outcome)}", flush=True)
-        return Tried(candidate.name, candidate.planned, outcome)
+        is_measured = outcome.state == "measured"
+        text = f"{outcome.result['step_seconds']:.4g} s a step" if is_measured else f"{outcome.state}: {outcome.words}"
+        print(f"{name}: {text}", flush=True)
+        return outcome
 
     def _limit(self) -> float:
         limit: float = self._options.limit
@@ -212,13 +195,13 @@ class _Tuning:
         console = console_of(132)
         if tried:
             console.print(table(tried))
-        measured = [one for one in tried if one.outcome.state == "measured"]
+        measured = [trial for trial in tried if trial.outcome.state == "measured"]
         if not measured:
-            print("lowtide tune: no trial has run; the output of each is in its folder", file=sys.stderr)
+            print("lowtide tune: no trial was measured; each folder has the trial's output.txt", file=sys.stderr)
             return 1
         if text := ignored_rows(measured):
             print(f"lowtide tune: {text}", file=sys.stderr)
-        best = max(measured, key=lambda one: one.samples_per_second)
+        best = max(measured, key=lambda trial: trial.samples_per_second)
         self._best.write_text(json.dumps(best.outcome.result["config"], indent=2) + "\n", encoding="utf-8")
         print(f"the fastest is {best.name}, {best.samples_per_second:.4g} samples/s: {self._best}")
         try:
@@ -231,59 +214,57 @@ class _Tuning:
         return 0
 
     def _calibrate(self, measured: Sequence[Tried], plan: Mapping[str, Any]) -> None:
-        """Puts what was measured where the next plan begins."""
-        steps = [MeasuredStep(one.planned["seconds"], one.step_seconds) for one in measured if one.planned]
+        """Write correction factors into the machine's file, for the next plan."""
+        steps = [(trial.planned["seconds"], trial.step_seconds) for trial in measured if trial.planned]
         factors = fit(steps)
         if not steps or factors == Factors():
             return
         path, key = default_path(), plan["device"]
         try:
             found = Measured.read(path) if path.exists() else Measured({})
-            before = found.factor(key)  # the plan began from these
-            both = Factors(before.computing * factors.computing, before.moving * factors.moving)
-            replace(found, factors={**found.factors, key: both}).write(path)
+            before = found.factor(key)  # this plan already used them
+            product = Factors(before.computing * factors.computing, before.moving * factors.moving)
+            replace(found, factors={**found.factors, key: product}).write(path)
         except (ValueError, OSError) as error:
-            print(f"lowtide tune: what was measured is not kept for the next plan: {error}", file=sys.stderr)
+            print(f"lowtide tune: measured factors were not saved for the next plan: {error}", file=sys.stderr)
             return
         print(
             f"computing took {factors.computing:.3g} times as long as planned, moving bytes {factors.moving:.3g} "
-            f"times; the next plan on {key} begins from that: {path}"
+            f"times; the next plan on {key} uses these factors: {path}"
         )
 
 
 def ignored_rows(measured: Sequence[Tried]) -> str:
-    """What to say of a script whose microbatches stay as they are where the config has another number of rows."""
-    for one in measured:
-        for other in measured:
-            rows, others = (each.planned.get("choice", {}).get("rows") for each in (one, other))
-            batch = one.outcome.result.get("batch")
-            if None not in (rows, others, batch) and rows != others and batch == other.outcome.result.get("batch"):
-                return (
-                    f"{one.name} has {rows} rows a microbatch, {other.name} {others}, and the script gave both the "
-                    "same: samples/s are not true. Expected batches by engine.config.train_micro_batch_size_per_gpu; "
-                    'or give the batch sizes in CONFIG values, and only other keys "auto"'
-                )
+    """Return a warning if the script ignores the config's rows per microbatch, else ""."""
+    for first, second in combinations(measured, 2):
+        rows = [trial.planned.get("choice", {}).get("rows") for trial in (first, second)]
+        batches = [trial.outcome.result.get("batch") for trial in (first, second)]
+        if None not in (*rows, batches[0]) and rows[0] != rows[1] and batches[0] == batches[1]:
+            return (
+                f"{first.name} has {rows[0]} rows a microbatch, {second.name} {rows[1]}, and the script gave both the "
+                "same batch, so samples/s are wrong; make batches of engine.config.train_micro_batch_size_per_gpu "
+                'rows, or set the batch sizes in CONFIG and leave "auto" to the remaining keys'
+            )
     return ""
 
 
 def table(tried: Sequence[Tried]) -> Table:
-    """The fastest first. A column for each key of the choices in which they differ."""
-    choices = [one.planned["choice"] for one in tried if one.planned]
-    names = [name for name in (choices[0] if choices else ()) if len({str(one[name]) for one in choices}) > 1]
-    result = Table(title="predicted beside measured")
+    """Make a table of the trials, the fastest first, with a column for each key in which their configs differ."""
+    choices = [trial.planned["choice"] for trial in tried if trial.planned]
+    names = [name for name in (choices[0] if choices else ()) if len({str(choice[name]) for choice in choices}) > 1]
+    result = Table(title="planned and measured")
     result.add_column("")
     for name in (*names, "s a step, planned", "measured", "samples/s", "peak GB, planned", "measured"):
         result.add_column(name.replace("_", " "), justify="right")
     result.add_column("")
-    for one in sorted(tried, key=lambda one: one.speed):
-        choice = one.planned.get("choice", {})
-        is_measured = one.outcome.state == "measured"
-        peak = one.outcome.result.get("peak_bytes")
+    for trial in sorted(tried, key=lambda trial: trial.speed):
+        choice, outcome = trial.planned.get("choice", {}), trial.outcome
+        is_measured = outcome.state == "measured"
         cells = [str(choice.get(name, "")) for name in names]
-        cells += [_number(one.planned_seconds), _number(one.step_seconds if is_measured else None)]
-        cells += [_number(one.samples_per_second if is_measured else None)]
-        cells += [_gigabytes(one.planned.get("peak_bytes")), _gigabytes(peak)]
-        result.add_row(one.name, *cells, "" if is_measured else escape(f"{one.outcome.state}: {one.outcome.words}"))
+        cells += [_number(trial.planned_seconds), _number(trial.step_seconds if is_measured else None)]
+        cells += [_number(trial.samples_per_second if is_measured else None)]
+        cells += [_gigabytes(trial.planned.get("peak_bytes")), _gigabytes(outcome.result.get("peak_bytes"))]
+        result.add_row(trial.name, *cells, "" if is_measured else escape(f"{outcome.state}: {outcome.words}"))
     return result
 
 
@@ -296,51 +277,48 @@ def _gigabytes(value: float | None) -> str:
 
 
 def draw(measured: Sequence[Tried], path: Path) -> None:
-    """Seconds of a step, planned and measured, beside each other."""
-    rows = sorted(measured, key=lambda one: one.speed)
+    """Draw the planned and the measured seconds of a step for each trial."""
+    rows = sorted(measured, key=lambda trial: trial.speed)
     with picture(path, 8, 1.5 + 0.5 * len(rows)) as axes:
         places = range(len(rows))
-        axes.barh([place - 0.2 for place in places], [one.planned_seconds or 0 for one in rows], 0.38, label="planned")
-        axes.barh([place + 0.2 for place in places], [one.step_seconds for one in rows], 0.38, label="measured")
-        axes.set_yticks(list(places), [_label(one) for one in rows])
+        axes.barh([place - 0.2 for place in places], [row.planned_seconds or 0 for row in rows], 0.38, label="planned")
+        axes.barh([place + 0.2 for place in places], [row.step_seconds for row in rows], 0.38, label="measured")
+        axes.set_yticks(list(places), [_label(row) for row in rows])
         axes.invert_yaxis()
         axes.set_xlabel("seconds a step")
-        axes.set_title("the fastest by sample first", loc="left")
+        axes.set_title("most samples per second first", loc="left")
         axes.legend()
 
 
-def _label(one: Tried) -> str:
-    choice = one.planned.get("choice")
+def _label(trial: Tried) -> str:
+    choice = trial.planned.get("choice")
     if not choice:
-        return one.name
+        return trial.name
     return (
-        f"{one.name}: stage {choice['stage']}, pipeline {choice['pipeline']}, {choice['rows']} x "
+        f"{trial.name}: stage {choice['stage']}, pipeline {choice['pipeline']}, {choice['rows']} x "
         f"{choice['accumulation']} rows, checkpointing {choice['every']}"
     )
 
 
 def _launched(options: argparse.Namespace) -> list[str]:
-    """The command line of `lowtide launch`. Raises ValueError for quotes that do not end."""
+    """Return the arguments of `lowtide launch`. Raises ValueError for unbalanced quotes."""
     words = ["--nproc", str(options.nproc)] if options.nproc else []
     script = ["-m", options.script] if options.module else [options.script]
     return [*words, *shlex.split(options.launch), *script, *options.arguments]
 
 
 def _lock(handle: int, folder: Path) -> None:
-    """Until the handle is closed. Raises ValueError where another one has it, OSError where there are no locks."""
+    """Lock the folder until the handle is closed.
+
+    Raises ValueError if another process has the lock, OSError if the file system has no locks.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(
-            f"{folder}: expected no other command, found that another `lowtide tune` is at work in it; wait for its "
-            "end, or give another --folder"
+            f"{folder}: expected no other process, found another `lowtide tune` in this folder; wait until it ends, or "
+            "use another --folder"
         ) from error
-
-
-def _said(outcome: TrialOutcome) -> str:
-    if outcome.state != "measured":
-        return f"{outcome.state}: {outcome.words}"
-    return f"{outcome.result['step_seconds']:.4g} s a step"
 
 
 def _seconds(text: str) -> float:
@@ -354,24 +332,24 @@ def _seconds(text: str) -> float:
 
 
 def parser() -> Parser:
-    """The command line of `lowtide tune`."""
+    """Return the command line of `lowtide tune`."""
     result = Parser.of("tune", _EXAMPLES)
     add = result.add_argument
-    add("--trials", type=int, default=5, metavar="N", help="of the plan's best, beside CONFIG itself (5)")
-    add("--steps", type=int, default=10, metavar="N", help="that are timed in each (10)")
-    add("--warmup", type=int, default=3, metavar="N", help="before them, not timed (3)")
-    add("--limit", type=_seconds, default=600.0, metavar="SECONDS", help="of a trial, with its start (600)")
-    add("--total", type=_seconds, default=3600.0, metavar="SECONDS", help="of all together (3600)")
-    add("--sequence", type=int, metavar="N", help="tokens of a sample, where no batch tells a plan")
-    add("--folder", type=Path, metavar="DIR", help="of the trials; all hosts must see it (tuned/CONFIG)")
-    add("--again", action="store_true", help="throw away the trials that are in the folder")
-    add("--write", type=Path, metavar="FILE", help="the fastest config (best.json in the folder)")
-    add("--png", type=Path, metavar="FILE", help="picture of predicted and measured (trials.png in the folder)")
-    add("--no-calibrate", action="store_true", help="do not keep what was measured for the next plan")
-    add("--nproc", metavar="N|auto", help="ranks on each host, as of `lowtide launch`")
+    add("--trials", type=int, default=5, metavar="N", help="planned configs to try, besides CONFIG (default: 5)")
+    add("--steps", type=int, default=10, metavar="N", help="timed steps of a trial (default: 10)")
+    add("--warmup", type=int, default=3, metavar="N", help="steps before the timed steps (default: 3)")
+    add("--limit", type=_seconds, default=600.0, metavar="SECONDS", help="limit of a trial, with start (default: 600)")
+    add("--total", type=_seconds, default=3600.0, metavar="SECONDS", help="limit of all trials (default: 3600)")
+    add("--sequence", type=int, metavar="N", help="tokens of a sample, if no trial has shown the plan a batch")
+    add("--folder", type=Path, metavar="DIR", help="folder of the trials, visible to all hosts (default: tuned/CONFIG)")
+    add("--again", action="store_true", help="delete the trials in the folder first")
+    add("--write", type=Path, metavar="FILE", help="file for the fastest config (default: best.json in the folder)")
+    add("--png", type=Path, metavar="FILE", help="picture of planned and measured times (default: trials.png there)")
+    add("--no-calibrate", action="store_true", help="do not save measured factors for the next plan")
+    add("--nproc", metavar="N|auto", help="ranks on each host, as for `lowtide launch`")
     add("--launch", default="", metavar="OPTIONS", help="more options of `lowtide launch`, in quotes")
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
-    add("config", metavar="CONFIG", help="a JSON file or a preset, laid over what the script passes")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    add("config", metavar="CONFIG", help="a JSON file or a preset; its values override those that the script passes")
     add("script", metavar="SCRIPT", help="a Python file, or a module with -m")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
     return result

@@ -1,1 +1,1 @@
-"""What a training will take, in bytes and in seconds, before there is a process group; and the best of many configs."""
+"""Predict memory and time of a training, and search for the best config."""

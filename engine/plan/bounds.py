@@ -1,6 +1,6 @@
-"""What a choice takes at least: arithmetic without a blueprint, some microseconds each.
+"""Lower bounds of a choice: arithmetic without a blueprint, some microseconds each.
 
-Of a pipeline it is that of stages with as few blocks as any has; of the model, its bytes where nothing is divided.
+Pipelines are bounded as if every stage had as few blocks as the smallest, models by their bytes without sharding.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .search import Bound
 
 @dataclass(frozen=True)
 class LeastBlock:
-    """Of the block that takes the least; and seconds of what comes before the blocks and behind them."""
+    """Costs of the cheapest block, and seconds of the model before and after the blocks."""
 
     num_blocks: int
     forward: float
     backward: float
     kept_bytes: int
-    backward_bytes: int  # the most of its backward, of what its forward began with
+    backward_bytes: int  # peak of its backward, relative to the start of its forward
     holding_bytes: int  # the same while it keeps its gradients
     gradient_bytes: int
     output_bytes: int
@@ -41,7 +41,7 @@ class LeastBlock:
 
     @classmethod
     def of(cls, profile: Profile, work: MachineWork, blocks: Sequence[str]) -> LeastBlock:
-        """blocks: their names, in order."""
+        """Take the minimum over blocks. blocks: their names, in order."""
         parts, names = [profile.part(name) for name in blocks], profile.names
         first, last = names.index(blocks[0]), names.index(blocks[-1])
         return cls(
@@ -59,9 +59,10 @@ class LeastBlock:
         )
 
     def seconds(self, choice: Choice) -> float:
-        """Until a last rank is done.
+        """Return the earliest end of the last rank of a pipeline.
 
-        A last rank waits for the first microbatch, and others for the last one where a backward is in one piece.
+        It waits for the first microbatch. If backwards are not split, the first rank also waits for the last
+        microbatch.
         """
         kind, chunks, each = find_kind(choice.schedule), num_chunks(choice), self.forward + self.backward
         per_stage, others = self.num_blocks // (choice.pipeline * chunks), choice.pipeline - 1
@@ -69,13 +70,13 @@ class LeastBlock:
         after = 0.0 if kind.splits_backward else self.backward_before + others * per_stage * self.backward
         of_last = chunks * per_stage * each
         fullest = choice.accumulation * -(-self.num_blocks // choice.pipeline) * each
-        if kind.is_v:  # the last stage is on the first rank
+        if kind.is_v:  # rank 0 has the first and the last stage
             of_first = of_last + self.forward_before + self.backward_before + self.behind
             return max(before + choice.accumulation * of_last + after, choice.accumulation * of_first, fullest)
         return max(before + choice.accumulation * (of_last + self.behind) + after, fullest)
 
     def nbytes(self, choice: Choice, keeps_gradients: bool) -> float:
-        """Of activations, messages, and, with keeps_gradients, those that a backward makes: while one computes."""
+        """Return bytes of activations and messages, with keeps_gradients also of a backward's gradients."""
         chunks = num_chunks(choice)
         per_stage = self.num_blocks // (choice.pipeline * chunks)
         others, _ = least_held(choice)
@@ -86,8 +87,10 @@ class LeastBlock:
 
 
 def least_held(choice: Choice) -> tuple[int, bool]:
-    """(stages of other microbatches of which some rank holds activations in some backward, at least; whether each of
-    its stages has ended a backward by then). `tests/plan/test_plan_search.py` holds it to the schedules.
+    """Return what some rank of the pipeline holds at least in some backward.
+
+    (number of stages times microbatches whose activations it keeps besides the current, whether each of its stages has
+    already ended a backward). `tests/plan/test_plan_search.py` checks it against the schedules.
     """
     ranks, count, chunks = choice.pipeline, choice.accumulation, num_chunks(choice)
     others = chunks * min(ranks, count) - 1
@@ -99,59 +102,63 @@ def least_held(choice: Choice) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Without padding. Of one rank that has all layers."""
+    """Bytes of the whole model on a single rank, without padding."""
 
     parameters: int
-    gathered_again: int  # in the backward: all but the rest and the last unit
-    reduced: int  # gradients, as messages have them
-    summed: int  # gradients, as they are added up
+    gathered_again: int  # in the backward: all but the root unit and the last unit
+    reduced: int  # gradients in the reduce dtype
+    summed: int  # gradients in the accumulation dtype
     refreshed: int  # parameters that an update changes
-    passing: int  # what an update reads and writes at least: gradients, and those parameters
+    passing: int  # gradients and parameters that an update reads and writes
     states: float  # of the optimizer
-    least_slot: int  # the largest message of a block, of the block where that is least
+    least_slot: int  # largest message of a block, minimum over blocks
     adds_up_apart: bool
-    """Each block adds some gradients up flat. Then a pipeline's backward keeps its gradients: see `PlaceMemory`."""
-    share_of_blocks: float  # of all parameters, if each block had as few as any
+    """Each block accumulates some gradients flat, so a pipeline's backward keeps its gradients: see `PlaceMemory`."""
+    share_of_blocks: float  # of all parameters, if each block were as small as the smallest
 
     @classmethod
     def of(cls, first: Blueprint, blocks: Set[str]) -> ModelBytes:
-        """first: nothing is divided over its data-parallel ranks. blocks: names."""
+        """Count the bytes of a blueprint without sharding. blocks: names."""
         plan = first.places[0]
         in_blocks = [groups for unit, groups in plan.units if unit.name in blocks]
-        padded, numel = sum(one.layout.shard_numel for one in plan.updated), _bytes(plan.updated, lambda one: 1)
+        padded, numel = sum(group.layout.shard_numel for group in plan.updated), _bytes(plan.updated, lambda group: 1)
         states = Footprint(first, 0).at(MemoryPhase.BETWEEN_STEPS, gathers=False).optimizer
-        slots = [max(_bytes([one], lambda one: one.reduce_dtype.itemsize) for one in groups) for groups in in_blocks]
-        least = min((_bytes(groups, lambda one: 1) for groups in in_blocks), default=0)
-        refreshed = _bytes(plan.updated, lambda one: one.dtype.itemsize)
+        slots = [max(group.layout.numel * group.reduce_dtype.itemsize for group in groups) for groups in in_blocks]
+        least = min((_bytes(groups, lambda group: 1) for groups in in_blocks), default=0)
+        refreshed = _bytes(plan.updated, _parameter_itemsize)
         return cls(
-            parameters=_bytes(plan.groups, lambda one: one.dtype.itemsize),
-            gathered_again=sum(_bytes(groups, lambda one: one.dtype.itemsize) for _, groups in plan.units[1:-1]),
-            reduced=_bytes(plan.trained, lambda one: one.reduce_dtype.itemsize),
-            summed=_bytes(plan.trained, lambda one: one.accumulation_dtype.itemsize),
+            parameters=_bytes(plan.groups, _parameter_itemsize),
+            gathered_again=sum(_bytes(groups, _parameter_itemsize) for _, groups in plan.units[1:-1]),
+            reduced=_bytes(plan.trained, lambda group: group.reduce_dtype.itemsize),
+            summed=_bytes(plan.trained, lambda group: group.accumulation_dtype.itemsize),
             refreshed=refreshed,
-            passing=refreshed + _bytes(plan.updated, lambda one: one.accumulation_dtype.itemsize),
+            passing=refreshed + _bytes(plan.updated, lambda group: group.accumulation_dtype.itemsize),
             states=states * numel / max(1, padded),
             least_slot=min(slots, default=0),
-            adds_up_apart=all(any(one.is_added_up_flat for one in groups) for groups in in_blocks),
-            share_of_blocks=least * len(blocks) / _bytes(plan.groups, lambda one: 1),
+            adds_up_apart=all(any(group.is_added_up_flat for group in groups) for groups in in_blocks),
+            share_of_blocks=least * len(blocks) / _bytes(plan.groups, lambda group: 1),
         )
 
 
 def _bytes(groups: Iterable[GroupPlan], itemsize: Callable[[GroupPlan], int]) -> int:
-    return sum(one.layout.numel * itemsize(one) for one in groups)
+    return sum(group.layout.numel * itemsize(group) for group in groups)
 
 
-_Sizes = tuple[int, int, int, int, int]  # of the axes within a place of the pipeline
-_ROUNDED = 1 - 1e-9  # sums of the same numbers in another order
+def _parameter_itemsize(group: GroupPlan) -> int:
+    return group.dtype.itemsize
+
+
+_Sizes = tuple[int, int, int, int, int]  # of the axes within a stage place of the pipeline
+_ROUNDED = 1 - 1e-9  # a bound may exceed an estimate by the rounding of sums in another order
 
 
 @dataclass(frozen=True)
 class _Division:
-    """Over how many ranks of a place of the pipeline something is divided."""
+    """Numbers of ranks over which batch, states and parameters are divided, on a place of the pipeline."""
 
     policy: ZeroPolicy
-    data: int  # the batch
-    num_alike: int  # those that have the same layers: data-parallel ones, and in line with them those of a sequence
+    data: int  # for the batch
+    num_alike: int  # ranks with the same layers: data-parallel and sequence-parallel ranks
     states: int
     parameters: int
     sizes: _Sizes
@@ -172,14 +179,14 @@ class _Division:
 
     @property
     def frees(self) -> bool:
-        """Parameters that are not used."""
+        """Whether parameters that are not in use are released."""
         return self.policy.frees_parameters and self.parameters > 1
 
 
 class Bounds:
     """Lower bounds of `Planner.estimate` for choices with the same degrees of layers and sequences.
 
-    first: a blueprint of these degrees in which nothing is divided over data-parallel ranks.
+    first: a blueprint of these degrees without sharding over data-parallel ranks.
     """
 
     def __init__(
@@ -190,22 +197,22 @@ class Bounds:
         blocks: Sequence[str],
         beside: Callable[[bool], Sequence[tuple[int, str, ComputePhase]]],
     ) -> None:
-        """profile: of so many rows and `every`, no part of which is more than that of a run. blocks: names.
+        """Take the model's profile and moments.
 
-        beside: whether parameters are freed -> (bytes that are gathered and staged, part, whether in its backward) at
-        each moment of a microbatch without a pipeline.
+        profile: (rows, every) -> a profile with at most the costs of a run. blocks: names. beside: whether parameters
+        are released -> (gathered and staged bytes, part, phase) at each moment of a microbatch without a pipeline.
         """
         self._machine, self._config, self._route = machine, first.config, first.route
         self._is_layered = first.config.zero_optimization.layered_gradient_accumulation
         self._blocks, self._profile = blocks, profile
         self._model = ModelBytes.of(first, frozenset(blocks))
         wire = first.config.communication
-        self._is_quantized = any((wire.weight_bits, wire.frozen_weight_bits, wire.gradient_bits))  # smaller messages
+        self._is_quantized = any((wire.weight_bits, wire.frozen_weight_bits, wire.gradient_bits))
         self._microbatch, self._beside = cache(self._of_microbatch), cache(beside)
         self._block, self._seconds_per_byte = cache(self._least_block), cache(self._per_byte)
 
     def of(self, choice: Choice) -> Bound:
-        """Of one choice."""
+        """Return the bound of a choice."""
         machine, parts = self._machine, _Division.of(choice, self._machine.num_devices)
         if choice.pipeline == 1:
             seconds, nbytes, away = self._of_layers(choice, parts)
@@ -221,12 +228,12 @@ class Bounds:
         return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, fits)
 
     def _of_layers(self, choice: Choice, parts: _Division) -> tuple[float, float, float]:
-        """(seconds, bytes, bytes of activations elsewhere) without a pipeline and the update."""
+        """Return (seconds, bytes, bytes of offloaded activations) without a pipeline and the update."""
         machine, is_offloaded = self._machine, choice.offload_activations != "none"
         compute, exchanging, peak, away = self._microbatch(choice.rows, choice.every, parts.frees, is_offloaded)
         exposed = choice.accumulation * max(0.0, 2 * away / machine.link - (compute - exchanging))
         wire = 0.0 if machine.device == "cpu" or self._is_layered else self._wire(choice, parts)
-        if self._is_layered:  # while the last one comes to the last block, all are kept before it
+        if self._is_layered:  # when the last microbatch enters the last block, earlier blocks keep all microbatches
             kept = 0 if is_offloaded else self._kept_before_last(choice.rows, choice.every)
             peak = choice.accumulation * kept
         resting = self._resting(choice, parts)
@@ -234,7 +241,7 @@ class Bounds:
         return max(compute * choice.accumulation, wire) + exposed, nbytes, away
 
     def _of_stages(self, choice: Choice, parts: _Division) -> tuple[float, float]:
-        """(seconds, bytes) of a pipeline without the update."""
+        """Return (seconds, bytes) of a pipeline without the update."""
         nbytes, gradients = self._resting(choice, parts), self._gradients(choice, parts)
         is_added = parts.policy.reduces_every_backward and parts.num_alike > 1
         block = self._block(choice.rows, choice.every)
@@ -247,26 +254,26 @@ class Bounds:
                 gathered = 1 - (choice.offload_param == "none") / parts.parameters
                 nbytes += self._model.parameters / choice.pipeline * gathered
             peak += 2 * self._model.least_slot * (parts.num_alike > 1)
-        # The rank that holds the most activations has the least of anything else that a rank can have.
+        # The rank with the most activations has at least the minimum of parameters, states and gradients.
         meanwhile = nbytes + gradients * least_held(choice)[1]
         return seconds, max(nbytes + gradients, meanwhile * self._even_share(choice) + peak)
 
     def _gradients(self, choice: Choice, parts: _Division) -> float:
-        """Bytes that are there at the end of a backward."""
+        """Return bytes of gradients at the end of a backward."""
         is_sharded_at_once = parts.policy.reduces_every_backward or choice.accumulation == 1 or self._is_layered
         if choice.offload_optimizer != "none" and (is_sharded_at_once or self._machine.device == "cpu"):
             return 0.0
-        held = parts.states if is_sharded_at_once else 1  # full until the last one
+        held = parts.states if is_sharded_at_once else 1  # full gradients until the last microbatch
         nbytes = self._model.summed / held / choice.pipeline
         return nbytes / parts.num_alike if self._machine.device == "cpu" else nbytes
 
     def _even_share(self, choice: Choice) -> float:
-        """Of a rank's part of the model, what every rank has: as few blocks as any."""
+        """Return the fraction of a rank's mean part of the model that every rank has."""
         num_stages = choice.pipeline * num_chunks(choice)
         return self._model.share_of_blocks * (len(self._blocks) // num_stages) * num_stages / len(self._blocks)
 
     def _kept_before_last(self, rows: int, every: int) -> int:
-        """By all blocks but the last, what goes into that left out."""
+        """Return bytes that all blocks but the last keep, without the input of the last."""
         parts = list(self._profile(rows, every).parts.values())[:-2]
         return sum(part.kept_bytes for part in parts) - (parts[-1].output_bytes if parts else 0)
 
@@ -275,7 +282,7 @@ class Bounds:
         return LeastBlock.of(profile, MachineWork(profile, self._machine, self._route), self._blocks)
 
     def _exposed(self, choice: Choice, parts: _Division) -> float:
-        """Seconds that a pipeline waits for collectives, of a rank with as much as the mean of all."""
+        """Return seconds that a pipeline's rank with a mean part of the model waits for collectives."""
         if choice.expert > 1 or self._is_quantized:  # experts are gathered by fewer ranks
             return 0.0
         of_states = (SECONDARY, SHARD, SEQUENCE)
@@ -291,13 +298,13 @@ class Bounds:
         return total / choice.pipeline
 
     def _collected(self, choice: Choice, parts: _Division) -> float:
-        """Seconds in which a rank of a pipeline with the mean of all gradients reduces those of a microbatch."""
+        """Return seconds of a microbatch's reductions on a pipeline's rank with a mean part of the model."""
         if choice.expert > 1:
             return 0.0
         return self._model.reduced * self._seconds_per_byte(parts.sizes, (SECONDARY, SHARD, SEQUENCE)) / choice.pipeline
 
     def _wire(self, choice: Choice, parts: _Division) -> float:
-        """Seconds of all collectives, one after the other, without a pipeline."""
+        """Return seconds of all collectives in sequence, without a pipeline."""
         if choice.expert > 1 or self._is_quantized:  # experts are gathered by fewer ranks
             return 0.0
         total = 0.0
@@ -310,19 +317,19 @@ class Bounds:
         return total
 
     def _update(self, choice: Choice, states: int) -> float:
-        """Seconds of the update, and of what brings updated parameters to other ranks."""
-        machine, own = self._machine, 1 / states / choice.pipeline
+        """Return seconds of the update and of the collectives that send updated parameters."""
+        machine, share = self._machine, 1 / states / choice.pipeline
         if self._config.zero_optimization.offload_optimizer.overlap != "none":
             return 0.0
         if choice.offload_optimizer == "none" or self._config.zero_optimization.offload_optimizer.ratio < 1:
-            return self._model.passing * own / machine.memory
-        seconds = 2 * self._model.states * own / (machine.host_memory / machine.devices_per_host)
+            return self._model.passing * share / machine.memory
+        seconds = 2 * self._model.states * share / (machine.host_memory / machine.devices_per_host)
         if choice.offload_optimizer == "nvme":
-            seconds += 2 * self._model.states * own / (machine.nvme / machine.devices_per_host)
-        return seconds + (self._model.passing * own / machine.link if machine.device == "cuda" else 0.0)
+            seconds += 2 * self._model.states * share / (machine.nvme / machine.devices_per_host)
+        return seconds + (self._model.passing * share / machine.link if machine.device == "cuda" else 0.0)
 
     def _resting(self, choice: Choice, parts: _Division) -> float:
-        """Bytes of parameters and states in the model's memory."""
+        """Return bytes of parameters and states in device memory."""
         shared = parts.states if self._machine.device == "cpu" else parts.parameters
         nbytes = self._model.parameters / shared if choice.offload_param == "none" else 0.0
         ratio = self._config.zero_optimization.offload_optimizer.ratio if choice.offload_optimizer != "none" else 0.0
@@ -331,13 +338,13 @@ class Bounds:
         ) / choice.pipeline
 
     def _resting_on_host(self, choice: Choice, parts: _Division) -> float:
-        """Bytes of parameters and states in the host's memory, where that is another one."""
+        """Return bytes of parameters and states in host memory, if it is separate."""
         nbytes = self._model.parameters / parts.parameters if choice.offload_param == "cpu" else 0.0
         is_whole = choice.offload_optimizer == "cpu" and self._config.zero_optimization.offload_optimizer.ratio == 1
         return (nbytes + self._model.states / parts.states * is_whole) / choice.pipeline
 
     def _per_byte(self, sizes: _Sizes, names: Sequence[str]) -> float:
-        """Seconds of a collective over these axes, for each byte, without latency."""
+        """Return seconds per byte of a collective over these axes, without latency."""
         axes = (REPLICA, SECONDARY, SHARD, SEQUENCE, TENSOR)
         parallel_dims = ParallelDims(tuple(zip(axes, sizes, strict=True)), data=())
         size, on_host = parallel_dims.size(names), self._machine.ranks_on_host(parallel_dims, names)
@@ -346,14 +353,14 @@ class Bounds:
     def _of_microbatch(
         self, rows: int, every: int, frees_parameters: bool, is_offloaded: bool
     ) -> tuple[float, float, float, float]:
-        """(seconds of computing, of them exchanging, the most bytes at a moment without what rests, offloaded)."""
+        """Return (seconds of computing, seconds of exchanges in them, peak bytes of activations, offloaded bytes)."""
         profile = self._profile(rows, every)
         work = MachineWork(profile, self._machine, self._route)
         seconds = sum(work.forward(name) + work.backward(name) for name in profile.names)
         exchanging = sum(map(work.exchanging, profile.names))
         kept, limit = sum(part.kept_bytes for part in profile.parts.values()), kept_limit(profile, self._config)
         away = max(0.0, kept - limit) if is_offloaded else 0.0
-        if self._machine.device == "cpu":  # gradients of large weights are no tensors of their own
+        if self._machine.device == "cpu":  # gradients of large weights are written into staged memory
             return seconds, exchanging, 0.0 if is_offloaded else kept, away
         bases, most = profile.base_bytes(), 0
         for gathered, name, stretch in self._beside(frees_parameters):

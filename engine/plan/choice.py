@@ -1,4 +1,4 @@
-"""One way to train a model on a machine, as values of the config's keys; and all ways that there are."""
+"""A way to train a model on a machine, as values of config keys; and the space of all ways."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..config.config import Config
 from .machine import Machine
 
 _MAX_ROWS = 64  # of a microbatch
-_CHUNKS = (2, 4)  # of the schedules that take any number
-_WORSE = ("gpipe",)  # 1F1B has its bubble, and holds no more microbatches
+_CHUNKS = (2, 4)  # for schedules that take any number
+_WORSE = ("gpipe",)  # 1F1B has the same bubble and never keeps more microbatches
 
 KEYS = {  # attribute of a choice: key of the config
     "pipeline": "parallel.pipeline",
@@ -32,12 +32,12 @@ KEYS = {  # attribute of a choice: key of the config
     "every": "activation_checkpointing.every",
     "offload_activations": "activation_checkpointing.offload.device",
 }
-"""What is chosen. A new degree is a row here, values in `Space`, and an axis in `Blueprint`."""
+"""The chosen keys. A new degree needs a row here, values in `Space`, and an axis in `Blueprint`."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of each key; the defaults are those of the config."""
+    """A value for each key. The defaults are those of the config."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -57,33 +57,33 @@ class Choice:
 
     @classmethod
     def of(cls, config: Config) -> Choice:
-        """What a config that is resolved says."""
+        """Return the values of a resolved config."""
         values = {name: value_at(config.as_dict(), key) for name, key in KEYS.items()}
         return cls(**values)
 
     @property
     def degrees(self) -> Choice:
-        """The sizes of the axes alone."""
+        """The degrees of the axes; the rest has default values."""
         return Choice(self.pipeline, self.tensor, self.sequence, self.expert)
 
     @property
     def ranks_of_sample(self) -> int:
-        """How many ranks are given the same data."""
+        """The number of ranks that get the same data."""
         return self.pipeline * self.tensor * self.sequence
 
     def states(self) -> Choice:
-        """What decides on the bytes of model states: one of many choices that are equal in it."""
+        """Return a representative of all choices with the same bytes of model states."""
         several = min(self.accumulation, 2)
         if self.pipeline > 1:
             several = max(2, self.pipeline * find_kind(self.schedule).microbatches_per_rank)
         return replace(self, rows=1, accumulation=several, every=0, offload_activations="none")
 
     def applied(self, base: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """The config file `base` with this choice in the place of what it says."""
+        """Return the config file `base` with the values of this choice."""
         values = _copied(base)
         for name, key in KEYS.items():
             _put(values, key, getattr(self, name))
-        num_data = max(1, num_ranks // self.ranks_of_sample)  # of degrees that are too many, which resolve says
+        num_data = max(1, num_ranks // self.ranks_of_sample)  # 0 for too large degrees, which `resolve` refuses
         values["train_batch_size"] = self.rows * self.accumulation * num_data
         values.get("pipeline", {}).pop("microbatches", None)
         return values
@@ -91,11 +91,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Space:
-    """Every choice that a config and a machine leave open.
+    """All choices that a config and a machine leave open.
 
-    held: attribute -> value that is not chosen. batch: samples of a step over all ranks; None: any. in_files: those
-    of the offloads that have a folder. max_stages: as many as the model has blocks. can_split: of a choice that has
-    only degrees, whether layers, sequences and experts are known to be split so; None: they are not split.
+    held: attribute -> fixed value. batch: samples of a step over all ranks; None: any. in_files: the offloads that have
+    a folder. max_stages: the number of blocks of the model. can_split: whether a model can be trained with the degrees
+    of a choice; None: layers, sequences and experts are not split.
     """
 
     machine: Machine
@@ -107,7 +107,7 @@ class Space:
 
     def __iter__(self) -> Iterator[Choice]:
         for degrees in self._degrees():
-            pipeline = degrees.pipeline
+            pipeline, of_axes = degrees.pipeline, (degrees.pipeline, degrees.tensor, degrees.sequence, degrees.expert)
             data = self.machine.num_devices // degrees.ranks_of_sample
             states = list(self._states(degrees, data))
             for schedule, chunks in self._schedules(pipeline):
@@ -115,30 +115,16 @@ class Space:
                     if self._has_whole_rows(rows, degrees.sequence):
                         continue
                     for every, offload_activations in self._activations(pipeline):
-                        for stage, shard_size, partition, offload_optimizer, offload_param in states:
+                        for of_states in states:
                             yield Choice(
-                                pipeline,
-                                degrees.tensor,
-                                degrees.sequence,
-                                degrees.expert,
-                                schedule,
-                                chunks,
-                                stage,
-                                shard_size,
-                                partition,
-                                offload_optimizer,
-                                offload_param,
-                                rows,
-                                accumulation,
-                                every,
-                                offload_activations,
+                                *of_axes, schedule, chunks, *of_states, rows, accumulation, every, offload_activations
                             )
 
     def _degrees(self) -> Iterator[Choice]:
-        """Sizes of the axes that divide the devices; what exchanges within a layer, within a host.
+        """Yield degrees that divide the devices. Tensor and sequence degrees stay within a host.
 
-        Sequences that ranks share beside a pipeline are left to who gives one of both degrees: a search of large
-        machines has no time for them.
+        Sequence degrees with a pipeline are tried only if the config gives one of the two: a search for large machines
+        has no time for them.
         """
         every, of_host = divisors(self.machine.num_devices), divisors(self.machine.devices_per_host)
         splits = self.can_split is not None
@@ -158,7 +144,7 @@ class Space:
                             yield degrees
 
     def _has_whole_rows(self, rows: int, sequence: int) -> bool:
-        """Whether fewer ranks can share sequences, of fewer rows: that has as many tokens, and exchanges less."""
+        """Return whether splitting fewer sequences gives as many tokens per rank with less traffic."""
         return gcd(rows, sequence) > 1 and not {"rows", "sequence", "shard_size", "partition"} & self.held.keys()
 
     def _values(self, name: str, every: Sequence[Any]) -> Sequence[Any]:
@@ -177,7 +163,7 @@ class Space:
                     yield name, chunks
 
     def _batches(self, pipeline: int, data: int, schedule: str) -> Iterator[tuple[int, int]]:
-        """(rows of a microbatch, microbatches)."""
+        """Yield (rows of a microbatch, microbatches)."""
         kind = KINDS.get(schedule)
         least = kind.microbatches_per_rank * pipeline if kind is not None and pipeline > 1 else 1
         if self.batch is None:
@@ -189,15 +175,15 @@ class Space:
             return
         if self.batch % data:
             return
-        own = self.batch // data
-        for rows in self._values("rows", [count for count in divisors(own) if count <= _MAX_ROWS]):
-            if own % rows == 0 and own // rows >= least:
-                accumulation = own // rows
+        of_rank = self.batch // data
+        for rows in self._values("rows", [count for count in divisors(of_rank) if count <= _MAX_ROWS]):
+            if of_rank % rows == 0 and of_rank // rows >= least:
+                accumulation = of_rank // rows
                 if self.held.get("accumulation", accumulation) == accumulation:
                     yield rows, accumulation
 
     def _states(self, degrees: Choice, data: int) -> Iterator[tuple[int, int | None, int, str, str]]:
-        """(stage, shard_size, partition, offload_optimizer, offload_param)."""
+        """Yield (stage, shard_size, partition, offload_optimizer, offload_param)."""
         pipeline = degrees.pipeline
         for stage in self._values("stage", (0, 1, 2, 3)):
             for shard_size in self._values("shard_size", _shard_sizes(stage, data)):
@@ -212,15 +198,15 @@ class Space:
                                 yield stage, shard_size, partition, of_optimizer, of_param
 
     def _placements(self, name: str, may_be_away: bool = True) -> Sequence[str]:
-        """Where it can be kept: in the memory of the model, in the host's where that is another, in files."""
+        """Return the places for an offload: the device, the host's memory if separate, files if there is a folder."""
         away = [("cpu", self.machine.device == "cuda"), ("nvme", name in self.in_files)]
         return self._values(name, ["none", *(home for home, is_there in away if is_there and may_be_away)])
 
     def _partitions(self, stage: int, group: int, degrees: Choice) -> Sequence[int]:
-        """Parameters are gathered within the shard group, or by the data-parallel ranks of a host."""
+        """Return sizes of the group that gathers parameters: the shard group, or the ranks of a host."""
         host = self.machine.devices_per_host // (degrees.tensor * degrees.sequence)
-        is_one = stage == 3 and 1 < host < group and group % host == 0 and host % degrees.expert == 0
-        return (1, host) if is_one else (1,)
+        is_possible = stage == 3 and 1 < host < group and group % host == 0 and host % degrees.expert == 0
+        return (1, host) if is_possible else (1,)
 
     def _activations(self, pipeline: int) -> Iterator[tuple[int, str]]:
         for every in self._values("every", (0, 1)):
@@ -230,7 +216,7 @@ class Space:
 
 
 def num_chunks(choice: Choice) -> int:
-    """Stages of each place of a pipeline."""
+    """Return the number of stages on each rank of a pipeline."""
     return choice.chunks or find_kind(choice.schedule).min_chunks
 
 
@@ -241,7 +227,7 @@ def _shard_sizes(stage: int, data: int) -> Sequence[int | None]:
 
 
 def divisors(count: int) -> list[int]:
-    return [one for one in range(1, count + 1) if count % one == 0]
+    return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -249,14 +235,14 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def value_at(values: Mapping[str, Any], path: str) -> Any:
-    """Of a config with every key, at a path of several."""
+    """Return the value at a dotted path of a complete config."""
     for key in path.split("."):
         values = values[key]
     return values
 
 
 def without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A config file that says only what is not the default."""
+    """Return the config file without keys that have their default value."""
     defaults, kept = _DEFAULTS if defaults is None else defaults, {}
     for key, value in values.items():
         default = defaults.get(key)
@@ -269,13 +255,13 @@ def without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any] | No
 
 
 def without_idle_folders(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A config file that names no folder for what does not go there."""
+    """Return the config file without `nvme_path` of offloads that do not use files."""
     kept = {key: value for key, value in values.items() if key != "nvme_path" or values.get("device") == "nvme"}
     return {key: without_idle_folders(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a key, or leaves it out where it is the default and was not there."""
+    """Set a key. A default value is set only if the key is already there."""
     *sections, last = path.split(".")
     default = value_at(_DEFAULTS, path)
     if value == default:

@@ -1,4 +1,4 @@
-"""What one rank of a blueprint takes and how long its step is: bytes at every moment, seconds of every part."""
+"""Memory and time of a step without a pipeline: bytes at every moment, seconds of every part."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .machine import Machine
 from .profile import ComputePhase, Profile, ProfilePart
 from .step_order import SimulatedTimeline, StepOrder
 
-_CHUNKS_IN_MEMORY = 4  # of states that rest in a file: one comes, one is updated, two leave; buffers are kept then
+_CHUNKS_IN_MEMORY = 4  # of states in files: a chunk is read, a chunk is updated, two are written
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the fullest rank. Bytes are of its own share; what ranks of a host share is divided by their number.
+    """Costs of the fullest rank. Memory that the ranks of a host share is divided by their number.
 
-    bytes: the most of each kind, by the names of `engine.memory()` and docs/planning.md; they need not come together.
-    peak_bytes: the most at one moment of a step. sent: by a rank in a step, by link. seconds: the parts of
-    step_seconds. hidden: seconds of what goes on beside what computes.
+    bytes: peak of each kind, named as in `engine.memory()` and docs/planning.md; kinds may peak at different times.
+    peak_bytes: peak of the total in a step. sent: bytes that a rank sends in a step, by link. seconds: the parts of
+    step_seconds. hidden: seconds that overlap with computing.
     """
 
     bytes: Mapping[str, int]
@@ -44,7 +44,7 @@ class Estimate:
     num_tokens: int
 
     def missing(self, machine: Machine) -> dict[str, int]:
-        """What does not fit, by where, and by how many bytes of a rank."""
+        """Return the bytes that a rank lacks, by kind of memory."""
         share = machine.devices_per_host
         beyond = {
             "device memory": self.peak_bytes - machine.usable_bytes,
@@ -60,9 +60,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MachineWork:
-    """Seconds of the parts of a microbatch on a machine: a unit's name, START or END of `step_order`.
+    """Seconds of a microbatch's parts on a machine, by a unit's name, START or END of `step_order`.
 
-    route: of what ranks exchange that share layers or sequences, which is waited for in the middle of a part.
+    route: transport of the exchanges between ranks that share layers or sequences.
     """
 
     profile: Profile
@@ -76,12 +76,12 @@ class MachineWork:
         return self._seconds[name][1] if name in self._seconds else 0.0
 
     def exchanging(self, name: str) -> float:
-        """Of a part's forward and backward, what it waits for other ranks."""
+        """Return seconds in which a part's forward and backward wait for other ranks."""
         return self._seconds[name][2] if name in self._seconds else 0.0
 
     @cached_property
     def _seconds(self) -> Mapping[str, tuple[float, float, float]]:
-        """Of each part: blocks that are equal are looked at once."""
+        """Seconds of (forward, backward, exchanges) by part. Equal blocks share a `ProfilePart`."""
         found, known = {}, dict[int, tuple[float, float, float]]()
         for name, part in self.profile.parts.items():
             if id(part) not in known:
@@ -104,7 +104,7 @@ class MachineWork:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a microbatch's activations at each part, with what of them is offloaded."""
+    """Bytes of a microbatch's activations at each part, without the offloaded ones."""
 
     profile: Profile
     config: Config
@@ -116,7 +116,7 @@ class Activations:
 
     @cached_property
     def _waiting(self) -> Mapping[str, int]:
-        """Gradients of the rest that the parts behind each have made."""
+        """Gradients of the root unit from later parts, by part."""
         waiting, total = {}, 0
         for name, part in reversed(list(self.profile.parts.items())):
             waiting[name] = total
@@ -125,7 +125,7 @@ class Activations:
 
     @property
     def _rest_waits(self) -> bool:
-        """Else they are added to those of the microbatches before."""
+        """Whether these gradients are new memory, not added to those of earlier microbatches."""
         accumulates = (self.config.gradient_accumulation_steps or 1) > 1
         return not accumulates or self.policy.reduces_every_backward
 
@@ -138,7 +138,7 @@ class Activations:
         return kept_limit(self.profile, self.config)
 
     def at(self, name: str, stretch: ComputePhase) -> int:
-        """While a part computes."""
+        """Return bytes while a part computes."""
         part = self.profile.part(name)
         base = self.bases.get(name, 0)
         base = min(base, self._limit) if self.is_offloaded else base
@@ -148,19 +148,19 @@ class Activations:
 
     @property
     def offloaded_bytes(self) -> int:
-        """The most that is elsewhere."""
+        """Peak of the offloaded bytes."""
         kept = sum(part.kept_bytes for part in self.profile.parts.values())
         return max(0, kept - self._limit) if self.is_offloaded else 0
 
 
 def kept_limit(profile: Profile, config: Config) -> int:
-    """The most that activations take which are offloaded, beside those of the part that computes."""
+    """Return the most bytes of offloaded activations in memory, besides the part that computes."""
     largest = max((part.kept_bytes for part in profile.parts.values()), default=0)
     return config.activation_checkpointing.offload.budget_bytes or BLOCKS_IN_MEMORY * largest
 
 
 def writes_gradients(blueprint: Blueprint) -> bool:
-    """Whether gradients of large weights are made where they are staged: see `make_gradients_in_place`."""
+    """Return whether gradients of large weights are written where they are staged: see `make_gradients_in_place`."""
     config, size = blueprint.config, blueprint.parallel_dims.size(blueprint.sharding.states)
     is_sent = blueprint.policy.reduces_every_backward and size > 1
     is_added = (config.gradient_accumulation_steps or 1) > 1 and not is_sent
@@ -172,12 +172,13 @@ def writes_gradients(blueprint: Blueprint) -> bool:
 
 
 class StepParts:
-    """What of a step without a pipeline does not depend on what a microbatch computes: made once for many profiles."""
+    """The costs of a step without a pipeline that do not depend on the microbatch, for many profiles."""
 
     def __init__(self, blueprint: Blueprint, machine: Machine, place: int = -1, like: StepParts | None = None) -> None:
-        """blueprint: of any number of microbatches, of one or of several as it will be. place: of `places`.
+        """Take a blueprint with one or several microbatches per step, as in the estimates.
 
-        like: of a blueprint that differs in where states rest alone: its order of collectives is the same.
+        place: index in `blueprint.places`. like: parts of a blueprint that differs only in offloads; its order is
+        reused.
         """
         self.blueprint, self.machine = blueprint, machine
         self.place = place % len(blueprint.places)
@@ -196,14 +197,14 @@ class StepParts:
         self._refreshes = [exchange.refresh(group) for group in blueprint.places[self.place].updated]
         self._update = update_seconds(blueprint, machine, self.place)
         self.is_direct = writes_gradients(blueprint)
-        # Where gradients are made in their place, it is asked for, and what has come of other ranks by then is used up.
+        # If gradients are written in place, asking for the place first uses up the received terms of other ranks.
         self._waits = not self.is_direct and blueprint.parallel_dims.size(blueprint.sharding.summed) > 1
         moments = [(True, True)] if not accumulates else [(True, False), (False, False), (False, True)]
-        self._gradients = [gradient_seconds(blueprint, machine, self.place, *one, self.is_direct) for one in moments]
+        self._gradients = [gradient_seconds(blueprint, machine, self.place, *ends, self.is_direct) for ends in moments]
         self._num_units = len(blueprint.places[self.place].units)
 
     def estimate(self, config: Config, profile: Profile) -> Estimate:
-        """config: of the blueprint but for rows, microbatches and activations. profile: of its microbatch."""
+        """Estimate a blueprint without a pipeline. place: index in `blueprint.places`; -1: the fullest."""
         accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
         work = MachineWork(profile, self.machine, self.blueprint.route)
         activations = Activations(profile, config, self.blueprint.policy)
@@ -230,14 +231,14 @@ class StepParts:
             "exchange exposed": exchanging,
             "activations exposed": max(0.0, moved - times["compute"]),
             "update": max(0.0, self._update - beside.get(self.blueprint.timing, 0.0)),
-            "refresh exposed": sum(one.seconds for one in self._refreshes),
+            "refresh exposed": sum(message.seconds for message in self._refreshes),
             "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
         }
         for message in self._refreshes:
             sent["intra"] += message.intra
             sent["inter"] += message.inter
         calls = Calls.of(profile, self.machine, self.blueprint.route)
-        for link, nbytes in calls.sent([one for part in profile.parts.values() for one in part.exchanges]).items():
+        for link, nbytes in calls.sent([call for part in profile.parts.values() for call in part.exchanges]).items():
             sent[link] += accumulation * nbytes
         kinds, peak = self._memory(activations)
         host, file = self.rests.elsewhere(activations)
@@ -250,7 +251,7 @@ class StepParts:
         return Estimate(kinds, peak, host, file, sent, sum(seconds.values()), seconds, hidden, samples, tokens)
 
     def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
-        """(the most of each kind, the most at a moment)."""
+        """Return (peak of each kind, peak of the total)."""
         slots = activations.profile.slot_bytes
         rests, peak = self.rests, self.rests.after_backward + slots
         most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
@@ -266,24 +267,24 @@ class StepParts:
 
     @cached_property
     def _moments(self) -> list[tuple[int, int, int, str, ComputePhase]]:
-        """(bytes beside those at rest, of them gathered, of them staged, part, what of it)."""
+        """(bytes besides those at rest, gathered bytes, staged bytes, part, phase) at each moment."""
         found = []
         accumulates = self._inner is not None
         runs = [(self.order, not accumulates)] + ([(self._inner, True), (self._inner, False)] if self._inner else [])
         for step, is_first in runs:
             gradients, before, after = self.rests.gradients(is_first, step.is_last)
             arrived: frozenset[str] = frozenset()
-            waits = 0  # until the next unit's gradients are collected
-            copies = 0  # until the step ends
-            for one in step.moments:
-                arriving, arrived = one.arrived - arrived, one.arrived
+            waits = 0  # bytes until the next unit's gradients are collected
+            copies = 0  # bytes until the step ends
+            for moment in step.moments:
+                arriving, arrived = moment.arrived - arrived, moment.arrived
                 gradients += sum(after[name] - before[name] for name in arriving)
                 passing = sum(self.rests.passing[name] for name in arriving)
-                beside = gradients + passing + waits + copies + one.gathered_bytes + one.staged_bytes
+                beside = gradients + passing + waits + copies + moment.gathered_bytes + moment.staged_bytes
                 if arriving:
                     waits = passing * self._waits
                     copies += sum(self.rests.copies[name] for name in arriving) * step.is_last
-                found.append((beside, one.gathered_bytes, one.staged_bytes, one.part, one.stretch))
+                found.append((beside, moment.gathered_bytes, moment.staged_bytes, moment.part, moment.stretch))
         return found
 
 
@@ -293,7 +294,7 @@ def estimate(blueprint: Blueprint, machine: Machine, profile: Profile, place: in
 
 
 def _exposed(line: SimulatedTimeline) -> dict[str, float]:
-    """By kind of collective."""
+    """Return exposed seconds by kind of collective."""
     found = {"gather exposed": 0.0, "reduce exposed": 0.0}
     for key, seconds in line.exposed.items():
         found[f"{key} exposed"] += seconds
@@ -301,7 +302,7 @@ def _exposed(line: SimulatedTimeline) -> dict[str, float]:
 
 
 def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
-    """Of the optimizer, of the ranks of one place: what it reads and writes, where that rests."""
+    """Return seconds of the optimizer on the ranks of a place: it reads and writes states where they rest."""
     footprint = Footprint(blueprint, blueprint.first_rank_of(place))
     groups, share, offload_plan = blueprint.places[place].updated, machine.devices_per_host, blueprint.offload_plan
     states = footprint.at(MemoryPhase.BETWEEN_STEPS, gathers=False).optimizer
@@ -322,14 +323,14 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
 
 
 def speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
-    """Bytes a second, each way, of those that are offloaded."""
+    """Return bytes per second of offloaded activations, in each direction."""
     is_file = blueprint.offload_plan.activations is Placement.FILE
     return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
 
 
 @dataclass(frozen=True)
 class Resting:
-    """What a rank holds whatever it computes, and its gradients as they come."""
+    """Memory of a rank that does not depend on the microbatch, and its gradients at each moment."""
 
     footprint: Footprint
     blueprint: Blueprint
@@ -339,9 +340,9 @@ class Resting:
     after_backward: int
     host_bytes: int
     file_bytes: int
-    by_group: Mapping[str, tuple[int, ...]]  # gradients between steps, between microbatches, and when they are final
-    passing: Mapping[str, int]  # gradients that are there until their unit is updated, in the backward
-    copies: Mapping[str, int]  # what a speculative update of a group keeps until the step ends
+    by_group: Mapping[str, tuple[int, ...]]  # gradients between steps, between microbatches, and after reduction
+    passing: Mapping[str, int]  # gradients that exist until their unit is updated in the backward
+    copies: Mapping[str, int]  # kept by a speculative update of a group until the step ends
 
     @classmethod
     def of(cls, blueprint: Blueprint, footprint: Footprint, place: int = 0) -> Resting:
@@ -351,7 +352,7 @@ class Resting:
         moments = (MemoryPhase.BETWEEN_STEPS, MemoryPhase.ACCUMULATING, MemoryPhase.REDUCED)
         by_group = {
             group.name: tuple(
-                # Where gradients are added up in the shard, it is there from the start of a step.
+                # If gradients accumulate in the shard, it exists from the start of a step.
                 footprint.gradient(group, MemoryPhase.REDUCED if footprint.adds_in_place(group) else moment)
                 for moment in moments
             )
@@ -362,8 +363,8 @@ class Resting:
         columns = columns if accumulates else columns[::2]
         chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
         passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.offload_plan.states is Placement.FILE else 0
-        is_here = not blueprint.offload_plan.is_apart
-        buffers = reduced.staging + (passing if is_here else 0)
+        in_device_memory = not blueprint.offload_plan.is_apart
+        buffers = reduced.staging + (passing if in_device_memory else 0)
         copies = {group.name: footprint.copies(group) for group in plan.trained}
         kinds = {
             "parameter_bytes": reduced.parameters,
@@ -374,19 +375,22 @@ class Resting:
         rests = reduced.parameters + between.optimizer + buffers
         direction, on_host = footprint.directions()
         after = rests + sum(copies.values()) + reduced.gradients + direction
-        host = reduced.host + (0 if is_here else passing) + on_host
+        host = reduced.host + (0 if in_device_memory else passing) + on_host
         used_up = {group.name: footprint.passing(group) for group in plan.trained}
         trained, file = tuple(plan.trained), reduced.file
         return cls(footprint, blueprint, trained, kinds, rests, after, host, file, by_group, used_up, copies)
 
     def gradients(self, is_first: bool, is_last: bool) -> tuple[int, Mapping[str, int], Mapping[str, int]]:
-        """In a microbatch, the first or last of a step or neither: (all where it begins, each before and after it)."""
+        """Return gradients of a microbatch: (total at its start, by group before and after its backward).
+
+        is_first, is_last: of the step's microbatches.
+        """
         before, after = 0 if is_first else 1, 2 if is_last else 1
         of_groups = {name: (sizes[before], sizes[after]) for name, sizes in self.by_group.items()}
         first, last = ({name: sizes[place] for name, sizes in of_groups.items()} for place in (0, 1))
         return sum(first.values()), first, last
 
     def elsewhere(self, activations: Activations) -> tuple[int, int]:
-        """(host, nvme) bytes, with activations that are offloaded."""
+        """Return (host, NVMe) bytes, including offloaded activations."""
         home, nbytes = activations.config.activation_checkpointing.offload.device, activations.offloaded_bytes
         return self.host_bytes + nbytes * (home == "cpu"), self.file_bytes + nbytes * (home == "nvme")

@@ -1,4 +1,4 @@
-"""What the collectives of a group send and how long they take, and gradients on their way to the update."""
+"""Bytes and seconds of a group's collectives, and seconds of gradients until the update."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from .machine import Machine
 from .profile import CollectiveCall, Profile
 
 LINKS = ("intra", "inter", "pipe")
-"""Links of a rank: to others of its host, to other hosts, and, on either, to the next and last stage of a pipeline."""
+"""Links of a rank: within its host, to other hosts, and, over either, to the neighbouring pipeline stages."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: bytes that a rank sends over each link, and seconds."""
+    """A collective: bytes that a rank sends over each link, and seconds."""
 
     intra: int = 0
     inter: int = 0
     seconds: float = 0.0
 
     def and_then(self, other: Message) -> Message:
-        """Both, one after the other."""
+        """Return the sum of two messages in sequence."""
         return Message(self.intra + other.intra, self.inter + other.inter, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True)
 class CollectiveCosts:
-    """Collectives of a blueprint on a machine.
+    """The collectives of a blueprint on a machine.
 
-    |             | over              | of a group with n elements on r ranks, each rank sends          |
+    |             | over              | group with n elements on r ranks: each rank sends               |
     |-------------|-------------------|-----------------------------------------------------------------|
     | gather      | domain.parameters | (r - 1) / r n elements of the parameters' dtype                 |
     | reduce      | domain.states     | (r - 1) / r n elements of the reduce dtype                      |
     | then        | domain.replicas   | (r - 1) / r of its shard, and as much of the sum                |
     | refresh     | domain.refreshed  | (r - 1) / r n elements of the parameters' dtype                 |
 
-    Or messages of as many elements in fewer bits, with their scales; a sum in levels is a sum over each, of what the
-    one before has left. Where ranks share memory nothing is sent: they read it.
+    Quantized messages have as many elements in fewer bits, with scales. A reduction in levels reduces over each level,
+    with the shard of the level before. Ranks that share memory read it and send nothing.
     """
 
     blueprint: Blueprint
     machine: Machine
 
     def gather(self, group: GroupPlan) -> Message:
-        """Of full parameters, with what brings the shard from where it rests."""
+        """Gather full parameters, including the read of an offloaded shard."""
         bits = None if group.sends_differences else group.weight_bits
         nbytes = _weight_bytes(group, group.layout.padded_numel, bits)
         message, machine = self._spread("gather", group.sharding.parameters, nbytes), self.machine
@@ -63,7 +63,7 @@ class CollectiveCosts:
         return replace(message, seconds=message.seconds + read)
 
     def reduce(self, group: GroupPlan) -> Message:
-        """Of a gradient, over the ranks among which states are divided."""
+        """Reduce a gradient over the ranks that shard the states."""
         total, numel = Message(), group.layout.padded_numel
         for axes, bits in group.levels:
             total = total.and_then(self._spread("reduce", axes, _gradient_bytes(group, numel, bits)))
@@ -71,27 +71,25 @@ class CollectiveCosts:
         return total
 
     def all_reduce(self, group: GroupPlan, rank: int = 0) -> Message:
-        """Of a shard of the gradient, over replicas."""
+        """Reduce the shard of a gradient over replicas."""
         (names, bits), numel = group.replicas, group.layout.shard_numel
         size = self.blueprint.parallel_dims.size(names)
         if size == 1:
             return Message()
         wide, narrow = group.accumulation_dtype.itemsize, group.reduce_dtype.itemsize
-        if bits is not None:  # a rank gets what it sums, and sends the sum, in as many bits
-            mine = regions_of(numel, size)[self.blueprint.parallel_dims.place(rank, names)]
-            own = mine.stop - mine.start
-            sent = quantized_bytes(numel - own, bits) + (size - 1) * quantized_bytes(own, bits)
-        elif self.blueprint.route == "sockets":  # a rank gets what it sums in the reduce dtype, and sends the sum
-            mine = regions_of(numel, size)[self.blueprint.parallel_dims.place(rank, names)]
-            own = mine.stop - mine.start
-            sent = (numel - own) * narrow + (size - 1) * own * wide
+        region = regions_of(numel, size)[self.blueprint.parallel_dims.place(rank, names)]
+        summed = region.stop - region.start  # elements that this rank sums and sends to all
+        if bits is not None:  # terms and sums are quantized
+            sent = quantized_bytes(numel - summed, bits) + (size - 1) * quantized_bytes(summed, bits)
+        elif self.blueprint.route == "sockets":  # terms in the reduce dtype, sums in the accumulation dtype
+            sent = (numel - summed) * narrow + (size - 1) * summed * wide
         else:
             sent = 2 * numel * narrow * (size - 1) // size
         once = self.machine.collective(_gradient_bytes(group, numel, bits), size, self._on_host(names))
         return self._message("reduce", names, sent, 2 * once)
 
     def refresh(self, group: GroupPlan) -> Message:
-        """Of updated parameters."""
+        """Send updated parameters to the ranks that have copies."""
         numel = group.layout.padded_numel // self.blueprint.parallel_dims.size(group.sharding.parameters)
         nbytes = _weight_bytes(group, numel, group.weight_bits)
         return self._spread("gather", group.sharding.refreshed, nbytes)
@@ -102,7 +100,7 @@ class CollectiveCosts:
         return self._message(what, names, nbytes // size * (size - 1), seconds)
 
     def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> Message:
-        """what: "gather" or "reduce". seconds: where the machine was not measured."""
+        """Make the message of a "gather" or "reduce". seconds: used unless the machine was measured."""
         size, route = self.blueprint.parallel_dims.size(names), self.blueprint.route
         if size == 1:
             return Message()
@@ -126,21 +124,21 @@ def _gradient_bytes(group: GroupPlan, numel: int, bits: int | None) -> int:
 
 @dataclass(frozen=True)
 class Calls:
-    """Seconds and bytes on links of what ranks exchange in the middle of a model: see `comm.Collectives`.
+    """Seconds and bytes of exchanges in the middle of a model, see `comm.Collectives`.
 
-    | call     | of a whole tensor of n bytes on r ranks, each rank sends |
+    | call     | whole tensor of n bytes on r ranks: each rank sends      |
     |----------|----------------------------------------------------------|
     | sum      | 2 (r - 1) / r n                                          |
     | sum_part | (r - 1) / r n                                            |
     | gather   | (r - 1) / r n                                            |
-    | swap     | (r - 1) / r n, to each of the others as much             |
-    | trade    | what it has for other ranks: a hop of a ring, all of n   |
+    | swap     | (r - 1) / r n, in equal parts to all ranks               |
+    | trade    | its pieces for other ranks: in a hop of a ring, all n    |
 
-    Whoever calls waits for the result: nothing of it is hidden, nor, in this arithmetic, of a ring beside its products.
+    The caller waits for the result, so no exchange is hidden. Here this includes rings, which overlap with products.
     """
 
     machine: Machine
-    sizes: tuple[tuple[str, int], ...]  # as of `Profile`
+    sizes: tuple[tuple[str, int], ...]  # see `Profile`
     route: str
 
     @classmethod
@@ -151,7 +149,7 @@ class Calls:
         return sum(self._message(call).seconds for call in calls)
 
     def sent(self, calls: Sequence[CollectiveCall]) -> dict[str, int]:
-        """By link."""
+        """Return bytes by link."""
         found = {"intra": 0, "inter": 0}
         for message in map(self._message, calls):
             found["intra"] += message.intra
@@ -160,7 +158,7 @@ class Calls:
 
     @cached_property
     def _axes(self) -> Mapping[str, tuple[int, int]]:
-        """By axis: its ranks, and those of them that have one host."""
+        """By axis: its number of ranks, and how many of them share a host."""
         parallel_dims = ParallelDims(self.sizes, data=())
         names = [name for name, _ in self.sizes]
         return {
@@ -184,7 +182,10 @@ class Calls:
 
 
 def _over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds: float) -> Message:
-    """goes_to_each: of the others, its part; else to the next one of a ring that leaves each host once."""
+    """Divide sent bytes between the links of a rank.
+
+    goes_to_each: each rank gets a part; otherwise the ranks form a ring that leaves each host once.
+    """
     outside = (size - on_host) / (size - 1) if goes_to_each else 1 / on_host
     inter = 0 if on_host >= size else round(sent * outside)
     return Message(sent - inter, inter, seconds)
@@ -193,9 +194,9 @@ def _over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds:
 def gradient_seconds(
     blueprint: Blueprint, machine: Machine, place: int, is_first: bool, is_last: bool, is_direct: bool
 ) -> float:
-    """Of one microbatch, the first or last of a step or neither, on the ranks of one place of a pipeline.
+    """Return seconds of a microbatch's gradients between backward and update: copies, sums and checks.
 
-    is_direct: gradients are made where they are staged.
+    is_first, is_last: of the step's microbatches. is_direct: gradients are written where they are staged.
     """
     if machine.speeds is None:
         return 0.0
@@ -214,7 +215,7 @@ def _of_group(
     is_alone = size(group.sharding.states) == size(group.sharding.replicas) == 1
     is_staged = is_last or blueprint.policy.reduces_every_backward or group.is_added_up_flat
     seconds = 0.0
-    if not is_first:  # it is added to what there is
+    if not is_first:  # added to the gradient of earlier microbatches
         seconds += machine.speeds.operation("add", dtype, numel * (group.dtype.itemsize + 2 * wide))
     if is_staged and not is_direct and is_first:
         seconds += machine.speeds.operation("copy", dtype, numel * (2 * group.dtype.itemsize + wide))
@@ -224,8 +225,8 @@ def _of_group(
 
 
 def host_seconds(blueprint: Blueprint, machine: Machine, num_units: int, num_microbatches: int) -> float:
-    """Of the engine itself in a step: for each unit of each microbatch, and once."""
+    """Return host time of the engine in a step: for each unit of each microbatch, and for the step."""
     stage, route = blueprint.config.zero_optimization.stage, blueprint.route
     measured = {0: 0, 1: 1, 2: 3, 3: 3}.get(int(stage), 0)
-    unit, step = (machine.host(f"{route} {what} {measured}") for what in ("unit", "step"))
+    unit, step = machine.host(f"{route} unit {measured}"), machine.host(f"{route} step {measured}")
     return num_microbatches * num_units * unit + step

@@ -1,12 +1,12 @@
-"""What a step layer by layer takes: all microbatches go through a block before any goes through the next.
+"""Memory and time of a step layer by layer: all microbatches go through a block before any enters the next block.
 
-Of m microbatches, while one of them goes through block s,
+With m microbatches, while a microbatch goes through block s, memory has
 
-    forward     m x what the blocks before it keep, (m - 1) x what it keeps and gives itself
-    backward    m x what the blocks before it keep; of those that have not come, what it keeps, and the gradient of
-                what it gave; of those that have, the gradient of what it was given
+    forward     m times the kept bytes of earlier blocks, and (m - 1) times the kept bytes and the output of block s
+    backward    m times the kept bytes of earlier blocks; for each microbatch still to come the kept bytes of block s
+                and the gradient of its output; for each earlier microbatch the gradient of its input
 
-and full gradients of that block alone. A block is gathered while the one before it computes, once in each direction.
+and full gradients of block s alone. A block is gathered while the block before it computes, once in each direction.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .profile import Profile
 from .stages import Stages
 
 _Moment = tuple[Action, int, int, int]
-"""A block computes all microbatches. Gathered bytes, and gradients of all groups with the first one and with others."""
+"""A block computes all microbatches: (action, gathered bytes, gradients in the first microbatch, in later ones)."""
 
 
 class LayeredParts:
-    """What of such a step does not depend on what a microbatch computes: made once for many profiles."""
+    """The costs of a step that do not depend on the microbatch, for many profiles."""
 
     def __init__(self, blueprint: Blueprint, machine: Machine, place: int = -1) -> None:
-        """blueprint: of any number of microbatches. place: of `places`; -1: the fullest."""
+        """Take a blueprint with any number of microbatches. place: index in its places; -1: the fullest."""
         assert blueprint.pipeline is not None and blueprint.is_layered
         self.blueprint, self.machine, self.split = blueprint, machine, blueprint.pipeline.split
         self._place = place % len(blueprint.places)
@@ -50,7 +50,7 @@ class LayeredParts:
         }
         self._refreshes = [exchange.refresh(group) for group in plan.updated]
         is_native = blueprint.route == "native"
-        self._staged = 2 * max((one.slot_bytes for one in plan.trained), default=0) if is_native else 0
+        self._staged = 2 * max((group.slot_bytes for group in plan.trained), default=0) if is_native else 0
         self._update = update_seconds(blueprint, machine, self._place)
         ends = ((True, False), (False, False), (False, True))
         self._added = [gradient_seconds(blueprint, machine, self._place, *end, False) for end in ends]
@@ -58,7 +58,7 @@ class LayeredParts:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self, config: Config, stages: Stages) -> tuple[Mapping[str, int], int]:
-        """(the most of each kind, the most at a moment)."""
+        """Return (peak of each kind, peak of the total)."""
         count, profile = config.gradient_accumulation_steps or 1, stages.profile
         most = peak = gathered = 0
         for action, of_groups, gradients_first, gradients_later in self._moments:
@@ -85,25 +85,25 @@ class LayeredParts:
         return kinds, max(self.rests.after_backward, self.rests.bytes + peak + cast + self._staged) + slots
 
     def _held(self, config: Config, stages: Stages, op: Op, stage: int) -> tuple[int, int]:
-        """Of other microbatches, while the first and the last one compute."""
+        """Return bytes of the other microbatches, while the first and while the last microbatch computes."""
         others = (config.gradient_accumulation_steps or 1) - 1
         kept, given = stages.kept_bytes, stages.output_bytes(stage) if stage + 1 < len(stages.parts) else 0
-        before, own = (others + 1) * sum(kept[:stage]), others * kept[stage]
+        before, here = (others + 1) * sum(kept[:stage]), others * kept[stage]
         if config.activation_checkpointing.offload.device != "none":
             limit = kept_limit(stages.profile, config)
-            before, own = min(before, limit), min(before + own, limit) - min(before, limit)
+            before, here = min(before, limit), min(before + here, limit) - min(before, limit)
         if op is Op.F:
-            return before + others * stages.input_bytes(stage), before + own + others * given
-        return before + own + others * given, before + others * stages.input_bytes(stage)
+            return before + others * stages.input_bytes(stage), before + here + others * given
+        return before + here + others * given, before + others * stages.input_bytes(stage)
 
     @property
     def _holds_each(self) -> bool:
-        """Whether each microbatch gives its gradients away: what they are added to is of another dtype."""
+        """Whether each microbatch keeps its gradients, because they are accumulated in another dtype."""
         return any(group.is_added_up_flat for group in self._plan.trained)
 
     @cached_property
     def _moments(self) -> list[_Moment]:
-        """In the order of a step."""
+        """The moments of a step, in order."""
         found, full = [], set[int]()
         by_id = {id(group): group for of_stage in self._groups for group in of_stage}
         frees = self._footprint.frees_memory
@@ -120,7 +120,7 @@ class LayeredParts:
         return found
 
     def _gradients(self, action: Action, is_later: bool) -> int:
-        """Of all groups, while a block computes the first or a later microbatch."""
+        """Return gradients of all groups while a block computes the first or a later microbatch."""
         total = 0
         for (first, last), (between, added, reduced) in self._spans:
             begins = action.stage == last and not is_later
@@ -132,7 +132,7 @@ class LayeredParts:
 
     @cached_property
     def _spans(self) -> list[tuple[tuple[int, int], tuple[int, int, int]]]:
-        """Of each trained group the first and last block that uses it, and gradients before, between and behind."""
+        """((first block, last block), gradients (before, between, after)) of each trained group."""
         used: dict[int, list[int]] = {}
         for number, groups in enumerate(self._groups):
             for group in groups:
@@ -147,7 +147,7 @@ class LayeredParts:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def estimate(self, config: Config, stages: Stages) -> Estimate:
-        """config: with as many microbatches as there are. stages: of a profile of one of them."""
+        """Estimate a step. config: with its microbatches. stages: of the profile of a microbatch."""
         count, samples, machine = config.gradient_accumulation_steps or 1, config.train_batch_size or 0, self.machine
         kinds, peak = self.memory(config, stages)
         computed = [count * seconds for seconds in stages.costs(0.0).forward]
@@ -166,7 +166,7 @@ class LayeredParts:
             "exchange exposed": exchanging,
             "activations exposed": max(0.0, moved - compute),
             "update": max(0.0, self._update - beside),
-            "refresh exposed": sum(one.seconds for one in self._refreshes),
+            "refresh exposed": sum(message.seconds for message in self._refreshes),
             "host": host_seconds(self.blueprint, machine, len(self._plan.units), count),
         }
         host, file = self.rests.host_bytes, self.rests.file_bytes
@@ -189,18 +189,18 @@ class LayeredParts:
         )
 
     def _away(self, config: Config, stages: Stages) -> int:
-        """Bytes of activations that are elsewhere, at the end of the forward."""
+        """Return offloaded bytes of activations at the end of the forward."""
         if config.activation_checkpointing.offload.device == "none":
             return 0
         kept = (config.gradient_accumulation_steps or 1) * sum(stages.kept_bytes)
         return max(0, kept - kept_limit(stages.profile, config))
 
     def _exposed(self, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, float]:
-        """Seconds that computing waits for gathers, and the end of the step for reductions."""
+        """Return seconds of waiting for gathers, and for reductions at the end of the step."""
         now = link = waited = 0.0
         ready = [0.0] * len(forward)
         for action, messages in self._collectives:
-            seconds = sum(one.seconds for one in messages)
+            seconds = sum(message.seconds for message in messages)
             if action.op in (Op.F, Op.B):
                 waited += max(0.0, ready[action.stage] - now)
                 now = max(now, ready[action.stage]) + (forward if action.op is Op.F else backward)[action.stage]
@@ -220,7 +220,7 @@ class LayeredParts:
 
     @cached_property
     def _collectives(self) -> list[tuple[Action, list[Message]]]:
-        """Of a step in their order, with each computing of a block once."""
+        """The collectives of a step in order, with the first microbatch of each block between them."""
         found, full = [], set[int]()
         ends = {id(group): first for group, ((first, _), _) in zip(self._plan.trained, self._spans, strict=True)}
         for action in self._actions:
@@ -239,8 +239,8 @@ class LayeredParts:
         return found
 
     def _sent(self, stages: Stages, count: int) -> dict[str, int]:
-        messages = [one for _, several in self._collectives for one in several] + self._refreshes
-        found = {link: sum(getattr(one, link) for one in messages) for link in ("intra", "inter")}
+        messages = [message for _, several in self._collectives for message in several] + self._refreshes
+        found = {link: sum(getattr(message, link) for message in messages) for link in ("intra", "inter")}
         for exchanged in stages.exchanged:
             for link, nbytes in exchanged.items():
                 found[link] += count * nbytes
@@ -254,6 +254,6 @@ def _uses(names: set[str], group: GroupPlan) -> bool:
 def memory_in_layers(
     blueprint: Blueprint, machine: Machine, profile: Profile, place: int
 ) -> tuple[Mapping[str, int], int]:
-    """What ranks of a place take: the most of each kind, and the most at a moment."""
+    """Return (peak of each kind, peak of the total) of a place's ranks."""
     parts = LayeredParts(blueprint, machine, place)
     return parts.memory(blueprint.config, Stages(parts.split, profile, MachineWork(profile, machine, blueprint.route)))

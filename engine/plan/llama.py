@@ -1,4 +1,4 @@
-"""A model in the manner of Llama by its sizes alone, for plans of models that are not there."""
+"""A Llama described by its sizes alone, to plan models without code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .meta_run import MetaRun
 from .profile import Profile
 from .splits import PlannedSplits
 
-_SHORT = 2  # layers that are run: a last, and one for all before it
-_SHORT_WITH_PARTS = 3  # the first of a stage differs too: tokens are whole before it
+_SHORT = 2  # profiled layers: the last, and a representative of all before it
+_SHORT_WITH_PARTS = 3  # also the first of a stage, whose input is not split into parts of tokens
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in elements. kv_heads: 0 as many as heads; mlp: 0 for 8/3 of hidden, in whole multiples of 256."""
+    """Sizes in elements. kv_heads: 0: as many as heads. mlp: 0: 8/3 of hidden, rounded up to a multiple of 256."""
 
     layers: int
     hidden: int
@@ -41,16 +41,16 @@ class Shape:
         if self.hidden % self.heads:
             raise ValueError(f"heads({self.heads}) x head size(?) = hidden({self.hidden}) does not hold")
         if self.kv_heads < 0 or (self.kv_heads and self.heads % self.kv_heads):
-            raise ValueError(f"kv heads({self.kv_heads}) x queries of each(?) = heads({self.heads}) does not hold")
+            raise ValueError(f"kv heads({self.kv_heads}) x queries per head(?) = heads({self.heads}) does not hold")
 
     @property
     def inner(self) -> int:
-        """Of the gated layer."""
+        """Features between the linear layers of the MLP."""
         return self.mlp or -(-8 * self.hidden // 3 // 256) * 256
 
 
 class Attention(nn.Module):
-    """Of heads of queries, several of which may share one of keys and values."""
+    """Grouped-query attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two layers, one of which is the gate of the other, and one behind them."""
+    """A gated MLP with SiLU."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Gated(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and a gated layer, each behind a norm and beside a residual."""
+    """Attention and a gated MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -99,9 +99,9 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Its output is its loss, the mean over labels that stand where they are predicted.
+    """A Llama that returns its loss, the mean over labels.
 
-    Angles of positions are left out: they are small.
+    Rotary embeddings are left out, because their memory is small.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -112,11 +112,11 @@ class Llama(nn.Module):
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
     def get_input_embeddings(self) -> nn.Module:
-        """As Hugging Face's models name what is split over the vocabulary."""
+        """Return the embedding, by the name that Hugging Face uses."""
         return self.embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        """As `get_input_embeddings`."""
+        """Return the head, by the name that Hugging Face uses."""
         return self.head
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:  # (rows, sequence) each
@@ -127,21 +127,22 @@ class Llama(nn.Module):
 
 
 def build(shape: Shape) -> Llama:
-    """On the meta device."""
+    """Build the model on the meta device."""
     with torch.device("meta"):
         return Llama(shape)
 
 
 def batch(shape: Shape) -> dict[str, Tensor]:
-    """What `Llama.forward` takes, (1, sequence) each, on the meta device."""
+    """Return a batch of the model on the meta device, tensors of shape (1, sequence)."""
     names = ("input_ids", "position_ids", "shift_labels")
     return {name: torch.empty(1, shape.sequence, dtype=torch.int64, device="meta") for name in names}
 
 
 class ShortRuns:
-    """Runs of a few layers, that stand for all: they are equal, but for the last.
+    """Profiles a few layers that stand for all layers: these are equal, except for the last.
 
-    Parts of tokens are whole at both ends, of each stage of a pipeline: there the first and the last of each differ.
+    With sequence parallelism, activations are whole at both ends of each pipeline stage, so the first and last layers
+    of each stage differ.
     """
 
     def __init__(self, shape: Shape, blueprint: Blueprint) -> None:
@@ -153,12 +154,12 @@ class ShortRuns:
         shorts = [*sorted({min(length, most) for length in lengths[:-1]}), min(lengths[-1], most)]
         starts = list(accumulate(shorts, initial=0))
         stages = [{f"layers.{number}" for number in range(*pair)} for pair in pairwise(starts)]
-        self._stands_for = []  # by layer: the one that is run in its place
+        self._stands_for = []  # by layer: the profiled layer
         for stage, length in enumerate(lengths):
             at = len(shorts) - 1 if stage == len(lengths) - 1 else shorts.index(min(length, most))
             for place in range(length):
-                own = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
-                self._stands_for.append(f"layers.{starts[at] + own}")
+                run = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
+                self._stands_for.append(f"layers.{starts[at] + run}")
         model = build(replace(shape, layers=starts[-1]))
         self._runs = MetaRun(
             model,
@@ -170,7 +171,7 @@ class ShortRuns:
         )
 
     def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
-        """As `MetaRun.profile`. Of every k-th layer alone nothing is recomputed here: every is 0 or 1."""
+        """Profile as `MetaRun` does. every: 0 or 1, since a few layers cannot show every k-th layer."""
         assert every in (0, 1)
         short = self._runs.profile(batch, rows, every, is_direct)
         run = [name for name in short.parts if name.startswith("layers.")]
@@ -179,10 +180,10 @@ class ShortRuns:
             if name not in run:
                 parts[name] = part
             elif name == run[0]:
-                parts |= {f"layers.{layer}": short.parts[own] for layer, own in enumerate(self._stands_for)}
+                parts |= {f"layers.{layer}": short.parts[other] for layer, other in enumerate(self._stands_for)}
         return replace(short, parts=parts)
 
 
 def runs_of(shape: Shape) -> Callable[[Blueprint], ShortRuns]:
-    """For a `Planner`."""
+    """Return a function from a blueprint to its `ShortRuns`, for a `Planner`."""
     return lambda blueprint: ShortRuns(shape, blueprint)

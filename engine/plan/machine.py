@@ -1,9 +1,9 @@
-"""The hosts and devices on which a training is planned: what they hold, and how fast they are.
+"""Hosts and devices of a planned training: their memory and their speeds.
 
-[Note: two factors] The planned seconds of a step are a sum: what computes (forwards, backwards, updates), and what
-waits for bytes. A few trials that are much alike cannot tell more numbers of a machine apart than one factor for each,
-and often not even these two. So they are drawn to the one factor that fits all, and part from it where the trials say
-so.
+[Note: two factors] The planned seconds of a step are computing (forwards, backwards, updates) plus waiting for
+transfers. The few trials of `lowtide tune` are similar to each other, so they determine at most a factor for each of
+the two, and often only a common factor. A penalty on the difference from the common factor therefore pulls both
+towards it.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from .measured import Factors, Measured, Speeds
 from .profile import PRODUCTS, Operation, median_bytes
 
 GIGA = 1e9
-_FLOPS_OF_WIDER = 8.0  # float32 on matrix units, beside 16 bits
+_FLOPS_OF_WIDER = 8.0  # 16-bit matrix products are this much faster than float32
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal hosts with equal devices. Bytes, and bytes or operations a second; the defaults are hosts of 8 H100.
+    """Equal hosts with equal devices. The defaults are hosts of 8 H100.
 
-    Speeds are those that are reached, not those of a data sheet.
+    Sizes in bytes, speeds in bytes or operations per second as programs reach them, not those of a data sheet.
     """
 
     num_hosts: int = 1
     devices_per_host: int = 8
     device: Literal["cpu", "cuda"] = "cuda"
     device_bytes: float = 80 * GIGA
-    reserved_bytes: float = 3 * GIGA  # of a device: the context, buffers of the backend, what no block fits into
-    flops: float = 450e12  # of matrices, in 16 bits
+    reserved_bytes: float = 3 * GIGA  # of a device: context, buffers of the backend, fragments
+    flops: float = 450e12  # 16-bit matrix products
     memory: float = 2800 * GIGA  # of a device
-    intra: float = 330 * GIGA  # between the devices of a host, each way, each device
-    inter: float = 45 * GIGA  # between hosts, each way, each device
+    intra: float = 330 * GIGA  # between devices of a host, per direction and device
+    inter: float = 45 * GIGA  # between hosts, per direction and device
     intra_latency: float = 30e-6  # seconds of a collective
     inter_latency: float = 60e-6
     host_bytes: float = 2000 * GIGA
-    host_memory: float = 300 * GIGA  # of a host's processors together
-    link: float = 50 * GIGA  # between a device and its host, each way
+    host_memory: float = 300 * GIGA  # of all processors of a host together
+    link: float = 50 * GIGA  # between a device and its host, per direction
     nvme_bytes: float = 28_000 * GIGA  # of a host
-    nvme: float = 20 * GIGA  # of a host's drives together
-    speeds: Speeds | None = None  # as measured; what is above is then the most that was reached
+    nvme: float = 20 * GIGA  # of all drives of a host together
+    speeds: Speeds | None = None  # measured curves; the values above are then their maxima
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -58,10 +58,10 @@ class Machine:
 
     @classmethod
     def measured(cls, found: Measured, num_ranks: int, device_bytes: float) -> Machine:
-        """This machine's processors, shared by so many ranks, as they were measured."""
+        """Make the machine of CPU ranks that were measured, `num_ranks` of which share a host."""
         speeds = found.speeds(num_ranks)
         best = {name: curve.most_per_second for name, curve in speeds.curves.items()}
-        products = [name for name in best if name.endswith(tuple(f" {one}" for one in PRODUCTS))]
+        products = [name for name in best if name.endswith(tuple(f" {product}" for product in PRODUCTS))]
         moving = [name for name in best if name not in products and "file" not in name]
         files = [best[name] for name in ("file read", "file write") if name in best]
         return cls(
@@ -83,7 +83,7 @@ class Machine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether collectives run beside what is computed. On processors the cores that compute send as well."""
+        """Whether collectives overlap with computing. On CPUs the same cores do both."""
         return self.device != "cpu"
 
     @property
@@ -92,11 +92,11 @@ class Machine:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a device, for tensors."""
+        """Bytes of a device for tensors."""
         return self.device_bytes - self.reserved_bytes
 
     def flops_of(self, itemsize: int) -> float:
-        """Of matrices whose elements have so many bytes."""
+        """Return the speed of matrix products with elements of `itemsize` bytes."""
         if self.speeds is not None:
             return self.flops
         return self.flops if itemsize <= 2 else self.flops / _FLOPS_OF_WIDER
@@ -109,26 +109,29 @@ class Machine:
         itemsize: int,
         operations: Sequence[Operation],
     ) -> float:
-        """Seconds of products and of bytes that are moved; of the same, call by call, where both were measured."""
+        """Return seconds of products and memory traffic, or of the listed operations if speeds were measured."""
         if self.speeds is None or not operations:
             return flops / self.flops_of(itemsize) + traffic / self.memory
-        count = sum(one.calls for one in operations)
-        seconds = sum(one.calls * self.speeds.operation(one.name, one.dtype, one.size) for one in operations)
+        count = sum(each.calls for each in operations)
+        seconds = sum(each.calls * self.speeds.operation(each.name, each.dtype, each.size) for each in operations)
         return seconds + count * self.speeds.at_most(f"{within} call", median_bytes(operations))
 
     def moving(self, name: str, nbytes: float, otherwise: float = 0.0) -> float:
-        """Seconds of what the engine does with bytes: see the names in `measured.py`. otherwise: if not measured."""
+        """Return seconds in which the engine moves bytes, by a measured curve (names in `measured.py`).
+
+        otherwise: the result if the curve was not measured.
+        """
         if not nbytes:
             return 0.0
         is_known = self.speeds is not None and name in self.speeds.curves
         return self.speeds.seconds(name, nbytes) if self.speeds is not None and is_known else otherwise
 
     def host(self, name: str) -> float:
-        """Seconds of the host for a unit or a step, where they were measured."""
+        """Return seconds of the host for a unit or a step, 0 unless measured."""
         return self.speeds.seconds(name) if self.speeds is not None else 0.0
 
     def ranks_on_host(self, parallel_dims: ParallelDims, names: Sequence[str]) -> int:
-        """How many ranks that differ on these axes alone have one host."""
+        """Return the number of ranks on a host that differ in these axes alone."""
         sizes, stride, count = dict(parallel_dims.sizes), 1, 1
         for name, size in reversed(parallel_dims.sizes):
             if name in names:
@@ -137,9 +140,9 @@ class Machine:
         return count
 
     def collective(self, nbytes: float, num_ranks: int, on_host: int) -> float:
-        """Seconds of a gather to, or a reduce-scatter from, so many bytes of each of `num_ranks`, `on_host` to a host.
+        """Return seconds of a gather or reduce-scatter of `nbytes` over `num_ranks`, of which `on_host` share a host.
 
-        A ring, or rings: what leaves a host is divided over the links of those of its devices that take part.
+        The ranks form rings. All devices of a host that take part share its traffic to other hosts.
         """
         if num_ranks == 1 or not nbytes:
             return 0.0
@@ -151,7 +154,7 @@ class Machine:
         return self.inter_latency + max(inside, outside)
 
     def all_to_all(self, nbytes: float, num_ranks: int, on_host: int) -> float:
-        """Seconds in which each of `num_ranks`, `on_host` to a host, gives each other one its part of so many bytes."""
+        """Return seconds in which each rank sends each other rank its part of `nbytes`."""
         if num_ranks == 1 or not nbytes:
             return 0.0
         inside = nbytes * (on_host - 1) / num_ranks / self.intra
@@ -160,7 +163,7 @@ class Machine:
         return self.inter_latency + max(inside, nbytes * (num_ranks - on_host) / num_ranks / self.inter)
 
     def pass_on(self, nbytes: float, is_inside: bool) -> float:
-        """Seconds in which each rank gives so many bytes to another one, of its host or, some of them, of the next."""
+        """Return seconds in which each rank sends `nbytes` to its neighbour. is_inside: all on a single host."""
         if not nbytes:
             return 0.0
         if is_inside:
@@ -171,52 +174,37 @@ class Machine:
 _COMPUTES = ("flops", "memory")
 _MOVES = ("intra", "inter", "link", "nvme", "host_memory")
 _WAITS = ("intra_latency", "inter_latency")
-_WEIGHT = 0.1  # of the draw to one factor, beside one trial
-_SPAN, _STEPS = math.log(10), 40  # of the search, to both sides
+_WEIGHT = 0.1  # of the penalty, relative to the error of a trial
+_SPAN, _STEPS = math.log(10), 40  # range of the grid search, and steps in each direction
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """seconds: of its planned parts, as `Plan.seconds` has them. measured: of the whole."""
+def fit(steps: Sequence[tuple[Mapping[str, float], float]]) -> Factors:
+    """Return the factors that bring planned steps closest to measured steps, by ratio; see [Note: two factors].
 
-    seconds: Mapping[str, float]
-    measured: float
-
-    @property
-    def computing(self) -> float:
-        return sum(seconds for name, seconds in self.seconds.items() if not _is_wait(name))
-
-    @property
-    def waiting(self) -> float:
-        return sum(seconds for name, seconds in self.seconds.items() if _is_wait(name))
-
-    def expected(self, factors: Factors) -> float:
-        """Seconds of the whole on a machine of which these factors are true."""
-        return factors.computing * self.computing + factors.moving * self.waiting
-
-
-def _is_wait(name: str) -> bool:
-    return name.endswith("exposed")
-
-
-def fit(steps: Sequence[MeasuredStep]) -> Factors:
-    """The factors under which the planned steps are nearest to the measured ones, by ratio; see [Note: two factors]."""
+    steps: (planned seconds by part as in `Plan.seconds`, measured seconds of the whole step).
+    """
     if not steps:
         return Factors()
-    common = sum(math.log(one.measured / (one.computing + one.waiting)) for one in steps) / len(steps)
+    parts = []  # (computing, waiting, measured)
+    for seconds, measured in steps:
+        waiting = sum(each for name, each in seconds.items() if name.endswith("exposed"))
+        parts.append((sum(seconds.values()) - waiting, waiting, measured))
+    common = sum(math.log(measured / (computing + waiting)) for computing, waiting, measured in parts) / len(parts)
     offsets = [_SPAN * (index / _STEPS - 1) for index in range(2 * _STEPS + 1)]
 
     def loss(first: float, second: float) -> float:
-        factors = Factors(math.exp(common + first), math.exp(common + second))
-        errors = sum(math.log(one.expected(factors) / one.measured) ** 2 for one in steps)
-        return errors + _WEIGHT * (first**2 + second**2)
+        of_computing, of_waiting = math.exp(common + first), math.exp(common + second)
+        ratios = [
+            (of_computing * computing + of_waiting * waiting) / measured for computing, waiting, measured in parts
+        ]
+        return sum(math.log(ratio) ** 2 for ratio in ratios) + _WEIGHT * (first**2 + second**2)
 
     first, second = min(((a, b) for a in offsets for b in offsets), key=lambda pair: loss(*pair))
     return Factors(math.exp(common + first), math.exp(common + second))
 
 
 def calibrated(machine: Machine, factors: Factors) -> Machine:
-    """The machine whose speeds are what the factors say of this one's."""
+    """Return the machine with its speeds corrected by the factors."""
     if factors == Factors():
         return machine
     changes = {name: getattr(machine, name) / factors.computing for name in _COMPUTES}

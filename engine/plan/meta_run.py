@@ -1,24 +1,25 @@
-"""A microbatch of a model on the meta device: what it would keep, compute and move.
+"""Profile a microbatch of a model on the meta device: memory, operations and traffic by part.
 
 [Note: what is counted]
-Operations run on tensors without memory, under a mode that sees each of them. A storage counts from the operation that
-makes it until nothing holds it any more, so what autograd saves, and what it lets go of in the backward, counts as it
-would be held; each storage once, however many tensors see it. Parameters and buffers are not counted, nor is the
-gradient of a parameter once it is there: the engine stages it and gives it back. What a kernel takes for itself while
-it runs is not seen.
+Operations run on meta tensors under a dispatch mode that sees each of them. A storage counts from the operation that
+makes it until nothing references it. So tensors that autograd saves, and frees in the backward, count as in a
+training; each storage counts once, however many tensors view it. Parameters and buffers do not count. The gradient
+of a parameter does not count after it exists, because the engine stages and frees it. Workspace inside a kernel is
+invisible.
 
 [Note: conditions]
-A model may ask for a truth: whether all of a mask is set, whether no sequence is packed, whether values are finite. Of
-tensors without values the answer is yes, with which the usual way is taken. Numbers cannot be answered.
+A model may ask for the truth of a tensor: whether a mask is all true, a sequence is not packed, or values are finite.
+The answer is always yes, which takes the common path. Numbers cannot be answered.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -46,10 +47,10 @@ _aten = torch.ops.aten
 
 
 class MetaRun:
-    """Runs microbatches of a copy of the model.
+    """Profiles microbatches of a copy of the model.
 
-    model: on any device; it is left as it is. device: on which it will train, "cpu" or "cuda": it decides on the kernel
-    of attention.
+    model: on any device, unchanged. device: where the training runs, "cpu" or "cuda"; it determines the attention
+    kernel.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class MetaRun:
         tiles: Tiles = NO_TILES,
         splits: PlannedSplits = NO_SPLITS,
     ) -> None:
-        """Raises ValueError where layers cannot be split so."""
+        """Copy the model to the meta device. Raises ValueError if layers cannot be split like this."""
         self._model = _meta_copy(model, dtypes)
         self._results = Results()
-        self._splits, self._shrunk = splits, splits.shrink(self._model)
+        self._splits, self._plans = splits, splits.shrink(self._model)
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_root]
         self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
         self._after = _after_blocks(self._model)
@@ -75,29 +76,28 @@ class MetaRun:
         self._device, self._loss_fn, self._tiles = device, loss_fn, tiles
 
     def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
-        """Of a microbatch of so many rows like those of `batch`. every: `activation_checkpointing.every`.
+        """Profile a microbatch of `rows` rows like those of `batch`. every: `activation_checkpointing.every`.
 
-        is_direct: gradients of large weights are written where they are staged, and are no tensors beside it.
-        Raises ValueError where the model does not run without values.
+        is_direct: gradients of large weights are written where they are staged, without tensors of their own. Raises
+        ValueError if the model does not run without values.
         """
         patches = ModelPatches()
         tracker = Tracker([*self._model.parameters(), *self._model.buffers()], self._results)
         marks = _Marks(tracker, self._of_units)
-        places = _Places(self._model.parameters(), marks)
-        for memory in places.memory.values():
-            tracker.leave_out(memory)
-        tiled = frozenset(id(one) for _, one in self._tiles.apply(self._model, patches, lambda text: None).modules)
+        tiled = frozenset(
+            id(module) for _, module in self._tiles.apply(self._model, patches, lambda text: None).modules
+        )
         try:
-            split = SplitModel(self._splits, self._shrunk, self._model, self._device, tiled, tracker, patches)
-            own = split.part(batch, rows, self._loss_fn is None)
-            made = _on_meta(own, rows, self._dtype)
-            for one in tensors_of(made):
-                tracker.leave_out(one)
+            split = SplitModel(self._splits, self._plans, self._model, self._device, tiled, tracker, patches)
+            part = split.part(batch, rows, self._loss_fn is None)
+            made = _on_meta(part, rows, self._dtype)
+            for tensor in tensors_of(made):
+                tracker.leave_out(tensor)
             for _, module in self._units[::every] if every else ():
                 patches.override(module, "forward", self._recomputed(module))
             self._observe(marks, patches)
             if is_direct:
-                make_gradients_in_place(cast(UnitSequence, places), self._model.modules(), patches)
+                self._stage_gradients(marks, tracker, patches)
             with torch.enable_grad(), _Attention(self._device), tracker:
                 self._run(made, marks, split)
         except SequenceError:
@@ -106,16 +106,17 @@ class MetaRun:
             degrees = "".join(f", with parallel.{name} {size}," for name, size in self._splits.sizes)
             raise ValueError(
                 f"plan: the model{degrees} does not run on the meta device, where tensors have shapes and no values "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Give sample_batch a "
-                "batch that the model takes; what reads values in its forward (.item(), a condition on a tensor) "
-                "cannot be planned"
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Pass a batch of the "
+                "model as sample_batch; forwards that read values (.item(), a condition on a tensor) cannot be planned"
             ) from error
         finally:
             patches.close()
             for param in self._model.parameters():
                 param.grad = None
-        # A part of a sequence is made, whatever its dtype.
-        converted = sum(one.nbytes for one in tensors_of(made) if own is not batch or one.dtype == self._dtype)
+        # A rank's part of a sequence is a new tensor in any dtype.
+        converted = sum(
+            tensor.nbytes for tensor in tensors_of(made) if part is not batch or tensor.dtype == self._dtype
+        )
         return Profile(
             rows=rows,
             tokens=_num_tokens(batch, rows),
@@ -128,7 +129,7 @@ class MetaRun:
 
     def _recomputed(self, module: nn.Module) -> Callable[..., Any]:
         def contexts() -> tuple[AbstractContextManager[None], TorchFunctionMode]:
-            return nullcontext(), _Attention(self._device)  # in a backward, torch has put the one around it away
+            return nullcontext(), _Attention(self._device)  # torch disables the outer mode in a backward
 
         return partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
 
@@ -154,65 +155,68 @@ class MetaRun:
                 patches.hook(module.register_forward_hook(marks.see_linear))
         for param in self._model.parameters():
             if param.requires_grad:
-                release = partial(_release, marks)
-                patches.hook(param.register_post_accumulate_grad_hook(release))  # type: ignore[no-untyped-call]
+                patches.hook(
+                    param.register_post_accumulate_grad_hook(partial(_free_gradient, marks))  # type: ignore[no-untyped-call]
+                )
+
+    def _stage_gradients(self, marks: _Marks, tracker: Tracker, patches: ModelPatches) -> None:
+        """Write gradients of large weights into memory that does not count here: the step order counts staging."""
+        memory = {id(param): torch.empty_like(param, requires_grad=False) for param in self._model.parameters()}
+        for tensor in memory.values():
+            tracker.leave_out(tensor)
+
+        def place_for_gradient(param: nn.Parameter) -> Tensor:
+            marks.begin_gradient(param)
+            return memory[id(param)]
+
+        sequence = cast(UnitSequence, SimpleNamespace(place_for_gradient=place_for_gradient))
+        make_gradients_in_place(sequence, self._model.modules(), patches)
 
 
-def _release(marks: _Marks, param: Tensor) -> None:
+def _free_gradient(marks: _Marks, param: Tensor) -> None:
     param.grad = None
     marks.begin_gradient(param)
     marks.add_gradient(param)
 
 
-class _Places:
-    """Gradients of large weights are written where they are staged: that counts elsewhere."""
-
-    def __init__(self, params: Iterable[nn.Parameter], marks: _Marks) -> None:
-        self._marks = marks
-        self.memory = {id(param): torch.empty_like(param, requires_grad=False) for param in params}
-
-    def place_for_gradient(self, param: nn.Parameter) -> Tensor:
-        self._marks.begin_gradient(param)
-        return self.memory[id(param)]
-
-
 class _Marks:
-    """Cuts what a tracker counts into parts: at the entry of each unit, and behind the last block."""
+    """Splits the tracker's counts by part: a part starts at the entry of each unit, and after the last block."""
 
     def __init__(self, tracker: Tracker, of_units: Set[int]) -> None:
-        """of_units: identities of the units' parameters."""
+        """of_units: ids of the units' parameters."""
         self._tracker, self._of_units = tracker, of_units
         self._names: list[str] = []
-        self._forward: dict[str, tuple[int, int, int, Done]] = {}  # live before, after, peak
-        self._backward: dict[str, tuple[int, int, int, int, Done]] = {}  # two peaks, while it holds, live
+        self._forward: dict[str, tuple[int, int, int, Done]] = {}  # live before, live after, peak
+        self._backward: dict[str, tuple[int, int, int, int, Done]] = {}  # peak until and after the first gradient,
+        # peak while gradients are kept, live after
         self._starts: dict[str, int] = {}  # peaks until the first gradient
         self._outputs: dict[str, int] = {}
         self._gradients: dict[str, int] = {}
         self._rest: dict[str, int] = {}
         self._linear: dict[str, int] = {}
-        self._inputs: dict[int, weakref.ref[Any]] = {}  # of linear layers, by storage
+        self._inputs: dict[int, weakref.ref[Any]] = {}  # of linear layers, by id of the storage
         self._begun = 0
         self._now: str | None = None
 
     def before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._now is None or name in self._names or torch._C._current_graph_task_id() >= 0:
-                return  # in the backward it is computed again
+                return  # recomputation in the backward
             if self._now != END:
-                self._watch_backward(self._now, (args, kwargs))
+                self._end_part(self._now, (args, kwargs))
             self.enter(name)
 
         return hook
 
     def after_blocks(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The last repeated block is left: what follows is the head, or the end."""
+        """Hook of the last block: the rest of the forward is the head or the end."""
         if self._now is not None and END not in self._names and torch._C._current_graph_task_id() < 0:
-            self._watch_backward(self._now, output)
+            self._end_part(self._now, output)
             self.enter(END)
 
     def enter(self, name: str) -> None:
-        """A part of the forward begins."""
-        if self._now == END:  # a head that is a unit takes what comes behind the blocks
+        """Begin a part of the forward."""
+        if self._now == END:  # a head that is a unit becomes the part after the blocks
             self._names[-1] = self._now = name
             return
         self._close_forward()
@@ -221,7 +225,7 @@ class _Marks:
         self._begun = self._tracker.begin()
 
     def end_forward(self) -> None:
-        """The loss is there; the backward of the last part begins."""
+        """End the forward after the loss, and begin the backward of the last part."""
         self._close_forward()
         last = self._names[-1]
         if last != END:
@@ -233,16 +237,16 @@ class _Marks:
         self._close_backward()
 
     def begin_gradient(self, param: Tensor) -> None:
-        """Memory for gradients is taken: with a unit's first one, for all of the unit; the rest's waits for START.
+        """Note that memory for gradients is allocated: with the first gradient of a unit, or of the root unit in START.
 
-        What is there just now counts as before: that memory is filled as gradients come, and those make room.
+        Memory that is live now counts in the phase before: gradients fill the new memory as live memory is freed.
         """
-        is_own = id(param) in self._of_units or self._now == START
-        if self._now is not None and self._now not in self._starts and is_own:
+        is_of_part = id(param) in self._of_units or self._now == START
+        if self._now is not None and self._now not in self._starts and is_of_part:
             self._starts[self._now] = self._tracker.begin_peak()
 
     def add_gradient(self, param: Tensor) -> None:
-        """A gradient is there, and was let go."""
+        """Count a gradient that was made and freed."""
         if self._now is not None:
             self._tracker.held += param.nbytes
             self._gradients[self._now] = self._gradients.get(self._now, 0) + param.nbytes
@@ -251,17 +255,17 @@ class _Marks:
     def see_linear(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._now is None or torch._C._current_graph_task_id() >= 0:
             return
-        total = sum(one.nbytes for one in tensors_of(output))
-        for one in tensors_of(args):  # several layers may have one input
-            storage = one.untyped_storage()
+        total = sum(tensor.nbytes for tensor in tensors_of(output))
+        for tensor in tensors_of(args):  # several layers may share an input
+            storage = tensor.untyped_storage()
             known = self._inputs.get(id(storage))
-            total += one.nbytes if known is None or known() is None else 0
+            total += tensor.nbytes if known is None or known() is None else 0
             self._inputs[id(storage)] = weakref.ref(storage)
         self._linear[self._now] = self._linear.get(self._now, 0) + total
 
     def parts(self) -> Mapping[str, ProfilePart]:
         found = {}
-        for name in sorted(self._names, key=lambda one: (one != START, one == END)):
+        for name in sorted(self._names, key=lambda name: (name != START, name == END)):
             before, after, peak, forward = self._forward[name]
             nothing = (before, before, before, before, Done())
             start, rest, holding_peak, end, backward = self._backward.get(name, nothing)
@@ -293,13 +297,13 @@ class _Marks:
             self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.done)
         self._now = None
 
-    def _watch_backward(self, name: str, leaving: Any) -> None:
-        """leaving: what goes on to the next part. Its gradient is where the backward of `name` begins."""
-        tensors = [one for one in tensors_of(leaving) if one.is_floating_point()]
-        self._outputs[name] = sum(one.nbytes for one in tensors)
-        for one in tensors:
-            if one.requires_grad:
-                one.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+    def _end_part(self, name: str, output: Any) -> None:
+        """Count a part's output. The backward of the part begins when the output's gradient exists."""
+        tensors = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        self._outputs[name] = sum(tensor.nbytes for tensor in tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if self._now != name and name not in self._backward:
@@ -319,7 +323,7 @@ class _Marks:
 
 
 class _Attention(TorchFunctionMode):
-    """Takes the kernel of attention that the device would: on the meta device torch computes it step by step."""
+    """Calls the device's fused attention kernel, which torch decomposes on the meta device."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -353,7 +357,7 @@ class _Attention(TorchFunctionMode):
 
 
 def _meta_copy(model: nn.Module, dtypes: Dtypes) -> nn.Module:
-    """The model without memory, its parameters in the dtypes that they are computed in."""
+    """Copy the model to the meta device, with parameters in their compute dtypes."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
         empty = torch.empty(param.shape, dtype=dtypes.of(param), device="meta")
@@ -371,7 +375,7 @@ def _after_blocks(model: nn.Module) -> nn.Module | None:
 
 
 def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
-    """A batch of so many rows like those of `batch`, without memory."""
+    """Make a meta batch of `rows` rows like those of `batch`."""
     if isinstance(batch, SequenceShard):
         return batch.changed(lambda inputs: cast(dict[str, Any], _on_meta(inputs, rows, dtype)))
 
@@ -386,6 +390,6 @@ def _on_meta(batch: Any, rows: int, dtype: torch.dtype | None) -> Any:
 
 
 def _num_tokens(batch: Any, rows: int) -> int:
-    """Of so many whole rows like those of `batch`."""
-    whole = [one for one in tensors_of(batch) if not one.is_floating_point() and one.dim() > 1]
+    """Return the number of tokens in `rows` whole rows like those of `batch`."""
+    whole = [tensor for tensor in tensors_of(batch) if not tensor.is_floating_point() and tensor.dim() > 1]
     return rows * whole[0][0].numel() if whole else rows

@@ -1,4 +1,4 @@
-"""`lowtide.plan`: what a config makes of a model on a machine, and what would be better."""
+"""`lowtide.plan`: predict memory and time of a config on a machine, and find faster configs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...model import blocks as model_blocks
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
 from ..config.errors import shown
@@ -31,10 +30,10 @@ from .splits import PlannedSplits
 
 @contextmanager
 def uncollected(is_last: bool = False) -> Iterator[None]:
-    """No garbage is looked for meanwhile; what nobody holds is freed at once as ever, but for cycles.
+    """Disable Python's cyclic garbage collector in the context. Reference counting still frees memory.
 
-    A search makes a hundred thousand choices and bounds beside the half a million objects of torch's modules: 4 of its
-    15 seconds were the collector's. is_last: the process ends after it, and nothing that there is is gone through then.
+    A search makes a hundred thousand choices and bounds besides the half million objects of torch's modules. The
+    collector took 4 of its 15 seconds. is_last: the process ends after the context, so no object is traversed then.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -47,35 +46,35 @@ def uncollected(is_last: bool = False) -> Iterator[None]:
             gc.enable()
 
 
-_SEQUENCE = 2048  # of a model of tokens that does not say how long it reads
+_SEQUENCE = 2048  # tokens of a sample, if the model does not state its length
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A config that was looked at: its bytes of the fullest rank, and seconds of a step."""
+    """A config that was considered, with the bytes of the fullest rank and the seconds of a step."""
 
     config: Mapping[str, Any]
     choice: Choice
     peak_bytes: int
     step_seconds: float
     samples_per_second: float
-    missing: Mapping[str, int] = field(default_factory=dict)  # where -> bytes of a rank that are not there
+    missing: Mapping[str, int] = field(default_factory=dict)  # kind of memory -> bytes that a rank lacks
     seconds: Mapping[str, float] = field(default_factory=dict)  # the parts of step_seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training takes, before it is started.
+    """The predicted memory and time of a training.
 
-    config: valid, without "auto". bytes: kind -> the most that the fullest rank has of it; parameter_bytes,
-    gradient_bytes and optimizer_bytes as `engine.memory()` counts them, then gathered_bytes, activation_bytes,
-    loss_bytes, buffer_bytes and reserved_bytes. peak_bytes: the most at one moment, with what is reserved; the kinds
-    need not come together. host_bytes, nvme_bytes: of a rank, where the model's memory is another. wire_bytes: that a
-    rank sends in a step, by link: "intra", "inter", "pipe". step_seconds: the
-    sum of `seconds`, of a machine as it was described; "exposed" is what the computing waits for. hidden_seconds: of
-    collectives, of what is offloaded on its way, of updates, which go on beside what computes. reasons: key of the
-    config -> why it has its value. missing: where -> bytes of a rank that this plan lacks. alternatives: what fits, the
-    fastest first. front: of all that fit, none is faster and smaller. beyond: what would be faster, and does not fit.
+    config: valid, without "auto". bytes: kind -> its peak on the fullest rank. The kinds are parameter_bytes,
+    gradient_bytes and optimizer_bytes as `engine.memory()` counts them, gathered_bytes, activation_bytes, loss_bytes,
+    buffer_bytes and reserved_bytes. peak_bytes: the peak of the total. The kinds may peak at different times, so their
+    sum can exceed it. host_bytes, nvme_bytes: of a rank, outside of the device's memory. wire_bytes: sent by a rank in
+    a step, by link: "intra", "inter", "pipe". step_seconds: the sum of `seconds`. Its "exposed" parts are waits for
+    transfers. hidden_seconds: collectives, offload and updates that overlap with computing. reasons: config key -> why
+    it has its value. missing: kind of memory -> bytes that a rank lacks. alternatives: configs that fit, the fastest
+    first. front: configs that fit and that no other config beats in both time and memory. beyond: faster configs that
+    do not fit.
     """
 
     config: Mapping[str, Any]
@@ -104,12 +103,12 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """One line: the time of a step, and what of a device is free or missing."""
-        of = f"the fastest of {self.num_choices:,}: " if self.reasons and self.fits else ""
+        """One line with the time of a step, and the memory that is free or missing."""
+        rank = f"the fastest of {self.num_choices:,}: " if self.reasons and self.fits else ""
         free = (self.machine.device_bytes - self.peak_bytes) / 1e9
         lacks = " and ".join(f"{nbytes / 1e9:.3g} GB of {where}" for where, nbytes in self.missing.items())
         memory = f"{free:.3g} GB of a device to spare" if self.fits else f"does not fit, {lacks} missing"
-        return f"{of}{self.step_seconds:.3g} s a step, {memory}"
+        return f"{rank}{self.step_seconds:.3g} s a step, {memory}"
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,15 +127,15 @@ def plan(
     machine: Machine | None = None,
     num_alternatives: int = 10,
 ) -> Plan:
-    """What a config takes on so many ranks, and which would be the fastest that fits. Starts and allocates nothing.
+    """Predict what a config takes on `world_size` ranks, and search for the fastest config that fits.
 
-    model: a module, on any device, or a callable that builds one. config: as `initialize` takes it; the keys that say
-    "auto" are chosen. world_size: ranks. device_memory: bytes of each device. hosts: that the ranks are on; None: 8
-    ranks on each. sample_batch: a batch, of any number of rows, as the model takes one; None: made for models of
-    tokens. loss_fn: as of `initialize`. machine: how fast hosts and devices are, in the place of the defaults.
-    num_alternatives: the most that are named.
+    Nothing is started or allocated. model: a module on any device, or a callable that builds it. config: as for
+    `initialize`; keys with the value "auto" are chosen. device_memory: bytes of a device. hosts: number of hosts;
+    None: 8 ranks on each. sample_batch: a batch of the model, with any number of rows; None: made for models of
+    tokens. loss_fn: as for `initialize`. machine: speeds and sizes that replace the defaults. num_alternatives: the
+    largest number of alternatives in the plan.
 
-    Raises ConfigError (config), ValueError (model, machine, or nothing that could be looked at).
+    Raises ConfigError for a wrong config, ValueError if the model or machine is wrong or no config is possible.
     """
     if world_size < 1:
         raise ValueError(f"world_size: expected at least 1, found {world_size}")
@@ -154,7 +153,7 @@ def plan_on(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     num_alternatives: int = 10,
 ) -> Plan:
-    """As `plan`, on a machine that has the ranks."""
+    """Plan as `plan` does, on a machine with all its devices."""
     module = model if isinstance(model, nn.Module) else module_for_shapes(model)
     batch = sample_batch if sample_batch is not None else made_batch(module)
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
@@ -168,11 +167,11 @@ def plan_on(
 
 
 def machine_for(world_size: int, device_memory: float | None, hosts: int | None, machine: Machine | None) -> Machine:
-    """Of so many devices. Raises ValueError where hosts do not divide them."""
+    """Return the machine with `world_size` devices. Raises ValueError if the hosts do not divide them."""
     per_host = (machine or Machine()).devices_per_host
     num_hosts = hosts if hosts is not None else max(1, -(-world_size // per_host))
     if num_hosts < 1 or world_size % num_hosts:
-        raise ValueError(f"hosts({num_hosts}) x devices of each(?) = world size({world_size}) does not hold")
+        raise ValueError(f"hosts({num_hosts}) x devices per host(?) = world size({world_size}) does not hold")
     changes: dict[str, Any] = {"num_hosts": num_hosts, "devices_per_host": world_size // num_hosts}
     if device_memory is not None:
         changes["device_bytes"] = float(device_memory)
@@ -188,7 +187,7 @@ def plan_with(
     batch: Any,
     num_alternatives: int = 10,
 ) -> Plan:
-    """As `plan_on`, with what gives the profile of a microbatch."""
+    """Plan as `plan_on` does. runs: a blueprint -> an object that profiles microbatches."""
     base = config.as_dict()
     planner = Planner(model, base, machine, runs, batch)
     held = {name: value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
@@ -197,20 +196,19 @@ def plan_with(
     degrees = Choice(**{name: held.get(name, 1) for name in ("pipeline", "tensor", "sequence", "expert")})
     if fault := planner.fault(degrees):
         raise ValueError(fault)
-    every = Space(
+    space = Space(
         machine,
         config.train_batch_size,
-        len(model_blocks.find_blocks(model)),
+        planner.num_blocks,
         in_files=_in_files(config),
         held=_held(held) if wants else {},
         can_split=planner.can_split,
     )
-    choices = list(every)
-    none: Result[Choice, Estimate] = Result((), (), (), 0, 0)
-    result = search(choices, planner.bound, planner.found, num_alternatives) if choices else none
+    choices = list(space)
+    result = search(choices, planner.bound, planner.found, num_alternatives)
     if given is None:
         if not choices:
-            raise ValueError(_nothing(planner, every, config))
+            raise ValueError(_nothing(planner, space, config))
         given = result.best[0].item if result.best else _smallest(planner, choices)
     value = planner.estimate(given)
     reasons = _reasons(given, value, config, result, choices)
@@ -226,20 +224,18 @@ def _plan(
     reasons: Mapping[str, str],
 ) -> Plan:
     reserved = round(machine.reserved_bytes)
-    beyond = [one for one in result.beyond if not result.best or one.seconds < result.best[0].seconds]
+    beyond = [found for found in result.beyond if not result.best or found.seconds < result.best[0].seconds]
 
     def alternative(found: Found[Choice, Estimate]) -> Alternative:
-        one = found.value
-        speed = one.num_samples / one.step_seconds
-        missing = one.missing(machine)
+        estimate = found.value
         return Alternative(
             planner.config(found.item),
             found.item,
-            one.peak_bytes + reserved,
-            one.step_seconds,
-            speed,
-            missing,
-            one.seconds,
+            estimate.peak_bytes + reserved,
+            estimate.step_seconds,
+            estimate.num_samples / estimate.step_seconds,
+            estimate.missing(machine),
+            estimate.seconds,
         )
 
     return Plan(
@@ -266,7 +262,7 @@ def _plan(
 
 
 def _in_files(config: Config) -> set[str]:
-    """What can be offloaded to files, since a folder is named, and nothing else is in the way."""
+    """Return the offloads that can use files: those with a folder, unless another setting forbids it."""
     zero, activations = config.zero_optimization, config.activation_checkpointing.offload
     folders = {
         "offload_optimizer": zero.offload_optimizer.nvme_path,
@@ -277,16 +273,19 @@ def _in_files(config: Config) -> set[str]:
 
 
 def _held(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the space does not choose. A batch that nobody has given is not held at a value."""
+    """Return the values that the space does not choose. A batch size that nobody gave is chosen."""
     return {name: value for name, value in values.items() if value is not None or name not in ("rows", "accumulation")}
 
 
 def _smallest(planner: Planner, choices: Sequence[Choice]) -> Choice:
-    """Where nothing fits: of what bounds say is the smallest of each way to offload, the one that lacks the least."""
+    """Return the choice that lacks the least memory, if nothing fits.
+
+    Only the choice with the smallest bound for each combination of offloads is estimated.
+    """
     bounds, smallest = {choice: planner.bound(choice) for choice in choices}, {}
-    for choice in sorted(choices, key=lambda one: (bounds[one].nbytes, bounds[one].seconds), reverse=True):
+    for choice in sorted(choices, key=lambda choice: (bounds[choice].nbytes, bounds[choice].seconds), reverse=True):
         smallest[choice.offload_optimizer, choice.offload_param, choice.offload_activations] = choice
-    return min(smallest.values(), key=lambda one: sum(planner.estimate(one).missing(planner.machine).values()))
+    return min(smallest.values(), key=lambda choice: sum(planner.estimate(choice).missing(planner.machine).values()))
 
 
 def _reasons(
@@ -296,28 +295,28 @@ def _reasons(
     result: Result[Choice, Estimate],
     choices: Sequence[Choice],
 ) -> dict[str, str]:
-    """One for each value that was chosen: what the best with another value of this key would take."""
-    found = {}
+    """Explain each chosen value by the time of the best config with another value of its key."""
+    reasons = {}
     for name, key in KEYS.items():
         if key not in config.planned_keys:
             continue
-        own = getattr(choice, name)
-        other = next((one for one in result.best if getattr(one.item, name) != own), None)
-        if all(getattr(one, name) == own for one in choices):
-            found[key] = "no other value is possible here"
-        elif other is not None:
-            slower = f"{other.seconds / value.seconds_per_sample - 1:.1%}"
+        chosen = getattr(choice, name)
+        rival = next((found for found in result.best if getattr(found.item, name) != chosen), None)
+        if all(getattr(each, name) == chosen for each in choices):
+            reasons[key] = "no other value is possible here"
+        elif rival is not None:
+            slower = f"{rival.seconds / value.seconds_per_sample - 1:.1%}"
             than = "is as fast" if slower == "0.0%" else f"is {slower} slower"
-            found[key] = f"the best with {shown(getattr(other.item, name))} {than}"
+            reasons[key] = f"the best with {shown(getattr(rival.item, name))} {than}"
         elif result.best:
-            found[key] = f"all of the {len(result.best)} fastest have it"
+            reasons[key] = f"all of the {len(result.best)} fastest have it"
         else:
-            found[key] = "nothing fits; this lacks the least"
-    return found
+            reasons[key] = "nothing fits; this lacks the least"
+    return reasons
 
 
 def _nothing(planner: Planner, space: Space, config: Config) -> str:
-    """Why there is nothing to choose from."""
+    """Return the error for a space without choices."""
     machine, held = space.machine, space.held
     batch, num_devices = config.train_batch_size, machine.num_devices
     if refusal := planner.refusal(Choice(**{"accumulation": 2 * held.get("pipeline", 1), **held})):
@@ -326,40 +325,39 @@ def _nothing(planner: Planner, space: Space, config: Config) -> str:
         rows, accumulation = (held.get(name, "?") for name in ("rows", "accumulation"))
         return (
             f"train_batch_size({batch}) = microbatch({rows}) x accumulation({accumulation}) x data-parallel ranks of "
-            f"{num_devices} devices(?) has no solution with what the config holds; change it, or set more keys "
-            'to "auto"'
+            f"{num_devices} devices(?) has no solution with the values of the config; change the batch size, or set "
+            'more keys to "auto"'
         )
-    return f'nothing fits together on {num_devices} devices with what the config holds; set more keys to "auto"'
+    return f'no combination is valid on {num_devices} devices with the values of the config; set more keys to "auto"'
 
 
 def made_batch(model: nn.Module, length: int | None = None) -> Any:
-    """For a model of tokens, of so many; None: as many as it says that it reads.
+    """Make a batch for a model of tokens, of `length` tokens or as many as the model states.
 
-    Raises ValueError where it is not known what the model takes.
+    Raises ValueError if it is unknown what the model takes.
     """
     parameters = [
-        one
-        for one in inspect.signature(model.forward).parameters.values()
-        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        parameter
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    names = [one.name for one in parameters]
+    names = [parameter.name for parameter in parameters]
     length = length or _length(model)
     ids = torch.empty(1, length, dtype=torch.int64, device="meta")
     if "input_ids" in names and "labels" in names:
         return {"input_ids": ids, "labels": ids}
-    needed = [one for one in parameters if one.default is one.empty]
+    needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
     has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
     if not has_tokens or not 1 <= len(needed) <= 2:
         raise ValueError(
-            f"sample_batch: expected a batch, since {type(model).__name__}.forward({', '.join(names)}) is not one of a "
-            "model of tokens, for which (ids, targets) are made; give plan(..., sample_batch=...) or initialize one of "
-            "any number of rows"
+            f"sample_batch: expected a batch of any number of rows, because batches are made only for models of "
+            f"tokens, found {type(model).__name__}.forward({', '.join(names)}); pass sample_batch to plan or initialize"
         )
     return tuple(ids for _ in needed)
 
 
 def _length(model: nn.Module) -> int:
-    """Tokens that the model reads at a time."""
+    """Return the length of a sequence that the model or its config states."""
     config = getattr(model, "config", None)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "sequence", "block_size"):
         for owner in (config, model):

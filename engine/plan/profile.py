@@ -1,18 +1,18 @@
-"""What a microbatch of a model keeps, computes and moves, part by part."""
+"""Memory, operations and traffic of a microbatch, by part of the model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 
 class Operation(NamedTuple):
-    """Calls of one of torch's operations that are alike. size: operations of a product, else bytes read and written."""
+    """Equal calls of a torch operation. size: operations of a product, else bytes read and written."""
 
-    name: str  # as the curves of `measured.py`
+    name: str  # as in the names of curves, see `measured.py`
     dtype: str
     size: int
     calls: int
@@ -22,8 +22,11 @@ PRODUCTS = ("mm", "bmm", "attention", "attention backward")
 
 
 def median_bytes(operations: Sequence[Operation]) -> float:
-    """Half of the calls that move bytes move less; 0 where none does. Of products it is not known."""
-    moving = sorted((one.size, one.calls) for one in operations if one.size and one.name not in PRODUCTS)
+    """Return the median over calls of the bytes that a call moves; 0 without calls that move bytes.
+
+    Products are left out because their bytes are unknown.
+    """
+    moving = sorted((each.size, each.calls) for each in operations if each.size and each.name not in PRODUCTS)
     left = sum(calls for _, calls in moving) / 2
     for size, calls in moving:
         left -= calls
@@ -33,17 +36,17 @@ def median_bytes(operations: Sequence[Operation]) -> float:
 
 
 class ComputePhase(Enum):
-    """What a part computes at a moment."""
+    """A phase of a part's computing."""
 
     FORWARD = "forward"
-    BACKWARD_START = "backward, until the first gradient of its parameters is made"
-    BACKWARD_REST = "backward, from there on"
-    HOLDING = "backward, while it keeps the gradients that it makes"
-    COLLECTING = "all these are there, and are collected"
+    BACKWARD_START = "backward, until the first gradient of its parameters"
+    BACKWARD_REST = "backward, from the first gradient on"
+    HOLDING = "backward, while its gradients are kept"
+    COLLECTING = "after the backward, while its gradients are copied"
 
 
 class CollectiveCall(NamedTuple):
-    """One call of `comm.Collectives`. nbytes: of the whole tensor. sent: by the rank, as that counts."""
+    """A call of `comm.Collectives`. nbytes: of the whole tensor. sent: bytes that the rank sends."""
 
     axis: str
     kind: Literal["sum", "sum_part", "gather", "swap", "trade"]
@@ -53,32 +56,30 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfilePart:
-    """Of one unit, or of what comes before the first or behind the last one. Bytes are of tensors, parameters left out.
+    """Costs of a unit, or of the model before the first or after the last unit. Bytes of tensors without parameters.
 
-    Kept and peaks count what is above what was there when the part's forward began.
+    Kept bytes and peaks are relative to the memory at the start of the part's forward.
     """
 
-    kept_bytes: int = 0  # when its forward has ended: saved for the backward, and its output
+    kept_bytes: int = 0  # after the forward: tensors saved for the backward, and the output
     forward_peak_bytes: int = 0
-    backward_start_bytes: int = 0  # the most of its backward until its first gradient is made,
-    backward_rest_bytes: int = 0  # and from there on
-    backward_end_bytes: int = 0  # when it has ended, gradients left out
+    backward_start_bytes: int = 0  # peak of the backward until the first gradient
+    backward_rest_bytes: int = 0  # peak of the backward after the first gradient
+    backward_end_bytes: int = 0  # after the backward, without gradients
     output_bytes: int = 0
-    rest_gradient_bytes: int = (
-        0  # made in its backward, of parameters of no unit: they wait for the end of the backward
-    )
-    # A pipeline keeps a stage's gradients until its whole backward has ended, accumulation in another dtype a unit's:
-    gradient_bytes: int = 0  # made in its backward, of all parameters
-    holding_peak_bytes: int = 0  # of the backward, while it keeps them
-    linear_bytes: int = 0  # inputs of its linear layers, and gradients of their outputs: kept from I until W
+    rest_gradient_bytes: int = 0  # gradients of the root unit's parameters, which wait until the backward ends
+    # Pipelines keep a stage's gradients until its backward ends. So does accumulation in another dtype, for a unit.
+    gradient_bytes: int = 0  # gradients of all parameters
+    holding_peak_bytes: int = 0  # peak of the backward while all gradients are kept
+    linear_bytes: int = 0  # inputs and output gradients of linear layers, kept from I until W
     forward_flops: int = 0  # of matrix products, convolutions and attention
-    backward_flops: int = 0  # with what is computed again
-    forward_traffic: int = 0  # bytes that all other operations read and write
+    backward_flops: int = 0  # with recomputation
+    forward_traffic: int = 0  # bytes that the remaining operations read and write
     backward_traffic: int = 0
-    forward_operations: tuple[Operation, ...] = ()  # the same call by call; none: not known
+    forward_operations: tuple[Operation, ...] = ()  # the same, by call; empty: unknown
     backward_operations: tuple[Operation, ...] = ()
     forward_exchanges: tuple[CollectiveCall, ...] = ()  # with ranks that share layers or sequences
-    backward_exchanges: tuple[CollectiveCall, ...] = ()  # with those of what is computed again
+    backward_exchanges: tuple[CollectiveCall, ...] = ()  # with recomputation
 
     @property
     def backward_peak_bytes(self) -> int:
@@ -107,30 +108,30 @@ _NOTHING = ProfilePart()
 
 @dataclass(frozen=True)
 class Profile:
-    """What one rank does of a microbatch of so many rows, by part in the order of the forward.
+    """Costs of a microbatch of `rows` rows on a rank, by part in the order of the forward.
 
-    sizes: of the axes on which ranks share sequences and layers, as `ParallelDims.sizes`.
+    sizes: the axes on which ranks share sequences and layers, as `ParallelDims.sizes`.
     """
 
     rows: int
     tokens: int  # of a microbatch: elements of its first integer tensor, else rows
     parts: Mapping[str, ProfilePart] = field(default_factory=dict)
-    itemsize: int = 4  # of what is computed in
-    cast_bytes: int = 0  # of its inputs in another dtype than they came in
+    itemsize: int = 4  # of the compute dtype
+    cast_bytes: int = 0  # of inputs that are cast
     sizes: tuple[tuple[str, int], ...] = ()
-    slot_bytes: int = 0  # through which the rank's exchanges go: see `MetaTransport`
+    slot_bytes: int = 0  # of the buffers for exchanges, see `MetaTransport`
 
     def part(self, name: str) -> ProfilePart:
-        """A unit that is never run takes nothing."""
+        """Return a part; a unit that never runs costs nothing."""
         return self.parts.get(name, _NOTHING)
 
     @property
     def names(self) -> list[str]:
-        """In order, START first and END last."""
+        """The parts in order: START first, END last."""
         return list(self.parts)
 
     def base_bytes(self) -> dict[str, int]:
-        """What is kept of the parts before each, by name."""
+        """Return the bytes that earlier parts keep, by part."""
         bases, total = {}, 0
         for name, part in self.parts.items():
             bases[name] = total
@@ -139,7 +140,7 @@ class Profile:
 
     @property
     def peak_bytes(self) -> int:
-        """The most of a forward and backward of the whole."""
+        """The peak of the forward and backward of the whole model."""
         bases = self.base_bytes().values()
         return max(
             base + max(part.forward_peak_bytes, part.backward_peak_bytes)
@@ -148,54 +149,50 @@ class Profile:
 
     @property
     def loss_bytes(self) -> int:
-        """The most beside what is kept before it: of what comes behind the blocks, with logits, loss and gradients."""
-        behind = [self.parts[name] for name in self.names[-2:]]
-        last = behind[-1] if behind[-1].forward_peak_bytes else behind[0]
+        """The peak of the part after the blocks (head, logits, loss), relative to its start."""
+        *_, before, last = self.parts.values()
+        last = last if last.forward_peak_bytes else before
         return max(last.forward_peak_bytes, last.backward_peak_bytes)
 
     def extended(self, other: Profile, rows: int) -> Profile:
-        """Of so many rows, on the line through this one and another. The largest of several is no less than that.
+        """Return the profile of `rows` rows, on the line through this profile and another.
 
-        What is called is not known of it.
+        The maximum of several linear functions is at least this line. Operations are unknown in the result.
         """
         times = (rows - self.rows) / (other.rows - self.rows)
         pairs = {name: (part, other.part(name)) for name, part in self.parts.items()}
-        known = {(id(one), id(two)): _on_line(one, two, times) for one, two in _different(pairs.values())}
-        parts = {name: known[id(one), id(two)] for name, (one, two) in pairs.items()}  # equal blocks stay one
+        different = {(id(a), id(b)): (a, b) for a, b in pairs.values()}
+        on_line = {key: _on_line(a, b, times) for key, (a, b) in different.items()}
+        parts = {name: on_line[id(a), id(b)] for name, (a, b) in pairs.items()}  # equal blocks share an object
         tokens, cast = self.tokens // self.rows * rows, self.cast_bytes * rows // self.rows
         return replace(self, rows=rows, tokens=tokens, parts=parts, cast_bytes=cast, slot_bytes=0)
 
     @property
     def flops(self) -> int:
-        """Of forward and backward."""
+        """Operations of forward and backward."""
         return sum(part.forward_flops + part.backward_flops for part in self.parts.values())
 
 
-_NUMBERS = [one.name for one in fields(ProfilePart) if not one.name.endswith(("_operations", "_exchanges"))]
+_NUMBERS = [field.name for field in fields(ProfilePart) if not field.name.endswith(("_operations", "_exchanges"))]
 
 
-def _different(pairs: Iterable[tuple[ProfilePart, ProfilePart]]) -> Iterable[tuple[ProfilePart, ProfilePart]]:
-    return {(id(one), id(two)): (one, two) for one, two in pairs}.values()
-
-
-def _on_line(one: ProfilePart, other: ProfilePart, times: float) -> ProfilePart:
-    found: dict[str, Any] = {}
+def _on_line(first: ProfilePart, second: ProfilePart, times: float) -> ProfilePart:
+    values: dict[str, Any] = {}
     for name in _NUMBERS:
-        found[name] = _number_on_line(getattr(one, name), getattr(other, name), times)
+        values[name] = _number_on_line(getattr(first, name), getattr(second, name), times)
     for name in ("forward_exchanges", "backward_exchanges"):
-        found[name] = _calls_on_line(getattr(one, name), getattr(other, name), times)
-    return ProfilePart(**found)
+        values[name] = _calls_on_line(getattr(first, name), getattr(second, name), times)
+    return ProfilePart(**values)
 
 
 def _calls_on_line(
-    one: Sequence[CollectiveCall], other: Sequence[CollectiveCall], times: float
+    first: Sequence[CollectiveCall], second: Sequence[CollectiveCall], times: float
 ) -> tuple[CollectiveCall, ...]:
-    """None where these are not the same calls: then nothing is known of them."""
-    if [call[:2] for call in one] != [call[:2] for call in other]:
+    """Extrapolate the bytes of calls; () if the two runs make different calls, which a bound may leave out."""
+    if [call[:2] for call in first] != [call[:2] for call in second]:
         return ()
     return tuple(
-        first._replace(nbytes=_number_on_line(first.nbytes, second.nbytes, times))
-        for first, second in zip(one, other, strict=True)
+        a._replace(nbytes=_number_on_line(a.nbytes, b.nbytes, times)) for a, b in zip(first, second, strict=True)
     )
 
 

@@ -1,7 +1,7 @@
-"""Ranks that share layers, sequences or experts, where a microbatch runs on the meta device: one, and nobody else.
+"""Split layers, sequences and experts for a profile on the meta device, where a single rank runs alone.
 
-The run has the layers, the attention and the `Collectives` that a training has. Only the route is another: it moves
-nothing, and says what would be moved.
+The run uses the same layers, attention and `Collectives` as a training. Only the transport differs: it moves nothing
+and counts the bytes that it would move.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .profile import CollectiveCall
 from .tracker import Tracker
 
 _META = torch.device("meta")
-_SLOTS_IN_TURN = 3  # of the sockets route
+_SLOTS_IN_TURN = 3  # of the sockets transport
 
 
 @dataclass(frozen=True)
 class PlannedSplits:
-    """Over how many ranks layers and sequences are shared, and which of them is looked at.
+    """Degrees of the axes that split layers, sequences and experts, and the rank that is profiled.
 
-    tensor_place: of the tensor axis. plan: `tensor_parallel.plan`. route: on which the ranks exchange. has_parts: of
-    the tokens, between split layers. attention: `sequence_parallel.attention`. expert: ranks that share experts, of
-    which routers choose each as often. stages: names of the blocks of each stage, between which parts are whole; None:
-    there is no pipeline.
+    tensor_place: coordinate on the tensor axis. plan: `tensor_parallel.plan`. route: transport of the exchanges.
+    has_parts: whether tokens are split between split layers. attention: `sequence_parallel.attention`. expert: ranks
+    that share experts; routers are assumed to choose each expert equally often. stages: block names of each pipeline
+    stage, between which activations are whole; None without a pipeline.
     """
 
     tensor: int = 1
@@ -59,7 +59,7 @@ class PlannedSplits:
 
     @classmethod
     def of(cls, blueprint: Blueprint, tensor_place: int | None = None) -> PlannedSplits:
-        """tensor_place: None: the last, which has the most where layers do not divide evenly."""
+        """Read a blueprint. tensor_place: None: the last, which has the most if layers do not divide evenly."""
         config = blueprint.config
         parallel, pipeline = config.parallel, blueprint.pipeline
         return cls(
@@ -76,12 +76,12 @@ class PlannedSplits:
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
-        """Of the axes with several ranks, the last one's next to each other."""
+        """The axes with several ranks; neighbouring ranks differ in the last axis."""
         sizes = ((EXPERT, self.expert), (SEQUENCE, self.sequence), (TENSOR, self.tensor))
         return tuple((name, size) for name, size in sizes if size > 1)
 
-    def shrink(self, model: nn.Module) -> Shrunk:
-        """Leaves this rank's part of each parameter. Raises ValueError where layers cannot be split so."""
+    def shrink(self, model: nn.Module) -> tuple[TensorPlan | None, ExpertPlan | None]:
+        """Reduce each parameter to this rank's part. Raises ValueError if layers cannot be split like this."""
         tensor = experts = None
         if self.tensor > 1:
             tensor = TensorPlan.of(model, self.tensor, self.plan, self.has_parts)
@@ -89,30 +89,20 @@ class PlannedSplits:
             experts = ExpertPlan.of(model, self.expert)
             if experts.lists:
                 raise ValueError(
-                    f"parallel.expert: expected experts that are one module, found the list '{experts.lists[0].name}': "
-                    "which of them are called, with how many tokens, is known where tensors have values, and a plan "
-                    'has none. Train with it unplanned (no "auto" in the config), or make the experts one module '
-                    "with parameters of shape (experts, ..., ...)"
+                    f"parallel.expert: expected experts in a single module, found the list '{experts.lists[0].name}', "
+                    'whose calls depend on values that a plan does not have. Train without a plan (no "auto" in the '
+                    "config), or put the experts into a module with parameters of shape (experts, ..., ...)"
                 )
         share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: self.tensor_place}.__getitem__)
         for param in model.parameters() if self.tensor > 1 or self.expert > 1 else ():
             param.data = torch.empty(share_of(param).tensor_shard.shape, dtype=param.dtype, device=_META)
-        return Shrunk(tensor, experts)
-
-
-@dataclass(frozen=True)
-class Shrunk:
-    """Of which layers a model has a rank's part alone."""
-
-    tensor: TensorPlan | None
-    experts: ExpertPlan | None
+        return tensor, experts
 
 
 class MetaTransport(SoloTransport):
-    """The route of an axis on which the others are not there; see `Transport`.
+    """The transport of an axis whose other ranks do not exist; see `Transport`.
 
-    Memory of the backend's and of the allocator's is what a tracker sees. Slots in shared memory, or that are kept, are
-    counted here.
+    The tracker sees memory of the allocator. This class counts slots in shared memory and slots that are kept.
     """
 
     def __init__(self, route: str, size: int, place: int, tracker: Tracker) -> None:
@@ -120,16 +110,17 @@ class MetaTransport(SoloTransport):
         self.size, self.rank = size, place
         self._kind, self._tracker = route, tracker
         self._reserved = 0
-        self._opened: list[tuple[int, int]] = []  # bytes of a slot, and of what comes to it
+        self._opened: list[tuple[int, int]] = []  # bytes of a slot, and bytes received for it
 
     @property
     def slot_bytes(self) -> int:
-        """What this rank keeps of slots when several microbatches were computed."""
+        """Bytes of slots that this rank keeps after several microbatches."""
         if self._kind == "shared_memory":
             return EXCHANGE_SLOTS * self._reserved
         if self._kind != "sockets" or not self._opened:
             return 0
-        turns = _SLOTS_IN_TURN if len(self._opened) % _SLOTS_IN_TURN == 0 else 1  # else each comes to each in time
+        # If the number of slots is no multiple, every message sooner or later uses every slot.
+        turns = _SLOTS_IN_TURN if len(self._opened) % _SLOTS_IN_TURN == 0 else 1
         several = 1 if turns > 1 else _SLOTS_IN_TURN
         return several * sum(sum(map(max, zip(*self._opened[turn::turns], strict=True))) for turn in range(turns))
 
@@ -149,14 +140,14 @@ class MetaTransport(SoloTransport):
         return Pending()
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
-        own = slot[: slot.numel() // self.size]
+        shard = slot[: slot.numel() // self.size]
         if self._kind == "native":
-            own = torch.empty_like(own)
-        self._receive(own)
-        return Terms(Pending(), slice(0, own.numel()), lambda: [own], lambda: None)
+            shard = torch.empty_like(shard)
+        self._receive(shard)
+        return Terms(Pending(), slice(0, shard.numel()), lambda: [shard], lambda: None)
 
     def all_reduce(self, slot: Tensor, out: Tensor, what: str) -> Terms:
-        """What a rank of processors adds up is in the seconds of the call, and is not seen here."""
+        """Count the received terms. The sum itself is in the measured seconds of the call."""
         if self._kind == "native":
             return Terms(Pending(), slice(0, out.numel()), lambda: [slot], lambda: None)
         self._receive(slot[regions_of(out.numel(), self.size)[self.rank]])
@@ -166,7 +157,7 @@ class MetaTransport(SoloTransport):
         return Pending()
 
     def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """A backend takes and gives pieces in the order of the ranks."""
+        """Count copies: a backend needs the pieces in the order of the ranks."""
         ranks = [rank for rank, _ in of]
         copies = [torch.empty_like(chunks) for order in (to,) if self._kind == "native" and [*order] != sorted(order)]
         copies += [torch.empty_like(out) for order in (ranks,) if self._kind == "native" and order != sorted(order)]
@@ -178,7 +169,7 @@ class MetaTransport(SoloTransport):
 
 
 class MetaCollectives(Collectives):
-    """An `Collectives` that tells a tracker of its calls."""
+    """An `Collectives` that reports its calls to a tracker."""
 
     def __init__(self, name: str, size: int, place: int, route: str, tracker: Tracker) -> None:
         self.route = MetaTransport(route, size, place, tracker)
@@ -212,48 +203,38 @@ class MetaCollectives(Collectives):
 
 
 class _Still(Randomness):
-    """Of a device on which nothing is drawn."""
+    """Random state of a device on which nothing is drawn."""
 
     def __init__(self) -> None:
-        """No generator."""
+        """Make no generator."""
 
-    def begin(self) -> None:
-        """Nothing."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
 
-    def leave_common(self, of: object) -> None:
-        """Nothing."""
-
-    def return_to_common(self) -> None:
-        """Nothing."""
+    begin = leave_common = return_to_common = restore = seed = _nothing
 
     def states(self) -> list[Tensor]:
-        """None."""
+        """Return no states."""
         return []
-
-    def restore(self, states: list[Tensor]) -> None:
-        """Nothing."""
-
-    def seed(self, seed: int, number: int) -> None:
-        """Nothing."""
 
 
 class SplitModel:
-    """What splits put on a model for one run, and what they make of its batch."""
+    """Splits a model and its batches for a run."""
 
     def __init__(
         self,
         splits: PlannedSplits,
-        shrunk: Shrunk,
+        plans: tuple[TensorPlan | None, ExpertPlan | None],
         model: nn.Module,
         device: str,
         tiled: frozenset[int],
         tracker: Tracker,
         patches: ModelPatches,
     ) -> None:
-        """device: as of `MetaRun`. tiled: identities of modules in tiles."""
+        """Put the split layers and attention on the model. plans: of `shrink`. tiled: ids of tiled modules."""
         self._splits, self._model, self._tracker = splits, model, tracker
         self._exchanges: list[MetaCollectives] = []
-        plan = shrunk.tensor
+        plan, experts = plans
         if plan is not None:
             exchange = self._exchange(TENSOR, splits.tensor, splits.tensor_place)
             regions = plan.regions
@@ -261,11 +242,11 @@ class SplitModel:
                 regions = tuple(part for stack in plan.regions for part in stack.cut(splits.stages))
             parts = SequenceParallelRegions(regions, tiled, model, exchange, _Still(), patches) if regions else None
             SplitLayers(plan, model, exchange, None, patches, parts)
-        if shrunk.experts is not None:
+        if experts is not None:
             exchange = self._exchange(EXPERT, splits.expert, 0)
-            for layer in shrunk.experts.layers:
+            for layer in experts.layers:
                 read = partial(_evenly, splits.expert, layer.num_experts // splits.expert)
-                split_experts(replace(shrunk.experts, layers=(layer,)), exchange, patches, read)
+                split_experts(replace(experts, layers=(layer,)), exchange, patches, read)
         self._attention: SequenceAttention | None = None
         if splits.sequence > 1:
             self._attention = SequenceAttention(self._sequence, splits.attention, device=device)
@@ -285,13 +266,13 @@ class SplitModel:
         return made
 
     def part(self, batch: Any, rows: int, has_own_loss: bool) -> Any:
-        """This rank's inputs of the model, a `SequenceShard` with values where ranks share sequences."""
+        """Return this rank's inputs. With split sequences they are a `SequenceShard` with values."""
         if self._attention is None:
             return batch
         return SequenceData(self._model, self._sequence, has_own_loss).part(_with_values(batch, rows), _META)
 
     def run(self, part: Any, forward: Callable[[], Any]) -> Any:
-        """What a forward of the model with this gives. part: of `part`, or `changed`."""
+        """Run a forward of the model. part: of `part`, possibly `changed`."""
         if self._attention is None:
             return forward()
         forwards = self._attention.forwards
@@ -304,16 +285,19 @@ class SplitModel:
             forwards.end(None)
 
 
-def _evenly(size: int, own: int, counts: Tensor, num_tokens: int) -> Slots:
-    """What each rank has for each, where every set of k experts is chosen as often. own: experts of a rank."""
-    k, num_experts = counts.shape[2], own * size
-    exactly = [comb(own, n) * comb(num_experts - own, k - n) / comb(num_experts, k) for n in range(k + 1)]
+def _evenly(size: int, per_rank: int, counts: Tensor, num_tokens: int) -> Slots:
+    """Return tokens from each rank to each rank, if every set of k experts is chosen equally often.
+
+    per_rank: experts of a rank.
+    """
+    k, num_experts = counts.shape[2], per_rank * size
+    exactly = [comb(per_rank, n) * comb(num_experts - per_rank, k - n) / comb(num_experts, k) for n in range(k + 1)]
     slots = tuple(round(num_tokens * sum(exactly[slot + 1 :])) for slot in range(k))
     return ((slots,) * size,) * size
 
 
 def _with_values(batch: Any, rows: int) -> Any:
-    """Of so many rows, in which every token may be looked at and no row has several sequences."""
+    """Give a batch of `rows` rows values: every token is attended to, and no row is packed."""
     if not isinstance(batch, Mapping):
         return batch
     found = dict(batch)

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline compute, keep and exchange: a profile divided over them."""
+"""A profile divided over the stages of a pipeline: time, memory and messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stages:
 
     @cached_property
     def parts(self) -> tuple[tuple[tuple[str, ProfilePart], ...], ...]:
-        """By stage. What comes before the blocks is of the first stage, what comes behind them of the last."""
+        """The parts of each stage. Parts before the blocks are in the first stage, parts after them in the last."""
         found: list[list[tuple[str, ProfilePart]]] = [[] for _ in range(self.split.num_stages)]
         place_of = {name: place for place, name in enumerate(self.split.blocks)}
         stage = 0
@@ -39,7 +39,7 @@ class Stages:
 
     @cached_property
     def exchanged(self) -> tuple[Mapping[str, int], ...]:
-        """By stage, bytes that a rank sends in a microbatch to those that share its layers or sequences, by link."""
+        """Bytes that a rank sends in a microbatch to ranks that share layers or sequences: by stage, by link."""
         calls = Calls.of(self.profile, self.work.machine, self.work.route)
         different = {id(part): part for part in self.profile.parts.values()}
         known = {key: calls.sent(part.exchanges) for key, part in different.items()}
@@ -49,7 +49,7 @@ class Stages:
         )
 
     def costs(self, send_seconds: float) -> Costs:
-        """Seconds and bytes. A backward in two halves computes half of it in each."""
+        """Return seconds and bytes of each stage. Each half of a split backward takes half of its time."""
         forward = tuple(sum(self.work.forward(name) for name, _ in parts) for parts in self.parts)
         backward = tuple(sum(self.work.backward(name) for name, _ in parts) for parts in self.parts)
         halves = tuple(seconds / 2 for seconds in backward)
@@ -60,7 +60,7 @@ class Stages:
 
     @cached_property
     def kept_bytes(self) -> tuple[int, ...]:
-        """By stage, of a microbatch until its backward: what came in, and what is saved; what goes out is sent."""
+        """Bytes of a microbatch until its backward, by stage: input and saved tensors, without the output."""
         found = []
         for stage, parts in enumerate(self.parts):
             total = self.input_bytes(stage) + sum(part.kept_bytes for _, part in parts)
@@ -69,17 +69,17 @@ class Stages:
 
     @cached_property
     def put_off_bytes(self) -> tuple[int, ...]:
-        """By stage, of a microbatch from I until W: more than until I, where blocks are computed again."""
+        """Bytes of a microbatch from I until W, by stage. With recomputation they exceed those until I."""
         return tuple(sum(part.linear_bytes for _, part in parts) for parts in self.parts)
 
     def input_bytes(self, stage: int) -> int:
-        """What it gets from the one before."""
+        """Return bytes that a stage receives from the stage before it."""
         return self.output_bytes(stage - 1) if stage else 0
 
     def working_bytes(self, stage: int, holds: bool) -> tuple[int, int, int, int]:
-        """The most while it computes F, B, I or W of a microbatch, of which nothing is counted elsewhere.
+        """Return the peaks while a stage computes F, B, I or W of a microbatch that counts nowhere else.
 
-        holds: gradients that its backward makes are tensors of their own until it has ended.
+        holds: gradients of its backward are separate tensors until the backward ends.
         """
         base = self.input_bytes(stage)
         forward = backward = halved = base
@@ -98,17 +98,17 @@ class Stages:
         return forward, backward, halved, self.put_off_bytes[stage] + gradients
 
     def exchanging(self, stage: int) -> float:
-        """Seconds of a microbatch in which it waits for ranks that share its layers or sequences."""
+        """Return seconds of a microbatch in which a stage waits for ranks that share layers or sequences."""
         return sum(self.work.exchanging(name) for name, _ in self.parts[stage])
 
     def output_bytes(self, stage: int) -> int:
-        """What it sends to the next one for each microbatch, and gets the gradient of."""
+        """Return bytes of a microbatch that a stage sends to the next stage; the gradient has as many."""
         return self.parts[stage][-1][1].output_bytes if self.parts[stage] else 0
 
     def send_seconds(self, machine: Machine) -> float:
-        """Of what the stage with the largest output makes of a microbatch, to the next one."""
+        """Return seconds to send a microbatch's output to the next stage, for the largest output."""
         largest = max(self.output_bytes(stage) for stage in range(len(self.parts)))
-        is_inside = machine.num_hosts == 1  # the pipe is the outermost axis: its ranks are as far apart as can be
+        is_inside = machine.num_hosts == 1  # the pipeline is the outermost axis, so stages are on different hosts
         speed = machine.intra if is_inside else machine.inter
         latency = machine.intra_latency if is_inside else machine.inter_latency
         return machine.moving("sockets message", largest, latency + largest / speed)

@@ -1,4 +1,4 @@
-"""The order of a step's collectives and computing: the units' own, run on groups that have no memory."""
+"""The order of a step's collectives and computing: zero's `UnitSequence`, run on groups without memory."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .profile import ComputePhase
 
 @dataclass
 class SimulatedTimeline:
-    """Two lines in order: computing, and one queue of collectives, as one communicator has it.
+    """Computing and a queue of collectives, each in order, like a stream and a communicator.
 
-    A collective starts when the queue is free and the computing that was launched before it is done; the host takes no
-    time. Exposed is the time in which the computing waits for a collective. overlaps: False where what computes is also
-    what sends, so that all of a collective is waited for where it starts.
+    A collective starts when the queue is free and the computing launched before it is done. The host takes no time.
+    Exposed time is computing's wait for a collective. overlaps: False if the computing cores also send, so that every
+    collective is waited for at its start.
     """
 
     exposed: dict[str, float] = field(default_factory=dict)  # seconds by kind
     sent: float = 0.0  # seconds of all collectives
-    now: float = 0.0  # of the computing
+    now: float = 0.0  # end of the computing so far
     overlaps: bool = True
-    _free: float = 0.0  # of the queue
+    _free: float = 0.0  # end of the queue so far
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
 
     def start(self, kind: str, seconds: float) -> float:
-        """Queues a collective, and gives its end."""
+        """Queue a collective and return its end."""
         self._free = max(self._free, self.now) + seconds
         self.sent += seconds
         if not self.overlaps:
@@ -46,7 +46,7 @@ class SimulatedTimeline:
         return self._free
 
     def wait(self, kind: str, end: float) -> None:
-        """What is computed from now on comes after a collective that ends then."""
+        """Make later computing wait for a collective that ends at `end`."""
         self.exposed[kind] = self.exposed.get(kind, 0.0) + max(0.0, end - self.now)
         self.now = max(self.now, end)
 
@@ -61,41 +61,41 @@ class SimulatedTimeline:
 
     @property
     def hidden_seconds(self) -> float:
-        """Of collectives, beside what computes."""
+        """Seconds of collectives that overlap with computing."""
         return max(0.0, self.sent - self.exposed_seconds)
 
 
 START, END = "(start)", "(end)"
-"""What a model computes before its first unit and behind its last one: a small embedding or head, and the loss."""
+"""Names of the parts before the first unit and after the last unit: a small embedding or head, and the loss."""
 
 
 @dataclass(frozen=True)
 class StepPhase:
-    """While a part computes: what there is beside the parameters at rest, activations and finished gradients."""
+    """Memory while a part computes, besides parameters at rest, activations and finished gradients."""
 
     part: str
     stretch: ComputePhase
     gathered_bytes: int
-    staged_bytes: int  # gradients on their way, of routes whose messages are the allocator's
-    arrived: frozenset[str]  # names of groups whose gradient this backward has made
+    staged_bytes: int  # gradients in messages, for transports whose messages the allocator provides
+    arrived: frozenset[str]  # groups whose gradient this backward has made
 
 
 class StepEvent(NamedTuple):
-    """A part computes, a collective of a group is queued, or what is computed from now on comes after one."""
+    """A part computes, a collective of a group is queued, or later computing waits for a collective."""
 
     what: Literal["forward", "backward", "start", "wait"]
     name: str = ""  # of a part
     kind: Literal["gather", "reduce"] = "gather"
     seconds: float = 0.0  # of a collective
-    number: int = 0  # of the starts
+    number: int = 0  # index of the "start" event to wait for
 
 
 @dataclass
 class StepOrder:
-    """One microbatch of a step without a pipeline: events in their order, bytes on links, and moments.
+    """A microbatch of a step without a pipeline: events in order, bytes by link, and moments.
 
-    bytes_of: a group, beside what of it is at rest; None: nothing is ever released. is_last: microbatch of a step.
-    place: of `blueprint.places`.
+    bytes_of: a group -> bytes that gathering adds; None: nothing is ever released. is_last: the last microbatch of a
+    step. place: index in `blueprint.places`.
     """
 
     blueprint: Blueprint
@@ -107,7 +107,7 @@ class StepOrder:
     sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
     moments: list[StepPhase] = field(default_factory=list)
     gathered_bytes: int = 0
-    most_gathered_bytes: int = 0  # since something was released or gathered behind the last moment
+    most_gathered_bytes: int = 0  # peak since the last moment
     staged_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class StepOrder:
         units = []
         for plan_of_unit, groups in self.blueprint.places[self.place].units:
             members = [_Group(self, group) for group in groups]
-            trained = [_Gradient(self, one) for one in members if one.plan.role is not Role.FROZEN]
+            trained = [_Gradient(self, group) for group in members if group.plan.role is not Role.FROZEN]
             units.append(
                 Unit(
                     plan_of_unit.name,
@@ -129,7 +129,7 @@ class StepOrder:
 
     @torch.enable_grad()
     def _run(self, sequence: UnitSequence) -> None:
-        """Forward and backward of a model that uses each unit once, in order."""
+        """Run forward and backward of a model that uses each unit once, in order."""
         sequence.begin_forward()
         uses = []
         self._compute(START, is_backward=False)
@@ -152,7 +152,7 @@ class StepOrder:
         sequence.end_backward()
 
     def timeline(self, forward: Callable[[str], float], backward: Callable[[str], float]) -> SimulatedTimeline:
-        """When all that happens. forward, backward: seconds that a part computes, a unit's name, START or END."""
+        """Return the times of the events. forward, backward: seconds of a part (a unit's name, START or END)."""
         line, ends = SimulatedTimeline(overlaps=self.exchange.machine.overlaps), list[float]()
         for event in self.events:
             if event.what == "start":
@@ -165,23 +165,24 @@ class StepOrder:
 
     def _compute(self, name: str, is_backward: bool, unit: Unit | None = None) -> None:
         if is_backward:
-            self._add_moments_of_backward(name, [cast(_Gradient, one).plan for one in unit.gradients] if unit else [])
+            plans = [cast(_Gradient, gradient).plan for gradient in unit.gradients] if unit else []
+            self._add_moments_of_backward(name, plans)
         else:
             self._add_moment(name, ComputePhase.FORWARD, self.staged_bytes)
         self.most_gathered_bytes = 0
         self.events.append(StepEvent("backward" if is_backward else "forward", name))
 
     def _add_moments_of_backward(self, name: str, arriving: Sequence[GroupPlan]) -> None:
-        """Memory for all of a unit's gradients is taken with the first, or when all are there."""
+        """Add two moments: memory for a unit's gradients is taken with the first, or after the last."""
         is_late = any(map(self._is_added_up_apart, arriving))
         before, after = ComputePhase.BACKWARD_START, ComputePhase.BACKWARD_REST
         self._add_moment(name, ComputePhase.HOLDING if is_late else before, self.staged_bytes)
-        self._arrived |= {one.name for one in arriving}
-        staged = max((one.slot_bytes for one in arriving), default=0) * self._stages_now
+        self._arrived |= {group.name for group in arriving}
+        staged = max((group.slot_bytes for group in arriving), default=0) * self._stages_now
         self._add_moment(name, ComputePhase.COLLECTING if is_late else after, self.staged_bytes + staged)
 
     def _is_added_up_apart(self, group: GroupPlan) -> bool:
-        """Whether gradients of a step's microbatches are added up in other memory than `param.grad` and the shard."""
+        """Whether gradients accumulate in memory other than `param.grad` and the shard."""
         accumulates = (self.blueprint.config.gradient_accumulation_steps or 1) > 1
         reduces = self.blueprint.policy.reduces_every_backward
         return accumulates and not reduces and group.is_added_up_flat
@@ -192,12 +193,12 @@ class StepOrder:
 
     @property
     def _stages_now(self) -> bool:
-        """Whether gradients of this microbatch go to other ranks, in messages that are made for each."""
+        """Whether this microbatch's gradients go to other ranks in new messages."""
         return self.stages_apart and (self.is_last or self.blueprint.policy.reduces_every_backward)
 
     @property
     def stages_apart(self) -> bool:
-        """Whether messages are made for each gradient, and not once."""
+        """Whether each gradient gets a new message, instead of a reused slot."""
         return self.blueprint.route == "native"
 
     def _send(self, kind: Literal["gather", "reduce"], message: Message) -> int:
@@ -216,7 +217,7 @@ class StepOrder:
 
 
 class _Group:
-    """What `ShardedGroup` does, as calls alone."""
+    """A `ShardedGroup` without memory, which records its collectives."""
 
     keeper = None
 
@@ -251,7 +252,7 @@ class _Group:
 
 
 class _Gradient:
-    """What `GroupGradient` does, as calls alone: a reduce-scatter, and at the end of a step an all-reduce."""
+    """A `GroupGradient` without memory: a reduce-scatter, and in the last microbatch an all-reduce."""
 
     leaves_device = False
 

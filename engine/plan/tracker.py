@@ -1,4 +1,4 @@
-"""What operations do while tensors come and go: bytes that are alive, products, bytes that are moved."""
+"""A dispatch mode that counts live bytes, products and memory traffic of operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..model.model_flops import attention_formulas
 from .profile import CollectiveCall, Operation
 
 _aten = torch.ops.aten
-_IS_CAUSAL = {  # attention -> which argument says that half of it is not computed
+_IS_CAUSAL = {  # attention -> index of the argument `is_causal`, which halves the operations
     _aten._scaled_dot_product_flash_attention: 4,
     _aten._scaled_dot_product_flash_attention_for_cpu: 4,
     _aten._scaled_dot_product_efficient_attention: 6,
@@ -24,11 +24,11 @@ _IS_CAUSAL = {  # attention -> which argument says that half of it is not comput
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
     _aten._scaled_dot_product_efficient_attention_backward: 11,
 }
-_ONLY_ALLOCATE = (*(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),)
+_ONLY_ALLOCATE = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 
 
 class Done:
-    """What operations did."""
+    """Operations since `Tracker.begin`."""
 
     def __init__(self) -> None:
         self.flops = self.traffic = 0
@@ -45,9 +45,9 @@ class Done:
 
 
 class Results:
-    """Of operations on tensors without memory: what was made of such arguments before is made again by its sizes alone.
+    """A cache of operations on meta tensors: results for known arguments are made from their sizes alone.
 
-    Torch finds the sizes of some operations in Python, at a hundred times the cost.
+    Torch infers the sizes of some operations in Python, which takes a hundred times as long.
     """
 
     def __init__(self) -> None:
@@ -61,16 +61,17 @@ class Results:
             return func(*args, **kwargs)
         key = (func, _key(args), _key(tuple(kwargs.items())))
         if key in self._known:
-            is_one, sizes = self._known[key]
+            is_tensor, sizes = self._known[key]
             made = [torch.empty_strided(*size, dtype=dtype, device="meta") for *size, dtype in sizes]
-            return made[0] if is_one else tuple(made)
+            return made[0] if is_tensor else tuple(made)
         result = func(*args, **kwargs)
         outputs = [result] if isinstance(result, Tensor) else result
-        given = {id(one.untyped_storage()) for one in tensors_of((args, kwargs))}
-        if any(id(one.untyped_storage()) in given for one in tensors_of(outputs)):  # _unsafe_view says that it does not
+        given = {id(tensor.untyped_storage()) for tensor in tensors_of((args, kwargs))}
+        # The schema of _unsafe_view denies that it returns a view.
+        if any(id(tensor.untyped_storage()) in given for tensor in tensors_of(outputs)):
             self._makes_new[func] = False
-        elif all(isinstance(one, Tensor) and one.is_meta for one in outputs):
-            sizes = [(tuple(one.shape), one.stride(), one.dtype) for one in outputs]
+        elif all(isinstance(output, Tensor) and output.is_meta for output in outputs):
+            sizes = [(tuple(output.shape), output.stride(), output.dtype) for output in outputs]
             self._known[key] = isinstance(result, Tensor), sizes
         return result
 
@@ -79,14 +80,14 @@ _Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def _makes_new(func: Any) -> bool:
-    """Whether all that it returns are tensors, and nothing of it lies in what it was given."""
+    """Return whether an operation returns tensors only, none of them a view of an argument."""
     schema = func._schema
-    plain = all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
-    return plain and bool(schema.returns) and all(str(one.type) == "Tensor" for one in schema.returns)
+    has_no_alias = all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
+    return has_no_alias and bool(schema.returns) and all(str(value.type) == "Tensor" for value in schema.returns)
 
 
 def _key(value: Any) -> Any:
-    """Of an argument: sizes of tensors, and numbers with their types, since 1 and 1.0 are equal."""
+    """Return a hashable key of an argument: sizes of tensors, and numbers with their types, since 1 == 1.0."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device.type
     if isinstance(value, list | tuple):
@@ -95,10 +96,10 @@ def _key(value: Any) -> Any:
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages that are alive, the most of them since `begin`, and what operations do since then."""
+    """Counts bytes of live storages, their peak since `begin`, and operations since `begin`."""
 
     def __init__(self, known: Sequence[Tensor], results: Results | None = None) -> None:
-        """known: storages that do not count. results: of operations without memory; None: each is made."""
+        """known: tensors that do not count. results: cache for operations on meta tensors; None: no cache."""
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry  # takes half a second
 
@@ -106,24 +107,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._formulas: Mapping[Any, Callable[..., int]] = {**flop_registry, **attention_formulas()}
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.live = self.peak = 0
-        self.held = self.holding_peak = 0  # bytes that somebody would hold, and the most with them
+        self.held = self.holding_peak = 0  # bytes of gradients that a pipeline would keep, and the peak with them
         self.done = Done()
         for tensor in known:
             self.leave_out(tensor)
 
     def begin(self) -> int:
-        """Counts anew; gives what is alive."""
+        """Restart the peak and the operations. Return the live bytes."""
         self.peak, self.done = self.live, Done()
         self.held, self.holding_peak = 0, self.live
         return self.live
 
     def begin_peak(self) -> int:
-        """Looks for the most when anything is made from now on; gives the most up to now."""
+        """Return the peak so far. The next peak starts with the next allocation."""
         peak, self.peak = self.peak, 0
         return peak
 
     def leave_out(self, tensor: Tensor) -> None:
-        """A storage that does not count."""
+        """Do not count a storage."""
         storage = tensor.untyped_storage()
         if id(storage) in self._seen:
             self.live -= storage.nbytes()
@@ -135,7 +136,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True  # [Note: conditions] in `meta_run.py`
         result = func(*args, **kwargs) if self._results is None else self._results.of(func, args, kwargs)
         outputs = [result] if isinstance(result, Tensor) else tensors_of(result)
-        made = [self._see(one.untyped_storage()) for one in outputs]
+        made = [self._see(output.untyped_storage()) for output in outputs]
         packet = func._overloadpacket
         formula = self._formulas.get(packet)
         if formula is not None:
@@ -147,8 +148,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         nbytes = 0
         if (any(made) or func._schema.is_mutable) and packet not in _ONLY_ALLOCATE:
-            read = args[1:] if packet is _aten.embedding else args  # of a table only some rows
-            nbytes = sum(one.nbytes for one in (*_given(read), *_given(kwargs.values()), *outputs))
+            read = args[1:] if packet is _aten.embedding else args  # only some rows of the table are read
+            nbytes = sum(tensor.nbytes for tensor in (*_given(read), *_given(kwargs.values()), *outputs))
             self.done.traffic += nbytes
         if nbytes:
             self.done.add(_name_of(packet), _dtype_of(outputs), nbytes)
@@ -157,14 +158,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _called_product(self, packet: Any, flops: int, outputs: Sequence[Tensor]) -> None:
-        """Matrices of a batch are counted one by one: what a core reaches depends on the size of each."""
+        """Count a product. The matrices of a batch count one by one: a core's speed depends on the size of each."""
         name, dtype, count = _product_name(packet), _dtype_of(outputs), 1
         if name == "bmm" and outputs:
             count = outputs[0].shape[0]
         self.done.add(name, dtype, flops // max(1, count), count)
 
     def _see(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it was not there before."""
+        """Count a storage if it is new. Return whether it is."""
         key = id(storage)
         if key in self._seen:
             return False
@@ -182,16 +183,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def tensors_of(value: Any) -> list[Tensor]:
     leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
-    return [one for one in leaves if isinstance(one, Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _given(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Of an operation, which takes tensors and lists of them; without torch's trees, which cost as much as all else."""
-    for one in arguments:
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from _given(one)
+    """Yield the tensors in an operation's arguments. torch's pytree would double the time of a profile."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _given(argument)
 
 
 @cache
@@ -200,7 +201,7 @@ def _name_of(packet: Any) -> str:
 
 
 def _product_name(packet: Any) -> str:
-    """mm, bmm, attention or attention backward, for what torch has many of."""
+    """Return mm, bmm, attention or attention backward, for the many products of torch."""
     name = str(packet)
     if "attention" in name:
         return "attention backward" if "backward" in name else "attention"

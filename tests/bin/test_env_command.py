@@ -50,14 +50,12 @@ def test_quick_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_folder_that_cannot_be_written_fails_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = report(capsys, "--folder", str(tmp_path / "no" / "folder"), status=1)["works"]["offload to nvme"]
-    assert not found["works"] and "No such file or directory: name a folder that exists" in found["why"]
+    assert not found["works"] and "No such file or directory; name an existing folder" in found["why"]
 
 
 def test_a_folder_is_looked_at_and_left_as_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     works = report(capsys, "--folder", str(tmp_path))["works"]["offload to nvme"]
-    assert (
-        works["works"] and works["why"].startswith(f"{tmp_path}: can be written to, ") and not list(tmp_path.iterdir())
-    )
+    assert works["works"] and works["why"].startswith(f"{tmp_path}: writable, ") and not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -68,8 +66,8 @@ def test_without_a_gpu_each_thing_says_why_it_does_not_work(
     works = report(capsys)["works"]
     assert not any(works[name]["works"] for name in ("cuda", "nccl", "triton kernels"))
     assert "CUDA" in works["cuda"]["why"]
-    assert works["nccl"]["why"] == "it needs CUDA devices; ranks on processors use gloo and shared memory"
-    assert works["triton kernels"]["why"] == "there is no GPU; eager torch operations do the same"
+    assert works["nccl"]["why"] == "needs CUDA devices; CPU ranks use gloo and shared memory"
+    assert works["triton kernels"]["why"] == "needs a GPU; eager torch operations replace it"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="torch is built for GPUs")
@@ -77,7 +75,7 @@ def test_a_torch_without_cuda_beside_accelerators_is_pointed_out(monkeypatch: py
     there = HostReport("cuda", (Device(("0",), "H100"), Device(("1",), "H100")), ((0,),))
     monkeypatch.setattr(env, "report_host", lambda: there)
     found = env._cuda(there)
-    assert not found.works and found.why.endswith("without CUDA, though there are 2 accelerators: install another")
+    assert not found.works and found.why.endswith("without CUDA, but this host has 2 accelerators; install a GPU build")
 
 
 def test_a_missing_compiler_is_said_where_it_matters(
@@ -111,7 +109,7 @@ def test_a_wrong_setting_is_said(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_a_machine_without_ssh_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     found = report(capsys)["works"]["ssh"]
-    assert not found["works"] and "there is no `ssh` in the path; install OpenSSH's client" in found["why"]
+    assert not found["works"] and "no `ssh` in the path; install OpenSSH's client" in found["why"]
 
 
 def test_nothing_tells_who_and_where_this_is(
@@ -157,9 +155,9 @@ def test_what_cannot_be_measured_is_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise MeasuringError("rank 0 of 2 failed: it says nothing")
+        raise MeasuringError("rank 0 of 2 failed: no output")
 
     monkeypatch.setattr(env, "measure", fail)
     assert main(["env", "--measure", str(tmp_path / "machine.json")]) == 1
-    assert "lowtide env: rank 0 of 2 failed: it says nothing" in capsys.readouterr().err
+    assert "lowtide env: rank 0 of 2 failed: no output" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

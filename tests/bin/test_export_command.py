@@ -73,7 +73,7 @@ def test_the_values_are_those_of_the_engine(
     assert main(["export", str(tmp_path), str(out), "--dtype", "fp32"]) == 0
     assert differences(loaded(out), loaded(tmp_path / "fp32")) == []
     assert list(contents(out)) == ["model.safetensors"]
-    assert capsys.readouterr().out.endswith(", 69.8 KB in one file\n")
+    assert capsys.readouterr().out.endswith(", 69.8 KB in 1 file\n")
 
 
 def test_an_older_checkpoint_goes_by_its_tag_or_its_path(ranks: RankPool, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, caps
 
     save(str(tmp_path), 0, LEFT_OUT)
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "frozen ones left out (checkpoint.exclude_frozen_parameters)" in capsys.readouterr().err
+    assert "frozen parameters (checkpoint.exclude_frozen_parameters)" in capsys.readouterr().err
 
 
 def test_averages_that_a_checkpoint_does_not_have_are_refused(tmp_path: Path, capsys: Any) -> None:

@@ -54,7 +54,7 @@ def test_ranks_of_a_larger_run_before_are_not_shown(tmp_path: Path, capsys: pyte
     assert "rank 0, after step 3" in capsys.readouterr().out
     (tmp_path / "memory-rank1.json").unlink()
     assert main([str(tmp_path)]) == 0
-    assert "rank 0 of 2 ranks (the others have no file here), after step 3" in capsys.readouterr().out
+    assert "rank 0 of 2 ranks (some have no file here), after step 3" in capsys.readouterr().out
 
 
 def test_a_picture_that_cannot_be_drawn_is_an_error(

@@ -72,7 +72,9 @@ def test_a_folder_of_several_runs_names_the_others(run: Path, tmp_path: Path) ->
         shutil.copytree(run / "run", tmp_path / name)
     (tmp_path / "first" / "run.json").unlink()  # of a version that wrote none
     page = page_of(tmp_path)
-    assert f"<h1>{tmp_path.name}</h1>" in page and "each with a page of its own: second</p>" in page
+    assert (
+        f"<h1>{tmp_path.name}</h1>" in page and "This folder has more runs; write a page for each: second</p>" in page
+    )
 
 
 def test_the_command_writes_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def test_show_draws_the_grid_and_counts_what_each_rank_needs(capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "rank 0  F0 F1 ..... B0--- F2 B1--- .. B2---" in out
     assert "1f1b: 2 ranks, 2 stages, 3 microbatches" in out
-    assert "a step takes 12; bubble 25.0% of it, 33.3% of the work" in out
+    assert "step 12; bubble 25.0% of the step, 33.3% of the work" in out
     assert table(out) == [["0", "0", "9", "3", "2", "2", "0"], ["1", "1", "9", "0", "1", "1", "0"]]
 
 
@@ -55,10 +55,13 @@ def test_microbatches_are_gradient_accumulation_steps(tmp_path: Path, capsys: py
 def test_what_a_config_does_not_say_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, parallel={"pipeline": 2}, pipeline={"schedule": "gpipe"})
     assert main(["show", path]) == 1
-    assert capsys.readouterr().err == "lowtide schedule: schedule gpipe: how many microbatches? Add --microbatches N\n"
+    assert (
+        capsys.readouterr().err
+        == "lowtide schedule: schedule gpipe: expected a number of microbatches; add --microbatches N\n"
+    )
     assert main(["show", path, "--microbatches", "4"]) == 0
     assert main(["show", "zero3", "--microbatches", "4"]) == 1
-    assert "lowtide schedule: schedule 1f1b: how many ranks? Add --ranks N" in capsys.readouterr().err
+    assert "lowtide schedule: schedule 1f1b: expected a number of ranks; add --ranks N" in capsys.readouterr().err
 
 
 def test_a_config_with_a_fault_or_none_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +108,7 @@ def test_what_a_schedule_cannot_take_is_an_error(capsys: pytest.CaptureFixture[s
     assert main(["show", "1f1bb", "--ranks", "4", "--microbatches", "4"]) == 1
     assert 'unknown schedule "1f1bb"; did you mean "1f1b"?' in capsys.readouterr().err
     assert main(["show", "1f1b"]) == 1
-    assert "schedule 1f1b: how many ranks? Add --ranks N" in capsys.readouterr().err
+    assert "schedule 1f1b: expected a number of ranks; add --ranks N" in capsys.readouterr().err
 
 
 def test_compare_ranks_every_schedule_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,18 +162,18 @@ def test_a_schedule_that_cannot_take_the_microbatches_is_named(capsys: pytest.Ca
 
 def test_a_limit_below_every_schedule_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--ranks", "4", "--microbatches", "8", "--memory-limit", "3"]) == 1
-    assert "lowtide schedule: no schedule fits in 3; the least that any needs is 4" in capsys.readouterr().err
+    assert "lowtide schedule: no schedule fits in 3; the smallest needs 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--costs", "1,2"], 'expected three times F,I,W such as 1,1.2,0.8, found "1,2"'),
-        (["--costs", "1,-1,1"], 'expected three times F,I,W such as 1,1.2,0.8, found "1,-1,1"'),
-        (["--costs", "0,0,0"], 'expected three times F,I,W such as 1,1.2,0.8, found "0,0,0"'),
+        (["--costs", "1,2"], 'expected three times F,I,W, for example 1,1.2,0.8, found "1,2"'),
+        (["--costs", "1,-1,1"], 'expected three times F,I,W, for example 1,1.2,0.8, found "1,-1,1"'),
+        (["--costs", "0,0,0"], 'expected three times F,I,W, for example 1,1.2,0.8, found "0,0,0"'),
         (["--send", "soon"], 'expected a time of 0 or more, found "soon"'),
         (["--send", "nan"], 'expected a time of 0 or more, found "nan"'),
-        (["--activation-bytes", "4 apples"], 'expected a size such as 8, 500MB or 1.5GiB, found "4 apples"'),
+        (["--activation-bytes", "4 apples"], 'expected a size, for example 80GB, 1.5GiB or 450e12, found "4 apples"'),
         (["--ranks", "0"], 'expected a whole number of at least 1, found "0"'),
     ],
 )

@@ -246,7 +246,7 @@ def test_latest_that_names_nothing(folder: Path, capsys: pytest.CaptureFixture[s
     shutil.rmtree(folder / "best")
     status, out = show(capsys, folder)
     assert status == 1
-    assert f"{folder}: `latest` names 'best', which is not there; name another as `tag` to load it" in out
+    assert f"{folder}: `latest` names 'best', which is missing; pass another tag to load it" in out
     assert list(rows(out)) == ["global_step1", "global_step2"]
 
 
@@ -284,7 +284,7 @@ def test_a_pipe_among_the_files_is_damage(folder: Path, capsys: pytest.CaptureFi
 def test_a_folder_without_latest_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "latest").unlink()
     status, out = show(capsys, folder)
-    assert status == 0 and f"{folder}: there is no file `latest`; name a `tag` to load" in out
+    assert status == 0 and f"{folder} has no file `latest`; pass a tag to load a checkpoint" in out
 
 
 def test_an_unfinished_checkpoint_is_no_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

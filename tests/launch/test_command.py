@@ -135,7 +135,7 @@ def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
     job = Job(tmp_path, "print('ran')", "--log-dir", "logs", "--bind", "cores", variables=OF_A_RANK)
     status, out, err = job.finish()
     assert status == 0 and out == "ran\n"
-    assert "no effect on a rank that somebody else has started: --bind, --log-dir" in err
+    assert "no effect on a rank that was not started by lowtide: --bind, --log-dir" in err
     status, _, err = Job(tmp_path, "", "--nproc", "1", "--min-hosts", "1").finish()
     assert status == 0 and "--min-hosts has no effect without --max-restarts" in err
 
@@ -157,7 +157,7 @@ print(os.environ["LOCAL_RANK"], parser.parse_args().local_rank)
         (
             [],
             ["--steps", "1", "--env=A=b"],
-            "note: --env stands behind the script and went to the script, which runs as one ",
+            "note: --env was passed to the script, which runs as a single rank, ",
         ),
         (["--nproc", "2"], ["--nproc", "2"], None),
         (["--transport", "local"], ["--transport", "ssh"], None),
@@ -176,7 +176,7 @@ def test_an_option_of_the_launcher_behind_the_script_is_named(
 def test_a_script_for_deepspeeds_launcher_gets_its_local_rank(tmp_path: Path) -> None:
     status, out, err = Job(tmp_path, FOR_DEEPSPEED, "--nproc", "2").finish()
     assert status == 0 and sorted(out.split("\n")) == ["", "0 0", "[rank 1] 1 1"], err
-    assert "script.py declares it and calls add_config_arguments; --no-pass-local-rank leaves it out\n" in err
+    assert "script.py declares it and calls add_config_arguments; to omit it, use --no-pass-local-rank\n" in err
     _, out, err = Job(tmp_path, FOR_DEEPSPEED, "--no-pass-local-rank", variables=OF_A_RANK).finish()
     assert out == "1 -1\n" and "local_rank" not in err
 

@@ -181,7 +181,7 @@ def test_launchers_tell_that_there_is_no_token_and_ranks_never_have_it(tmp_path:
     for job in joined(tmp_path, source, token=token):
         status, _, err = job.finish()
         assert status == 0
-        said = "LOWTIDE_TOKEN is not set: whoever reaches 127.0.0.1:" in err
+        said = "LOWTIDE_TOKEN is not set: anyone who reaches 127.0.0.1:" in err
         assert said == (not token)
 
 

@@ -50,7 +50,7 @@ def test_an_operation_that_was_not_measured_takes_what_an_addition_does() -> Non
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "expected numbers of a machine, found No such file or directory; write it anew: lowtide env --measure"),
+        (None, "expected numbers of a machine, found No such file or directory; write it again: lowtide env --measure"),
         ("{", "expected JSON, found"),
         ("{}", 'expected "format": 1, found None'),
         ({"process_bytes": {}, "ranks": {}}, "expected numbers of at least one count of ranks, found none"),
@@ -128,11 +128,11 @@ def test_auto_takes_this_machines_file(
     config = {"train_batch_size": 2, "zero_optimization": {"stage": "auto"}, "optimizer": ADAMW, "steps_per_print": 0}
     with caplog.at_level("INFO", logger="lowtide"):
         lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)).close()
-    assert "how fast this machine is was not measured; `lowtide env --measure` does it" in caplog.text
+    assert "speeds of this machine are guessed; `lowtide env --measure` measures them" in caplog.text
     MEASURED.write(tmp_path / "machine.json")
     with caplog.at_level("INFO", logger="lowtide"):
         lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)).close()
-    assert f"this machine is as fast as {tmp_path / 'machine.json'} says" in caplog.text
+    assert f"speeds of this machine are from {tmp_path / 'machine.json'}" in caplog.text
 
 
 def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def test_what_has_a_folder_may_lie_on_a_drive(folders: tuple[str, ...], found: d
     ("more", "said"),
     [
         ({"world_size": 0}, "world_size: expected at least 1, found 0"),
-        ({"world_size": 6, "hosts": 4}, "hosts(4) x devices of each(?) = world size(6) does not hold"),
+        ({"world_size": 6, "hosts": 4}, "hosts(4) x devices per host(?) = world size(6) does not hold"),
         ({"sample_batch": None, "model": models.mlp}, "sample_batch: expected a batch, since Mlp.forward(x, y) is not"),
         ({"sample_batch": (torch.zeros(1, 3),)}, "plan: the model does not run on the meta device"),
         (
@@ -181,7 +181,7 @@ def test_the_preset_chooses_everything_and_says_why(caplog: pytest.LogCaptureFix
 def test_the_log_is_there_before_the_planner_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("lowtide.engine.build.configure", lambda: said.append("log"))
-    monkeypatch.setattr("lowtide.engine.plan.agreed.plan_on", lambda *_: said.append("plan"))
+    monkeypatch.setattr("lowtide.engine.plan.asked.plan_on", lambda *_: said.append("plan"))
     with pytest.raises(AttributeError):
         lowtide.initialize(models.tiny_gpt(), {"zero_optimization": {"stage": "auto"}, "optimizer": ADAMW})
     assert said == ["log", "plan"]

@@ -52,12 +52,12 @@ def test_a_size_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main([f"--params={text}"])
     assert capsys.readouterr().err == (
-        "lowtide plan: error: argument --params: expected numbers of parameters with commas between, such as 7b, 1.5B, "
-        f'350M or 13e9, found "{text}"\nsee `lowtide plan --help`\n'
+        "lowtide plan: error: argument --params: expected numbers of parameters with commas between, for example "
+        f'7b,1.5B,350M,13e9, found "{text}"\nsee `lowtide plan --help`\n'
     )
 
 
 def test_numbers_of_ranks_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--params", "1e9", "--ranks", "2,0"])
-    assert 'expected whole numbers of at least 1 with commas between, found "2,0"' in capsys.readouterr().err
+    assert 'expected a whole number of at least 1, found "0"' in capsys.readouterr().err

@@ -2,8 +2,9 @@
 
 import gc
 import itertools
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import ScheduleRun, memory_by_place, recurrence_of
 from lowtide.engine.plan.plan import uncollected
 from lowtide.engine.plan.planner import Planner
-from lowtide.engine.plan.search import Bound, Found, Result, search, search_all
+from lowtide.engine.plan.search import SLOWEST, Bound, Found, Item, Result, Value, search
 from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.fast_simulation import FastSimulation
@@ -29,6 +30,28 @@ ADAMW = {"optimizer": {"type": "adamw", "params": {}}, "bf16": {"enabled": True}
 
 def numbers(result: Result[int, None]) -> list[list[int]]:
     return [[one.number for one in part] for part in (result.best, result.front, result.beyond)]
+
+
+def search_all(
+    items: Sequence[Item],
+    bound: Callable[[Item], Bound],
+    evaluate: Callable[[Item, int], Found[Item, Value]],
+    count: int = 10,
+    num_beyond: int = 3,
+) -> Result[Item, Value]:
+    """Evaluate every item: the specification of `search`."""
+    every = sorted((evaluate(item, number) for number, item in enumerate(items)), key=lambda found: found.order)
+    fitting = [found for found in every if found.fits]
+    front: list[Found[Item, Value]] = []
+    for found in fitting:
+        is_slow = found.seconds > SLOWEST * fitting[0].seconds
+        if not is_slow and (not front or found.nbytes < front[-1].nbytes):
+            front.append(found)
+    limit = fitting[0].seconds if fitting else math.inf
+    bounds = {found.number: bound(found.item) for found in every if not found.fits}
+    beyond = [found for found in every if not found.fits and bounds[found.number].seconds < limit]
+    beyond.sort(key=lambda found: (bounds[found.number].seconds, bounds[found.number].nbytes, found.number))
+    return Result(tuple(fitting[:count]), tuple(front), tuple(beyond[:num_beyond]), len(items), len(items))
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -91,5 +91,5 @@ def test_experts_that_ranks_do_not_divide_are_refused() -> None:
 
 def test_experts_in_lists_are_refused() -> None:
     """Which of them are called, with how many tokens, only values say."""
-    with pytest.raises(ValueError, match=r"experts that are one module, found the list 'layers.0.moe.experts'"):
+    with pytest.raises(ValueError, match=r"experts in a single module, found the list 'layers.0.moe.experts'"):
         lowtide.plan(skipping(), {**BASE, "parallel": {"expert": 2}}, world_size=2, sample_batch=torch.zeros(4, 6))

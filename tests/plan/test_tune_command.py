@@ -120,7 +120,7 @@ def test_the_fastest_is_written_as_a_config(
 def test_what_was_measured_is_where_the_next_plan_begins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(folder, 9.0, a=1.0, b=2.1)
     assert main(["c.json", "train.py"]) == 0
-    assert "begins from that: " in capsys.readouterr().out
+    assert "uses these factors: " in capsys.readouterr().out
     factors = json.loads((folder / "machine.json").read_text())["factors"]["cpu, 2 ranks a host"]
     assert factors["computing"] == pytest.approx(10, rel=0.2)
     (folder / "machine.json").unlink()
@@ -145,12 +145,12 @@ def test_every_end_of_a_trial_is_a_result(folder: Path, capsys: pytest.CaptureFi
     for line in (
         "given: out of memory: MemoryError",
         "trial-1: out of memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
-        "trial-2: time limit: no end after 2 s; waiting for a lock",
+        "trial-2: time limit: not done after 2 s; waiting for a lock",
         "trial-7: failed: exit status 1: KeyError: 7",
-        "trial-3: out of memory: killed by SIGKILL, as the kernel does where memory ends",
+        "trial-3: out of memory: killed by SIGKILL, as the kernel does if memory runs out",
         "trial-4: failed: exit status 3: ValueError: batch: expected 8 rows on this rank, found 4",
-        "trial-5: failed: the script ended without a call of lowtide.initialize that has an optimizer",
-        "trial-6: failed: ended after 1 steps; expected at least 4, of which 3 are not timed: train for longer, or",
+        "trial-5: failed: the script ended without a call of lowtide.initialize with an optimizer",
+        "trial-6: failed: expected at least 4 steps, found 1; the first 3 are not timed: train for longer, or",
         "the fastest is trial-8",
     ):
         assert line in said, line
@@ -166,7 +166,7 @@ def test_the_same_command_goes_on_where_it_was(folder: Path, capsys: pytest.Capt
     assert "the fastest is trial-2" in capsys.readouterr().out
     assert main(["c.json", "--steps", "3", "train.py"]) == 1
     said = capsys.readouterr().err
-    assert "tuned/c: expected trials of the same command, found others (another steps); give --folder" in said
+    assert "tuned/c: expected trials of the same command, found trials with another steps; use another --folder" in said
     assert main(["c.json", "--again", "train.py"]) == 0
     assert len(started(folder)) == 8
 
@@ -191,7 +191,7 @@ def test_an_interrupted_trial_is_made_again(number: int, folder: Path, capsys: p
     finally:
         is_over.set()
         thread.join()
-    assert capsys.readouterr().err == "lowtide tune: interrupted; the same command goes on from tuned/c\n"
+    assert capsys.readouterr().err == "lowtide tune: interrupted; the same command continues in tuned/c\n"
     plan(folder, 0.4, a=0.2)
     assert main(["c.json", "train.py"]) == 0
     assert started(folder) == ["given", "plan", "trial-1", "trial-1"]
@@ -216,7 +216,7 @@ def test_an_interruption_waits_until_the_trial_can_be_stopped(monkeypatch: pytes
 def test_nothing_that_runs_is_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan(folder, "RuntimeError: no", a="RuntimeError: no")
     assert main(["c.json", "train.py"]) == 1
-    assert "no trial has run; the output of each is in its folder" in capsys.readouterr().err
+    assert "no trial was measured; each folder has the trial" in capsys.readouterr().err
 
 
 def test_a_config_with_auto_is_planned_first(folder: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_config_with_auto_is_planned_first(folder: Path) -> None:
     ("words", "said"),
     [
         (["nothing.json", "train.py"], "no such file: nothing.json"),
-        (["--steps", "0", "c.json", "train.py"], "--trials, --steps, --warmup: expected at least 1 of each"),
+        (["--steps", "0", "c.json", "train.py"], "--trials, --steps, --warmup: expected at least 1 each"),
         (["c.json", "trian.py"], 'there is no script "trian.py" in '),
         (["--launch", "'", "c.json", "train.py"], "--launch: No closing quotation, found '"),
         (["--sequence", "0", "c.json", "train.py"], "--sequence: expected at least 1 token, found 0"),
@@ -298,7 +298,7 @@ def test_two_commands_do_not_work_in_one_folder(folder: Path, capsys: pytest.Cap
     handle = os.open(folder, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     assert main(["c.json", "--folder", ".", "train.py"]) == 1
-    assert ".: expected no other command, found that another `lowtide tune` is at work" in capsys.readouterr().err
+    assert ".: expected no other process, found another `lowtide tune` in this folder" in capsys.readouterr().err
     os.close(handle)
     assert main(["c.json", "--folder", ".", "train.py"]) == 0
 
@@ -314,7 +314,7 @@ def test_what_cannot_be_drawn_or_kept_does_not_end_the_command(
     said = capsys.readouterr()
     assert (folder / "new" / "best.json").exists() and "ValueError: [rank0] [/no] markup" in said.out
     assert 'no picture: tuned/c/trials.png: a picture needs matplotlib: pip install "lowtide[examples]"' in said.err
-    assert "what was measured is not kept for the next plan: " in said.err
+    assert "measured factors were not saved for the next plan: " in said.err
 
 
 SCRIPT = """

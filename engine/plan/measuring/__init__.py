@@ -1,1 +1,1 @@
-"""How fast this machine is at what a training does: see `engine/plan/measured.py` for what is written down."""
+"""Measure the machine: operations, messages, files and engines."""

@@ -1,4 +1,4 @@
-"""Measures this machine with as many ranks as may share it, and gives what its file has."""
+"""Measure this machine with several numbers of ranks, for the file of `measured.py`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _POLL_SECONDS = 0.05
 
 
 class MeasuringError(Exception):
-    """A rank of a measurement failed, or none ended in time."""
+    """A rank of a measurement failed, or did not end in time."""
 
 
 def measure(say: Callable[[str], None], folder: Path | None, counts: Sequence[int] = COUNTS) -> Measured:
-    """Each of `counts` ranks at work at the same time, ascending. folder: of which files are measured too.
+    """Measure with each of `counts` ranks working at the same time, in ascending order. Raises MeasuringError.
 
-    Where there are more ranks than cores, each takes its share of them for what it computes; only what ranks say to
-    each other is measured then. say: is told what is measured. Raises MeasuringError.
+    folder: measure files in it too. say: takes a line for each measurement that begins. With more ranks than cores, the
+    speeds of computing are scaled from the smaller count, and only collectives and host times are measured.
     """
     found: dict[int, Speeds] = {}
     for count in counts:
-        smaller = [one for known, one in found.items() if known >= num_cores() and known < count]
+        smaller = [speeds for fewer, speeds in found.items() if num_cores() <= fewer < count]
         known = smaller[-1].slower(count).computing if smaller else {}
         found[count] = _of_ranks(count, folder, known, lambda text, count=count: say(f"{count} ranks: {text}"))  # type: ignore[misc]
-    say("what a process takes")
+    say("memory of a process")
     about = {
         "processor": platform.processor() or platform.machine(),
         "cores": num_cores(),
@@ -57,12 +57,12 @@ def measure(say: Callable[[str], None], folder: Path | None, counts: Sequence[in
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment_of(count: int, rank: int, port: int) -> dict[str, str]:
-    """Of one of `count` ranks, with as many threads as the launcher gives them."""
+    """Return the environment of a rank, with as many threads as the launcher would give it."""
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // count)))
     found = {key: value for key, value in os.environ.items() if not key.startswith("LOWTIDE_RECORD")}
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "RANK": str(rank)}
@@ -74,7 +74,7 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
         paths = [Path(name) / f"rank{rank}.json" for rank in range(count)]
         port = _free_port()
         processes: list[subprocess.Popen[bytes]] = []
-        seconds = {name: one.points for name, one in known.items()}
+        seconds = {name: curve.points for name, curve in known.items()}
         try:
             for rank, path in enumerate(paths):
                 request = path.with_suffix(".request")
@@ -93,7 +93,7 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
                             preexec_fn=end_with_parent,
                         )
                     )
-            reader = threading.Thread(target=_relay, args=(processes[0], say), daemon=True)
+            reader = threading.Thread(target=_forward_lines, args=(processes[0], say), daemon=True)
             reader.start()
             _wait(processes, [Path(name) / f"rank{rank}.log" for rank in range(count)])
             reader.join()
@@ -106,10 +106,10 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
 
 
 def mean(found: Sequence[Mapping[str, Any]], ranks: int) -> Speeds:
-    """Of the curves of ranks that worked together."""
+    """Average the curves of ranks that worked at the same time."""
     curves = {}
     for name, points in found[0]["seconds"].items():
-        of_ranks = [one["seconds"][name] for one in found]
+        of_ranks = [of_rank["seconds"][name] for of_rank in found]
         curves[name] = curve(
             [
                 (size, sum(points[place][1] for points in of_ranks) / len(of_ranks))
@@ -124,7 +124,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _relay(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:
+def _forward_lines(process: subprocess.Popen[bytes], say: Callable[[str], None]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         say(line.decode(errors="replace").strip())
@@ -146,4 +146,4 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) ->
 
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it says nothing"
+    return lines[-1] if lines else "no output"

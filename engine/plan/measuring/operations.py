@@ -1,12 +1,12 @@
-"""Seconds of torch's operations by size, as the planner counts them, of calls, and of an engine beside them.
+"""Measure seconds of torch's operations by size, of the overhead of calls, and of an engine on the host.
 
-Each operation is called once under the planner's tracker.
+The tracker of the planner names each operation and its size.
 
 [Note: calls]
-An operation that is timed again and again finds its tensors in the caches, and the memory of its result where it just
-gave it back. In a training neither is so, and the more bytes a call moves the more it is: so blocks of several widths
-are trained, as many as no cache holds, and what they take longer than their operations (Python, autograd, new memory,
-caches that hold something else) is divided among the calls.
+A repeated operation finds its tensors in caches, and the memory for its result where the last call freed it. In a
+training neither holds, and the difference grows with the bytes of a call. Therefore blocks of several widths are
+trained, more than fit into caches. The time beyond their operations (Python, autograd, new memory, cold caches) is
+divided by the number of calls.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from ..tracker import Done, Tracker
 _WIDTHS = (32, 96, 256, 512, 1024)  # of square matrices
 _LENGTHS = (32, 128, 512)  # tokens of attention with 4 heads of 64
 _NUMELS = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 3 << 21)  # elements of a tensor
-_WIDTH = 256  # of a row of them
-_LEAST_SECONDS = 1e-3  # of calls that are timed together
+_WIDTH = 256  # of a row
+_LEAST_SECONDS = 1e-3  # of a sample
 _SAMPLES = 5
 _DTYPES = (torch.float32, torch.bfloat16)
 
 Call = Callable[[], Any]
 Meet = Callable[[], object]
-"""Called before each sample: all ranks begin it together. What else runs on a machine can then only make it longer, so
-that the least of several is right, and no rank takes it while the others rest."""
+"""Called before each sample, so that all ranks begin together and no rank is measured while the rest is idle. Then load
+from other processes can only lengthen a sample, so the minimum of several samples is right."""
 
 
 def measure_operations(say: Callable[[str], None], meet: Meet) -> dict[str, Curve]:
-    """Curves by name. say: is told what comes."""
+    """Return curves of torch's operations. say: takes a line for each kind of operation."""
     found: dict[str, list[tuple[float, float]]] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -65,9 +65,9 @@ def measure_operations(say: Callable[[str], None], meet: Meet) -> dict[str, Curv
 
 
 def curve_of(points: list[tuple[float, float]]) -> Curve:
-    """Of (size, seconds) in any order, the mean of those of one size.
+    """Make a curve of (size, seconds) points in any order. Points of a size are averaged.
 
-    What takes longer than something larger takes as long as that.
+    A size never takes longer than a larger size.
     """
     by_size: dict[float, list[float]] = {}
     for size, seconds in points:
@@ -81,9 +81,9 @@ def curve_of(points: list[tuple[float, float]]) -> Curve:
 
 
 def seconds_of(call: Call, meet: Meet) -> float:
-    """Of one call: the least of a few samples, each of as many calls as are long enough to be timed.
+    """Return the seconds of a call: the minimum over samples of enough calls to be timed.
 
-    Where one thread does all, its own clock leaves out most of what else runs on the machine.
+    With a single thread its clock excludes most other load of the machine.
     """
     clock = own_clock()
     call()
@@ -101,16 +101,16 @@ def seconds_of(call: Call, meet: Meet) -> float:
 
 
 def own_clock() -> Callable[[], float]:
-    """Seconds of this thread on a processor, or of the world where torch takes several threads."""
+    """Return a clock of this thread's CPU time, or of real time if torch uses several threads."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _measure(call: Call, found: dict[str, list[tuple[float, float]]], meet: Meet) -> None:
-    """Under the name and with the size that the planner gives to it."""
+    """Time a call, under the name and the size that the planner gives it."""
     tracker = Tracker([])
     with torch.no_grad(), tracker:
         call()
-        operations = [one for one in tracker.done.operations if one.name != "view"]
+        operations = [operation for operation in tracker.done.operations if operation.name != "view"]
     (operation,) = operations
     with torch.no_grad():
         seconds = seconds_of(call, meet) / operation.calls
@@ -120,7 +120,7 @@ def _measure(call: Call, found: dict[str, list[tuple[float, float]]], meet: Meet
 def _products(dtype: torch.dtype) -> Iterator[Call]:
     for width in _WIDTHS:
         a, b = torch.randn(width, width).to(dtype), torch.randn(width, width).to(dtype)
-        for left, right in ((a, b.T), (a, b), (a.T, b)):  # of a linear layer: y = x w^T, dx = dy w, dw = dy^T x
+        for left, right in ((a, b.T), (a, b), (a.T, b)):  # as in a linear layer: y = x w^T, dx = dy w, dw = dy^T x
             yield lambda left=left, right=right: left @ right  # type: ignore[misc]
     for width in _WIDTHS[:3]:
         a, b = torch.randn(16, width, width).to(dtype), torch.randn(16, width, width).to(dtype)
@@ -135,7 +135,7 @@ def _products(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _elementwise(dtype: torch.dtype, numel: int) -> Iterator[Call]:
-    """Of tensors of so many elements in rows of _WIDTH."""
+    """Yield elementwise calls on tensors of `numel` elements in rows of _WIDTH."""
     aten, rows = torch.ops.aten, numel // _WIDTH
     x, y = torch.randn(rows, _WIDTH).to(dtype), torch.rand(rows, _WIDTH).to(dtype) + 0.5
     weight, column = torch.ones(_WIDTH, dtype=dtype), y[:, :1].contiguous()
@@ -189,18 +189,18 @@ def _elementwise(dtype: torch.dtype, numel: int) -> Iterator[Call]:
     yield lambda: aten.embedding_dense_backward(x, ids, rows, -1, False)
 
 
-# -- what a call takes beside its operation, see [Note: calls] ---------------------------------------------------------
+# -- overhead of a call, see [Note: calls] -----------------------------------------------------------------------------
 
 
 _BLOCK_WIDTHS = (64, 128, 256, 512, 1024)
 _ROWS, _TOKENS, _HEAD = 2, 128, 64
 _LEAST_BLOCKS, _LEAST_BYTES = 4, 48 << 20  # of parameters
-_ROUNDS = 12  # over all widths: a processor is faster in some seconds than in others
+_ROUNDS = 12  # over all widths, because the speed of a CPU varies over seconds
 _LEAST_OF_CALL = 1e-7  # seconds
 
 
 class MeasuredBlock(nn.Module):
-    """Attention and two linear layers, as most transformers have them."""
+    """Attention and two linear layers, as in most transformers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -209,9 +209,9 @@ class MeasuredBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, tokens, width)."""
+        """x: (rows, tokens, width) -> the same shape."""
         rows, tokens, width = x.shape
-        q, k, v = (one.view(rows, tokens, -1, _HEAD).transpose(1, 2) for one in self.qkv(self.norms[0](x)).chunk(3, -1))
+        q, k, v = (y.view(rows, tokens, -1, _HEAD).transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, width))
         done: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
@@ -220,35 +220,35 @@ class MeasuredBlock(nn.Module):
 
 @dataclass
 class _Half:
-    """A forward, or a backward. seconds: the least of several."""
+    """The forward or the backward of a training. seconds: minimum of the rounds."""
 
     operations: Done
     seconds: float = float("inf")
 
     def point(self, speeds: Speeds) -> tuple[float, float]:
-        """(median bytes that a call moves, seconds that a call takes longer than its operation)."""
+        """Return (median bytes that a call moves, seconds of a call beyond its operation)."""
         calls = self.operations.operations
-        known = sum(one.calls * speeds.operation(one.name, one.dtype, one.size) for one in calls)
-        count = sum(one.calls for one in calls)
+        known = sum(call.calls * speeds.operation(call.name, call.dtype, call.size) for call in calls)
+        count = sum(call.calls for call in calls)
         return median_bytes(calls), max(_LEAST_OF_CALL, (self.seconds - known) / count)
 
 
 def measure_calls(say: Callable[[str], None], meet: Meet, speeds: Speeds) -> dict[str, Curve]:
-    """Curves "forward call" and "backward call". speeds: of the operations."""
+    """Return the curves "forward call" and "backward call". speeds: of the operations."""
     say("calls")
     trainings = [_Training(width) for width in _BLOCK_WIDTHS]
     for _ in range(_ROUNDS):
-        for one in trainings:
+        for training in trainings:
             meet()
-            one.run()
+            training.run()
     return {
-        "forward call": curve_of([one.forward.point(speeds) for one in trainings]),
-        "backward call": curve_of([one.backward.point(speeds) for one in trainings]),
+        "forward call": curve_of([training.forward.point(speeds) for training in trainings]),
+        "backward call": curve_of([training.backward.point(speeds) for training in trainings]),
     }
 
 
 class _Training:
-    """Of a few blocks."""
+    """Forward and backward of a few blocks."""
 
     def __init__(self, width: int) -> None:
         block_bytes = 4 * sum(param.numel() for param in MeasuredBlock(width).parameters())
@@ -276,16 +276,16 @@ class _Training:
         self.backward.seconds = min(self.backward.seconds, end - middle)
 
 
-# -- what an engine takes on the host, by unit and by step -----------------------------------------------------------
+# -- host time of an engine, by unit and by step -----------------------------------------------------------------------
 
 
 _SMALL_WIDTH, _SMALL_TOKENS = 64, 16
 _COUNTS = (8, 40)  # blocks
-_ENGINE_ROUNDS, _STEPS = 3, 16  # of few blocks and of many, in turn: a machine is faster in some seconds than in others
+_ENGINE_ROUNDS, _STEPS = 3, 16  # few and many blocks in turn, because the speed of a CPU varies over seconds
 
 
 class Small(nn.Module):
-    """Blocks that compute next to nothing, with as many parameters each as most transformers have."""
+    """Blocks with almost no computing, but as many parameters per block as in most transformers."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -298,12 +298,12 @@ class Small(nn.Module):
 
 
 class Products(nn.Module):
-    """As many kinds of products as a transformer has, of a few bytes."""
+    """As many shapes of products as in a transformer, of a few bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         widths = [(32, 96), (96, 32), (32, 128), (128, 32)]
-        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(*one) for one in widths)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(*pair) for pair in widths)) for _ in range(2))
         self.head = nn.Linear(32, 64)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, tokens, 32)
@@ -314,9 +314,9 @@ class Products(nn.Module):
 
 
 def host_curves(measured: Measured, world: World) -> dict[str, Curve]:
-    """Constants by name: "shared_memory unit 3" of a unit at stage 3, "shared_memory step 3" of a step.
+    """Return host times by name: "shared_memory unit 3" for a unit at stage 3, "shared_memory step 3" for a step.
 
-    What a step of many small blocks takes longer than predicted of `measured`.
+    They are the measured time of a step with many small blocks minus the prediction from `measured`.
     """
     found = {}
     routes = ("shared_memory", "sockets") if world.size > 1 else ("solo",)
@@ -334,7 +334,7 @@ def host_curves(measured: Measured, world: World) -> dict[str, Curve]:
 
 
 def _lacking(measured: Measured, world: World, route: str, stage: int, count: int) -> float:
-    """Seconds of a step that the prediction of it lacks."""
+    """Return the seconds by which the prediction of a step is too short."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 0,

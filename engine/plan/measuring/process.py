@@ -1,10 +1,9 @@
-"""What a rank takes beside its tensors: interpreter, what torch and its libraries keep, threads, an engine's objects.
+"""Measure the memory of a rank besides its tensors: interpreter, torch and its libraries, threads, engine.
 
-    python -m lowtide.engine.plan.measuring.process EVERY BF16     trains a model of a few bytes, prints what it takes
+    python -m lowtide.engine.plan.measuring.process EVERY BF16     trains a tiny model and prints the bytes
 
-It depends on what is imported: torch brings in its compiler, 75 MB, with the first block that is computed again. In
-bf16, products are oneDNN's, which keeps code that it has made for each kind and shape of them: about 0.7 MB for each of
-the fifteen of a transformer.
+It depends on the imports: with the first recomputed block torch imports its compiler, 75 MB. In bf16, oneDNN computes
+products, and keeps about 0.7 MB of generated code for each of the fifteen kinds and shapes of a transformer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-EXACT = {  # freed memory goes back at once, so that a process takes what it holds
+EXACT = {  # glibc returns freed memory at once
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "MALLOC_MMAP_MAX_": "1000000",
@@ -31,7 +30,7 @@ _TIMEOUT_SECONDS = 120.0
 
 
 def name_of(num_ranks: int, recomputes: bool, is_bf16: bool = False) -> str:
-    """Among the names of `Measured.process_bytes`."""
+    """Return the name in `Measured.process_bytes`."""
     name = "several" if num_ranks > 1 else "alone"
     return name + (", recomputing" if recomputes else "") + (", bf16" if is_bf16 else "")
 
@@ -40,19 +39,18 @@ def process_bytes(
     environment_of: Callable[[int, int], Mapping[str, str]],
     cases: Sequence[tuple[int, bool, bool]] = tuple(itertools.product((1, 2), (False, True), (False, True))),
 ) -> dict[str, int]:
-    """Private bytes of a rank, by whether it is alone, computes blocks again, and in bf16; {} where nobody says.
+    """Return private bytes of a rank by name, or {} on systems without /proc.
 
-    environment_of: of how many ranks, and of which, to its environment. cases: (ranks, whether blocks are recomputed,
-    whether in bf16).
+    environment_of: (number of ranks, rank) -> its environment. cases: (ranks, recomputation, bf16).
     """
     if not _STATUS.exists():
         return {}
-    found = {name_of(*case): _most_of(case[0], [str(int(one)) for one in case[1:]], environment_of) for case in cases}
+    found = {name_of(*case): _most_of(case[0], [str(int(flag)) for flag in case[1:]], environment_of) for case in cases}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def _most_of(count: int, flags: Sequence[str], environment_of: Callable[[int, int], Mapping[str, str]]) -> int:
-    """0 where a rank has failed."""
+    """Return the bytes of the largest of `count` ranks, 0 if a rank failed."""
     command = [sys.executable, "-m", "lowtide.engine.plan.measuring.process", *flags]
     processes = [
         subprocess.Popen(
@@ -61,16 +59,16 @@ def _most_of(count: int, flags: Sequence[str], environment_of: Callable[[int, in
         for rank in range(count)
     ]
     try:
-        said = [process.communicate(timeout=_TIMEOUT_SECONDS)[0].split() for process in processes]
+        outputs = [process.communicate(timeout=_TIMEOUT_SECONDS)[0].split() for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return max(int(words[-1]) if words else 0 for words in said)
+    return max(int(words[-1]) if words else 0 for words in outputs)
 
 
 def private_bytes() -> int:
-    """Of this process now: heap, stacks and maps of no file."""
+    """Return bytes of this process in heap, stacks and anonymous maps."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * _KIB
@@ -78,7 +76,7 @@ def private_bytes() -> int:
 
 
 def main() -> None:
-    """Prints the bytes after a few steps."""
+    """Print the private bytes after a few steps."""
     from ...build import initialize
     from .operations import Products
 

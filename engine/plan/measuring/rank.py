@@ -1,6 +1,6 @@
-"""What each rank of a measurement does, beside the others: `python -m lowtide.engine.plan.measuring.rank REQUEST`.
+"""A rank of a measurement: `python -m lowtide.engine.plan.measuring.rank REQUEST`.
 
-REQUEST: a JSON file, {"out": where to write, "folder": of files or null, "seconds": curves that are known already}.
+REQUEST: a JSON file, {"out": file to write, "folder": of files or null, "seconds": curves that are already known}.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ....zero.layout import BLOCK_NUMEL
 from ..measured import Curve, Measured, Speeds, curve
 from .operations import Meet, curve_of, host_curves, measure_calls, measure_operations, seconds_of
 
-_NUMELS = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # float32 elements of a message, of an update
+_NUMELS = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # float32 elements of a message or an update
 _COLD_BYTES = 256 << 20
 _FILE_BYTES = (1 << 20, 1 << 23, 1 << 26)
 _ROUNDS = 6
-_PASSES = 3  # apart in time: what else runs on a machine comes and goes within seconds
+_PASSES = 3  # spread over time, because load from other processes comes and goes within seconds
 _SLOTS = 3
 _ROUTES = ("shared_memory", "sockets")
 
@@ -37,7 +37,7 @@ Curves = dict[str, Curve]
 
 
 def main(arguments: list[str]) -> None:
-    """Writes the curves of this rank."""
+    """Measure, and write the curves of this rank."""
     request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     curves = {name: curve(points) for name, points in request["seconds"].items()}
     keep_heap()
@@ -57,9 +57,9 @@ def main(arguments: list[str]) -> None:
         say("messages")
         for route in _ROUTES:
             curves |= _messages(world, route)
-    say("an engine's own work")
+    say("host times of an engine")
     curves |= host_curves(Measured({world.size: Speeds(world.size, torch.get_num_threads(), curves)}), world)
-    found = {name: one.points for name, one in curves.items()}
+    found = {name: curve.points for name, curve in curves.items()}
     made = {"threads": torch.get_num_threads(), "seconds": found}
     Path(request["out"]).write_text(json.dumps(made), encoding="utf-8")
     world.leave()
@@ -72,18 +72,18 @@ def _pass(say: Callable[[str], None], world: World) -> Curves:
 
 
 def _least_of(passes: list[Curves]) -> Curves:
-    """Point by point."""
+    """Return the minimum of the passes at each point."""
     found = {}
-    for name, one in passes[0].items():
+    for name, first in passes[0].items():
         times = zip(*(curves[name].times for curves in passes), strict=True)
-        found[name] = Curve(one.sizes, tuple(map(min, times)))
+        found[name] = Curve(first.sizes, tuple(map(min, times)))
     return found
 
 
 def _updates(meet: Meet) -> Curves:
-    """AdamW in float32: gradient, weight and two moments are read, the last three written, as the planner counts it."""
+    """Measure AdamW in float32: it reads gradient, weight and two moments, and writes the last three."""
     update, inspect = [], []
-    pool = torch.ones(_COLD_BYTES // 4)  # states of a model lie in no cache when their turn comes
+    pool = torch.ones(_COLD_BYTES // 4)  # larger than caches, as the states of a model
     rule = OPTIMIZERS["adamw"]
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     for numel in _NUMELS:
@@ -103,7 +103,7 @@ def _updates(meet: Meet) -> Curves:
 
 
 def _files(folder: Path, rank: int) -> Curves:
-    """As the offload to files does it. Raises OffloadError where the folder cannot be used."""
+    """Measure files as the offload uses them. Raises OffloadError if the folder cannot be used."""
     write, read = [], []
     for nbytes in _FILE_BYTES:
         values = torch.ones(nbytes, dtype=torch.uint8)
@@ -126,7 +126,7 @@ def _load(store: FileStore, values: torch.Tensor) -> None:
 
 
 def _messages(world: World, route: str) -> Curves:
-    """Each rank sends to each other one; sizes are what it sends."""
+    """Measure collectives and messages by bytes that a rank sends."""
     size = world.size
     parallel_dims = ParallelDims((("shard", size),), ("shard",))
     mesh = Mesh.create(world, parallel_dims, route, 0, "shard")
@@ -163,14 +163,14 @@ def _gather(axis: Axis, numel: int) -> None:
 
 
 def _pass_on(mesh: Mesh, numel: int) -> None:
-    """To the next rank, and from it: half of what it takes there and back is a message."""
+    """Exchange messages between ranks 0 and 1, 2 and 3, and so on."""
     pair = mesh.axes["shard"].rank ^ 1
     if pair < mesh.axes["shard"].size:
         mesh.peers.exchange(torch.empty(numel), torch.empty(numel), pair, 0, "a message").wait()
 
 
 def _together(world: World, call: Callable[[], None]) -> float:
-    """Seconds of a call that all ranks make, as often as the others."""
+    """Return seconds of a call that all ranks make at the same time."""
     return _least(call, world.barrier)
 
 

@@ -11,17 +11,24 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ..configs.section import Bool, Float, Natural
-from .optimizer import Apply, Beta, Optimizer, OptimizerParams, Options, State, StateDtype, lerp_coefficients
+from .optimizer import (
+    Apply,
+    Beta,
+    Coefficients,
+    Optimizer,
+    OptimizerParams,
+    Options,
+    State,
+    StateDtype,
+    lerp_coefficients,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Adam, with decoupled decay (AdamW) or decay in the gradient. Sources: arXiv 1412.6980 and 1711.05101.
-
-
-class AdamWParams(OptimizerParams):
-    """Keyword arguments of AdamW (decay apart from the gradient). Source: torch.optim.AdamW."""
+class MomentParams(OptimizerParams):
+    """The keys that Adam and its variants share."""
 
     lr: Float = Field(default=1e-3, ge=0)
     """Learning rate."""
@@ -29,19 +36,27 @@ class AdamWParams(OptimizerParams):
     """Decay of the running mean of the gradient and of its square."""
     eps: Float = Field(default=1e-8, ge=0)
     """Added to the denominator."""
-    weight_decay: Float = Field(default=1e-2, ge=0)
-    """Decay of the parameters per step, times the learning rate."""
-    bias_correction: Bool = True
-    """Whether both moments are corrected for their start at zero, as in the paper."""
+    weight_decay: Float = Field(default=0.0, ge=0)
+    """L2 penalty, added to the gradient."""
     state_dtype: StateDtype = "fp32"
     """The type in which both moments are kept."""
 
 
-class AdamParams(AdamWParams):
+# Adam, with decoupled decay (AdamW) or decay in the gradient. Sources: arXiv 1412.6980 and 1711.05101.
+
+
+class AdamParams(MomentParams):
     """Keyword arguments of Adam (decay added to the gradient). Source: torch.optim.Adam."""
 
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
+    bias_correction: Bool = True
+    """Whether both moments are corrected for their start at zero, as in the paper."""
+
+
+class AdamWParams(AdamParams):
+    """Keyword arguments of AdamW (decay apart from the gradient). Source: torch.optim.AdamW."""
+
+    weight_decay: Float = Field(default=1e-2, ge=0)
+    """Decay of the parameters per step, times the learning rate."""
 
 
 def _apply(decoupled: bool) -> Apply:
@@ -71,21 +86,17 @@ def _apply(decoupled: bool) -> Apply:
     return apply
 
 
-def _coefficients(options: Options, step: int, decay: float) -> tuple[float, ...]:
-    """decay, lerp of m (2), beta2, 1 - beta2, sqrt(correction2), eps, -step size."""
-    beta1, beta2 = options["betas"]
-    is_corrected = options.get("bias_correction", True)
-    step_size = float(options["lr"]) / (1 - beta1**step if is_corrected else 1.0)
-    correction = math.sqrt(1 - beta2**step) if is_corrected else 1.0
-    return (decay, *lerp_coefficients(1 - beta1), beta2, 1 - beta2, correction, options["eps"], -step_size)
+def _coefficients(decoupled: bool) -> Coefficients:
+    def coefficients(options: Options, step: int) -> tuple[float, ...]:
+        """decay, lerp of m (2), beta2, 1 - beta2, sqrt(correction2), eps, -step size."""
+        beta1, beta2 = options["betas"]
+        lr, is_corrected = float(options["lr"]), options.get("bias_correction", True)
+        decay = 1 - lr * options["weight_decay"] if decoupled else options["weight_decay"]
+        step_size = lr / (1 - beta1**step if is_corrected else 1.0)
+        correction = math.sqrt(1 - beta2**step) if is_corrected else 1.0
+        return (decay, *lerp_coefficients(1 - beta1), beta2, 1 - beta2, correction, options["eps"], -step_size)
 
-
-def _adamw_coefficients(options: Options, step: int) -> tuple[float, ...]:
-    return _coefficients(options, step, 1 - float(options["lr"]) * options["weight_decay"])
-
-
-def _adam_coefficients(options: Options, step: int) -> tuple[float, ...]:
-    return _coefficients(options, step, options["weight_decay"])
+    return coefficients
 
 
 _IDLE_MOMENTS = (0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
@@ -96,7 +107,7 @@ ADAMW = Optimizer(
     params=AdamWParams,
     states=_MOMENTS,
     apply=_apply(decoupled=True),
-    coefficients=_adamw_coefficients,
+    coefficients=_coefficients(decoupled=True),
     idle=(1.0, *_IDLE_MOMENTS),
     torch_class="AdamW",
     torch_options={"decoupled_weight_decay": True},
@@ -108,7 +119,7 @@ ADAM = Optimizer(
     params=AdamParams,
     states=_MOMENTS,
     apply=_apply(decoupled=False),
-    coefficients=_adam_coefficients,
+    coefficients=_coefficients(decoupled=False),
     idle=(0.0, *_IDLE_MOMENTS),
     torch_class="Adam",
     torch_options={"decoupled_weight_decay": False},
@@ -119,7 +130,7 @@ ADAM = Optimizer(
 # Adamax: Adam with the largest gradient in place of the root. Source: arXiv 1412.6980, section 7.
 
 
-class AdamaxParams(OptimizerParams):
+class AdamaxParams(MomentParams):
     """Keyword arguments of Adamax. Source: torch.optim.Adamax."""
 
     lr: Float = Field(default=2e-3, ge=0)
@@ -128,8 +139,6 @@ class AdamaxParams(OptimizerParams):
     """Decay of the running mean of the gradient and of its maximum."""
     eps: Float = Field(default=1e-8, ge=0)
     """Added to the size of a gradient."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
     state_dtype: StateDtype = "fp32"
     """The type in which both are kept."""
 
@@ -164,23 +173,15 @@ def _decayed(weight: Tensor, gradient: Tensor, options: Options) -> Tensor:
 # NAdam: Adam with Nesterov momentum. Source: Dozat, ICLR 2016 workshop, as torch has it.
 
 
-class NAdamParams(OptimizerParams):
+class NAdamParams(MomentParams):
     """Keyword arguments of NAdam. Source: torch.optim.NAdam."""
 
     lr: Float = Field(default=2e-3, ge=0)
     """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running mean of the gradient and of its square."""
-    eps: Float = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
     momentum_decay: Float = Field(default=4e-3, ge=0)
     """Decay of the momentum with the step."""
     decoupled_weight_decay: Bool = False
     """Whether the decay is apart from the gradient, as in AdamW."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which both moments are kept."""
 
 
 def _momentum(beta1: float, decay: float, step: int) -> float:
@@ -223,21 +224,11 @@ NADAM = Optimizer(
 # RAdam: Adam that adapts only once the variance of its step is known. Source: arXiv 1908.03265.
 
 
-class RAdamParams(OptimizerParams):
+class RAdamParams(MomentParams):
     """Keyword arguments of RAdam. Source: torch.optim.RAdam."""
 
-    lr: Float = Field(default=1e-3, ge=0)
-    """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running mean of the gradient and of its square."""
-    eps: Float = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
     decoupled_weight_decay: Bool = False
     """Whether the decay is apart from the gradient, as in AdamW."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which both moments are kept."""
 
 
 def _rectification(beta2: float, step: int) -> float | None:
@@ -276,15 +267,9 @@ RADAM = Optimizer(
 # DeepSpeed's its moments are not corrected in the first steps.
 
 
-class OneBitAdamParams(OptimizerParams):
+class OneBitAdamParams(MomentParams):
     """Keyword arguments of 1-bit Adam. Source: arXiv 2102.02888."""
 
-    lr: Float = Field(default=1e-3, ge=0)
-    """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running mean of the gradient and of its square."""
-    eps: Float = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
     weight_decay: Float = Field(default=0.0, ge=0)
     """Decay of the parameters per step, times the learning rate."""
     state_dtype: Literal["fp32"] = "fp32"

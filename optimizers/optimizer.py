@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -92,7 +93,7 @@ class Optimizer:
     deepspeed_names: tuple[str, ...] = ()  # more type names in DeepSpeed files, in lower case
     deepspeed_defaults: Options = field(default_factory=dict)  # DeepSpeed's defaults that differ from ours
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.title.lower()
 

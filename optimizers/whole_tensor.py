@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ..configs.section import Bool, Float, NonNegative, Positive
-from .adam import ADAMW
+from .adam import ADAMW, MomentParams
 from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, WholeTensorRule
 
 if TYPE_CHECKING:
@@ -19,15 +19,9 @@ if TYPE_CHECKING:
 # LAMB: Adam with steps in proportion to the parameter's norm. Source: arXiv 1904.00962, algorithm 2.
 
 
-class LambParams(OptimizerParams):
+class LambParams(MomentParams):
     """Keyword arguments of LAMB. Source: arXiv 1904.00962; the bounds are DeepSpeed's."""
 
-    lr: Float = Field(default=1e-3, ge=0)
-    """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running mean of the gradient and of its square."""
-    eps: Float = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
     weight_decay: Float = Field(default=0.0, ge=0)
     """Decay of the parameters, added to the step before it is scaled."""
     bias_correction: Bool = True
@@ -36,8 +30,6 @@ class LambParams(OptimizerParams):
     """Upper bound of a step's scale, the norm of the parameter over the norm of the step."""
     min_coeff: Float = Field(default=0.01, ge=0)
     """Lower bound of a step's scale."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which both moments are kept."""
 
     def conflicts(self) -> list[tuple[str, str]]:
         if self.min_coeff <= self.max_coeff:

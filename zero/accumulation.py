@@ -67,9 +67,11 @@ class Staging:
             param_view, param = self._group.layout.param_views[index], self._group.params[index]
             comes_again = index in self._taken and not self._adds
             self._taken.add(index)
+            # From here on only `parts` holds the gradient, so it is freed with the list.
             gradient, param.grad = param.grad, None
             assert gradient is not None
             if gradient.is_sparse:
+                # The gradient of an embedding with sparse=True.
                 gradient = gradient.to_dense()
             for start, end, memory in self._regions:
                 low, high = max(start, param_view.offset_in_flat), min(end, param_view.end_in_flat)
@@ -83,11 +85,13 @@ class Staging:
                 if place.data_ptr() == part.data_ptr():
                     continue
                 if comes_again:
+                    # In the gradient's dtype, with the rounding of autograd's sum.
                     place.copy_(place.to(part.dtype).add_(part))
                 else:
                     places.append(place)
                     parts.append(part)
         if places:
+            # A single kernel on a device.
             torch._foreach_add_(places, parts) if self._adds else torch._foreach_copy_(places, parts)
 
     def finish(self) -> set[int]:
@@ -95,10 +99,13 @@ class Staging:
 
         Returns the indices of the parameters that had a gradient.
         """
+        # Gradients that were staged early lie in their regions already.
         if self._taken or not self._take_whole():
             self.take([index for index, param in enumerate(self._group.params) if param.grad is not None])
         if not self._adds:
-            for low, high in self._group.layout.outside(self._taken):
+            layout = self._group.layout
+            is_complete = len(self._taken) == len(layout.param_views)
+            for low, high in layout.padding if is_complete else layout.outside(self._taken):
                 for start, end, memory in self._regions:
                     if max(start, low) < min(end, high):
                         memory[max(start, low) - start : min(end, high) - start].zero_()

@@ -75,6 +75,7 @@ class Averages:
         for average, master in self._pairs(changes=True):
             for low in range(0, average.numel(), _SWAPPED_NUMEL):
                 ours, theirs = average[low : low + _SWAPPED_NUMEL], master[low : low + _SWAPPED_NUMEL]
+                # Equal dtypes swap exactly. bfloat16 needs the lost bits: `_show`.
                 if ours.dtype == theirs.dtype:
                     before = ours.clone()
                     ours.copy_(theirs)

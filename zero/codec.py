@@ -177,6 +177,7 @@ class QuantizedCodec(Codec):
             self._add_up([staged[mine]], messages, [total], accumulate)
             rounding, step = self._next_draw()
             quantize(total, self._bits, sums[self.axis.rank], rounding=rounding.at(mine.start), step=step)
+            # This rank uses the same dequantized values as the other ranks.
             dequantize(sums[self.axis.rank], self._bits, total)
             return ()
 
@@ -215,9 +216,7 @@ class QuantizedCodec(Codec):
         return self._swap(given, got, what), got
 
     def _swap(self, given: Sequence[Tensor | None], got: Sequence[Tensor], what: str) -> Pending:
-        """Exchange messages. given: to each rank, None to itself. got: from each rank; this rank's entry stays as it
-        is.
-        """
+        """Exchange messages. given: to each rank, None to itself. got: from each rank; not changed for this rank."""
         own, size = self.axis.rank, self.axis.size
         sent = [0 if one is None else one.numel() for one in given]
         taken = [0 if rank == own else one.numel() for rank, one in enumerate(got)]
@@ -245,6 +244,7 @@ class QuantizedCodec(Codec):
         for piece, total in zip(own, out, strict=True):
             if accumulate:
                 total.add_(piece)
+            # This rank's term may already lie in the sum.
             elif piece.data_ptr() != total.data_ptr():
                 total.copy_(piece)
         for rank, message in enumerate(messages):

@@ -150,20 +150,21 @@ class FusedUpdate:
             )  # fmt: skip
 
     def update_together(
-        self, due: Iterable[tuple[ShardState, Tensor]], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
+        self, shards: Iterable[ShardState], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
     ) -> None:
-        """Update shards that are all in memory; on a device with few launches.
+        """Update shards that are all in memory and have a gradient; on a device with few launches.
 
-        due: (shard, gradient). on_updated: called after each shard, in the same order on all ranks.
+        on_updated: called after each shard, in the same order on all ranks.
         """
-        shards: list[ShardState] = []
+        due: list[ShardState] = []
         updates: list[ShardUpdate] = []
-        for shard, gradient in due:
-            shards.append(shard)
-            updates.append(_of_whole(shard, gradient, terms))
+        for shard in shards:
+            if shard.gradient.shard is not None:
+                due.append(shard)
+                updates.append(_of_whole(shard, shard.gradient.shard, terms))
         update_shards(
             self.optimizer, updates, terms.step, terms.gradient_scale,
-            skip=terms.skip, backend=self.backend, on_updated=lambda number: on_updated(shards[number]),
+            skip=terms.skip, backend=self.backend, on_updated=lambda number: on_updated(due[number]),
         )  # fmt: skip
         for update in updates:
             update.gradient = _NOTHING  # else its memory would be held until the next step
@@ -202,18 +203,6 @@ class FusedUpdate:
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         return {}
-
-    def sums_gradients(self, step: int) -> bool:
-        """Whether a step, counted from 1, sums gradients over replicas; else each replica uses its gradient."""
-        return True
-
-    def rank_states(self, shard: ShardState) -> Iterable[tuple[ParamShard, str, Tensor]]:
-        """Return (piece, name, values) of elementwise states that only this rank has."""
-        return ()
-
-    def rank_state_names(self, shard: ShardState) -> Sequence[str]:
-        """Return the names of these states on all ranks."""
-        return ()
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:
         """Yield the states in memory."""

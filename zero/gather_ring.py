@@ -130,6 +130,7 @@ class GatherRing:
         wanted = set[int]().union(*[one.wanted for one in proposals])
         numbers = sorted(wanted, reverse=kind is not Round.FORWARD)
         if kind is Round.BACKWARD and len(set(proposals)) == 1:
+            # All ranks use the units alike: gather them in the order of the backward.
             behind = dict.fromkeys(reversed(proposals[0].uses))
             numbers = [number for number in behind if number in wanted]
         self.order = [self._units[number] for number in numbers]
@@ -146,6 +147,7 @@ class GatherRing:
         self._issued_numel -= found.numel
         self._left.discard(found)
         if was_full:
+            # This rank only sends. Its shard may not change before the sends are done.
             for pending in given + found.join_gather(is_loaded=True):
                 pending.wait()
         if found is wanted:

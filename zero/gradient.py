@@ -111,9 +111,7 @@ class GroupGradient:
         return self.stats.first(self.shard, is_own=not self.group.axes.is_tied)
 
     def check(self) -> bool:
-        """Return whether the gradient is finite. Keeps the first value that is not, even if the shard is freed. Waits
-        for the device.
-        """
+        """Return whether the gradient is finite, and keep the first value that is not. Waits for the device."""
         if self.stats.is_finite:
             return True
         self.stats.first(self.shard, is_own=not self.group.axes.is_tied)
@@ -197,6 +195,7 @@ class GroupGradient:
         self._is_in_place = False
         self._local.has_values = False
         self._has_shard = self._is_final = False
+        # See `drop_shard`: only such a shard stays in memory between steps.
         is_sent_in_parts = self.group.axes.states.size > 1 and not self.group.axes.copies_are_shared
         if not is_sent_in_parts or self._host is not None or self.group.full.device.type != "cpu":
             self.drop_shard()
@@ -252,9 +251,7 @@ class GroupGradient:
             self._early.clear()
 
     def place_for(self, index: int, boundary: bool) -> Tensor | None:
-        """Return memory to compute the gradient of parameter `index` in; see `Staging`. None if `take_early` would not
-        stage it.
-        """
+        """Return memory to compute the gradient of parameter `index` in; see `Staging`. None if it is staged later."""
         staging = self._staging or self._early_staging(boundary)
         return None if staging is None else staging.place(index)
 
@@ -281,6 +278,7 @@ class GroupGradient:
             self._drop_untouched()
         self.used |= staging.finish()
         self._is_in_place = False
+        # Tied gradients and gradients on the host are counted later, when they are complete.
         counts = boundary and self._host is None and not self.group.axes.is_tied and self.group.axes.is_counted
         assert self.shard is not None
         yield from self._reducer.sum(axis, message, self.shard, self._has_shard, boundary, counts)

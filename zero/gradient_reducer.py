@@ -89,9 +89,7 @@ class GradientReducer:
         return self._group.layout.padded_numel - num_held
 
     def places(self, axis: Axis | None, message: Tensor | None, shard: Tensor, has_shard: bool) -> list[Region]:
-        """Return the regions to stage gradients in: the shard, or the message of `axis` and the part that is summed in
-        place.
-        """
+        """Return the regions to stage gradients in: the shard, or the message and the part summed in place."""
         numel = self._group.layout.padded_numel
         if axis is None or message is None:
             return [(0, numel, shard)]
@@ -171,9 +169,7 @@ class GradientReducer:
     def _add_up(
         self, axis: Axis, coming: Coming, mine: slice, shard: Tensor, held: slice, accumulate: bool, counts: bool
     ) -> Iterator[Pending]:
-        """Wait for messages, add them up, inspect the sum. mine: the range that this rank inspects, of a sum equal on
-        all ranks.
-        """
+        """Wait for messages, add them up, inspect the sum. mine: the range of the sum that this rank inspects."""
         yield coming.arrived
         coming.arrived.wait()
         of_ranks = coming.add_up(_part(shard, coming.region), held, accumulate)
@@ -247,9 +243,7 @@ class GradientStats:
         return torch.stack(self._known()).all().logical_not().long().view(1)
 
     def remember(self, shard: Tensor, is_own: bool) -> None:
-        """As `first`, for a shard that is freed next. Does not wait for a device: it keeps the block with the value
-        there.
-        """
+        """As `first`, for a shard that is freed next. Does not wait: it keeps the block with the value."""
         if shard.device.type == "cpu":
             self.first(shard, is_own)
             return
@@ -296,6 +290,7 @@ class GradientStats:
         self.was_finite = is_finite if self.was_finite is None else self.was_finite & is_finite
 
     def _trace(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor]) -> None:
+        # float64, as squares of large float32 values overflow.
         squares = total.double().square()
         if self._first is not None or bool(torch.isfinite(squares.sum())):
             return

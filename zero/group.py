@@ -111,6 +111,7 @@ class ShardedGroup:
         assert full.numel() == self.layout.padded_numel and full.dtype == self.plan.dtype
         self.full = full
         self._memory = GroupMemory(full, full[self.at_rest])
+        # A quantized gather overwrites `full`, so exact values need separate memory.
         self.shard = full[self.own] if self._codec.is_exact else torch.zeros_like(full[self.own])
 
     def adopt_memory(self, memory: GroupMemory, shard_store: ShardStore | None = None) -> None:
@@ -119,6 +120,7 @@ class ShardedGroup:
         shard_store: the store that holds the shard whenever the group is not full.
         """
         self._memory, self._shard_store = memory, shard_store
+        # An offloaded group frees memory even on a single rank.
         self.frees_memory |= shard_store is not None
         self.full = memory.full
         self.sharded_state = ShardedState.SHARDED
@@ -129,6 +131,7 @@ class ShardedGroup:
         ]  # after take_own: torch makes no view without memory
         if self.sends_differences:
             self.shard = torch.zeros_like(self.shard)
+        # Memory has arbitrary content when it is taken.
         self._memory.own.zero_()
         if shard_store is None:
             return
@@ -196,6 +199,7 @@ class ShardedGroup:
         """Start the collective of an offloaded group, once its shard is loaded. `start_gather` starts only the load."""
         if self._shard_store is not None and self.sharded_state is ShardedState.LOADING:
             self.sharded_state = ShardedState.UNSHARDING
+            # Waits for the load: the collective reads the shard.
             self._shard_store.window.acquire(self.offloadable)
             self._pending = untransformed(self._exchange)
 
@@ -248,9 +252,7 @@ class ShardedGroup:
                 self._shard_store.window.end_hold(self.offloadable)
 
     def keep(self, as_long_as: Callable[[], bool] = lambda: True) -> None:
-        """Make `release` do nothing while `as_long_as()` is True: a rank may use the parameters without the other
-        ranks.
-        """
+        """Make `release` do nothing while `as_long_as()`: a rank may use the parameters without the other ranks."""
         self.keeper = as_long_as
 
     def release_kept(self) -> None:
@@ -305,6 +307,7 @@ class ShardedGroup:
         """Point the parameters to their views of `full`."""
         if not self._views:  # torch makes views only while there is memory, and keeps them
             with torch.inference_mode(False):
+                # A tensor made in inference mode could not be saved for a later backward.
                 self._views = [
                     self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.param_views
                 ]
@@ -314,6 +317,7 @@ class ShardedGroup:
         """Point the parameters to expanded NaNs, and make reading them raise."""
         if not self._without_values:
             with torch.inference_mode(False):
+                # Integers have no NaN.
                 value = torch.nan if self.full.dtype.is_floating_point else 0
                 nothing = torch.full((), value, dtype=self.full.dtype, device=self.full.device)
                 self._without_values = [nothing.expand(param.shape) for param in self.params]
@@ -323,6 +327,7 @@ class ShardedGroup:
     def _point(self, values: Sequence[Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for param, value in zip(self.params, values, strict=True):
+                # Outside of `__torch_function__`, which would run in Python for each released parameter.
                 param.data = value
 
 

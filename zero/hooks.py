@@ -45,15 +45,14 @@ class UnitHooks:
         patches: ModelPatches,
         on_block: Callable[[], None] | None = None,
     ) -> None:
-        """patches: removes the hooks later. on_block: called when a block's forward begins, recomputed forwards
-        included.
-        """
+        """patches: removes the hooks later. on_block: called when a block's forward or recomputed forward begins."""
         self._sequence = sequence
         self._on_block = on_block
         self._add = patches.hook
         self._of_leaves = WeakIdKeyDictionary()  # returned leaves -> [the newest hook]
         self._is_around = False  # `around` runs, and the root's forward is a part of it
         root = sequence.root.module
+        # prepend: parameters are gathered before hooks of the user read them.
         self._add(root.register_forward_pre_hook(self._before_root, prepend=True))
         self._add(root.register_forward_hook(self._after_root))
         for unit in sequence.blocks:
@@ -88,7 +87,7 @@ class UnitHooks:
             output = run()
         finally:
             self._is_around = False
-        self._end_root(output)
+        self._after_root(self._sequence.root.module, (), output)
         return output
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
@@ -96,13 +95,12 @@ class UnitHooks:
             self._sequence.begin_forward()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_around:
-            self._end_root(output)
-
-    def _end_root(self, output: Any) -> None:
+        if self._is_around:
+            return
         tensors = _tensors_with_graph(output)
         if self._sequence.phase is Phase.FORWARD and tensors:
-            self._on_first_gradient(tensors, partial(self._sequence.enter_forward, self._sequence.last_forward))
+            # The hook keeps the `Forward` alive as long as its graph.
+            self._on_first_gradient(tensors, partial(self._sequence.enter_forward, self._sequence.forwards.last))
         self._sequence.end_forward(keeps_graph=bool(tensors))
 
     def _hook_block(self, unit: Unit) -> None:
@@ -134,6 +132,7 @@ class UnitHooks:
         def hook(gradient: Tensor) -> None:
             task = current_graph_task()
             if told != [task]:
+                # A list, as the hook of every output tensor shares it.
                 told[:] = [task]
                 action()
 

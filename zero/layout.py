@@ -131,12 +131,11 @@ class FlatLayout:
 
     def outside(self, indices: Set[int]) -> Sequence[tuple[int, int]]:
         """Return the ranges [start, end) that belong to none of these parameters, padding included."""
-        if len(indices) == len(self.param_views):
-            return self._padding
         return self._between(param_view for index, param_view in enumerate(self.param_views) if index in indices)
 
     @cached_property
-    def _padding(self) -> Sequence[tuple[int, int]]:
+    def padding(self) -> Sequence[tuple[int, int]]:
+        """The ranges [start, end) between and after the parameters."""
         return self._between(self.param_views)
 
     def _between(self, param_views: Iterable[ParamView]) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from .parameter_states import ParameterStates
 from .placement import ShardStore, StateChunks
 from .sequence import StateError
 from .shard_state import ShardPlacements, ShardState
+from .sign_update import SignUpdate
 from .torch_update import TorchUpdate
 from .versions import DelayedUpdate, Speculation, Version
 
@@ -166,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Take memory for masters and states of groups. param_groups: index -> group with the parameters."""
         index_of = {id(p): index for index, group in param_groups.items() for p in group["params"]}
         shards = self._placements.make_shards(gradients, index_of, self._update)
-        if isinstance(self._update, FusedUpdate):
+        if isinstance(self._update, SignUpdate):
             for one in gradients:
                 one.sum_if(lambda: self.sums_gradients)
         return shards
@@ -192,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def sums_gradients(self) -> bool:
         """Whether the next step sums gradients over replicas."""
-        return not isinstance(self._update, FusedUpdate) or self._update.sums_gradients(self.counts.num_steps + 1)
+        return not isinstance(self._update, SignUpdate) or self._update.sums_gradients(self.counts.num_steps + 1)
 
     @property
     def can_be_skipped(self) -> bool:
@@ -211,11 +212,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not 0, nothing changes; call `count` or `uncount` later.
         """
         self.begin_step()
-        due = deque([(one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None])
         terms = self._terms(gradient_scale, skip)
         if self._are_here and isinstance(self._update, FusedUpdate) and not self._update.waits_for_norm:
-            self._update.update_together(due, terms, on_updated)
+            self._update.update_together(self.shards, terms, on_updated)
         else:
+            due = deque([(one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None])
             self._placements.window.expect([shard.offloadable for shard, _ in due])
             self._update_all(due, terms, self._update_shard, on_updated)
         if skip is None:
@@ -243,6 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for shard, _ in due:
             shard.versions.begin()
         now = self._terms(gradient_scale)
+        # Copies: the user may change learning rates while the thread runs.
         terms = now._replace(options=[dict(group) for group in now.options], missed=dict(now.missed))
         self.counts.count()
 
@@ -269,7 +271,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.counts.begin()
         self._opt_called = True  # torch's schedulers check it to see that `step` was called
         if self._are_here:
-            self._placements.widened.flush()
+            if self._placements.widened.is_open:
+                self._placements.widened.flush()
         else:
             self._placements.put_back()
             self._placements.expect(order)
@@ -279,9 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(
         self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
-        """Update a shard with its gradient, or with the given gradient, (shard_numel,), and free it. skip: see
-        `update_all`.
-        """
+        """Update a shard with its gradient or the given one, (shard_numel,), and free it. skip: see `update_all`."""
         gradient = shard.gradient.shard if gradient is None else gradient
         if gradient is not None:
             self._update_shard(shard, gradient, self._terms(gradient_scale, skip))

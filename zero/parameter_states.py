@@ -12,6 +12,7 @@ from ..offload import Memory
 from .fused_update import FusedUpdate, ScalarStates, StepCounts
 from .layout import ParamShard
 from .shard_state import ShardState
+from .sign_update import SignUpdate
 from .torch_update import TorchUpdate
 
 StateKey = tuple[int, torch.dtype]
@@ -64,7 +65,7 @@ class ParameterStates:
     def rank_states(self) -> Iterator[tuple[ShardState, ParamShard, str, Tensor]]:
         """Yield the elementwise states that only this rank has, with their names."""
         for shard in self._shards if self._counts.num_steps else ():
-            found = [] if not isinstance(self._update, FusedUpdate) else list(self._update.rank_states(shard))
+            found = self._update.rank_states(shard) if isinstance(self._update, SignUpdate) else ()
             low_rank = shard.gradient.low_rank
             for param_shard, name, values in [*found, *(() if low_rank is None else low_rank.rank_states())]:
                 yield shard, param_shard, name, values
@@ -73,7 +74,7 @@ class ParameterStates:
         """Return names and dtypes of the rank states of all ranks, for each parameter with rank states here."""
         found: dict[str, dict[str, torch.dtype]] = {}
         for shard, param_shard, _, values in self.rank_states():
-            names = self._update.rank_state_names(shard) if isinstance(self._update, FusedUpdate) else ()
+            names = self._update.rank_state_names(shard) if isinstance(self._update, SignUpdate) else []
             low_rank = shard.gradient.low_rank
             names = [*names, *(() if low_rank is None else low_rank.rank_state_names(param_shard.index))]
             found[shard.group.layout.names[param_shard.index]] = dict.fromkeys(names, values.dtype)
@@ -119,7 +120,7 @@ class ParameterStates:
 
         params: by name, the same on all ranks.
         """
-        if isinstance(self._update, FusedUpdate) and self._update.optimizer.sends_signs:
+        if isinstance(self._update, SignUpdate):
             raise ValueError(
                 f"{what}: expected an optimizer with separate states for each parameter, found {self._update.name}, "
                 "which keeps errors of messages over many parameters; save the weights, and begin with a new engine"

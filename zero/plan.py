@@ -191,9 +191,7 @@ PLAIN = Wire()
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of compute, reduction and accumulation. None: the parameter's dtype, widened to float32 for the last
-    two.
-    """
+    """The dtypes of compute, reduction and accumulation. None: the parameter's, at least float32 for the last two."""
 
     compute: torch.dtype | None
     reduce: torch.dtype | None
@@ -266,9 +264,7 @@ class GroupPlan:
 
     @property
     def is_added_up_flat(self) -> bool:
-        """Whether microbatch gradients are added in flat memory: autograd cannot add them, as their sum has another
-        dtype.
-        """
+        """Whether microbatch gradients are added in flat memory: their sum has a different dtype than `param.grad`."""
         return self.accumulation_dtype != self.dtype
 
     @property
@@ -296,9 +292,7 @@ class ModelPlan:
         share_of: ShardCounts = ParallelShard.all_of,
         is_matrix: Callable[[nn.Parameter], bool] = lambda param: False,
     ) -> ModelPlan:
-        """Plan the groups of all units. is_matrix: whether the optimizer updates the parameter as a matrix (Muon), with
-        other states.
-        """
+        """Plan the groups of all units. is_matrix: whether the optimizer updates the parameter as a matrix (Muon)."""
         groups = (
             (unit, tuple(_plan_groups(unit, dtypes, sharding, parallel_dims, role_of, share_of, is_matrix)))
             for unit in units

@@ -141,9 +141,7 @@ class PowerSGDReducer(GradientReducer):
         return sum(map(bytes_in_memory, self.held()))
 
     def _goes_thin(self, has_shard: bool) -> bool:
-        """Whether the gradient is sent as thin matrices. A later backward of the same step is not: errors are sent once
-        a step.
-        """
+        """Whether the gradient is sent as thin matrices: only in the first backward, as errors are sent once a step."""
         axis = self._axis
         return not has_shard and axis.size > 1 and bool(self._layout.thin) and self.step() >= self._low_rank.start_step
 
@@ -197,9 +195,7 @@ class PowerSGDReducer(GradientReducer):
         self._finish(axis, message, shard, counts)
 
     def accept(self, unit: float) -> None:
-        """Keep errors and Q: the step counts. unit: the factor of its gradients; errors are kept in units of the scaled
-        gradient.
-        """
+        """Keep errors and Q: the step counts. unit: the factor that its gradients were multiplied by, as errors are."""
         for index, (error, factor) in self._tried.items():
             if self._low_rank.error_feedback:
                 self.errors[index] = error.mul_(unit)

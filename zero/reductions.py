@@ -65,6 +65,7 @@ class Reductions:
             return
         older = None
         for flight in list(self.in_flight):
+            # No reduction overtakes an older one: [Note: early phases].
             is_behind = older is None or older.num_phases > flight.num_phases
             if is_behind and flight.pending.is_done and not flight.advance():
                 self.in_flight.remove(flight)
@@ -156,10 +157,12 @@ class ReductionTurns:
             unit.is_collected = True
             if ring is not None:
                 ring.gate = gates[self.cursor] if self.cursor < len(gates) else NO_GATE
+                # All ranks make these gathers before this reduction, so this rank passes them now.
                 if ring.position < gate:
                     ring.advance(gate)
             for gradient in unit.gradients:
                 self.reductions.start(gradient, self.boundary, self._on_final)
+            # The root unit stays until the pass ends. A left-over unit still gets gradients.
             if unit is self.order[-1] or unit.is_left_over:
                 continue
             if not unit.release_reduced(self.updates):
@@ -203,6 +206,7 @@ class ReductionTurns:
             )
         unit.is_left_over = True
         if unit.first_use is not None:
+            # The next backward reduces this unit after as many more gathers.
             self.lag = max(self.lag, position + 1 - self._gates[self.cursor])
 
     def leave_behind(self, use: int) -> None:
@@ -225,6 +229,7 @@ class ReductionTurns:
 
         A unit that seems unused is left for the end of the backward, unless a gather waits for it.
         """
+        # An unused unit has no gradients to wait for, but only a round needs its turn early.
         is_behind = self._ring is not None if unit.first_use is None else unit.first_use > use > 0
         is_root = unit is self.order[-1]
         return is_behind and not is_root and not will_run([unit.accumulators[key] for key in unit.waiting])

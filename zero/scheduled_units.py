@@ -55,9 +55,7 @@ class ScheduledUnits:
         self._reductions = Reductions()
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
-        """Begin a schedule. boundary: always True, as a schedule has all microbatches of a step. on_final: called per
-        final gradient.
-        """
+        """Begin a schedule. boundary: True, as a schedule is a whole step. on_final: called with each final sum."""
         assert boundary
         self._on_final = on_final
         self._reductions.abandon()
@@ -101,6 +99,7 @@ class ScheduledUnits:
             self._users[id(unit)].discard(stage)
             if not self._users[id(unit)]:
                 is_updated = self._on_final is not None and not self._unreduced.get(id(unit), {stage})
+                # Trained groups first: an offloaded shard stays in memory if its update follows.
                 unit.release_reduced(is_updated)
                 unit.release()
 

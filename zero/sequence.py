@@ -48,7 +48,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,24 +71,6 @@ class Phase(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"  # recomputed forwards included
-
-
-class BackwardListener(Protocol):
-    """Gets the events that the engine did not start: uses of the model, and backwards that autograd runs."""
-
-    def before_use(self) -> None:
-        """A forward of the model or of a single unit begins outside of a backward."""
-
-    def begin(self, arrived: nn.Parameter | None) -> None:
-        """A backward begins. Must call `begin_backward`. arrived: the parameter whose `grad` autograd has already added
-        to.
-        """
-
-    def end(self) -> None:
-        """The backward has ended. Must call `end_backward`."""
-
-    def abort(self) -> None:
-        """An error has ended the backward. Must call `abort`."""
 
 
 class UnitSequence:
@@ -123,10 +104,14 @@ class UnitSequence:
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._lag = 0
         self._parked: Unit | None = None  # its use has ended, and the next use may be of the same unit
-        self._forwards = OpenForwards()
+        self.forwards = OpenForwards()
+        """The forwards of which a backward may run."""
         self._turns.is_nested = lambda: current_graph_task() != self._graph_task
         self._graph_task: int | None = None  # autograd's number of the outer backward
-        self._listener: BackwardListener | None = None
+        self._on_use: Callable[[], None] = lambda: None  # of `set_listeners`, as the next three
+        self._on_begin: Callable[[nn.Parameter | None], None] = lambda arrived: None
+        self._on_end: Callable[[], None] = lambda: None
+        self._on_abort: Callable[[], None] = lambda: None
         self._implicit_task: weakref.ref[GraphTask] | None = None  # the run of autograd that the engine did not start
         self._lent: list[Unit] = []  # gathered for an autograd run that reduces nothing
         self._kept = set[Unit]()  # stay full until the step ends
@@ -141,9 +126,21 @@ class UnitSequence:
         """The units in the order of their reductions."""
         return self._turns.order
 
-    def set_listener(self, listener: BackwardListener) -> None:
-        """Set the listener, before the first forward."""
-        self._listener = listener
+    def set_listeners(
+        self,
+        before_use: Callable[[], None],
+        begin: Callable[[nn.Parameter | None], None],
+        end: Callable[[], None],
+        abort: Callable[[], None],
+    ) -> None:
+        """Set the callbacks for events that the engine does not start, before the first forward.
+
+        before_use(): a forward of the model or of a single unit begins outside of a backward. begin(arrived): autograd
+        begins a backward; must call `begin_backward`. arrived: the parameter whose `grad` autograd has already added
+        to. end(): that backward has ended; must call `end_backward`. abort(): an error has ended it; must call `abort`.
+        """
+        self._on_use = before_use
+        self._on_begin, self._on_end, self._on_abort = begin, end, abort
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -155,18 +152,15 @@ class UnitSequence:
             self.end_forward(keeps_graph=False)
         if self._needs_ring:
             self._ring.end_round()  # of a forward that raised
-        if self._listener is not None:
-            self._listener.before_use()
+        self._on_use()
         if self._needs_ring:
             self._before_pass(Phase.FORWARD, False)
         self.phase = Phase.FORWARD
-        self._forwards.begin(torch.is_grad_enabled())
+        self.forwards.begin(torch.is_grad_enabled())
         self.enter(self.root)
 
     def end_forward(self, keeps_graph: bool) -> None:
-        """Leave the root module. keeps_graph: a backward may follow, which starts with the last block and the root
-        unit.
-        """
+        """Leave the root module. keeps_graph: a backward may follow, beginning with the last block and the root."""
         if self.phase is not Phase.FORWARD:
             return
         if keeps_graph and not self.units[-1].is_full:  # a head, perhaps, that only a loss outside of the model reads
@@ -193,7 +187,7 @@ class UnitSequence:
                 for unit in self.units:
                     if not self._ring.has_left(unit):
                         unit.release()
-                self._forwards.begin(expects_backward=False)
+                self.forwards.begin(expects_backward=False)
                 self.phase = Phase.IDLE
             raise
 
@@ -206,8 +200,8 @@ class UnitSequence:
                 self._come_to(unit)
             self._reach(unit, Round.GATHER)
             return None
-        if self.phase is Phase.IDLE and self._listener is not None:
-            self._listener.before_use()
+        if self.phase is Phase.IDLE:
+            self._on_use()
         if self._parked is unit:
             self._parked = None
             unit.gather()
@@ -215,12 +209,12 @@ class UnitSequence:
             if self._parked is not None:
                 self._release_parked()
             self._reach(unit, Round.FORWARD)
-        return Use(unit, self._forwards)
+        return Use(unit, self.forwards)
 
     @property
     def awaits_backward(self) -> bool:
         """Whether the last forward has ended and its backward may follow."""
-        return self.phase is Phase.IDLE and self._forwards.expects_backward and bool(self._forwards.last.num_uses)
+        return self.phase is Phase.IDLE and self.forwards.expects_backward and bool(self.forwards.last.num_uses)
 
     def read(self, unit: Unit) -> None:
         """Gather a unit that is read outside of its forward, and keep it full until the step ends.
@@ -235,8 +229,7 @@ class UnitSequence:
             )
         if self.phase is Phase.IDLE and self._needs_ring and not unit.is_kept:
             self._before_pass(Phase.IDLE, False)
-            if self._listener is not None:
-                self._listener.before_use()
+            self._on_use()
             if not unit.is_full:  # a round of this unit alone
                 self._release_parked()
                 self._ring.begin(Proposal(Round.GATHER, (self._numbers[unit],)))
@@ -251,8 +244,9 @@ class UnitSequence:
             return
         if self._progress.is_on:
             self._progress.at_unit("")
-        if self._forwards.expects_backward and unit is self.units[-1]:
+        if self.forwards.expects_backward and unit is self.units[-1]:
             return
+        # The next use often follows at once, and gathering again would cost a round.
         if unit.repeats and self._needs_ring and self.phase is Phase.FORWARD and unit.park():
             self._parked = unit
         else:
@@ -269,7 +263,7 @@ class UnitSequence:
             if self._implicit_task() is not None:
                 return
             if self.phase is Phase.BACKWARD:
-                self._required_listener().abort()
+                self._on_abort()
         if self.phase is Phase.BACKWARD:  # begun by the engine
             if self._graph_task is None:
                 self._graph_task = current_graph_task()
@@ -292,26 +286,21 @@ class UnitSequence:
         if self._implicit_task is not None and self._implicit_task() is None:
             self._implicit_task = None
         self._gather_root()
-        self._forwards.count(self.units)
+        self.forwards.count(self.units)
         self._turns.begin(boundary, on_final, self._begin_round() if self._needs_ring else ())
-
-    @property
-    def last_forward(self) -> Forward:
-        """The current or last forward. A reference to it lives as long as its graph."""
-        return self._forwards.last
 
     def enter_forward(self, forward: Forward) -> None:
         """Autograd has reached the gradient of a forward's output."""
-        if forward not in self._forwards.of_backward:
-            self._forwards.come_to(forward, self.units)
+        if forward not in self.forwards.of_backward:
+            self.forwards.come_to(forward, self.units)
         self.on_backward_start()
 
     def enter_backward(self, use: Use) -> None:
         """Autograd has reached the gradient of a use's output: gather its unit, and reduce later units."""
         if (
-            use.forward not in self._forwards.of_backward
+            use.forward not in self.forwards.of_backward
         ):  # before `on_backward_start`: a backward that begins here follows these uses
-            self._forwards.come_to(use.forward, self.units)
+            self.forwards.come_to(use.forward, self.units)
         heard = self._implicit_task
         if self._graph_task is None if heard is None else heard() is None:
             self.on_backward_start()
@@ -402,6 +391,7 @@ class UnitSequence:
         self._ring.forget()
         self._turns.abort()
         if isinstance(error, CollectiveError):
+            # Ranks are lost, so nobody answers.
             self._turns.reductions.abandon()
             return
         self._turns.reductions.finish()
@@ -420,29 +410,25 @@ class UnitSequence:
 
     # -- what autograd runs ---------------------------------------------------------------------------------------
 
-    def _required_listener(self) -> BackwardListener:
-        assert self._listener is not None
-        return self._listener
-
     def _ends_lost_backward(self) -> bool:
         """Abort a lost backward. Returns whether there was any."""
         if not self.has_lost_backward():
             return False
-        self._required_listener().abort()
+        self._on_abort()
         return True
 
     def _begin_implicit(self, arrived: nn.Parameter | None) -> None:
         """Begin a backward that the engine did not start."""
         if self.phase is Phase.FORWARD:  # a forward that raised
             self.end_forward(keeps_graph=False)
-        self._required_listener().begin(arrived)
+        self._on_begin(arrived)
         task = self._implicit_task() if self._implicit_task is not None else None
         assert task is not None
         self._graph_task = task.number
 
     def _end_implicit(self) -> None:
         if self.phase is Phase.BACKWARD:
-            self._required_listener().end()
+            self._on_end()
         else:
             self._end_lending()
         self._implicit_task = None
@@ -454,7 +440,7 @@ class UnitSequence:
         if not self.root.is_full:
             self._lent.append(self.root)
         self._gather_root()
-        self._forwards.count(self.units)
+        self.forwards.count(self.units)
         if torch.is_grad_enabled():
             self._keep(self.root)
 
@@ -476,7 +462,7 @@ class UnitSequence:
         for unit in lent:
             if not (unit is self.root and self.phase is Phase.FORWARD):
                 unit.release()
-        self._forwards.of_backward.clear()  # another backward of these forwards may follow
+        self.forwards.of_backward.clear()  # another backward of these forwards may follow
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
@@ -492,13 +478,14 @@ class UnitSequence:
     def _begin_round(self) -> Sequence[int]:
         """Begin the round of a backward. Returns the gates of its reductions. A collective."""
         self._release_parked()
-        uses = tuple([self._numbers[unit] for forward in self._forwards.expected() for unit in forward.order])
+        uses = tuple([self._numbers[unit] for forward in self.forwards.expected() for unit in forward.order])
         used = set(uses)
         wanted = tuple([n for n, unit in enumerate(self.units) if n in used and n and not unit.is_full])
         proposals = self._ring.begin(Proposal(Round.BACKWARD, wanted, uses, self._lag))
         order = [self._numbers[unit] for unit in self._ring.order]
         self._lag = max(one.lag for one in proposals)
         made = gates(order, proposals, len(self.units), self._lag)
+        # The first gather of the round overlaps with the backward of the last block.
         self._ring.go_ahead()
         return made
 
@@ -506,6 +493,7 @@ class UnitSequence:
         """End the backward's round, and join the rounds that other ranks still need."""
         while True:
             self._ring.end_round()
+            # Learned for the next backward: see [Note: canonical order].
             self._lag = max(self._lag, self._turns.lag)
             kind = Round.FLUSH if self._turns.has_left_over else Round.END
             if max(one.round for one in self._ring.begin(Proposal(kind))) is Round.END:
@@ -520,7 +508,7 @@ class UnitSequence:
     def _end_pass(self) -> None:
         for unit in self.units:
             unit.release()
-        self._forwards.end_backward()
+        self.forwards.end_backward()
         self._graph_task = None
         self.phase = Phase.IDLE
 

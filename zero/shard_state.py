@@ -35,6 +35,7 @@ class UpcastStates:
     """Holds float32 values of 8-bit states, of a part of a shard at a time, and writes changes back."""
 
     def __init__(self) -> None:
+        self.is_open = False
         self._part: object | None = None
         self._values: dict[str, Tensor] = {}
         self._write: Callable[[], Mapping[str, Tensor]] | None = None  # returns the tensors to write changes to
@@ -46,7 +47,7 @@ class UpcastStates:
         """
         if self._part is not part:
             self.flush()
-            self._part = part
+            self._part, self.is_open = part, True
             self._values = {name: state.widened() for name, state in _states_in(stored(False)).items()}
         if changes:
             self._write = partial(stored, True)
@@ -57,7 +58,7 @@ class UpcastStates:
         if self._write is not None:
             for name, state in _states_in(self._write()).items():
                 state.narrow(self._values[name])
-        self._part, self._values, self._write = None, {}, None
+        self._part, self._values, self._write, self.is_open = None, {}, None, False
 
 
 def _states_in(tensors: Mapping[str, Tensor]) -> dict[str, StoredState]:
@@ -250,6 +251,7 @@ class ShardState:
             yield self._part(0, memory.numel, memory.master, memory.states, parameters)
         for chunk in self.chunks:
             with chunk.window.use(chunk.offloadable) as buffer:
+                # The old version stays in the store, and the new version is written beside it.
                 speculation.keep(partial(chunk.offloadable.fork, buffer))
                 tensors = chunk.layout.views(buffer)
                 own_master = tensors.pop(MASTER) if self.form.is_mixed else None

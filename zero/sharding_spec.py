@@ -54,9 +54,7 @@ class ShardingSpec:
     last: tuple[str, ...] = ()  # the axes of `states` that are summed last: between hosts
 
     def within(self, axes: tuple[str, ...]) -> ShardingSpec:
-        """Return the domain of parameters of which the ranks of `axes` hold different parts: no sharding or sum over
-        them.
-        """
+        """Return the spec of parameters that the ranks of `axes` divide: no sharding or sum over these axes."""
 
         def without(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name not in axes)

@@ -192,6 +192,7 @@ class SignUpdate(FusedUpdate):
         return super().takes(options) and set(self.options) <= set(options)
 
     def sums_gradients(self, step: int) -> bool:
+        """Whether a step, counted from 1, sums gradients over replicas; else each replica uses its gradient."""
         return step <= int(self.options["freeze_step"])
 
     def update(
@@ -221,6 +222,7 @@ class SignUpdate(FusedUpdate):
     def _step_with_signs(self, shard: ShardState, gradient: Tensor, used: Parameters) -> None:
         """Make a step after the warm-up. gradient: (padded_numel,), this rank's term of the mean."""
         mean, (momentum, squares) = self._means[id(shard)], shard.memory.states.values()
+        # The gradient scale divides by the number of ranks, but the gradient is of this rank alone.
         gradient.mul_(mean.exchange.size)
         new = momentum.clone()
         for _, where, options in used:

@@ -64,9 +64,7 @@ class _NotMadeAgainError(ValueError):
 
 
 def another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Construct an optimizer of the same class and options for other parameters. Raises ValueError if the class
-    refuses.
-    """
+    """Construct an optimizer of the same class and options for other parameters. Raises ValueError if it refuses."""
     options = {key: value for key, value in template.param_groups[0].items() if key != "params"}
     taken = inspect.signature(type(template)).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
@@ -113,6 +111,7 @@ def check_elementwise(factory: OptimizerFactory) -> None:
                 f"which failed on a flat parameter: {error}"
             ) from error
         results.append(torch.cat([param.detach().reshape(-1) for param in params]))
+    # Not bitwise: vector loops may round the ends of a flat parameter differently.
     if not torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-9):
         raise ValueError(
             f"optimizer: expected a torch optimizer that updates each element by itself, found {name}. Its result "

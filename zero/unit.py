@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -110,9 +110,7 @@ class Unit:
         return [group.join_gather() for group in joined]
 
     def park(self) -> bool:
-        """Mark the parameters as released but keep their memory, as the next use may be of the same unit. False if
-        impossible.
-        """
+        """Mark the parameters as released but keep their memory for a second use. Returns False if impossible."""
         if not all(group.frees_memory and group.keeper is None for group in self.groups) or not self.is_full:
             return False
         for group in self.groups:
@@ -156,7 +154,7 @@ class OpenForwards:
         self.last = Forward()  # the current forward, or the uses between two forwards
         self.expects_backward = False
         """Whether a backward of the last forward may follow."""
-        self.known: list[weakref.ref[Forward]] = []
+        self.known = WeakValueDictionary[int, Forward]()  # number of the first use -> forward, oldest first
         self.of_backward = set[Forward]()  # forwards that the current backward has reached
 
     def begin(self, expects_backward: bool) -> None:
@@ -167,12 +165,13 @@ class OpenForwards:
     def come_to(self, forward: Forward, units: Sequence[Unit]) -> None:
         """Note that a backward has reached a forward. Recounts uses if an earlier backward retained the graph."""
         self.of_backward.add(forward)
-        if forward.is_done or weakref.ref(forward) not in self.known:
+        if forward.is_done or forward not in self.known.values():
             self.count(units)
 
     def expected(self) -> list[Forward]:
         """Return the forwards of the next backward: those without a backward, or else all with a live graph."""
-        alive = [forward for one in self.known if (forward := one()) is not None]
+        alive = list(self.known.values())
+        # If every live graph has had its backward, a retained graph runs again.
         return [one for one in alive if not one.is_done or one in self.of_backward] or alive
 
     def count(self, units: Sequence[Unit]) -> None:
@@ -188,7 +187,6 @@ class OpenForwards:
         """Mark the forwards that the backward has reached as done."""
         for forward in self.of_backward:
             forward.is_done = True
-        self.known = [one for one in self.known if one() is not None]
         self.of_backward.clear()
         self.last = Forward()
 
@@ -202,8 +200,9 @@ class Use:
         forwards.num_uses += 1
         self.unit, self.forward, self.number = unit, forwards.last, forwards.num_uses
         of_units = self.forward.num_uses
+        # A forward without gradients has no backward, so it is not kept.
         if not of_units and (forwards.expects_backward or torch.is_grad_enabled()):
-            forwards.known.append(weakref.ref(self.forward))
+            forwards.known[self.number] = self.forward
         self.forward.first_use.setdefault(unit, self.number)
         of_units[unit] = of_units.get(unit, 0) + 1
         order = self.forward.order

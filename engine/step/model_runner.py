@@ -27,7 +27,7 @@ from .steps import Steps
 
 
 class ImplicitBackward:
-    """Makes of each what `engine.backward` is: see `BackwardListener`. Has the engine's turn until autograd is done."""
+    """Treats a `loss.backward()` as `engine.backward` does: see `UnitSequence.set_listeners`."""
 
     def __init__(self, passes: UnitSequence, steps: Steps, call_guard: CallGuard, progress: Progress) -> None:
         self._passes = passes
@@ -46,9 +46,6 @@ class ImplicitBackward:
         own = scaled.view_as(scaled)
         own.register_hook(hook)  # type: ignore[no-untyped-call]
         return own
-
-    def before_use(self) -> None:
-        self._steps.begin_use()
 
     def begin(self, arrived: nn.Parameter | None) -> None:
         self._call_guard.begin("loss.backward()", self._is_lost)
@@ -176,7 +173,8 @@ class ModelRunner:
 
     def watch_backwards(self, steps: Steps, call_guard: CallGuard) -> None:
         self._implicit = ImplicitBackward(self.passes, steps, call_guard, self._progress)
-        self.passes.set_listener(self._implicit)
+        implicit = self._implicit
+        self.passes.set_listeners(steps.begin_use, implicit.begin, implicit.end, implicit.abort)
         self._patches.callback(on_backward_start(steps.scale.begin))
 
     def take_part(self, steps: Steps, call: Call) -> None:

@@ -1,9 +1,9 @@
 
-// Messages of quantized blocks, there and back, in one pass over memory. Called through ctypes by quantized_blocks.py; the
-// formula, its notes and the same in torch are in quantized_blocks.py.
+// Quantize and dequantize messages in a single pass over memory. Called through ctypes by quantized_blocks.py, which
+// has the formula, its notes and the torch form.
 //
-// Every operation on an element is one IEEE operation in a fixed order, and two are never contracted into one
-// (-ffp-contract=off), so the bits are those of torch's tier on every processor.
+// All operations on an element are IEEE operations in a fixed order, and the compiler must not contract them
+// (-ffp-contract=off), so the bits are those of torch's form on every processor.
 
 #include <pthread.h>
 #include <stdint.h>
@@ -22,7 +22,7 @@ typedef uint8_t vc __attribute__((vector_size(LANES)));
 enum Kind { FLOAT32 = 1, BFLOAT16 = 2 };
 enum { BLOCK = 128, VECTORS = BLOCK / LANES, TASK = 256 };  // blocks that a thread takes at a time
 
-// The same fields in the same order stand in quantized_blocks.py.
+// `_Blocks` in quantized_blocks.py has the same fields in the same order.
 struct Blocks {
     void *values;          // (blocks * BLOCK,) of kind: read by quantize, written by dequantize
     const void *less;      // (blocks * BLOCK,) of less_kind, or null
@@ -30,7 +30,7 @@ struct Blocks {
     float *scales;         // (blocks,)
     int64_t blocks;
     int64_t next_task;     // threads take tasks from here; starts at 0
-    uint64_t first;        // the number of the first element, where bits are drawn
+    uint64_t first;        // number of the first element, if bits are drawn
     uint32_t key[2];       // of the step
     int32_t kind, less_kind, bits, is_drawn, adds, threads;
 };
@@ -71,7 +71,7 @@ INLINE vf random_parts(const struct Blocks *job, uint64_t number) {
     return __builtin_convertvector((vi)(noise >> 8), vf) * 0x1p-24f;
 }
 
-// The integer below or at x, |x| < 2^22.
+// The largest integer <= x, |x| < 2^22.
 INLINE vf floor_of(vf x) {
     const vf whole = __builtin_convertvector(__builtin_convertvector(x, vi), vf);
     return whole > x ? whole - 1.0f : whole;
@@ -91,7 +91,7 @@ template <int kind, int less_kind, int bits> static void quantize_block(const st
         const int64_t at = block * BLOCK + v * LANES;
         x[v] = load_values<kind>(job->values, at);
         if (less_kind) x[v] -= load_values<less_kind ? less_kind : FLOAT32>(job->less, at);
-        const vu size = (vu)x[v] & 0x7FFFFFFF;  // in the order of |x|, infinite and NaN above all
+        const vu size = (vu)x[v] & 0x7FFFFFFF;  // ordered as |x|, with inf and NaN on top
         largest = size > largest ? size : largest;
     }
     uint32_t top = 0;

@@ -1,17 +1,16 @@
-// One optimizer step on a flat shard, in one pass over memory. Called through ctypes by optimizer_step.py; needs no
-// header but the compiler's own.
+// An optimizer step on a flat shard in a single pass over memory. Called through ctypes by optimizer_step.py. It needs
+// only headers of the compiler.
 //
 // [Note: Same bits everywhere]
-// Every operation on an element is one IEEE operation (add, multiply, fused multiply-add, divide, square root), in a
-// fixed order, and the compiler may not contract two of them into one (-ffp-contract=off). So an element's result does
-// not depend on the vector width, on its place in a vector, on the thread that computes it, or on where the shard is
-// cut: AVX-512, AVX2 and the portable build give the same bits. The operations are those of torch's fused kernels in
-// whole vectors, with a multiply-add where theirs have one, so the two tiers agree too.
-// Every thread sets its own rounding mode and flushes denormal numbers to zero: moments that decay without a gradient
-// would else stay denormal for good, and each operation on them costs some processors over a hundred cycles.
+// All operations on an element are IEEE operations (add, multiply, fused multiply-add, divide, square root) in a fixed
+// order, and the compiler must not contract them (-ffp-contract=off). So an element's result does not depend on the
+// vector width, its position, the thread, or the division into shards: AVX-512, AVX2 and the portable build give the
+// same bits. The operations are those of torch's fused kernels in whole vectors, with the same multiply-adds, so both
+// tiers agree too.
+// Every thread sets the rounding mode and flushes denormal numbers to zero: without this, moments that decay without a
+// gradient stay denormal, and each operation on them costs some processors over a hundred cycles.
 //
-// Narrow states, their rounding and their random bits: the notes are in optimizer_states.py, which has the same in
-// torch.
+// optimizer_states.py has the notes on narrow states, their rounding and their random bits, and the torch form.
 
 #include <pthread.h>
 #include <stdint.h>
@@ -36,25 +35,25 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 enum Kind { NONE = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, INT8 = 4 };
 enum { BLOCK = 256, MAX_COEFFICIENTS = 8, TASK = 128 * BLOCK };
 
-// The same fields in the same order stand in optimizer_step.py.
+// `_Job` in optimizer_step.py has the same fields in the same order.
 struct Job {
     void *master;                // (n,) of master_kind
     const void *gradient;        // (n,) of gradient_kind
     void *out;                   // (n,) of out_kind, or null
     void *states[2];             // (n,) of state_kind each
     float *scales[2];            // (ceil(n / BLOCK),) each, for int8
-    void *remainder;             // (n,) of what master weights in bfloat16 lack, or null: bfloat16; bytes, where drawn
+    void *remainder;             // (n,) low bits of bfloat16 master weights, or null: bfloat16, or bytes if is_drawn
     const int64_t *run_ends;     // (runs,) ascending, the last is n
     const float *coefficients;   // (runs, MAX_COEFFICIENTS)
     int64_t n;
     int64_t next_task;           // threads take tasks from here; starts at 0
-    uint64_t first;              // the number of the first element, where bits are drawn by number
+    uint64_t first;              // number of the first element, if is_drawn
     int32_t rule;                // from lowtide_rule
     int32_t master_kind, gradient_kind, out_kind, state_kind;
     int32_t threads;
-    int32_t is_drawn;            // whether bits are drawn by number, and master weights rounded with them
-    uint32_t seed;               // of the step, for rounding
-    uint32_t key[2];             // of the step, for numbers
+    int32_t is_drawn;            // 1 if master weights are rounded with bits that are drawn by number
+    uint32_t seed;               // of the step, for the rounding of states
+    uint32_t key[2];             // of the step, for bits that are drawn by number
     float gradient_scale;
 };
 
@@ -65,8 +64,8 @@ template <class V> INLINE V load(const void *from) {
 }
 template <class V> INLINE void store(void *to, V x) { memcpy(to, &x, sizeof x); }
 
-// Unsigned integers of 16 or 8 bits in memory, 32 in registers. What generic code says in one word for each, compilers
-// translate element by element, at half the speed of the whole update.
+// Unsigned integers of 16 or 8 bits in memory, 32 bits in registers. Compilers translate a generic conversion
+// (__builtin_convertvector) element by element, which halves the speed of the update.
 #if LANES == 16
 INLINE vu load_halves(const void *from) { return (vu)_mm512_cvtepu16_epi32(load<__m256i>(from)); }
 INLINE vu load_bytes(const void *from) { return (vu)_mm512_cvtepu8_epi32(load<__m128i>(from)); }
@@ -119,8 +118,8 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
     for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
 #else
-    // In float64 the product is exact. The sum is rounded to odd, with its exact error, so that rounding it again to
-    // float32 is as if the first rounding had not been (Boldo and Melquiond, IEEE TC 57(4), 2008).
+    // In float64 the product is exact. The sum is rounded to odd with the help of its exact error, so that the second
+    // rounding to float32 gives the correctly rounded result (Boldo and Melquiond, IEEE TC 57(4), 2008).
     typedef double vd __attribute__((vector_size(8 * LANES)));
     typedef int64_t vl __attribute__((vector_size(8 * LANES)));
     const vd product = __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd);
@@ -158,7 +157,7 @@ INLINE vu to_float16(vf x) {
     return (vu)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #else
-// Both after Marat Dukhan's FP16 library: exponents are moved by multiplication, subnormal numbers by addition.
+// Both follow Marat Dukhan's FP16 library: a multiplication changes exponents, an addition handles subnormal numbers.
 INLINE vf widened_float16(vu x) {
     const vu bits = x << 16, shifted = bits + bits;
     const vf normal = (vf)((shifted >> 4) + (0xE0u << 23)) * 0x1p-112f;
@@ -210,7 +209,7 @@ INLINE vu other_noise(vu x) {
     return x ^ (x >> 15);
 }
 
-// ---- Rules: the coefficients c are those of the optimizer's file in optimizers/, under the same names. ----
+// ---- Rules: c has the coefficients of the optimizer's file in optimizers/, with the same names. ----
 
 // c: decay, lerp of m (2), beta2, 1 - beta2, sqrt(correction2), eps, -step size
 template <bool DECOUPLED> struct Adam {
@@ -262,7 +261,7 @@ INLINE vu rounded_at_random(vf x, vu noise) {
 INLINE int64_t remainder_bytes(const Job &job) { return job.is_drawn ? 1 : 2; }
 INLINE char *remainder_at(const Job &job, int64_t at) { return (char *)job.remainder + at * remainder_bytes(job); }
 
-// What a weight in bfloat16 and its remainder stand for.
+// Join a bfloat16 weight and its remainder.
 INLINE vf with_remainder(const Job &job, int64_t at, vf w) {
     if (!job.is_drawn) return w + widened_bfloat16(load_halves(remainder_at(job, at)));
     const vi rest = (vi)(load_bytes(remainder_at(job, at)) << 24) >> 16;  // 256 times a signed byte
@@ -278,7 +277,7 @@ INLINE void store_weight(const Job &job, int64_t at, vf w, vf before, vu noise) 
         store_halves(place, w == w ? near : vu{} + 0x7FC0, false);
         return store_bytes(remainder_at(job, at), w == w ? (drawn >> 8) & 0xFF : vu{});
     }
-    if (job.remainder) {  // what has not changed stays as it is: a sum between two values has two forms
+    if (job.remainder) {  // an unchanged weight must keep its bits: a sum has two forms at a tie
         const vu old = load_halves(place), old_rest = load_halves(remainder_at(job, at));
         const vu near = w == before ? old : to_bfloat16(w);
         const vu rest = w == before ? old_rest : to_bfloat16(w - widened_bfloat16(near));
@@ -288,7 +287,7 @@ INLINE void store_weight(const Job &job, int64_t at, vf w, vf before, vu noise) 
     store_halves(place, rounded_at_random(w, noise >> 16), false);
 }
 
-// One vector of elements; s0, s1: their states as float32; noise: null, or where to put random bits.
+// Update a vector of elements. s0, s1: their states as float32; noise: memory for random bits, or null.
 template <class Rule>
 INLINE void update_vector(const Job &job, const float *c, int64_t at, float *s0, float *s1, uint32_t *noise,
                           bool stream) {
@@ -312,7 +311,7 @@ INLINE void update_vector(const Job &job, const float *c, int64_t at, float *s0,
 
 INLINE int64_t bytes_of(int32_t kind) { return kind == FLOAT32 ? 4 : 2; }
 
-// Fewer elements than a vector holds: the same operations on a padded copy.
+// Update fewer elements than a vector has, by the same operations on a padded copy.
 template <class Rule>
 static void update_rest(const Job &job, const float *c, int64_t at, int64_t count, float *s0, float *s1,
                         uint32_t *noise) {
@@ -339,8 +338,8 @@ static void update_rest(const Job &job, const float *c, int64_t at, int64_t coun
 template <class Rule>
 INLINE void update_span(const Job &job, const float *c, int64_t at, int64_t count, float *s0, float *s1,
                         uint32_t *noise) {
-    // Only what is not read is stored around the cache: that saves reading its lines before. Stores of what has just
-    // been read, sent around the cache, took half again as long (53 against 35 ms for 100M elements; Zen 4, 2 threads).
+    // Only `out`, which is not read, is stored around the cache: this saves reading its lines. With the same stores for
+    // tensors that were just read, the update took 53 instead of 35 ms (100M elements, Zen 4, 2 threads).
     const bool stream = (uintptr_t)((uint16_t *)job.out + at) % (2 * LANES) == 0;
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
@@ -348,7 +347,7 @@ INLINE void update_span(const Job &job, const float *c, int64_t at, int64_t coun
     if (i < count) update_rest<Rule>(job, c, at + i, count - i, s0 + i, s1 + i, noise ? noise + i : nullptr);
 }
 
-// ---- Narrow states: a block is widened into the first-level cache, updated there, and narrowed again. ----
+// ---- Narrow states: a block is decoded into the first-level cache, updated there, and encoded again. ----
 
 INLINE void widen_bfloat16(const uint16_t *from, float *to) {
     for (int i = 0; i < BLOCK; i += LANES) store(to + i, widened_bfloat16(load_halves(from + i)));
@@ -361,7 +360,7 @@ INLINE void narrow_bfloat16(const float *from, const vu *noise, uint16_t *to) {
 }
 
 template <bool SIGNED> struct Minifloat {
-    static constexpr uint32_t TOP = SIGNED ? 15 : 31;  // the largest exponent; it stands for the scale itself
+    static constexpr uint32_t TOP = SIGNED ? 15 : 31;  // the largest exponent, which stands for the scale
     static constexpr uint32_t BASE = (127 - TOP) << 3;
     static constexpr float SMALLEST_NORMAL = SIGNED ? 0x1p-14f : 0x1p-30f;
     static constexpr float SUBNORMAL_STEP = SMALLEST_NORMAL / 8;
@@ -408,7 +407,7 @@ template <bool SIGNED> struct Minifloat {
     }
 };
 
-// Means of squares have no sign: the second state, and Adagrad's only one.
+// Means of squares have no sign: the second state, and Adagrad's only state.
 template <class Rule> INLINE constexpr bool is_signed(int index) { return index == 0; }
 template <> constexpr bool is_signed<Adagrad>(int) { return false; }
 
@@ -437,7 +436,7 @@ INLINE void narrow(const Job &job, int index, int64_t at, int64_t count, const f
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Elements start to end of the shard; start is a multiple of BLOCK.
+// Update elements start to end of the shard. start is a multiple of BLOCK.
 template <class Rule> static void update_task(const Job &job, int64_t start, int64_t end) {
     int run = 0;
     while (job.run_ends[run] <= start) run++;
@@ -472,7 +471,7 @@ template <class Rule> static void update_task(const Job &job, int64_t start, int
     }
 }
 
-// The rules by the names of their optimizers, and by how many states are kept.
+// The rules by optimizer name and number of states.
 struct Rule {
     const char *name;
     int32_t states;
@@ -484,7 +483,7 @@ static const Rule RULES[] = {
     rule<Adagrad>("adagrad"),  rule<Sgd>("sgd"),          rule<Momentum>("sgd"),
 };
 
-// The number of a rule, or -1 where there is none.
+// Return the index of a rule, or -1 for an unknown rule.
 extern "C" int32_t lowtide_rule(const char *name, int32_t states) {
     int32_t number = 0;
     for (const Rule &one : RULES) {
@@ -516,7 +515,7 @@ static void *work_in_thread(void *data) {
     return nullptr;
 }
 
-// Torch's own pool of threads, where it is in the process: a second one would wait for work beside it.
+// Torch's thread pool, if it is in the process: a second pool would wait for work beside it.
 extern "C" __attribute__((weak)) void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 
 extern "C" void lowtide_optimizer_step(Job *job) {
@@ -526,7 +525,7 @@ extern "C" void lowtide_optimizer_step(Job *job) {
     if (GOMP_parallel) return GOMP_parallel(work, job, threads, 0);
     enum { MAX_HELPERS = 255 };
     pthread_t helpers[MAX_HELPERS];
-    int started = 0;  // where the system gives fewer threads, those there are do it all
+    int started = 0;  // if the system gives fewer threads, these do all tasks
     while (started < least(threads - 1, MAX_HELPERS)) {
         if (pthread_create(&helpers[started], nullptr, work_in_thread, job)) break;
         started++;

@@ -184,7 +184,7 @@ def _gated_mlp_members(original: type[nn.Module], fusion: Fusion) -> Members:
 
     def forward(self: Any, x: Tensor) -> Any:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.dtype != up.dtype:  # an adapter on one projection may compute in a different dtype
+        if gate.dtype != up.dtype:  # an adapter on a single projection may compute in a different dtype
             wide = torch.promote_types(gate.dtype, up.dtype)
             gate, up = gate.to(wide), up.to(wide)
         if fusion.option == "silu":

@@ -9,7 +9,6 @@ the C++ kernel flushes them to zero, and this kernel keeps them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -241,9 +240,9 @@ def update(
         runs[-1] = (first * tile_numel, runs[-1][1])
     table, is_aligned = shard_table(tuple(rows), device, stream)
     chosen = OptionChunks.of(runs, steps, optimizer.coefficients_at)
-    by_program = coefficients = None
+    ends = choices = first_runs = coefficients = None
     if len(chosen.ends) > 1:
-        by_program = run_table(chosen.ends, chosen.choices, tile_numel, device, stream)
+        ends, choices, first_runs = run_table(chosen.ends, chosen.choices, tile_numel, device, stream)
         coefficients = coefficient_table(chosen.coefficients, device, stream)
     numbers: dict[str, Any] = {f"c{index}": value for index, value in enumerate(chosen.coefficients[0])}
     has_factor = isinstance(gradient_scale, Tensor)
@@ -255,10 +254,7 @@ def update(
         _kernel, (first,), num_warps=8 if master.dtype == torch.float32 else 4, enable_fp_fusion=False,
         SHARDS_ptr=table, SHARD_OF_PROGRAM_ptr=shard_of_program(tuple(num_programs), device, stream),
         FACTOR_ptr=gradient_scale if has_factor else None, SKIP_ptr=skip,
-        ENDS_ptr=by_program.ends if by_program is not None else None,
-        CHOICES_ptr=by_program.choices if by_program is not None else None,
-        FIRST_RUNS_ptr=by_program.first_runs if by_program is not None else None,
-        C_ptr=coefficients,
+        ENDS_ptr=ends, CHOICES_ptr=choices, FIRST_RUNS_ptr=first_runs, C_ptr=coefficients,
         seed=signed_word(step_seed(step)), low_key=signed_word(low_key), high_key=signed_word(high_key),
         factor=1.0 if has_factor else float(gradient_scale),
         **numbers, **dtypes,
@@ -337,29 +333,21 @@ class OptionChunks(NamedTuple):
         return OptionChunks(tuple(ends), tuple(choices), tuple(by_value))
 
 
-@dataclass(frozen=True)
-class ChunkTable:
-    """The runs of each program of the kernel, on the device."""
-
-    ends: Tensor  # (runs,) int64
-    choices: Tensor  # (runs,) int32
-    first_runs: Tensor  # (programs + 1,) int32: the run in which each program begins, then the last run
-
-
 @lru_cache(maxsize=1024)
 def run_table(
     ends: tuple[int, ...], choices: tuple[int, ...], tile_numel: int, device: torch.device, stream: int
-) -> ChunkTable:
-    """Make the table for programs of tile_numel elements. It depends on the model alone, so it is copied once."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ends, choices and first_runs on the device, for programs of tile_numel elements.
+
+    ends: (runs,) int64; choices: (runs,) int32; first_runs: (programs + 1,) int32, the run in which each program
+    begins, then the last run. The table depends on the model alone, so it is copied once.
+    """
     ends_tensor = torch.tensor(ends, dtype=torch.int64)
     starts = torch.arange(0, ends[-1], tile_numel)
     first_runs = torch.searchsorted(ends_tensor, starts, right=True, out_int32=True)
     first_runs = torch.cat([first_runs, torch.tensor([len(ends) - 1], dtype=torch.int32)])
-    return ChunkTable(
-        on_device(ends_tensor, device),
-        on_device(torch.tensor(choices, dtype=torch.int32), device),
-        on_device(first_runs, device),
-    )
+    choices_tensor = torch.tensor(choices, dtype=torch.int32)
+    return on_device(ends_tensor, device), on_device(choices_tensor, device), on_device(first_runs, device)
 
 
 @lru_cache(maxsize=16)

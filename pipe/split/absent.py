@@ -2,7 +2,7 @@
 
 [Note: absent tensors]
 A stage replays the model's forward, so it runs code that uses values of earlier stages: an embedding, a block, an
-encoder. Such a value is an `Absent`. It has shape, dtype and device, so masks, position ids and rotary tables come out
+encoder. This value is an `Absent`. It has shape, dtype and device, so masks, position ids and rotary tables come out
 right. An operation on it runs on the meta device and gives another `Absent`. A tensor that arrives from the previous
 stage is bound to its `Absent` (`bind`), which behaves as that tensor from then on, also where the forward still holds
 the old object, as in `x = x + block(x)`. If code needs values that never arrive, an error names the parameter or the
@@ -102,7 +102,7 @@ class Absent(Tensor):
 
 
 def resolved(leaf: Any) -> Any:
-    """Replace an `Absent` by its bound tensor, if it has one. Returns any other value unchanged."""
+    """Replace an `Absent` by its bound tensor, if it has a bound tensor. Returns every remaining value unchanged."""
     return leaf._value if isinstance(leaf, Absent) and leaf._value is not None else leaf
 
 

@@ -111,10 +111,10 @@ def test_one_set_of_options_needs_no_table() -> None:
 
 
 def test_each_program_knows_its_stretches() -> None:
-    table = run_table((100, 200, 256, 700, 1000), (0, 1, 0, 2, 1), 256, torch.device("cpu"), 0)
-    assert table.first_runs.tolist() == [0, 3, 3, 4, 4]  # programs begin at 0, 256, 512 and 768; the last stretch is 4
-    assert table.ends.tolist() == [100, 200, 256, 700, 1000] and table.choices.tolist() == [0, 1, 0, 2, 1]
-    assert table.first_runs.dtype == table.choices.dtype == torch.int32 and table.ends.dtype == torch.int64
+    ends, choices, first_runs = run_table((100, 200, 256, 700, 1000), (0, 1, 0, 2, 1), 256, torch.device("cpu"), 0)
+    assert first_runs.tolist() == [0, 3, 3, 4, 4]  # programs begin at 0, 256, 512 and 768; the last stretch is 4
+    assert ends.tolist() == [100, 200, 256, 700, 1000] and choices.tolist() == [0, 1, 0, 2, 1]
+    assert first_runs.dtype == choices.dtype == torch.int32 and ends.dtype == torch.int64
 
 
 def test_the_table_of_a_shard_is_made_once() -> None:

@@ -1,4 +1,4 @@
-"""The axes of a training: their names, their order, and what is divided over which."""
+"""The axes of a training: names, order, and the axes that divide each kind of tensor."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PIPE, REPLICA, SECONDARY, SHARD, EXPERT, SEQUENCE, TENSOR = (
 def parallel_dims_of(
     parallel: ParallelConfig, zero: ZeroConfig, policy: ZeroPolicy, num_ranks: int, ranks_of_level: int | None = None
 ) -> ParallelDims:
-    """The axes of the job, outermost first: what is exchanged most often, between ranks that are next to each other.
+    """Return the axes, outermost first. Axes with the most communication are innermost, between neighbouring ranks.
 
         pipe > replica > secondary > shard > expert > sequence > tensor
 
-    The ranks of a pipeline place are data-parallel, in groups that shard. Such a group may consist of several that hold
-    all parameters each, the places of "secondary"; and, in a model with experts, of several that hold all experts,
-    whose ranks are "expert": data-parallel to each other like those of "shard", for all but experts.
+    Ranks of a pipeline place are data-parallel, in shard groups. With hpZ each coordinate of "secondary" is a group
+    that holds all parameters. With experts the ranks of "expert" together hold all experts, and are data-parallel for
+    all other parameters.
 
-    ranks_of_level: ranks next to each other, of one host, over which gradients are summed before they are over others;
-    such groups are the places of "secondary" too, where they can be, and those of hpZ where there are some.
+    ranks_of_level: neighbouring ranks of a host that sum gradients first. These groups become coordinates of
+    "secondary" if they can, or the groups of hpZ are used.
     """
     data_size = num_ranks // parallel.ranks_of_sample
     states_size = policy.shard_size(data_size, zero.shard_size)
@@ -60,10 +60,10 @@ def parallel_dims_of(
 def sharding_of(
     policy: ZeroPolicy, parallel_dims: ParallelDims, holds_all: bool = True, in_levels: bool = False
 ) -> ShardingSpec:
-    """Of parameters that are alike on all ranks of a pipeline place, but for what a tensor axis splits of them.
+    """Return the domain of parameters that are replicated on a pipeline place, apart from tensor splits.
 
-    holds_all: each place of "secondary" has all parameters at rest, where there are several: hpZ. in_levels: gradients
-    are summed over such a place before they are over all of them.
+    holds_all: each "secondary" group holds all parameters at rest (hpZ). in_levels: gradients are summed over such a
+    group first, then over all groups.
     """
     group = (SHARD, EXPERT, SEQUENCE)
     states = (*group, SECONDARY) if holds_all else (SECONDARY, *group)

@@ -1,4 +1,4 @@
-"""What a config makes of a model on so many ranks: all that is decided before memory is taken and ranks connected."""
+"""The blueprint of a training: all decisions that precede memory and connections."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 class Timing(Enum):
-    """Which gradients are held at once, and what is known when a shard is updated."""
+    """When a shard is updated: which gradients exist at once, and what is known by then."""
 
-    AFTER_NORM = "after norm"  # all gradients; the norm is known, so the update can be clipped or left out
-    IN_BACKWARD = "in backward"  # those of a unit, final; nothing can be clipped
-    SPECULATIVE = "speculative"  # all gradients, and old values; taken back where the norm asks for it
-    DELAYED = "delayed"  # those of two steps; as AFTER_NORM, but made and taken over while the next step computes
+    AFTER_NORM = "after norm"  # all gradients exist; the norm is known, so the update can be clipped or skipped
+    IN_BACKWARD = "in backward"  # gradients of a unit exist; the update is final, without clipping
+    SPECULATIVE = "speculative"  # all gradients and old values exist; the update is undone if the norm asks for it
+    DELAYED = "delayed"  # gradients of two steps exist; as AFTER_NORM, but during the next step
 
     @classmethod
     def of(cls, config: Config) -> Timing:
-        """What the config asks for."""
+        """Return the timing that the config asks for."""
         zero = config.zero_optimization
         if zero.update_in_backward:
             return cls.IN_BACKWARD
@@ -50,23 +50,22 @@ class Timing(Enum):
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A training before it is built: frozen, of any number of ranks, without process group or memory.
+    """A training before it is built: frozen, for any number of ranks, without process group or memory.
 
-    | what                         | where                                                                        |
-    |------------------------------|------------------------------------------------------------------------------|
-    | axes, and ranks on each      | `parallel_dims`: see `parallel_dims_of`                                          |
-    | what is divided over which   | `sharding`; `policy` is the ZeRO stage                                         |
-    | units, groups, flat layouts  | `units` of the whole model; `places`, by `place_of`, what ranks have of them |
-    | dtypes                       | `dtypes`; each group of a place has its own                                  |
-    | how bytes move               | `route`                                                                      |
-    | where they rest              | `offload_plan`
-    |
-    | what is done when            | `timing` of the updates; `pipeline.schedule`, where there are stages         |
-    | the optimizer                | `optimizer`                                                                  |
-    | bytes of a rank, by kind     | `footprint.bytes_of(blueprint, rank)`                                        |
+    | decision                       | attribute                                                           |
+    |--------------------------------|---------------------------------------------------------------------|
+    | axes, and ranks on each        | `parallel_dims`: see `parallel_dims_of`                                 |
+    | division over axes             | `sharding`; `policy` is the ZeRO stage                                |
+    | units, groups, flat layouts    | `units` of the whole model; `places`, by `place_of`, of the ranks   |
+    | dtypes                         | `dtypes`; each group of a place has its dtypes                      |
+    | transport                      | `route`                                                             |
+    | placement                      | `offload_plan`                                                             |
+    | order                          | `timing` of the updates; `pipeline.schedule` with stages            |
+    | optimizer                      | `optimizer`                                                         |
+    | bytes of a rank, by kind       | `footprint.bytes_of(blueprint, rank)`                               |
 
-    `initialize` makes one and `assemble` builds it. A planner makes many, of a model on the meta device, and compares
-    their bytes: what it costs does not depend on the number of ranks.
+    `initialize` makes one and `assemble` builds it. A planner makes many, from a model on the meta device, and compares
+    their bytes. The cost does not depend on the number of ranks.
     """
 
     config: Config  # resolved
@@ -75,17 +74,17 @@ class Blueprint:
     sharding: ShardingSpec
     dtypes: Dtypes
     units: tuple[UnitPlan, ...]
-    tensor: TensorPlan | None  # which layers are split over ranks
-    experts: ExpertPlan | None  # which have experts that are
-    pipeline: PipelinePlan | None  # as its first place sees it
+    tensor: TensorPlan | None  # layers that are split over ranks
+    experts: ExpertPlan | None  # experts that are split over ranks
+    pipeline: PipelinePlan | None  # as seen from its first place
     places: tuple[ModelPlan, ...]
     optimizer: OptimizerPlan
     offload_plan: OffloadPlan
     timing: Timing
     wanted_route: str
-    route: str  # what that comes to, of axes with several ranks; "auto" takes sockets where a rank finds no room
-    device: str  # the type of the ranks' own
-    moves_pages: bool  # memory of released parameters goes to the next unit, and is not given back
+    route: str  # chosen for axes with several ranks; "auto" falls back to sockets if shared memory is full
+    device: str  # device type of the ranks
+    moves_pages: bool  # memory of released parameters moves to the next unit instead of being freed
 
     @classmethod
     def of(
@@ -103,14 +102,13 @@ class Blueprint:
         dtypes: Dtypes | None = None,
         alike: AlikePlaces | None = None,
     ) -> Blueprint:
-        """config: as `Config.resolve` gives it for these ranks. model: on any device, the meta device too.
+        """Derive a blueprint from a resolved config and a model on any device, including meta.
 
-        device: the type of the ranks' own, "cpu", "cuda" or another. num_hosts: that the ranks are on. optimizer: as
-        `initialize` takes it, or planned. split: of the pipeline's stages, or with its schedule, where that is known;
-        None: planned here, from the model's code. units, tensor, dtypes: of the model, where they are known; None:
-        planned here. alike: for who asks for bytes alone: see `AlikePlaces`; all places of the tensor axis have
-        what its last one has, the most.
-        Raises ValueError where config, model and ranks do not fit together.
+        device: device type of the ranks. num_hosts: hosts of the ranks. optimizer: as in `initialize`, or planned.
+        split: stages of the pipeline, perhaps with their schedule. units, tensor, dtypes: of the model. split, units,
+        tensor and dtypes are planned here if None. alike: shares the plans of equal stages, for callers that only need
+        bytes: see `AlikePlaces`; all places of the tensor axis then get the plan of the last, which is the largest.
+        Raises ValueError if config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
@@ -145,11 +143,11 @@ class Blueprint:
         )
 
     def place_of(self, rank: int) -> int:
-        """Which part of the model a rank has, of all that are different: it is `places[...]`."""
+        """Return the index in `places` of the part of the model that a rank has."""
         return self.parallel_dims.place(rank, (PIPE, EXPERT, TENSOR))
 
     def first_rank_of(self, place: int) -> int:
-        """The first rank that has the part `places[place]`."""
+        """Return the first rank with the part `places[place]`."""
         parallel = self.config.parallel
         of_stage, part = divmod(place, parallel.tensor)
         stage, of_experts = divmod(of_stage, parallel.expert)
@@ -157,36 +155,35 @@ class Blueprint:
         return first + of_experts * parallel.sequence * parallel.tensor + part
 
     def stage_place_of(self, place: int) -> int:
-        """The place in the pipeline of ranks with the part `places[place]`."""
+        """Return the pipeline coordinate of ranks with the part `places[place]`."""
         return place // (self.config.parallel.tensor * self.config.parallel.expert)
 
     @property
     def ranks_of_place(self) -> int:
-        """How many ranks have the same part of the model."""
+        """Number of ranks with the same part of the model."""
         return self.parallel_dims.num_ranks // len(self.places)
 
     @property
     def folds(self) -> tuple[tuple[str, ...], ...]:
-        """Axes that are taken together."""
+        """Axes that are folded into one."""
         if self.experts is None:
             return self.sharding.folds
         return *self.sharding.folds, *self.sharding.within((EXPERT,)).folds, (EXPERT, TENSOR)
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """Axes with several ranks on which models exchange while gradients are on their way."""
-        # Directions go along these to who makes whole matrices of them, and signs and
-        # thin matrices to who adds them up.
+        """Axes with several ranks on which the model exchanges while gradients are in flight."""
+        # Muon's matrices, signs of momenta and thin matrices of PowerSGD move along these axes during an update.
         moves = self.optimizer.moves_matrices or self.optimizer.sends_signs or self.low_rank is not None
         moved = ((SHARD if self.policy.shards_states else REPLICA),) if moves else ()
         return self.parallel_dims.wide((*moved, EXPERT, SEQUENCE))
 
     @property
     def shares_gradients(self) -> bool:
-        """Whether replicas that share memory have one sum of their gradients.
+        """Whether replicas in shared memory hold a single sum of their gradients.
 
-        Not of an update in backward, which gives them back at once, nor of a delayed one, beside which the next lie;
-        and not where each updates with its own, or makes the sum of thin matrices.
+        Not for an update in backward, which frees gradients at once, nor for a delayed update, which keeps them during
+        the next step. Not if replicas send signs or thin matrices, since each then has a different gradient.
         """
         if self.optimizer.sends_signs or self.low_rank is not None:
             return False
@@ -194,17 +191,17 @@ class Blueprint:
 
     @property
     def is_layered(self) -> bool:
-        """Whether all microbatches go through a block before the next block."""
+        """Whether all microbatches pass a block before the next block."""
         return self.pipeline is not None and self.pipeline.is_layered
 
     @property
     def reduces_every_backward(self) -> bool:
-        """Whether gradients of each microbatch are reduced, and not those of a step."""
+        """Whether gradients are reduced in each microbatch, not once a step."""
         return self.policy.reduces_every_backward and not self.is_layered
 
     @property
     def low_rank(self) -> PowerSGDOptions | None:
-        """How gradients go between ranks, if as thin matrices."""
+        """PowerSGD's settings, or None if it is off."""
         wanted = self.config.communication.power_sgd
         if not wanted.rank:
             return None
@@ -220,7 +217,7 @@ class Blueprint:
 
     @property
     def prefetch_numel(self) -> int:
-        """Elements gathered ahead of their use; with offloaded parameters within the budget of live ones."""
+        """Elements to gather ahead of their use, within `stage3_max_live_parameters` if parameters are offloaded."""
         zero = self.config.zero_optimization
         places = {id(place): place for place in self.places}.values()
         units = (groups for place in places for _, groups in place.units)
@@ -237,14 +234,14 @@ def _dtypes(config: Config, module: nn.Module) -> Dtypes:
 
 
 def _routes(config: Config, offload_plan: OffloadPlan, device: str, num_ranks: int, num_hosts: int) -> tuple[str, str]:
-    """What is wanted of `route_for`, and what that comes to."""
+    """Return the wanted route and the route it leads to."""
     rests_in_pages = offload_plan.parameters is Placement.FILE and not offload_plan.is_apart and num_ranks > 1
     wanted = "sockets" if rests_in_pages else config.communication.route
     return wanted, route_for(wanted, device, num_ranks, num_hosts)
 
 
 def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tuple[ParallelDims, ShardingSpec]:
-    """Gradients are summed in two levels where they are sent in fewer bits."""
+    """Return the axes and the domain. Gradients in few bits are summed in two levels."""
     zero, in_levels = config.zero_optimization, wire.gradients is not None
     parallel_dims = parallel_dims_of(
         config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None
@@ -253,7 +250,7 @@ def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tup
 
 
 def _wire(config: Config, ranks_of_host: int) -> Wire:
-    """ranks_of_host: where the config does not say it."""
+    """Return the bits of messages. ranks_of_host: if the config does not give it."""
     given = config.communication
     return Wire(
         weights=given.weight_bits,
@@ -265,7 +262,7 @@ def _wire(config: Config, ranks_of_host: int) -> Wire:
 
 
 def _beside_statistics(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of batch norms: torch takes them in the type of the running statistics alone, whatever the input's."""
+    """Yield parameters of batch norms: torch requires the dtype of their running statistics, for any input."""
     for part in module.modules():
         if isinstance(part, _NormBase) and part.running_mean is not None:
             yield from part.parameters(recurse=False)

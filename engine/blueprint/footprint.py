@@ -1,4 +1,4 @@
-"""Bytes of a blueprint: the only arithmetic of memory. What is assembled takes exactly this."""
+"""The arithmetic of memory: bytes of a blueprint by kind. An assembled engine takes exactly these bytes."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from .blueprint import Blueprint, Timing
 from .gathered import peak_gathered_bytes
 from .offload import Placement
 
-_SLOTS_IN_TURN = 3  # of the sockets route
+_SLOTS_IN_TURN = 3  # buffers of the sockets route that take turns
 
 
 class MemoryPhase(Enum):
-    """When bytes are counted, in a training that has made its first steps and uses every parameter."""
+    """A moment at which bytes are counted, after the first steps of a training that uses every parameter."""
 
     BETWEEN_STEPS = "between two steps"
-    ACCUMULATING = "between two microbatches of a step"  # layer by layer: of the first block, which comes last
+    ACCUMULATING = "between two microbatches of a step"  # layered: in the first block, which is the last to reduce
     REDUCED = "after the last microbatch, before the step: gradients are final, and only now updated after the norm"
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes that one rank takes, by kind. What ranks of a host share is divided by their number.
+    """Bytes of a rank, by kind. Memory that ranks of a host share is divided by their number.
 
-    Not in it: activations, buffers of the model, what a kernel needs while it runs, host buffers through which bytes
-    only pass, and states of a caller's own optimizer, which are known after its first step.
+    Not included: activations, buffers of the model, workspace of kernels, host buffers for transfers, and states of a
+    caller's optimizer, which are unknown before its first step.
     """
 
     parameters: int  # at rest, with the model
-    gradients: int  # wherever they are; of a model on an accelerator, those there
+    gradients: int  # of a model on an accelerator: only those on it
     optimizer: int  # states, master weights and second versions of them, with the model
-    gathered: int  # the most that full parameters take at a time beside those at rest
-    staging: int  # of gradients on their way to other ranks, or to the host; over the native route of the latter alone
-    host: int  # what rests in host memory, where the model's is another one, and gradients that have left for it
+    gathered: int  # peak of full parameters in addition to `parameters`
+    staging: int  # gradients in flight to ranks (not on the native route) or to the host
+    host: int  # of a model on an accelerator: offloaded bytes and gradients in host memory
     file: int
 
     @property
     def model(self) -> int:
-        """The most in the memory of the model."""
+        """The peak in the memory of the model."""
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.staging
 
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Over how many ranks each kind of model state is divided; a share of 1 is the whole."""
+    """The number of ranks that divide each kind of model state; 1 is a full copy."""
 
     parameters: int
     gradients: int  # between microbatches
@@ -72,20 +72,20 @@ class ShardCounts:
 
     @classmethod
     def of(cls, reduces_every_backward: bool, states: int, parameters: int) -> ShardCounts:
-        """states, parameters: the ranks over which a domain divides them."""
+        """states, parameters: number of ranks over which a domain divides them."""
         return cls(parameters, states if reduces_every_backward else 1, states)
 
 
 def bytes_of(blueprint: Blueprint, rank: int = 0, moment: MemoryPhase = MemoryPhase.REDUCED) -> RankBytes:
-    """What `rank` takes at a moment."""
+    """Return the bytes of a rank at a moment."""
     return Footprint(blueprint, rank).at(moment)
 
 
 def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = None) -> int:
-    """What the ranks of the host take of its shared memory; 0 over another route.
+    """Return the bytes of shared memory that the ranks of the host take; 0 on other routes.
 
-    exchanged: axis -> bytes of the largest tensor that its ranks exchange in the middle of the model. None: what is
-    known without a batch, as the ranks take it before the first one.
+    exchanged: axis -> bytes of the largest tensor that its ranks exchange within the model. None: the size that is
+    known without a batch, and that ranks take before the first batch.
     """
     if blueprint.route != "shared_memory":
         return 0
@@ -96,7 +96,7 @@ def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = Non
     largest = {name: known_exchange_bytes(blueprint) for name in parallel_dims.wide((SEQUENCE, TENSOR))}
     for nbytes in {**largest, **(exchanged or {})}.values():
         total += parallel_dims.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
-    common: Counter[int] = Counter()  # by ranks that have one copy, over all ranks of all places
+    common: Counter[int] = Counter()  # number of ranks that share a copy -> bytes, summed over all ranks
     for plan in blueprint.places:
         total += same_size * _ring_bytes(plan, parallel_dims)
         for group in plan.groups:
@@ -111,7 +111,7 @@ def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = Non
 
 
 def known_exchange_bytes(blueprint: Blueprint) -> int:
-    """Of the largest tensor that ranks exchange whatever the batch is: a parameter's gradient that is added up."""
+    """Return the bytes of the largest exchange that no batch decides: the gradient of a partial parameter."""
     if blueprint.tensor is None:
         return 1
     splits = blueprint.tensor.parameters
@@ -126,7 +126,7 @@ def known_exchange_bytes(blueprint: Blueprint) -> int:
 
 
 def _is_summed(group: GroupPlan) -> bool:
-    """Whether replicas may have one sum of its gradient."""
+    """Return whether replicas may share a single sum of the gradient."""
     return group.role is not Role.FROZEN and not group.sharding.tied
 
 
@@ -159,7 +159,7 @@ class Footprint:
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
     def at(self, moment: MemoryPhase, gathers: bool = True) -> RankBytes:
-        """gathers: False where nobody asks for what is gathered, which has to be found by running the units."""
+        """Return all kinds at a moment. gathers=False skips the gathered peak, for which the units must run."""
         blueprint, offload_plan, plan = self._blueprint, self._blueprint.offload_plan, self._plan
         shards = [group.shard_bytes for group in plan.groups]
         chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
@@ -182,7 +182,7 @@ class Footprint:
 
     @property
     def frees_memory(self) -> bool:
-        """Whether released parameters give memory back."""
+        """Whether released parameters free memory."""
         if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return True
         is_divided = any(self._size(group.sharding.parameters) > 1 for group in self._plan.groups)
@@ -194,43 +194,43 @@ class Footprint:
     def _at_rest(self, group: GroupPlan) -> int:
         if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return 0
-        own = group.shard_bytes if group.sends_differences else 0  # beside what the others have of it
-        return group.full_bytes // self._sizes(group.sharding).shares.parameters + own
+        exact = group.shard_bytes if group.sends_differences else 0  # the exact shard, beside the rounded copy
+        return group.full_bytes // self._sizes(group.sharding).shares.parameters + exact
 
     def gathered(self, group: GroupPlan) -> int:
-        """What full parameters take beside those at rest, which lie among them where pages move."""
+        """Return what full parameters take in addition to those at rest, which lie within them if pages move."""
         rest = group.full_bytes // self._sizes(group.sharding).shares.parameters
         is_rounded = group.weight_bits is not None and not group.sends_differences
         is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
-        own = group.shard_bytes if group.sends_differences else 0
-        return group.full_bytes + rest * is_beside + own - self._at_rest(group)
+        exact = group.shard_bytes if group.sends_differences else 0
+        return group.full_bytes + rest * is_beside + exact - self._at_rest(group)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def gradient(self, group: GroupPlan, moment: MemoryPhase) -> int:
-        """A shard of the sum, and before it what is added up over microbatches.
+        """Return the bytes of the shard of the sum, and of the accumulation over microbatches before it.
 
         |               | stage 0, 1                              | stage 2, 3                             |
         |---------------|-----------------------------------------|----------------------------------------|
-        | accumulating  | full gradients, and no shard            | the shard, unless it has left          |
-        | reduced       | the shard, or a part of the common one; | the shard                              |
-        |               | flat memory of full ones is kept        |                                        |
-        | between steps | as before the step, but for shards that are given back: all but those of a sum that is    |
-        |               | divided over ranks which share no memory                                                  |
+        | accumulating  | full gradients, no shard                | the shard, unless it is on the host    |
+        | reduced       | the shard, or a part of the common sum; | the shard                              |
+        |               | flat memory of full gradients stays     |                                        |
+        | between steps | as before the step without freed shards: all shards are freed, except those of a sum that |
+        |               | is divided over ranks without shared memory                                               |
 
-        Where flat memory would be as large as the shard, it is the shard: see `adds_up_in_shard`.
+        If flat memory would be as large as the shard, it is the shard: see `adds_up_in_shard`.
 
-        Layer by layer full gradients of a block are added up, and its flat memory given back, at every stage.
+        Layered accumulation sums full gradients of a block and frees its flat memory, at every stage.
         """
         is_early = moment is MemoryPhase.ACCUMULATING and not self._is_last_to_come(group)
         return self._once(group, MemoryPhase.REDUCED if is_early else moment)
 
     def added_up(self, group: GroupPlan) -> int:
-        """Of a group that is added up now, whichever that is."""
+        """Return the bytes of a group that is accumulating now, for any group."""
         return self._once(group, MemoryPhase.ACCUMULATING)
 
     def _once(self, group: GroupPlan, moment: MemoryPhase) -> int:
-        """As `_gradient`, for all groups that are alike: a search asks of hundreds of equal blocks."""
+        """Return `_gradient`, computed once for equal groups: a search asks for hundreds of equal blocks."""
         layout = group.layout
         sizes = layout.shard_numel, layout.shard_count, layout.numel, self._resident.get(id(group), 1) == 0
         key = moment, group.sharding, group.dtype, group.accumulation_dtype, sizes
@@ -239,7 +239,9 @@ class Footprint:
         return self._gradients[key]
 
     def passing(self, group: GroupPlan) -> int:
-        """Of a gradient that is used up in the backward, while its unit is computed: no moment has it."""
+        """Return the bytes of a gradient that is consumed in the backward while its unit computes. No moment includes
+        it.
+        """
         goes = self._is_on_accelerator and self._leaves(group)
         return _sum_bytes(group) if self._blueprint.timing is Timing.IN_BACKWARD and not goes else 0
 
@@ -253,7 +255,7 @@ class Footprint:
         if moment is MemoryPhase.ACCUMULATING and not (self.adds_in_place(group) or in_shard):
             if not blueprint.reduces_every_backward:
                 return common + self._local(group)
-            waits = bool(group.sharding.tied) or sizes.replicas > 1  # for the sum over these
+            waits = bool(group.sharding.tied) or sizes.replicas > 1  # the shard stays for the sum over these ranks
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
             return whole // sizes.shares.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
@@ -267,7 +269,9 @@ class Footprint:
         return common + own + (self._local(group) if is_kept else 0)
 
     def _is_last_to_come(self, group: GroupPlan) -> bool:
-        """Whether its gradients are added up at the moment that counts: layer by layer those of others are reduced."""
+        """Return whether its gradients still accumulate at that moment. With layered accumulation only the first
+        block's do.
+        """
         pipeline = self._blueprint.pipeline
         if pipeline is None or not pipeline.is_layered:
             return True
@@ -275,7 +279,7 @@ class Footprint:
         return any(name in first for name, _ in group.params)
 
     def _leaves(self, group: GroupPlan) -> bool:
-        """Whether it is updated on the host, with gradients that go there."""
+        """Return whether the group is updated on the host, so that its gradients go there."""
         return self._blueprint.offload_plan.updates_on_host and not self._resident.get(id(group), 1)
 
     @property
@@ -283,39 +287,41 @@ class Footprint:
         return self._blueprint.device != "cpu"
 
     def _left(self, group: GroupPlan, moment: MemoryPhase) -> int:
-        """Of a sum that an accelerator does not have any more."""
+        """Return the bytes of a sum that has left the accelerator."""
         if not self._is_on_accelerator or not self._leaves(group) or moment is MemoryPhase.BETWEEN_STEPS:
             return 0
         is_full = moment is MemoryPhase.ACCUMULATING and not self._blueprint.reduces_every_backward
         return 0 if is_full or self._blueprint.timing is Timing.IN_BACKWARD else _sum_bytes(group)
 
     def _leaving(self) -> int:
-        """The largest shards on their way from an accelerator to the host, each with the copy that is waited for."""
+        """Return the largest shards in flight from an accelerator to the host, each with its copy."""
         shards = [_sum_bytes(group) for group in self._plan.trained if self._leaves(group)]
         return sum(sorted(shards)[-MAX_LEAVING:]) if self._is_on_accelerator else 0
 
     def _local(self, group: GroupPlan) -> int:
-        """Of full gradients: those of the parameters themselves, or flat where they are added up in another dtype."""
+        """Return the bytes of full gradients: the parameters' `.grad`, or flat if accumulated in a different dtype."""
         if not group.is_added_up_flat:
             return group.layout.numel * group.dtype.itemsize
         return group.layout.padded_numel * group.accumulation_dtype.itemsize
 
     def adds_in_place(self, group: GroupPlan) -> bool:
-        """Whether autograd adds up a step's gradients in the shard: see `GroupGradient.accumulate_in_place`."""
+        """Return whether autograd adds a step's gradients into the shard: see `GroupGradient.accumulate_in_place`."""
         sizes = self._sizes(group.sharding)
         is_alone = sizes.states == sizes.replicas == 1
         is_added = is_alone and not self._leaves(group) and not group.is_added_up_flat
         return self._in_pipeline and not self._blueprint.is_layered and is_added
 
     def adds_up_in_shard(self, group: GroupPlan) -> bool:
-        """Whether the shard is as large as flat memory for microbatches of another dtype, and stands for it."""
+        """Return whether the shard also serves as flat memory for microbatches of a different dtype, having the same
+        size.
+        """
         blueprint = self._blueprint
         is_elsewhere = self._is_common(group) or self._leaves(group)
         adds_up = blueprint.low_rank is None and not blueprint.is_layered and not is_elsewhere
         return adds_up and self._sizes(group.sharding).states == 1 and group.is_added_up_flat
 
     def _is_common(self, group: GroupPlan) -> bool:
-        """Whether replicas have one sum of its gradient."""
+        """Return whether replicas hold a single sum of the gradient."""
         blueprint, has_replicas = self._blueprint, self._sizes(group.sharding).replicas > 1
         is_shared = blueprint.shares_gradients and blueprint.route == "shared_memory"
         return is_shared and has_replicas and not group.sharding.tied
@@ -326,12 +332,12 @@ class Footprint:
             return _ring_bytes(self._plan, self._blueprint.parallel_dims)
         if route != "sockets":
             return 0
-        # By the axes of an exchange, of which each has buffers of its own: (dtype, of a slot, that this rank sums).
+        # Each set of axes has its own buffers. Axes -> (dtype, elements of a slot, elements that this rank sums).
         parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
         for one in self._in_backward(trained):
             numel, shard = one.layout.padded_numel, one.layout.shard_numel
             sent = numel - shard if self._sends_others_alone(one) else numel
-            for number, (axes, bits) in enumerate(one.levels):  # what has few bits is received elsewhere
+            for number, (axes, bits) in enumerate(one.levels):  # quantized gradients use other receive buffers
                 numel //= self._size(axes)
                 dtype = one.accumulation_dtype if number else one.reduce_dtype
                 parts.setdefault(axes, []).append((dtype, 0 if number else sent, numel if bits is None else 0))
@@ -346,7 +352,7 @@ class Footprint:
         return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
 
     def _in_backward(self, trained: Sequence[GroupPlan]) -> Iterable[GroupPlan]:
-        """In the order in which they are reduced: units from the last one, what is in none at the end."""
+        """Yield groups in the order of their reduction: units from the last one, then the root unit."""
         is_trained = {id(one) for one in trained}
         units = list(reversed(self._plan.units))
         units.sort(key=lambda one: one[0].is_root)
@@ -356,9 +362,10 @@ class Footprint:
         return (group for _, groups in units for group in groups if id(group) in is_trained)
 
     def _slots(self, parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
-        """Of an exchange over sockets. Slots take turns: each comes to each group, unless turns end with a backward.
+        """Return the bytes of an exchange over sockets.
 
-        How stages of a pipeline take turns is known of three groups alone.
+        Slots take turns, so each sees every group unless turns end with a backward. The turns of pipeline stages are
+        known only for three groups.
         """
         is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline or self._blueprint.is_layered
         if is_known and len(parts) % _SLOTS_IN_TURN == 0:
@@ -366,8 +373,9 @@ class Footprint:
         return _SLOTS_IN_TURN * _exchanged(parts, num_ranks)
 
     def _sends_others_alone(self, group: GroupPlan) -> bool:
-        """Whether a slot has no room for a rank's own part: see `GradientReducer`. Beside earlier microbatches' sum it
-        has."""
+        """Return whether a slot has no room for the rank's local part: see `GradientReducer`. It needs room if an
+        earlier sum exists.
+        """
         if len(group.levels) > 1 or group.levels[0][1] is not None:
             return False
         has_sum = self._accumulates and self._blueprint.reduces_every_backward
@@ -377,7 +385,7 @@ class Footprint:
     # -- states ---------------------------------------------------------------------------------------------------
 
     def _kinds(self, group: GroupPlan) -> Kinds:
-        """What is kept of a block of its elements."""
+        """Return what is kept of a block of the group's elements."""
         return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
 
     def _states(self, group: GroupPlan, moment: MemoryPhase) -> int:
@@ -390,13 +398,13 @@ class Footprint:
         return total - sum(self._second_on_host(group, moment))
 
     def copies(self, group: GroupPlan) -> int:
-        """What a speculative update adds to its states until the step ends."""
+        """Return the bytes that a speculative update adds to the states until the step ends."""
         if self._blueprint.timing is not Timing.SPECULATIVE or group.role is not Role.UPDATED:
             return 0
         return self._states(group, MemoryPhase.REDUCED) - self._states(group, MemoryPhase.BETWEEN_STEPS)
 
     def _factors(self, group: GroupPlan) -> int:
-        """Of the group's matrices, those that are this rank's: states that are not elementwise."""
+        """Return the bytes of states that are not elementwise, for this rank's matrices of the group."""
         blueprint = self._blueprint
         if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
             return 0
@@ -411,7 +419,7 @@ class Footprint:
         return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
 
     def _beside_signs(self, group: GroupPlan) -> int:
-        """What a group remembers of what signs did not say."""
+        """Return the bytes of the error feedback of signs."""
         if not self._blueprint.optimizer.sends_signs:
             return 0
         dtype = torch.float32 if MASTER in self._kinds(group) else group.dtype
@@ -420,7 +428,7 @@ class Footprint:
         return layout.error_numel(place) * dtype.itemsize
 
     def _thin(self, group: GroupPlan, moment: MemoryPhase) -> int:
-        """What a group remembers of what thin matrices did not say: until a step counts, of two of them."""
+        """Return the bytes of PowerSGD's memory; two versions of it until a step counts."""
         low_rank, sizes = self._blueprint.low_rank, self._sizes(group.sharding)
         if low_rank is None or sizes.states == sizes.replicas == 1:
             return 0
@@ -430,22 +438,22 @@ class Footprint:
         return (layout.kept_numel(low_rank) + tried) * itemsize
 
     def directions(self) -> tuple[int, int]:
-        """(model, host): the most that an update of whole parameters takes for a moment, which no moment has.
+        """Return (model, host): peak bytes of an update of whole parameters. No moment includes it.
 
-        A direction of a shard, in float32 or wider, and as much again for matrices that a rank brings together.
+        A direction of a shard in float32 or wider, and as much again for matrices that are gathered on a rank.
         """
         optimizer, found = self._blueprint.optimizer, [0, 0]
         for group in self._plan.updated if optimizer.looks_at_whole else ():
             is_matrix = optimizer.is_matrix(group.params[0][1]) if group.params else False
             if optimizer.rule_beside_matrices is not None and not is_matrix:
-                continue  # that updates it
+                continue  # the elementwise rule updates this group
             nbytes = group.layout.shard_numel * max(4, group.dtype.itemsize) * (1 + is_matrix)
             place = int(self._is_on_accelerator and self._leaves(group))
             found[place] = max(found[place], nbytes)
         return found[0], found[1]
 
     def _second(self, group: GroupPlan) -> int:
-        """Of the parameters, but for those that are rounded from master weights in memory: these stand for it."""
+        """Return the bytes of a second version of the parameters. Resident master weights make it unnecessary."""
         has_master = MASTER in self._kinds(group)
         resident = self._resident[id(group)] if has_master else 0
         return (group.layout.shard_numel - resident) * group.dtype.itemsize
@@ -454,7 +462,7 @@ class Footprint:
         return self.chunks(group) if self._blueprint.offload_plan.states is Placement.HOST else []
 
     def _second_on_host(self, group: GroupPlan, moment: MemoryPhase) -> list[int]:
-        """Of second versions, what the host has that updates them, while the model is on an accelerator: buffers."""
+        """Return the parts of second versions that the host holds for a model on an accelerator."""
         if not self._is_on_accelerator or not self._leaves(group):
             return []
         if self._blueprint.timing is Timing.DELAYED:
@@ -463,7 +471,7 @@ class Footprint:
         return self._copied_chunks(group) if is_tried else []
 
     def chunks(self, group: GroupPlan) -> list[int]:
-        """Bytes of what is not with the model."""
+        """Return the bytes of each chunk of states that is not with the model."""
         index = self._blueprint.optimizer.options_index(group)
         parts = self._blueprint.offload_plan.states_plan.chunks(self._resident[id(group)], group.layout.shard_numel)
         return [self._of_chunk(group.dtype, index, high - low) for low, high in parts]
@@ -471,7 +479,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How many ranks the axes of a domain have."""
+    """Number of ranks on the axes of a domain."""
 
     states: int
     replicas: int
@@ -487,24 +495,26 @@ def _sizes(blueprint: Blueprint, sharding: ShardingSpec) -> _Sizes:
 
 
 def _ring_bytes(plan: ModelPlan, parallel_dims: ParallelDims) -> int:
-    """Of a rank's slots in shared memory."""
+    """Return the bytes of a rank's slots in shared memory."""
     return sum(count * page_aligned(nbytes) for _, nbytes, count in plan.rings(parallel_dims))
 
 
 def _sum_bytes(group: GroupPlan) -> int:
-    """Of a rank's part of the summed gradient."""
+    """Return the bytes of a rank's shard of the summed gradient."""
     return group.layout.shard_numel * group.accumulation_dtype.itemsize
 
 
 def _exchanged(parts: Sequence[tuple[torch.dtype, int, int]], num_ranks: int) -> int:
-    """A slot, and what comes from the others. parts: (dtype, elements of a slot, elements that this rank sums)."""
+    """Return the bytes of a slot and of the receive buffers. parts: (dtype, elements of a slot, elements that this rank
+    sums).
+    """
     slot = max((dtype.itemsize * numel for dtype, numel, _ in parts), default=0)
     received = max(((num_ranks - 1) * dtype.itemsize * own for dtype, _, own in parts), default=0)
     return slot + received
 
 
 def _kept(sizes: Iterable[int], are_here: bool) -> int:
-    """As files and pools of host memory round them up."""
+    """Return the total, rounded up as files and host pools do."""
     return sum(round_up(size, FileStore.alignment_bytes) for size in sizes) if are_here else 0
 
 

@@ -1,4 +1,4 @@
-"""The most that full parameters take at a time: the units' own order of gathers, run on groups that only count."""
+"""The peak of gathered parameters, found by running the units' gather order on groups that only count bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pipeline_plan import PipelinePlan
 
 
 def peak_gathered_bytes(blueprint: Blueprint, place: int, bytes_of: Callable[[GroupPlan], int]) -> int:
-    """Of a microbatch of training, or of a step of the pipeline. bytes_of: a group, beside what of it is at rest."""
+    """Return the peak in a training microbatch or a pipeline step. bytes_of: what gathering a group adds."""
     tally = _Tally()
     units = [
         Unit(unit.name, unit.module, [_counted(tally, group, bytes_of(group)) for group in groups], [])
@@ -33,7 +33,7 @@ def peak_gathered_bytes(blueprint: Blueprint, place: int, bytes_of: Callable[[Gr
 
 
 class _Tally:
-    """Bytes now, and the most there were."""
+    """Counts bytes and their peak."""
 
     now = most = 0
 
@@ -43,7 +43,7 @@ class _Tally:
 
 
 class _CountedGroup:
-    """A group whose memory is counted and not taken; see `ShardedGroup` for what the calls mean."""
+    """A `ShardedGroup` that counts its memory instead of taking it."""
 
     frees_memory = True
     keeper = None
@@ -75,7 +75,7 @@ def _counted(tally: _Tally, plan: GroupPlan, nbytes: int) -> ShardedGroup:
 
 @torch.enable_grad()
 def _run_microbatch(sequence: UnitSequence) -> None:
-    """Forward and backward of a model that uses each block once, in order."""
+    """Run forward and backward of a model that uses each block once, in order."""
     sequence.begin_forward()
     uses = []
     for unit in sequence.blocks:
@@ -91,7 +91,7 @@ def _run_microbatch(sequence: UnitSequence) -> None:
 
 def _run_schedule(plan: PipelinePlan, units: list[Unit]) -> None:
     stages = {stage: plan.members(units, stage) for stage in plan.stages}
-    scheduled = ScheduledUnits(units, stages, cast(Mesh, None))  # it is for sums of tied weights alone
+    scheduled = ScheduledUnits(units, stages, cast(Mesh, None))  # only sums of tied weights use the mesh
     for action in plan.training.actions[plan.place]:
         if action.op is Op.GATHER:
             scheduled.gather(action.stage)

@@ -1,4 +1,4 @@
-"""Where state rests that is not in use: from the config's offload sections to homes, and from homes to stores."""
+"""Chooses where unused state rests, from the config's offload sections, and opens the stores."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from ..config.zero import ActivationOffloadConfig, OffloadOptimizerConfig, Offlo
 
 
 class Placement(Enum):
-    """Where bytes rest that nobody uses."""
+    """Where unused bytes rest."""
 
     MODEL = "in the model's memory"
-    HOST = "in host memory, where the model's is another one"
+    HOST = "in host memory, for a model on an accelerator"
     FILE = "in a file of each rank"
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where the parts of a training rest; notes: what of the wishes has no effect here."""
+    """Where the parts of a training rest. notes: settings without effect here."""
 
-    is_apart: bool  # the model's memory is another one than the host's
+    is_apart: bool  # the model's memory is not host memory
     parameters: Placement  # the shards of stage 3
-    states: Placement  # with the master weights, as far as `states_plan` says
+    states: Placement  # with the master weights; `states_plan` says how much of them
     states_plan: StatesPlan
     activations: Placement
     notes: tuple[str, ...]
 
     @classmethod
     def of(cls, config: Config, device: str, has_rule: bool) -> OffloadPlan:
-        """device: the type of the model's. has_rule: whether the optimizer is one of the engine's own.
+        """Choose homes. device: the type of the model's. has_rule: the optimizer is one of the engine's rules.
 
-        Raises ValueError where something cannot rest where the config wants it.
+        Raises ValueError if something cannot rest where the config wants it.
         """
         is_apart = model_is_apart(device)
         zero = config.zero_optimization
@@ -61,10 +61,10 @@ class OffloadPlan:
             _check_pages(config)
         notes = []
         if wanted == "cpu" and not is_apart:
-            notes.append("offload_param: the shards are in host memory in any case, since the model is on the CPU")
+            notes.append("offload_param: no effect, since the model on the CPU has its shards in host memory")
         offload = zero.offload_optimizer
         if offload.is_used and states is Placement.MODEL:
-            notes.append("offload_optimizer: the states are in host memory in any case, since the model is on the CPU")
+            notes.append("offload_optimizer: no effect, since the model on the CPU has its states in host memory")
         plan = StatesPlan()
         if states is not Placement.MODEL:
             num_versions = 2 if offload.overlap == "speculative" else 1
@@ -75,27 +75,27 @@ class OffloadPlan:
 
     @property
     def updates_on_host(self) -> bool:
-        """Whether states that are not with the model are updated where they are, and not where the model is."""
+        """Whether the host updates offloaded states of a model on an accelerator."""
         return self.is_apart and self.states is not Placement.MODEL
 
     def updated_apart(self, trained: Sequence[GroupPlan]) -> list[str]:
-        """Names of the groups that are updated on the host, while the model is on a device."""
+        """Return the names of groups that the host updates for a model on an accelerator."""
         numels = self.states_plan.resident_numels([group.layout.shard_numel for group in trained])
         return [group.name for group, stays in zip(trained, numels, strict=True) if self.updates_on_host and not stays]
 
 
 def model_is_apart(device: str) -> bool:
-    """Whether memory of that type of device is another one than the host's."""
+    """Return whether memory of that device type is not host memory."""
     return device != "cpu"
 
 
 def copies_for(world: World) -> HostCopies:
-    """What copies between the two."""
+    """Return the copier between model and host memory."""
     return StreamCopies(world.device)
 
 
 def host_update(config: Config, offload_plan: OffloadPlan, world: World) -> HostUpdate | None:
-    """What updates offloaded states on the host; None: they are updated where the model is."""
+    """Return the host's update of offloaded states, or None if they are updated on the model's device."""
     if not offload_plan.updates_on_host:
         return None
     wanted = config.zero_optimization.offload_optimizer
@@ -103,14 +103,14 @@ def host_update(config: Config, offload_plan: OffloadPlan, world: World) -> Host
 
 
 def offloaded_states(config: Config, offload_plan: OffloadPlan, world: World) -> StateChunks:
-    """What keeps the states that are not with the model. Raises OffloadError where the file cannot be made."""
+    """Return the store of offloaded states. Raises OffloadError if its file cannot be made."""
     wanted = config.zero_optimization.offload_optimizer
     store = file_store(config, world, wanted) if offload_plan.states is Placement.FILE else None
     return StateChunks(offload_plan.states_plan, store, _pool(wanted, world))
 
 
 def shard_store_of(config: Config, offload_plan: OffloadPlan, world: World) -> ShardStore:
-    """What keeps the shards of stage 3 while nobody needs them, where they do not stay. Raises OffloadError."""
+    """Return the store of unused stage 3 shards. Raises OffloadError."""
     wanted = config.zero_optimization.offload_param
     if offload_plan.parameters is Placement.HOST:
         return ShardStore(HostStore(_pool(wanted, world)))
@@ -119,7 +119,7 @@ def shard_store_of(config: Config, offload_plan: OffloadPlan, world: World) -> S
 
 
 def activation_store(config: Config, offload_plan: OffloadPlan, world: World) -> Store:
-    """Where activations are between forward and backward, if not where they were made. Raises OffloadError."""
+    """Return the store of activations between forward and backward. Raises OffloadError."""
     if offload_plan.activations is Placement.HOST:
         return HostStore(pinned=host_is_pinned(world.device))
     store = file_store(config, world, config.activation_checkpointing.offload)
@@ -129,7 +129,7 @@ def activation_store(config: Config, offload_plan: OffloadPlan, world: World) ->
 def file_store(
     config: Config, world: World, wanted: OffloadOptimizerConfig | OffloadParamConfig | ActivationOffloadConfig
 ) -> FileStore:
-    """A file of this rank below the folder of the section. Raises OffloadError."""
+    """Return a file of this rank in the section's folder. Raises OffloadError."""
     assert wanted.nvme_path is not None, "the config was checked for it"
     aio = config.aio
     return FileStore(wanted.nvme_path, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
@@ -147,31 +147,30 @@ def _home_of_states(config: Config, is_apart: bool, has_rule: bool) -> Placement
         return Placement.MODEL
     if wanted.overlap == "speculative" and not has_rule:
         raise ValueError(
-            'offload_optimizer.overlap: "speculative" needs one of the optimizers of the config, whose updates it can '
-            'take back; found an optimizer of the caller\'s own. Use "none"'
+            'offload_optimizer.overlap: "speculative" needs an optimizer of the config, whose updates can be undone, '
+            'found an optimizer of the caller; set "none"'
         )
     home = _home(wanted.device, is_apart)
     if home is not Placement.MODEL and not has_rule:
         other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(
-            f'offload_optimizer.device: "{wanted.device}" needs one of the optimizers of the config '
-            f"({', '.join(OPTIMIZERS)}), whose states are known beforehand; found an optimizer of the caller's own. "
-            f"Use {other}"
+            f'offload_optimizer.device: "{wanted.device}" needs an optimizer of the config '
+            f"({', '.join(OPTIMIZERS)}), found an optimizer of the caller with unknown states; set {other}"
         )
     return home
 
 
 def _check_pages(config: Config) -> None:
-    """Raises ValueError where shards of a model in host memory cannot rest in a file."""
+    """Raise ValueError if shards of a model in host memory cannot rest in a file."""
     if not PagePool.is_possible():
         raise ValueError(
-            'offload_param.device: "nvme" moves pages between buffers, for which it expects Linux 5.7 or newer, found '
+            'offload_param.device: "nvme" moves pages between buffers: expected Linux 5.7 or newer, found '
             f'{platform.system()} {platform.release()}; set "none"'
         )
     if config.communication.route == "shared_memory":
         raise ValueError(
-            'communication.route: expected "auto" or "sockets" beside offload_param.device "nvme", found '
-            '"shared_memory", with which the ranks of a host hold one copy of all parameters in memory'
+            'communication.route: expected "auto" or "sockets" with offload_param.device "nvme", found '
+            '"shared_memory", with a copy of all parameters in memory'
         )
 
 

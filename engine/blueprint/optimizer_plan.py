@@ -1,4 +1,4 @@
-"""Which optimizer updates the shards: the config's, or what the caller's own does."""
+"""Chooses the optimizer that updates the shards: the config's, or the caller's."""
 
 from __future__ import annotations
 
@@ -35,30 +35,33 @@ OptimizerChoice = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """Options by parameter, and what updates: a rule of `kernels/`, or the caller's own elementwise optimizer.
+    """Options of each parameter, and the update: a rule of `kernels/`, or the caller's elementwise optimizer.
 
-    | a parameter                            | is                                                                |
-    |----------------------------------------|-------------------------------------------------------------------|
-    | in a group                             | updated; frozen ones too, in the steps in which they are not      |
-    | in none, and requires a gradient       | left out: its gradient is summed, and counts in the norm          |
-    | in none, and does not; or not of floats| frozen                                                            |
-    | of an engine without an optimizer      | frozen                                                            |
+    | parameter                                  | role                                                       |
+    |--------------------------------------------|------------------------------------------------------------|
+    | in an optimizer group                      | updated; memory is also taken while it is frozen           |
+    | in no group, requires a gradient           | left out: its gradient is summed and counts in the norm    |
+    | in no group, requires no gradient          | frozen                                                     |
+    | not floating-point                         | frozen                                                     |
+    | of an engine without an optimizer          | frozen                                                     |
     """
 
-    param_groups: list[dict[str, Any]]  # the caller's own dictionaries
-    defaults: dict[str, Any]  # options of a group that does not say them
+    param_groups: list[dict[str, Any]]  # the caller's dictionaries, not copies
+    defaults: dict[str, Any]  # options that a group leaves out
     fused: FusedUpdate | None
-    factory: OptimizerFactory | None  # of the caller's class, where there is no rule that does the same
+    factory: OptimizerFactory | None  # makes the caller's class, if no rule is equivalent
     masters: MasterWeights = MasterWeights.WIDER
-    seed: int = 0  # of what is rounded at random without masters
+    seed: int = 0  # of random rounding without master weights
 
     @classmethod
     def of(cls, config: Config, module: nn.Module, choice: OptimizerChoice) -> OptimizerPlan:
-        """Raises ValueError where two were given, one cannot run on shards, or the config needs one."""
+        """Choose the optimizer. Raises ValueError if two are given, it cannot run on shards, or a needed one is
+        missing.
+        """
         if choice is not None and config.optimizer is not None:
             raise ValueError(
-                f'optimizer: found one in the config ("{config.optimizer.type}") and one passed to initialize; '
-                "leave one out"
+                f'optimizer: found both a section in the config ("{config.optimizer.type}") and an argument of '
+                "initialize; remove one"
             )
         params = list(module.parameters())
         trained = [param for param in params if param.requires_grad]
@@ -69,13 +72,13 @@ class OptimizerPlan:
             return cls([], {}, FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
         if not trained and not isinstance(choice, torch.optim.Optimizer):
             raise ValueError(
-                f"model: expected at least one parameter that requires a gradient, found {len(params)} that do not; "
-                "call requires_grad_(True) on what is to be trained"
+                f"model: expected a parameter that requires a gradient, found {len(params)} parameters that do not; "
+                "call requires_grad_(True) on the parameters to train"
             )
         if isinstance(choice, (list, tuple)):
             raise ValueError(
-                f"optimizer: expected one optimizer, found a {type(choice).__name__} of {len(choice)}; give one with a "
-                "group for each kind of parameter"
+                f"optimizer: expected a single optimizer, found a {type(choice).__name__} of {len(choice)}; use an "
+                "optimizer with a group for each kind of parameter"
             )
         if choice is not None:
             _check_by_element(choice)
@@ -96,7 +99,7 @@ class OptimizerPlan:
 
     @classmethod
     def _like(cls, own: torch.optim.Optimizer, backend: Backend, masters: MasterWeights, seed: int) -> OptimizerPlan:
-        # Its own `step` is never called: a scheduler over it would warn. Test: test_torch_schedulers.py.
+        # The optimizer's `step` is never called, so a scheduler on it would warn. Test: test_torch_schedulers.py.
         own._opt_called = True  # type: ignore[attr-defined]
         record = record_like(own)
         if record is not None:
@@ -104,8 +107,8 @@ class OptimizerPlan:
             return cls(own.param_groups, own.defaults, update, None, masters, seed)
         if masters.remainder is not None:
             raise ValueError(
-                f'bf16.masters: "{masters.value}" needs an optimizer whose states are known beforehand, found '
-                f"{type(own).__name__}; name one in the config, or set false or true"
+                f'bf16.masters: "{masters.value}" needs an optimizer with known states, found {type(own).__name__}; '
+                "use an optimizer of the config, or set false or true"
             )
         factory = partial(another, own)
         check_elementwise(factory)
@@ -113,7 +116,7 @@ class OptimizerPlan:
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer at all; without one nothing has a gradient."""
+        """Whether there is an optimizer. Without it no parameter has a gradient."""
         return bool(self.param_groups)
 
     @cached_property
@@ -121,68 +124,68 @@ class OptimizerPlan:
         return frozenset(id(param) for group in self.param_groups for param in group["params"])
 
     def role_of(self, param: nn.Parameter) -> Role:
-        """What becomes of a parameter of the model."""
+        """Return the role of a parameter of the model, as in the table above."""
         if id(param) in self._members and param.is_floating_point():
             return Role.UPDATED
         return Role.LEFT_OUT if param.requires_grad and self.trains else Role.FROZEN
 
     def notes(self, module: nn.Module) -> list[str]:
-        """What a user may not expect."""
+        """Return notes on frozen parameters in the optimizer's groups."""
         frozen = [p for p in module.parameters() if not p.requires_grad and self.role_of(p) is Role.UPDATED]
         if not frozen:
             return []
         numel = sum(param.numel() for param in frozen)
         return [
-            f"optimizer: {len(frozen)} of its parameters ({numel:,} elements) are frozen; memory for their gradients "
-            "and states is taken, so that requires_grad_(True) works later: leave out what stays frozen"
+            f"optimizer: {len(frozen)} of its parameters ({numel:,} elements) are frozen. Their gradients and states "
+            "take memory, so that requires_grad_(True) works later; leave out parameters that stay frozen"
         ]
 
     def check_states(self, groups: Sequence[GroupPlan]) -> None:
-        """groups: that are updated. Raises ValueError where they cannot have their states in the dtype."""
+        """Raise ValueError if updated groups cannot have states in the wanted dtype."""
         wide = [group.name for group in groups if group.dtype == torch.float64]
         if self.fused is not None and self.fused.state_dtype != torch.float32 and wide:
             name = next(name for name, dtype in _STATE_DTYPES.items() if dtype == self.fused.state_dtype)
             raise ValueError(
                 f'optimizer.params.state_dtype: "{name}" needs parameters of at most float32, found float64 in '
-                f'{wide[0]}; use "fp32", with which the states have the dtype of the parameters'
+                f'{wide[0]}; use "fp32", then states have the dtype of the parameters'
             )
 
     def new_states(self, master: Tensor, options_index: int = 0) -> dict[str, Tensor]:
-        """The states of master weights, (n,), by name; none where only the first step shows them."""
+        """Return new states of master weights (n,), by name; empty if only the first step creates them."""
         return {} if self.fused is None else self.fused.new_states(master, options_index)
 
     def options_index(self, group: GroupPlan) -> int:
-        """In param_groups, of a group's parameters, where their states depend on it; else 0."""
+        """Return the index in param_groups if a group's states depend on it, else 0."""
         return int(self.moves_matrices and not self.is_matrix(group.params[0][1]))
 
     def is_matrix(self, param: nn.Parameter) -> bool:
-        """Whether it is updated as a whole matrix, with states of its own kind."""
+        """Return whether a parameter is updated as a whole matrix, with states of a different kind."""
         return self.moves_matrices and id(param) in self._matrices
 
     @property
     def looks_at_whole(self) -> bool:
-        """Whether an update is of whole parameters, of which a shard has parts."""
+        """Whether an update works on whole parameters, of which a shard has parts."""
         return isinstance(self.fused, WholeUpdate)
 
     @property
     def moves_matrices(self) -> bool:
-        """Whether ranks tell each other what they have of whole matrices."""
+        """Whether ranks exchange parts of whole matrices."""
         return self.fused is not None and bool(self.fused.by_group)
 
     @property
     def rule_beside_matrices(self) -> Optimizer | None:
-        """What updates the parameters that are no matrices, where that is another rule."""
+        """The rule for parameters that are no matrices, if it differs."""
         whole = None if self.fused is None else self.fused.optimizer.whole
         return None if whole is None else whole.beside
 
     def factor_numel(self, shape: Sequence[int]) -> int:
-        """Elements of the states of a matrix that are not elementwise."""
+        """Return the elements of a matrix's states that are not elementwise."""
         whole = None if self.fused is None else self.fused.optimizer.whole
         return 0 if whole is None else sum(math.prod(one) for one in whole.factors(shape).values())
 
     @property
     def sends_signs(self) -> bool:
-        """Whether ranks tell each other signs of momenta in the place of gradients."""
+        """Whether ranks exchange signs of momenta instead of gradients."""
         return self.fused is not None and self.fused.optimizer.sends_signs
 
     @cached_property
@@ -190,7 +193,7 @@ class OptimizerPlan:
         return frozenset(id(param) for param in self.param_groups[0]["params"])
 
     def make_update(self) -> FusedUpdate | TorchUpdate:
-        """What does to shards what the optimizer does to its parameters."""
+        """Return the update that does to shards what the optimizer does to parameters."""
         if self.fused is not None:
             return self.fused
         assert self.factory is not None
@@ -200,7 +203,7 @@ class OptimizerPlan:
 def _divided(
     module: nn.Module, trained: list[nn.Parameter], options: dict[str, Any], record: Optimizer
 ) -> list[dict[str, Any]]:
-    """The matrices, and the others: vectors; embeddings, heads and what says so itself, unless these are taken too."""
+    """Divide the parameters into matrices and the rest: vectors, and unless `takes_all`, embeddings and heads."""
     assert record.whole is not None
     if record.whole.takes_all:
         by_kind = [[param for param in trained if (param.dim() >= 2) is wanted] for wanted in (True, False)]
@@ -212,8 +215,8 @@ def _divided(
             others.add(id(param))
         if getattr(param, "use_muon", False) and param.dim() != 2:
             raise ValueError(
-                f"{name}.use_muon: expected a parameter of two dimensions, found {param.dim()}: Muon updates matrices "
-                "alone; leave it out, and AdamW updates this one"
+                f"{name}.use_muon: expected a parameter of two dimensions, found {param.dim()}: Muon updates only "
+                "matrices; remove use_muon, then AdamW updates the parameter"
             )
 
     def is_matrix(param: nn.Parameter) -> bool:
@@ -232,11 +235,11 @@ def _do_nothing(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step
 
 
 _NOTHING = Optimizer("None", OptimizerParams, states=(), apply=_do_nothing, keeps_step=False)
-"""Of an engine without an optimizer: has no parameters."""
+"""The optimizer of an engine without one: it has no parameters."""
 
 
 def _check_needs_none(config: Config) -> None:
-    """Raises ValueError where the config is of a training."""
+    """Raise ValueError if the config describes a training."""
     zero = config.zero_optimization
     wants = {
         "scheduler": config.scheduler is not None,
@@ -247,20 +250,20 @@ def _check_needs_none(config: Config) -> None:
     found = [key for key, is_wanted in wants.items() if is_wanted]
     if found:
         raise ValueError(
-            f"optimizer: expected one beside {found[0]}, in the config, for example "
-            '{"type": "adamw", "params": {"lr": 1e-3}}, or passed to initialize(..., optimizer=...); found neither'
+            f"optimizer: {found[0]} needs an optimizer, found none; set it in the config, for example "
+            '{"type": "adamw", "params": {"lr": 1e-3}}, or pass it to initialize(..., optimizer=...)'
         )
 
 
 def _check_by_element(choice: object) -> None:
-    """Raises ValueError for torch's own of an optimizer that updates whole parameters, which the config has."""
+    """Raise ValueError for torch's class of an optimizer that updates whole parameters and that the config has."""
     cls = choice if isinstance(choice, type) else choice.func if isinstance(choice, partial) else type(choice)
     record = OPTIMIZERS.get(str(getattr(cls, "__name__", "")).lower())
     if record is not None and record.whole is not None:
         raise ValueError(
             f"optimizer: expected a torch optimizer that updates each element by itself, found {cls.__name__}, which "
-            f'looks at whole parameters; put "optimizer": {{"type": "{record.name}", "params": {{...}}}} into the '
-            "config in its place, which divides its work over the ranks"
+            f'updates whole parameters; set "optimizer": {{"type": "{record.name}", "params": {{...}}}} in the config, '
+            "which divides the work over the ranks"
         )
 
 
@@ -273,12 +276,12 @@ def _check_members(optimizer: torch.optim.Optimizer, params: list[nn.Parameter])
     extra = sum(id(param) not in known for param in members)
     if extra or not members:
         raise ValueError(
-            f"optimizer: expected one over parameters of the model, of which there are {len(params)}, found one over "
-            f"{len(members)}, of which {extra} are not of the model; make it over model.parameters(), or some of them"
+            f"optimizer: expected parameters of the model ({len(params)}), found {len(members)} parameters, "
+            f"{extra} of them not in the model; build the optimizer on model.parameters() or a part of them"
         )
 
 
 def optimizer_backend(config: Config) -> Backend:
-    """The form of the optimizer's kernel. States in host memory are updated there, which Triton does not do."""
+    """Return the kernel backend of the optimizer. States in host memory are updated there, without Triton."""
     backend = config.kernels.backend_of("optimizer_step")
     return "auto" if backend == "triton" and config.zero_optimization.offload_optimizer.is_used else backend

@@ -1,4 +1,4 @@
-"""How a model is divided over a pipeline, and what is done in which order: before memory is taken."""
+"""Divides a model over a pipeline and orders its work, before memory is taken."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _TIED = "(tied {})"
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Which place of a pipeline has which stages, and which of the model's units, as seen from one place.
+    """The stages of each pipeline place and their units, as seen from a single place.
 
-    Layer by layer there is one place, and each block is a stage.
+    With layered accumulation there is only this place, and each block is a stage.
     """
 
-    schedule: Schedule  # F, B, I and W; layer by layer all that is done
+    schedule: Schedule  # F, B, I and W; layered: all actions
     split: SplitPlan
     numel: tuple[int, ...]  # parameter elements of each stage
     whole: UnsplitModel
     frees_parameters: bool
-    budget: int | None  # of parameter elements that are full at a time
-    ahead: tuple[bool, ...] | None = None  # layer by layer, where parameters are freed: see `layered`
+    budget: int | None  # largest number of gathered parameter elements
+    ahead: tuple[bool, ...] | None = None  # layered with freed parameters: see `layered`
     is_layered: bool = False
     place: int = 0  # on the pipe axis
 
     @classmethod
     def of(cls, config: Config, module: nn.Module, split: SplitPlan | None) -> PipelinePlan:
-        """split: None: made here. Raises ValueError for a model that cannot be split so."""
+        """Plan the pipeline. split: None: made here. Raises ValueError for a model that cannot be split."""
         assert config.gradient_accumulation_steps is not None
         split = split or split_of(config, module, None)
         params = dict(module.named_parameters())
@@ -69,7 +69,7 @@ class PipelinePlan:
         return plan.for_stage(config)
 
     def for_stage(self, config: Config) -> PipelinePlan:
-        """The same stages and schedule, with the ZeRO stage of another config. Raises ValueError as `of`."""
+        """Return the same stages and schedule for the ZeRO stage of another config. Raises ValueError as `of`."""
         zero = config.zero_optimization
         frees_parameters = ZeroPolicy.from_stage(zero.stage).frees_parameters
         if self.is_layered:
@@ -81,7 +81,7 @@ class PipelinePlan:
         return replace(self, frees_parameters=frees_parameters, budget=zero.stage3_max_live_parameters)
 
     def at(self, place: int) -> PipelinePlan:
-        """As seen from another place."""
+        """Return the plan as seen from another place."""
         return replace(self, place=place)
 
     @property
@@ -90,7 +90,7 @@ class PipelinePlan:
         return self.schedule.stages_of_rank(self.place)
 
     def in_layers(self, units: Sequence[tuple[UnitPlan, Groups]]) -> list[tuple[UnitPlan, Groups]]:
-        """Units with their groups, layer by layer in the order in which they are reduced."""
+        """Return units with their groups in the order of their reduction, for layered accumulation."""
         names = [{name for group in groups for name, _ in group.params} for _, groups in units]
         stages = [
             [number for number, found in enumerate(names) if found & set(of_stage)]
@@ -99,18 +99,18 @@ class PipelinePlan:
         return [units[number] for number in reduction_order(range(len(units)), dict(enumerate(stages)))]
 
     def members(self, units: Sequence[Unit], stage: int) -> list[Unit]:
-        """Those of this place's units of which the stage needs parameters."""
+        """Return the units of this place with parameters of a stage."""
         names = set(self.split.parameters[stage])
         return [unit for unit in units if any(names & {*group.layout.names} for group in unit.groups)]
 
     @property
     def training(self) -> Schedule:
-        """All that every rank does in a training step."""
+        """All actions of every rank in a training step."""
         return self._completed(self.schedule)
 
     @property
     def evaluation(self) -> Schedule:
-        """All that every rank does for one microbatch forward through all stages."""
+        """All actions of every rank for a forward of one microbatch."""
         if self.is_layered:
             return layered_evaluation(self.schedule.num_stages, self.ahead)
         forwards = tuple(
@@ -121,7 +121,7 @@ class PipelinePlan:
         return self._completed(replace(self.schedule, name=name, num_microbatches=1, actions=forwards))
 
     def _completed(self, schedule: Schedule) -> Schedule:
-        """A schedule of this pipeline with its messages, reductions, and gathers where parameters are freed."""
+        """Add messages, reductions, and gathers if parameters are freed."""
         if self.is_layered:
             return schedule
         costs = replace(Costs.uniform(schedule.num_stages), parameter_bytes=tuple(map(float, self.numel)))
@@ -138,7 +138,7 @@ class PipelinePlan:
         return {name: found for name, found in places.items() if len(found) > 1}
 
     def units_by_place(self, units: Sequence[UnitPlan]) -> list[tuple[UnitPlan, ...]]:
-        """The units of the whole model as far as each place has them; a parameter of several places alone in one."""
+        """Divide the units of the model over the places. A parameter of several places becomes a unit of each."""
         tied, root = self.places_of_tied, units[0].module
         params = {name: param for unit in units for name, param in unit.params}
         owners = {
@@ -170,15 +170,15 @@ class PipelinePlan:
 
 
 def agreed_split(world: World, config: Config, module: nn.Module, sample: Sample | None) -> SplitPlan | None:
-    """Rank 0's split, on every rank; None without stages. Raises ValueError for a model that cannot be split so."""
+    """Return rank 0's split on every rank, or None without stages. Raises ValueError if the model cannot be split."""
     if not config.has_stages:
         return None
     split: SplitPlan | None = None
     failure = None
-    if world.rank == 0:  # it alone: two measurements would not be the same
+    if world.rank == 0:  # only rank 0: two measurements would differ
         try:
             split = split_of(config, module, sample)
-        except Exception as error:  # of the model's forward too
+        except Exception as error:  # also errors of the model's forward
             failure = error
     split, text = world.broadcast_object((split, None if failure is None else str(failure)))
     if failure is not None:
@@ -189,20 +189,20 @@ def agreed_split(world: World, config: Config, module: nn.Module, sample: Sample
 
 
 def split_of(config: Config, module: nn.Module, sample: Sample | None) -> SplitPlan:
-    """Which stage has which blocks. sample: what runs the model with a batch; None: the model is not run."""
+    """Divide the blocks over stages. sample: runs the model with a batch; None: the model does not run."""
     has_values = all(param.untyped_storage().nbytes() >= param.nbytes for param in module.parameters())
     if config.zero_optimization.layered_gradient_accumulation:
         try:
             return plan_split(module, len(find_blocks(module)), sample=sample)
         except ValueError as error:
             raise ValueError(
-                "zero_optimization.layered_gradient_accumulation: expected a model whose blocks can be gone through "
-                f"one by one, each as a stage of a pipeline on this rank; found one that cannot: {error}"
+                "zero_optimization.layered_gradient_accumulation: expected a model that splits into a stage for each "
+                f"block, found: {error}"
             ) from error
     if config.pipeline.balance == "time" and not has_values:
         raise ValueError(
-            'pipeline.balance: "time" needs a constructed model to measure, found a callable that builds one, which no '
-            'rank ever holds as a whole; pass the model, or set "parameters" or a list of numbers of blocks'
+            'pipeline.balance: "time" needs a constructed model to measure, found a callable that builds the model; '
+            'pass the model, or set "parameters" or a list of numbers of blocks'
         )
     assert config.gradient_accumulation_steps is not None
     num_stages = schedule_of(config.parallel, config.pipeline, config.gradient_accumulation_steps).num_stages
@@ -210,7 +210,7 @@ def split_of(config: Config, module: nn.Module, sample: Sample | None) -> SplitP
 
 
 def _gathered_ahead(numel: Sequence[int], zero: ZeroConfig) -> tuple[bool, ...]:
-    """Which stages there is room for while another one computes; a wanted bucket always has room for one."""
+    """Return for each stage whether it fits in memory during the computation of another. A given bucket always fits."""
     if zero.stage3_prefetch_bucket_size == 0:
         return (False,) * len(numel)
     live = zero.stage3_max_live_parameters if zero.offloads_parameters else None
@@ -221,7 +221,6 @@ def _check_budget(numel: Sequence[int], budget: int | None) -> None:
     stage = max(range(len(numel)), key=numel.__getitem__)
     if budget is not None and numel[stage] > budget:
         raise ValueError(
-            f"zero_optimization.stage3_max_live_parameters: expected at least the {numel[stage]} parameters of "
-            f"pipeline stage {stage}, which is gathered as a whole, found {budget}; raise it, or split the model over "
-            "more stages"
+            f"zero_optimization.stage3_max_live_parameters: expected at least {numel[stage]}, the parameters of "
+            f"pipeline stage {stage}, found {budget}; raise it, or split the model over more stages"
         )

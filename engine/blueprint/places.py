@@ -1,6 +1,6 @@
-"""What ranks of each place have of a model: a place is a stage of its pipeline, a part of its experts and layers.
+"""The plan of each place: a pipeline stage, with a part of its experts and layers.
 
-`Splits` are the plans of these three; `Places` makes the plan of each place from them.
+`Splits` holds the plans of these three; `Places` combines them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .pipeline_plan import PipelinePlan
 
 @dataclass(frozen=True)
 class Splits:
-    """Stages of it, parts of its layers, some of its experts. Each None: all ranks have all of them."""
+    """The plans of pipeline stages, split layers and split experts; None: not split."""
 
-    pipeline: PipelinePlan | None  # as its first place sees it
+    pipeline: PipelinePlan | None  # as seen from its first place
     tensor: TensorPlan | None
     experts: ExpertPlan | None
 
@@ -34,7 +34,7 @@ class Splits:
     def of(
         cls, config: Config, model: nn.Module, split: SplitPlan | PipelinePlan | None, tensor: TensorPlan | None
     ) -> Splits:
-        """split, tensor: as `Blueprint.of` takes them. Raises ValueError where the model cannot be split so."""
+        """split, tensor: as in `Blueprint.of`. Raises ValueError if the model cannot be split."""
         pipeline = None
         if config.has_stages:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
@@ -47,7 +47,7 @@ class Splits:
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Over how many ranks layers and experts are split."""
+        """Number of ranks over which layers and experts are split."""
         return 1 if self.tensor is None else self.tensor.degree, 1 if self.experts is None else self.experts.degree
 
 
@@ -55,7 +55,7 @@ _Units = tuple[UnitPlan, ...]
 
 
 def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: Callable[[str], int]) -> ShardCounts:
-    """What the ranks of a place have of each parameter. place_on: the name of an axis -> where on it."""
+    """Return a function from a parameter to its share on a rank. place_on: name of an axis -> the rank's coordinate."""
 
     def share(param: nn.Parameter) -> ParallelShard:
         found = ParallelShard.all_of(param)
@@ -74,7 +74,7 @@ def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: C
 
 @dataclass(frozen=True)
 class Places:
-    """What plans of places are made of."""
+    """The inputs of the plans of places."""
 
     units: _Units
     splits: Splits
@@ -84,9 +84,9 @@ class Places:
     parallel_dims: ParallelDims
 
     def plans(self, alike: AlikePlaces | None = None) -> tuple[ModelPlan, ...]:
-        """Of each place, by stage, then part of the experts, then part of the layers.
+        """Return the plan of each place, by stage, then part of the experts, then part of the layers.
 
-        alike: each stage has one plan: of its last part of the layers, which is the largest.
+        alike: each stage has a single plan, for the last part of the layers, which is the largest.
         """
         num_parts, num_experts = self.splits.degrees
         if alike is not None:
@@ -99,22 +99,22 @@ class Places:
         )
 
     def units_by_stage(self) -> Sequence[_Units]:
-        """Of places of the pipeline."""
+        """Return the units of each pipeline place."""
         return [self.units] if self.splits.pipeline is None else self.splits.pipeline.units_by_place(self.units)
 
     def plan(self, own: _Units, of_experts: int, part: int) -> ModelPlan:
-        """Of the ranks that have these units."""
+        """Return the plan of ranks with these units."""
         shares, optimizer = self._shares(of_experts, part), self.optimizer
         return ModelPlan.of(
             own, self.dtypes, self.sharding, self.parallel_dims, optimizer.role_of, shares, optimizer.is_matrix
         )
 
     def last_plan(self, own: _Units) -> ModelPlan:
-        """Of those that have the last part of their layers."""
+        """Return the plan of ranks with the last part of their layers."""
         return self.plan(own, 0, self.splits.degrees[0] - 1)
 
     def kinds(self) -> Callable[[nn.Parameter], Hashable]:
-        """What of a parameter decides on its plan, in a place that has the last part."""
+        """Return a function from a parameter to all that decides on its plan, in a place with the last part."""
         share_of = self._shares(0, self.splits.degrees[0] - 1)
 
         def kind(param: nn.Parameter) -> Hashable:
@@ -129,11 +129,11 @@ class Places:
 
 
 class AlikePlaces:
-    """Plans for who asks for bytes alone, and asks often: stages that are alike have one.
+    """A cache of plans for callers that only need bytes and ask often: equal stages share a plan.
 
-    Of one model, for configs that differ in degrees, in what is divided, and in where that rests. Two stages are alike
-    where their units have parameters of the same shapes, dtypes, roles and shares, in the same order. The plan of all
-    of them is that of the first, names included.
+    It serves one model and configs that differ in degrees, division and placement. Two stages are equal if their units
+    have parameters of the same shapes, dtypes, roles and shares, in the same order. The shared plan has the names of
+    the first.
     """
 
     def __init__(self) -> None:
@@ -141,8 +141,8 @@ class AlikePlaces:
         self._plans: dict[Hashable, tuple[ModelPlan, ...]] = {}
 
     def plans(self, places: Places) -> tuple[ModelPlan, ...]:
-        """By stage, of the last part of its layers."""
-        # All that units of stages and kinds of parameters depend on.
+        """Return the plans by stage, for the last part of the layers."""
+        # Units of stages and kinds of parameters depend on nothing else.
         splits = places.splits
         stages = splits.degrees, None if splits.pipeline is None else splits.pipeline.schedule.rank_of_stage
         key = stages, places.sharding, places.parallel_dims
@@ -156,9 +156,9 @@ class AlikePlaces:
 
 
 def _first_ones(stages: Sequence[_Units], kind_of: Callable[[nn.Parameter], Hashable]) -> list[_Units]:
-    """For each stage the units of the first that is like it."""
+    """Return for each stage the units of the first equal stage."""
     kinds: dict[int, Hashable] = {}
-    numbers: dict[Hashable, int] = {}  # of kinds: to hash them once
+    numbers: dict[Hashable, int] = {}  # kind -> number, so that each kind is hashed once
 
     def kind(param: nn.Parameter) -> Hashable:
         if id(param) not in kinds:

@@ -1,15 +1,15 @@
-"""Building a model without its memory: construction is recorded on the meta device and replayed bit by bit.
+"""Builds a model without memory: construction is recorded on the meta device and replayed bit by bit.
 
 [Note: recording]
-Under a dispatch mode every operation of the constructor runs on meta tensors and is written down with the storages that
-it reads and writes. `values` runs the same operations on the real device in the same order, so that random numbers come
-out as if the model had been built at once; a storage lives from its first operation to its last. A parameter is handed
-over after its last operation and then forgotten: what is alive at a time is about one parameter.
+A dispatch mode runs every operation of the constructor on meta tensors and records it with the storages that it reads
+and writes. `values` runs the same operations on the real device in the same order, so that random numbers equal those
+of a direct construction. A storage lives from its first operation to its last. A parameter is yielded after its last
+operation and then dropped, so about one parameter is alive at a time.
 
 [Note: weights drawn twice]
-Many models draw their weights in a second pass over all modules (`apply(init_weights)`). The replay has to draw what
-the first pass drew, since the random numbers that follow depend on it, but need not keep it until the second pass: a
-storage is also forgotten after the last operation that uses it before another one fills it.
+Many models draw their weights again in a second pass over all modules (`apply(init_weights)`). The replay must draw the
+first pass too, since later random numbers depend on it, but need not keep it. So a storage is also dropped after its
+last operation before another one fills it.
 
     operation          empty a   uniform a   empty b   uniform b   normal a   normal b
     a is alive         xxxxxxxxxxxxxxxxxxx                          xxxxxxxx
@@ -18,9 +18,9 @@ storage is also forgotten after the last operation that uses it before another o
 Idea: deferred initialization, as in torchdistx.
 
 [Note: built in files]
-A constructor that the recorder does not know is run with values. Large tensors that it makes lie in mapped files
-without a name, in the folder of temporary files. The kernel can write their pages back: what is in anonymous memory at
-a time is about one tensor. The ranks of a host take turns, so a host has one such model at a time (`given_model.py`).
+A constructor that cannot be recorded runs with values. Its large tensors lie in unnamed mapped files in the temporary
+folder. The kernel can write their pages back, so about one tensor is in anonymous memory at a time. The ranks of a host
+take turns, so a host holds one such model at a time (`given_model.py`).
 """
 
 from __future__ import annotations
@@ -43,53 +43,53 @@ from ...offload import trim_heap
 from ...watch.log import logger
 from .recording import NotRecordedError, Recording, View
 
-_NUM_NAMED = 3  # in an error; there may be hundreds
-_FILE_BYTES = 1 << 16  # a smaller tensor is not worth a mapping, of which a process has 65,530
+_NUM_NAMED = 3  # names in an error; there may be hundreds
+_FILE_BYTES = 1 << 16  # smaller tensors stay in memory, since a process has at most 65,530 mappings
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, partial)
-_DEPTH = 2  # objects in objects: a distribution has its base. Deeper there are trainers, and all that they know.
+_DEPTH = 2  # depth of objects within objects: a distribution has a base. Deeper are trainers and their state.
 Found = Iterator[tuple[str, Tensor, Callable[[Tensor], None]]]
 
 
 class LaterModel(ABC):
-    """module: whose parameters have shapes and no memory, but those that are `given`, which have their values."""
+    """A model without values. Parameters of `module` have shapes but no memory, except the `given` parameters."""
 
     module: nn.Module
     given: Sequence[nn.Parameter]
     random_state: Tensor | None
-    """Of torch's generator, from which `values` draws: the same on all ranks. None: it draws nothing."""
+    """State of torch's generator for `values`, equal on all ranks. None: `values` draws nothing."""
 
     @abstractmethod
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, its values), each parameter once but the given ones. All ranks must take them together."""
+        """Yield (parameter, values) for each parameter that is not given. All ranks must iterate together."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a value of the model goes: to a parameter, or by each of `puts` to a buffer, an attribute, a list."""
+    """The place of a value in the model: a parameter, or with `puts` a buffer, attribute or list item."""
 
     name: str
     param: nn.Parameter | None
     view: View
-    is_hidden: bool = False  # a parameter that the model does not know
+    is_hidden: bool = False  # a parameter that is not registered in the model
     requires_grad: bool = False
     puts: list[Callable[[Tensor], None]] = field(default_factory=list)
 
     def put(self, value: Tensor) -> None:
-        """The same tensor everywhere. value: of its own memory."""
+        """Put the same tensor in all places. value: with separate memory."""
         one = nn.Parameter(value, self.requires_grad) if self.is_hidden else value.requires_grad_(self.requires_grad)
         for put in self.puts:
             put(one)
 
 
 class DeferredModel(LaterModel):
-    """A model on the meta device, whose real values `values` yields one parameter at a time."""
+    """A model on the meta device; `values` yields its real values, a parameter at a time."""
 
     def __init__(self, build: Callable[[], nn.Module], earlier: Recording | None = None) -> None:
-        """build: constructs the model. earlier: of parts of it. What has its values at the end is `given`.
+        """Record `build`. earlier: a recording of parts of the model. Parameters with memory afterwards are `given`.
 
-        Raises NotRecordedError where it does what cannot be done again; see [Note: what is not recorded].
+        Raises NotRecordedError if the constructor cannot be replayed; see [Note: what is not recorded].
         """
         recording = Recording() if earlier is None else earlier
         with recording.running():
@@ -98,21 +98,22 @@ class DeferredModel(LaterModel):
             raise ValueError(f"model: expected a callable that returns an nn.Module, found {type(module).__name__}")
         self.module = module
         self.given = [param for param in module.parameters() if not param.is_meta]
-        """Parameters that have their values already, which `values` does not yield."""
+        """Parameters that already have values; `values` does not yield them."""
         if self.given and earlier is None:
             nbytes = sum(param.nbytes for param in self.given)
             logger.info("model: the builder made %d parameters with memory (%d bytes)", len(self.given), nbytes)
-        # As when construction began.
+        # the state when construction began
         self.random_state = torch.get_rng_state() if recording.random_state is None else recording.random_state
-        self.peak_bytes = 0  # of real values alive at a time, after `values` has run
+        self.peak_bytes = 0  # peak of real values alive at a time, known after `values` has run
         self._operations, self._constants, self._alive = recording.operations, recording.constants, recording.alive
         self._places = self._replace_by_shells(recording.made)
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """(parameter, its values on the CPU), each parameter once; buffers and other tensors are filled on the way.
+        """Yield (parameter, its values on the CPU), each parameter once; buffers and other tensors are filled
+        meanwhile.
 
-        Random numbers are those of construction. What has been drawn since is not drawn again: then torch's generator
-        is afterwards where it was before; else it goes on behind those of construction.
+        Random numbers are those of construction. If the generator has moved since then, it is restored afterwards; else
+        it continues behind construction.
         """
         now, first = torch.get_rng_state(), self.random_state
         assert first is not None
@@ -140,7 +141,7 @@ class DeferredModel(LaterModel):
             filled = operation.filled
             source = None if filled is None or last_use[filled] != index else operation.copied
             if filled is not None and source is not None:
-                real[filled] = source  # perhaps a mapped file, of which only the pages of this rank's shards are read
+                real[filled] = source  # for a mapped file, only the pages of this rank's shards are then read
             else:
                 operation.run(real)
                 nbytes = sum(tensor.untyped_storage().nbytes() for tensor in real.values())
@@ -151,7 +152,7 @@ class DeferredModel(LaterModel):
                 yield from self._hand_over(real, done, waiting)
 
     def _overwritten(self) -> dict[int, list[int]]:
-        """By operation: the storages whose next use is to be filled as a whole. See [Note: weights drawn twice]."""
+        """Return operation -> storages whose next use overwrites them as a whole. See [Note: weights drawn twice]."""
         found: dict[int, list[int]] = {}
         latest_use: dict[int, int] = {}
         for index, operation in enumerate(self._operations):
@@ -177,12 +178,12 @@ class DeferredModel(LaterModel):
                 yield place.param, tensor
 
     def _replace_by_shells(self, made: set[int]) -> list[_Place]:
-        """Parameters become real ones with a shape and no memory. Returns where each value goes.
+        """Replace parameters by real ones with a shape and no memory. Returns the place of each value.
 
-        made: storages of which the values are recorded. Raises ValueError for a parameter or buffer of others.
+        made: storages with recorded values. Raises ValueError for parameters or buffers in other storages.
         """
         shells: dict[int, nn.Parameter] = {}
-        recorded: list[nn.Parameter] = []  # so that none gets the identity of one that is replaced
+        recorded: list[nn.Parameter] = []  # keeps replaced parameters alive, so that no identity is reused
         given = set(map(id, self.given))
         places: dict[int, _Place] = {}  # by identity of the tensor
         for owner, module in self.module.named_modules():
@@ -205,19 +206,19 @@ class DeferredModel(LaterModel):
         if unknown:
             more = f" and {len(unknown) - _NUM_NAMED} more" if len(unknown) > _NUM_NAMED else ""
             raise ValueError(
-                "the model builder made parameters or buffers in a way that cannot be replayed, for example before it "
-                f"was called: {', '.join(unknown[:_NUM_NAMED])}{more}; make them within the call, or pass the "
-                "constructed module to initialize in its place"
+                "the model builder made parameters or buffers that cannot be replayed, for example before it was "
+                f"called: {', '.join(unknown[:_NUM_NAMED])}{more}; make them within the call, or pass initialize the "
+                "constructed module"
             )
         for name, tensor, put in plain_tensors(self.module):
             if id(tensor) in shells:
                 put(shells[id(tensor)])
-            elif tensor.is_meta and View.of(tensor).storage in made:  # else its maker wants it there
+            elif tensor.is_meta and View.of(tensor).storage in made:  # else it is meant to stay on meta
                 self._await(places, name, tensor, put)
         return list(places.values())
 
     def _await(self, places: dict[int, _Place], name: str, tensor: Tensor, put: Callable[[Tensor], None]) -> None:
-        """Its value goes there. A tensor that is in several places is one afterwards too."""
+        """Note a place for the tensor's value. A tensor in several places stays a single tensor."""
         if id(tensor) not in places:
             needs_grad = tensor.is_leaf and tensor.requires_grad
             places[id(tensor)] = _Place(name, None, View.of(tensor), isinstance(tensor, nn.Parameter), needs_grad)
@@ -226,20 +227,20 @@ class DeferredModel(LaterModel):
 
 
 def _take_over(shell: nn.Parameter, param: nn.Parameter) -> None:
-    """What a constructor has put on a parameter: that it is not to decay, say, or hooks for its gradient."""
+    """Copy the attributes and hooks that a constructor put on a parameter."""
     vars(shell).update(vars(param))
     shell._backward_hooks = param._backward_hooks
     shell._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
 
 
 def build_in_files(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model with its values, of which the large ones are in mapped files; see [Note: built in files]."""
+    """Build the model with values, the large ones in mapped files; see [Note: built in files]."""
     with _FileMemory():  # type: ignore[no-untyped-call]
         return build()
 
 
 def module_for_shapes(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model, of which values are not asked for. Nothing is drawn."""
+    """Build the model for its shapes only. Nothing is drawn."""
     try:
         return DeferredModel(build).module
     except NotRecordedError as error:
@@ -249,7 +250,7 @@ def module_for_shapes(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class _FileMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Large tensors that operations of this thread make on the CPU get the memory of a file without a name."""
+    """A mode that gives large CPU tensors of this thread the memory of unnamed files."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -268,25 +269,25 @@ class _FileMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mapped = torch.empty(0, dtype=result.dtype)
         mapped.set_(memory.untyped_storage(), 0, result.shape, result.stride()).copy_(result)
         del result
-        trim_heap()  # else its room stays, in pieces that the next ones do not fit into
+        trim_heap()  # else freed memory stays fragmented, and the next tensors do not fit
         return mapped
 
 
 def move(param: nn.Parameter, values: Tensor) -> None:
-    """Gives the parameter other memory, perhaps of another device; it stays the same object."""
+    """Give the parameter different memory, perhaps on another device; it stays the same object."""
     if torch._has_compatible_shallow_copy_type(param, values):
         param.data = values
     else:
-        # The device is of a package beside torch (NPU). There `module.to` makes new parameters, which an optimizer
-        # that the caller has made would not know.
+        # For an out-of-tree device (NPU) `module.to` makes new parameters, and the caller's optimizer would keep the
+        # old ones.
         torch._C._swap_tensor_impl(param, nn.Parameter(values, requires_grad=param.requires_grad))
 
 
 def plain_tensors(model: nn.Module) -> Found:
-    """(name, tensor, what puts another one there) of each place in an attribute, or in lists, tuples and dicts of it.
+    """Yield (name, tensor, setter) for each tensor in attributes of modules, also within lists, tuples and dicts.
 
-    So are those of modules in a list, which a model hides from its `state_dict`: a frozen teacher, say; and those of
-    other objects: the noise schedule of a diffusion, a distribution.
+    This includes tensors of modules in a list, which `state_dict` does not show (a frozen teacher), and of other
+    objects: a diffusion's noise schedule, a distribution.
     """
     known = set(map(id, model.modules()))
     for owner, module in model.named_modules():
@@ -301,7 +302,7 @@ def _attributes(prefix: str, module: nn.Module, known: set[int]) -> Found:
 
 
 def _within(name: str, value: Any, put: Callable[[Any], None], known: set[int], depth: int = 0) -> Found:
-    """known: identities of what was looked through already. depth: in how many objects that are no modules."""
+    """known: identities of visited values. depth: number of enclosing objects that are no modules."""
     if isinstance(value, Tensor):
         yield name, value, put
         return

@@ -1,4 +1,4 @@
-"""The model as the caller gave it: its parameters' values, and whether it can be trained."""
+"""The caller's model: whether it can be trained, whether ranks agree on it, and the values of its parameters."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .recording import NotRecordedError
 
 Values = Iterator[tuple[nn.Parameter, Tensor]]
 
-_MESSAGE_BYTES = 1 << 18  # far below what one layer takes; a message of its own for each norm and bias is slow
+_MESSAGE_BYTES = 1 << 18  # far below the size of a layer; a message for each norm and bias would be slow
 
-_OPEN = "_lowtide_engine"  # of each module of an engine's model: which object, whether the model, and the ledger
-_DIVIDED = "_lowtide_divided"  # of a model that has a part of some layers alone: by which axes
+_OPEN = "_lowtide_engine"  # attribute of an engine's modules: (id of the module, is it the model, the ledger)
+_DIVIDED = "_lowtide_divided"  # attribute of a model that has only parts of some layers: the axes
 LossFn = Callable[[Any, Any], Tensor] | None
 Model = nn.Module | Callable[[], nn.Module] | LaterModel
 
 
 def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
-    """The module, and rank 0's value of each parameter, one at a time. Raises ValueError for what is neither."""
+    """Return the module, and rank 0's parameter values, one at a time. Raises ValueError for an invalid model."""
     if isinstance(model, nn.Module):
         return model, values_of(model.parameters(), world)
     if not callable(model) and not isinstance(model, LaterModel):
@@ -43,8 +43,8 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     if isinstance(model, type) and issubclass(model, nn.Module) and (needed := _needed(model)):
         raise ValueError(
             f"model: expected an nn.Module or a callable without arguments that builds one, found the class "
-            f"{model.__name__}, which needs {', '.join(needed)}; pass an instance, {model.__name__}(...), or "
-            f"lambda: {model.__name__}(...)"
+            f"{model.__name__} with required arguments {', '.join(needed)}; pass an instance, {model.__name__}(...), "
+            f"or lambda: {model.__name__}(...)"
         )
     draws = not isinstance(model, LaterModel) or model.random_state is not None
     if draws:
@@ -65,12 +65,12 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
 
 
 def _built_in_turn(build: Callable[[], nn.Module], world: World, refusal: NotRecordedError) -> nn.Module:
-    """The module on each rank, with values on rank 0 alone. See [Note: built in files] in `deferred.py`."""
+    """Build the module on each rank, with values on rank 0 only. See [Note: built in files] in `deferred.py`."""
     if world.rank == 0:
         logger.info("model: built in memory-mapped files, by one rank of a host after the other: %s", refusal)
     peers = [rank for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
     module = None
-    # Rank 0 is the last of its host, so that none builds beside its values.
+    # Rank 0 is the last of its host, so that no rank builds while rank 0 holds its values.
     for turn in reversed(range(max(map(world.hosts.count, world.hosts)))):
         if peers.index(world.rank) == turn:
             try:
@@ -87,20 +87,20 @@ def _built_in_turn(build: Callable[[], nn.Module], world: World, refusal: NotRec
 
 
 def _needed(cls: type) -> list[str]:
-    """The arguments without which it cannot be called."""
+    """Return the required arguments of a class."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     given = inspect.signature(cls).parameters.values()
     return [one.name for one in given if one.default is one.empty and one.kind not in kinds]
 
 
 def values_of(params: Iterable[nn.Parameter], world: World, source: int = 0) -> Values:
-    """One rank's, each once. What one message takes is copied before the first of its values is asked for."""
+    """Yield the values of rank `source`. All tensors of a message are copied before its first value is yielded."""
     for several in _messages(params):
         yield from zip(several, world.broadcast_tensors([param.detach() for param in several], source), strict=True)
 
 
 def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype that follow each other, of so many bytes together, or a larger one alone."""
+    """Yield consecutive parameters of a dtype within the message size, or a single larger parameter."""
     several: list[nn.Parameter] = []
     nbytes = 0  # of them
     for param in params:
@@ -114,10 +114,10 @@ def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def take(module: nn.Module, patches: ModelPatches) -> None:
-    """The module is an engine's from now on, until that is closed. Raises ValueError where it is another one's.
+    """Mark the module as an engine's until that engine closes. Raises ValueError if an open engine has it or a part of
+    it.
 
-    That is where the one is the other, or in it. What is noted is of this object, and not of copies of it. An engine
-    that nobody has any more is closed here.
+    The mark holds for this object, not for copies of it. An engine without references is closed here.
     """
     parts = dict(module.named_modules())
     _close_lost(parts.values())
@@ -126,22 +126,22 @@ def take(module: nn.Module, patches: ModelPatches) -> None:
         what = f"its '{found[0]}'" if found and found[0] else f"this {type(module).__name__}"
         where = "the model" if found else "a part of the model"
         raise ValueError(
-            f"model: expected one that no engine has, found that {what} is {where} of an engine that is still open; "
-            "close that first (engine.close(), destroy() in lowtide.deepspeed, or `with lowtide.initialize(...) as "
+            f"model: expected a model without an engine, found that {what} is {where} of an open engine; close that "
+            "engine first (engine.close(), destroy() in lowtide.deepspeed, or `with lowtide.initialize(...) as "
             "engine`), or build another model"
         )
     divided = next((one for part in parts.values() if (one := part.__dict__.get(_DIVIDED))), None)
     if divided is not None:
         raise ValueError(
-            f"model: expected whole layers, found those that an earlier engine has left divided ({divided}): each rank "
-            "has a part; build the model again, or give initialize the callable that builds it"
+            f"model: expected whole layers, found layers that an earlier engine divided over ranks ({divided}); build "
+            "the model again, or pass initialize the callable that builds it"
         )
     for part in parts.values():
         patches.override(part, _OPEN, (id(part), part is module, patches))
 
 
 def refuse_copy(protocol: object) -> NoReturn:
-    """What copy.deepcopy, pickle and torch.save ask a module of an open engine for."""
+    """Refuse copy.deepcopy, pickle and torch.save of a module of an open engine."""
     raise TypeError(
         "a module of an open engine cannot be copied or pickled, since the engine's hooks are on it: copy it before "
         "lowtide.initialize; for its weights call engine.state_dict() or engine.export(folder) on all ranks"
@@ -149,49 +149,48 @@ def refuse_copy(protocol: object) -> NoReturn:
 
 
 def note_divided(module: nn.Module, how: str) -> None:
-    """How layers of a model are divided over ranks. That outlives the engine, in copies of the model too."""
+    """Mark a model whose layers are divided over ranks. The mark outlives the engine, also in copies of the model."""
     module.__dict__[_DIVIDED] = how
 
 
 def _close_lost(parts: Iterable[nn.Module]) -> None:
-    """On all ranks alike where all have lost theirs; else the one that has it raises an error of which all hear."""
+    """Close engines without references. If ranks differ, the rank with a reference raises an error for all ranks."""
     noted = {note[2]: None for part in parts if (note := part.__dict__.get(_OPEN, ()))[:1] == (id(part),)}
     if noted:
-        gc.collect()  # a cycle of the caller's may have it
+        gc.collect()  # a reference cycle of the caller may still hold the engine
     for patches in noted:
         if patches.close_if_lost():
-            logger.info("model: the engine that had it is gone without engine.close(), and is closed now")
+            logger.info("model: its earlier engine has no references left and is closed now")
 
 
 def check_model(module: nn.Module) -> None:
-    """Raises ValueError for a module that cannot be trained, or not as it is."""
+    """Raise ValueError for a module that cannot be trained."""
     attributes = (value for part in module.modules() for value in part.__dict__.values())
     absent = next((value for value in attributes if isinstance(value, Absent)), None)
     if absent is not None:
         raise ValueError(
-            "model: expected a whole one, found one that an earlier engine has split over a pipeline "
-            f"('{absent.origin}' is on another rank); build it again, or give initialize the callable that builds it"
+            "model: expected a whole model, found a model that an earlier engine has split over a pipeline "
+            f"('{absent.origin}' is on another rank); build it again, or pass initialize the callable that builds it"
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"model: expected a module of Python, found a {type(module).__name__}, on which torch.jit lets no hook be "
-            "put; give initialize the module that was compiled"
+            f"model: expected a Python module, found a {type(module).__name__}, which takes no hooks; pass initialize "
+            "the module before torch.jit"
         )
     params = list(module.named_parameters())
     unmade = [name for name, param in params if isinstance(param, nn.UninitializedParameter)]
     if unmade:
         raise ValueError(
-            f"model: expected parameters with shapes, found '{unmade[0]}' of a lazy module that has not seen an input; "
-            "call the model on a batch before initialize"
+            f"model: expected parameters with shapes, found '{unmade[0]}' of a lazy module; call the model on a batch "
+            "before initialize"
         )
     if not params:
         raise ValueError(f"model: expected a module with parameters, found {type(module).__name__} without any")
     released = [name for name, param in params if isinstance(param, ReleasedParameter)]
     if released:
         raise ValueError(
-            f"model: expected parameters with values, found '{released[0]}', of which an earlier engine, or one that "
-            "could not be made, has left its shards alone; build the model again, or give initialize the callable that "
-            "builds it"
+            f"model: expected parameters with values, found '{released[0]}', whose values an earlier engine released; "
+            "build the model again, or pass initialize the callable that builds it"
         )
     complex_names = [name for name, param in params if param.is_complex()]
     if complex_names:
@@ -202,13 +201,13 @@ def check_model(module: nn.Module) -> None:
     on_meta = [name for name, param in params if param.is_meta]
     if on_meta:
         raise ValueError(
-            f"model: expected parameters with values, found '{on_meta[0]}' on the meta device; give initialize the "
-            "callable that builds the model, it takes care of that"
+            f"model: expected parameters with values, found '{on_meta[0]}' on the meta device; pass initialize the "
+            "callable that builds the model; it needs no memory"
         )
 
 
 def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
-    """Raises RuntimeError, with both sides, where another rank has another config or model."""
+    """Raise RuntimeError, with both sides, if a rank has a different config or model."""
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in module.named_parameters()
@@ -235,7 +234,7 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
 
 
 def check_optimizers_agree(world: World, module: nn.Module, optimizer: OptimizerPlan) -> None:
-    """Raises RuntimeError where another rank's optimizer has other parameters, or has them in other groups."""
+    """Raise RuntimeError if a rank's optimizer has different parameters or groups."""
     index_of = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
     own = {
         name: f"in group {index_of[id(param)]}" if id(param) in index_of else "in no group"

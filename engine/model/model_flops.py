@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's step, by formula: what rates of monitors are made of."""
+"""Floating-point operations of a model's step, by formula, for the rates of monitors."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _OUTPUTS = re.compile(r"(w|attn_|self_|attention_)?(o|out|output|c|dense)(_proj|
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of a token, forward and backward; a backward is twice its forward. What is computed again is not counted.
+    """Operations per token in forward and backward; a backward counts twice its forward. Recomputation is not counted.
 
-    6 x num_params: matrix products with parameters, each counted, as in arXiv 2001.08361, section 2.1. 12 x length x
-    attention_width: queries by keys and weights by values, of all pairs, as in arXiv 2204.02311, appendix B.
+    6 x num_params: matrix products with parameters (arXiv 2001.08361, section 2.1). 12 x length x attention_width:
+    queries by keys and weights by values, for all pairs (arXiv 2204.02311, appendix B).
     """
 
     num_params: int
     attention_width: int
-    """Heads x their size, of all layers together; 0: no attention was found."""
+    """Heads x head size, summed over layers; 0: no attention was found."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """model: whole. An attention is a module with a layer named as that of queries."""
+        """Count a whole model. A module with a query projection counts as an attention."""
         return cls(sum(param.numel() for param in model.parameters()), sum(map(_width_of, model.modules())))
 
     def of_tokens(self, tokens: int, length: int) -> int:
-        """tokens: of sequences so long."""
+        """Return the operations of `tokens` tokens in sequences of `length`."""
         return tokens * (6 * self.num_params + 12 * length * self.attention_width)
 
 
 def attention_formulas() -> dict[Any, Callable[..., int]]:
-    """Operation -> floating-point operations of its tensors, or of their shapes: every attention, as torch counts it.
+    """Return operation -> FLOPs from its tensors or shapes, for every attention kernel, by torch's formulas.
 
-    Torch itself has no formula of its kernel for the CPU, and before 2.12 refuses keys with fewer heads than queries.
+    torch has no formula for its CPU kernel, and before 2.12 refuses fewer key heads than query heads.
     """
     from torch.utils.flop_counter import flop_registry  # imports triton: [Note: what few trainings use] in `build.py`
 
     formulas: dict[Any, Callable[..., int]] = {}
-    for suffix, of_queries in (("", 0), ("_backward", 1)):  # which argument, before keys and values
+    for suffix, of_queries in (("", 0), ("_backward", 1)):  # position of the queries, before keys and values
         for kernel in ("flash", "efficient", "cudnn"):
             operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{suffix}")
             formulas[operation] = partial(_with_heads_of_queries, flop_registry[operation], of_queries)
@@ -55,7 +55,7 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _with_heads_of_queries(formula: Callable[..., int], of_queries: int, *args: Any, **_: Any) -> int:
-    """Each head of the queries is multiplied with keys and values, however many of those there are."""
+    """Apply a formula as if keys and values had as many heads as the queries, since each query head multiplies them."""
     shapes = [tuple(getattr(one, "shape", one)) for one in args[: of_queries + 3]]  # batch, heads, tokens, width
     heads = shapes[of_queries][1]
     keys, values = ((batch, heads, *rest) for batch, _, *rest in shapes[-2:])
@@ -63,7 +63,7 @@ def _with_heads_of_queries(formula: Callable[..., int], of_queries: int, *args: 
 
 
 def _width_of(module: nn.Module) -> int:
-    """Heads x their size: what the output layer takes, else what the queries are made of. 0: it is no attention."""
+    """Return heads x head size: the inputs of the output layer, else of the query layer; 0 for other modules."""
     if isinstance(module, nn.MultiheadAttention):
         return int(module.embed_dim)
     inputs = {name: _inputs_of(child) for name, child in module.named_children()}
@@ -75,6 +75,6 @@ def _width_of(module: nn.Module) -> int:
 
 
 def _inputs_of(layer: nn.Module) -> int:
-    """Of a linear layer, one with adapters, or a Conv1D; 0 of others."""
+    """Return the inputs of a linear layer, adapter or Conv1D; 0 for other modules."""
     found: object = getattr(layer, "in_features", getattr(layer, "nx", 0))
     return found if isinstance(found, int) else 0

@@ -1,4 +1,4 @@
-"""The user's model, with all that is put on it before a blueprint is made of it: fused modules and tiles among it."""
+"""Prepares the user's model for a blueprint: values, checks, fused modules and tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .sequences import check_sequences
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
-    """Raises ConfigError for each kernel that is to run its Triton form where that cannot be."""
+    """Raise ConfigError for each kernel whose Triton form is wanted but cannot run."""
     problem = None
     if not has_triton():
         problem = "needs the package triton, which is not installed"
@@ -34,12 +34,12 @@ def check_kernels(config: Config, device: torch.device) -> None:
     kernels = config.kernels
     asking = [key for key in ("backend", *KERNEL_NAMES) if getattr(kernels, key) == "triton"]
     if problem is not None and asking:
-        message = f'"triton" {problem}; "auto" is Triton where it can be'
+        message = f'"triton" {problem}; set "auto", which uses Triton if it can run'
         raise ConfigError([Fault(f"kernels.{key}", "conflict", message) for key in asking])
 
 
 def fuse_modules(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> None:
-    """Replaces what kernels.fuse_modules asks for, and logs it on rank 0."""
+    """Replace the modules of kernels.fuse_modules, and log it on rank 0."""
     wanted = config.kernels.fuse_modules
     backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
     names = [name for name in FUSION_NAMES if wanted is True or (isinstance(wanted, tuple) and name in wanted)]
@@ -53,7 +53,7 @@ def fuse_modules(module: nn.Module, config: Config, world: World, patches: Model
             lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
     if config.tiles.loss and "linear_cross_entropy" in names:
         names.remove("linear_cross_entropy")
-        lines.append("config: kernels.linear_cross_entropy: its head and loss are computed by tiles.loss here")
+        lines.append("config: kernels.linear_cross_entropy: no effect here: tiles.loss computes head and loss")
     fused, missing = replace_modules(
         module, names, backends, always_fuses_loss=isinstance(wanted, tuple), exchange=patches.exchange_class
     )
@@ -66,11 +66,11 @@ def fuse_modules(module: nn.Module, config: Config, world: World, patches: Model
 
 
 def _beside_splits(wanted: object, names: list[str]) -> list[str]:
-    """Without the fusions that compute several layers at once, between which ranks exchange where layers are split."""
+    """Drop the fusions that compute several layers at once, since ranks exchange between split layers."""
     refused = [name for name in names if name in _OVER_LAYERS]
     if refused and isinstance(wanted, tuple):
         what = ", ".join(refused)
-        message = f"{what} computes layers at once, between which the ranks of parallel.tensor exchange; leave it out"
+        message = f"{what} fuses layers, but the ranks of parallel.tensor exchange between them; leave it out"
         raise ConfigError([Fault("kernels.fuse_modules", "conflict", message)])
     return [name for name in names if name not in _OVER_LAYERS]
 
@@ -79,7 +79,7 @@ _OVER_LAYERS = ("gated_mlp", "cross_entropy", "linear_cross_entropy")
 
 
 def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> tuple[str, list[str]]:
-    """Why, and the fusions whose Triton form runs on the device: a module's own forward is eager torch already."""
+    """Return the reason and the fusions whose Triton form runs. Eager forms are left out: they equal the original."""
     if device.type != "cuda":
         return f"the device is {device.type}", []
     if not has_triton():
@@ -89,13 +89,13 @@ def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> 
 
 
 def tiles_of(config: Config) -> Tiles:
-    """What the config asks for, as `parallel` takes it."""
+    """Return the section `tiles` in the form of `parallel`."""
     wanted, backend = config.tiles, config.kernels.backend_of("linear_cross_entropy")
     return Tiles(wanted.mlp, wanted.loss, wanted.modules, wanted.head, backend)
 
 
 def tile_modules(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> Tiled:
-    """Puts tiles on the model, and logs which on rank 0. Raises ConfigError where there is nothing of that kind."""
+    """Put tiles on the model, and log them on rank 0. Raises ConfigError if the model has nothing to tile."""
 
     def warn(text: str) -> None:
         if world.rank == 0:
@@ -112,12 +112,12 @@ def tile_modules(module: nn.Module, config: Config, world: World, patches: Model
 
 
 def check_units(tiled: Tiled, blueprint: Blueprint) -> None:
-    """Raises ConfigError where a unit lies inside of what runs in tiles, or experts that ranks share do."""
+    """Raise ConfigError if a unit, or experts that ranks share, lie inside a tiled module."""
     for block in () if blueprint.experts is None else blueprint.experts.blocks:
         if outer := next((name for name, module in tiled.modules if block in set(module.modules())), None):
             message = (
-                f"'{outer}' holds experts that ranks share: it would exchange tokens once for each tile, and ranks may "
-                "have other numbers of tiles; leave it out, or set parallel.expert to 1"
+                f"'{outer}' holds experts that ranks share: it would exchange tokens for each tile, but numbers of "
+                "tiles may differ between ranks; leave it out, or set parallel.expert to 1"
             )
             raise ConfigError([Fault("tiles.modules", "conflict", message)])
     if fault := tiled.fault([(unit.name, unit.module) for unit in blueprint.units if not unit.is_root]):
@@ -126,9 +126,10 @@ def check_units(tiled: Tiled, blueprint: Blueprint) -> None:
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """values: of the parameters, which take the place of what the module has. patches: of what is put on the module.
+    """A model that is ready for a blueprint.
 
-    compiled: what of it is to be. tiled: what is in tiles already. flops: None where nobody asks for them.
+    values: of the parameters, to replace those of the module. patches: all changes to the module. compiled: the parts
+    to compile. tiled: the parts in tiles. flops: None if no monitor needs it.
     """
 
     module: nn.Module
@@ -140,7 +141,9 @@ class PreparedModel:
 
     @classmethod
     def of(cls, model: Model, config: Config, world: World, patches: ModelPatches) -> PreparedModel:
-        """A collective. Raises ValueError for what the config cannot do with the model, and where ranks differ."""
+        """Prepare a model. A collective. Raises ValueError if the config cannot be applied to the model, or ranks
+        differ.
+        """
         module, values = module_and_values(model, world)
         take(module, patches)
         compiled = Compiled(module, patches, loads=config.compile.blocks)
@@ -154,8 +157,8 @@ class PreparedModel:
         if config.parallel.tensor > 1 and (compiled.is_wanted or config.compile.blocks):
             found = "torch.compile on it" if compiled.is_wanted else "compile.blocks"
             raise ValueError(
-                f"parallel.tensor: expected a model that is not compiled, found {found}: what split layers exchange "
-                f"cannot be traced; leave {found.removesuffix(' on it')} out"
+                f"parallel.tensor: expected a model without torch.compile, found {found}: collectives of split layers "
+                f"cannot be traced; remove {found.removesuffix(' on it')}"
             )
         flops = ModelFlops.of(module) if config.has_monitors else None
         return cls(module, values, patches, compiled, tiled, flops)

@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward, with whatever they were given."""
+"""Recomputes blocks in the backward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ...zero.plan import UnitPlan
 
 
 def checkpoint_activations(units: Sequence[UnitPlan], every: int, patches: ModelPatches) -> None:
-    """Recomputes every `every`-th block in backward. Hooks lie outside of what is recomputed, so they run once.
+    """Recompute every `every`-th block in backward. Hooks lie outside of the recomputed part, so they run once.
 
-    Not an embedding or a head: next to what a block keeps, they keep nothing that a recomputation would save.
+    Embeddings and heads are left out: a recomputation would save almost nothing.
     """
     if not every:
         return
@@ -31,28 +31,28 @@ def checkpoint_activations(units: Sequence[UnitPlan], every: int, patches: Model
 
 
 def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """said: what the log has been told. module: whose forward it is."""
+    """Run a forward under activation checkpointing. said: cache types that the log has reported."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     caches = [type(one).__name__ for one in (*args, *kwargs.values()) if _adds(one)]
     if caches:
-        # What it adds it would add twice, and what it has added would keep what is not to be kept.
+        # The recomputation would add keys twice, and a kept cache would keep activations alive.
         forward = partial(_with_copies, forward)
         if not said:
             logger.info("activation_checkpointing: recomputed blocks add nothing to a %s while they train", caches[0])
         said.update(caches)
     buffers = BufferValues(module)
-    # The recomputation finds them as the forward did, and leaves them as the forward has left them.
+    # The recomputation starts from the buffers of the forward, and its changes to them are dropped.
     contexts = (lambda: (nullcontext(), buffers)) if buffers.are_there else noop_context_fn
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _adds(value: Any) -> bool:
-    """Whether it is a cache of keys and values, as those of transformers are."""
+    """Return whether a value is a key-value cache, as in transformers."""
     return type(value).__name__.endswith("Cache")
 
 
 def _with_copies(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of caches, as they are now: in the recomputation those that the forward saw."""
+    """Run a forward with copies of caches; the recomputation gets the caches as the forward saw them."""
     args = tuple(copy_states(one) if _adds(one) else one for one in args)
     return forward(*args, **{key: copy_states(one) if _adds(one) else one for key, one in kwargs.items()})

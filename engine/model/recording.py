@@ -1,14 +1,15 @@
-"""Construction of a model on the meta device, written down to be done again with values.
+"""Records the construction of a model on the meta device, to replay it with values.
 
 [Note: what is recorded]
-Under two modes of torch the constructors of tensors make meta tensors, and each operation on these is written down with
-the storages that it reads and writes. Tensors of Python's data (`torch.tensor`) are kept as they are.
+Two modes of torch make tensor constructors return meta tensors, and record each operation on these with the storages
+that it reads and writes. Tensors from Python data (`torch.tensor`) are kept.
 
 [Note: what is not recorded]
-The recorder knows constructors that make tensors, fill them and compute with them. It refuses the rest: values that are
-read (`item`, `numpy`), generators that are seeded or passed, random numbers on another device, tensors with and without
-memory in one operation. A refusal is noted before it is raised: a constructor may catch the error and do something else
-than with values. Then the model is built with values (`engine/model/given_model.py`), which is right in any case.
+The recorder supports constructors that make tensors, fill them and compute with them. It refuses values that are read
+(`item`, `numpy`), generators that are seeded or passed, random numbers on another device, and operations on tensors
+with and without memory. A refusal is noted before it is raised, since a constructor may catch the error and take a
+different path than with values. The model is then built with values (`engine/model/given_model.py`), which is always
+correct.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ _FILLS = {
     torch.ops.aten.uniform_.default,
     torch.ops.aten.zero_.default,
 }
-"""Operations that write every element of their first argument, whatever it holds, and return it."""
+"""Operations that overwrite every element of their first argument and return it."""
 
 _CERTAIN: dict[Any, Callable[..., bool]] = {
     torch.ops.aten.normal_.default: lambda mean=0.0, std=1.0, **options: std >= 0,
     torch.ops.aten.fill_.Tensor: lambda value: value.dim() == 0,
 }
-"""Fills -> whether one with these arguments cannot fail, so that a builder never has to hear of an error."""
+"""Fills -> whether a call with these arguments cannot fail, so that skipping its meta kernel hides no error."""
 
-# Not by its cache: transformers replaces torch.linspace while it constructs, and who first asks then has that kept.
+# Without its cache: transformers replaces torch.linspace during construction, and the cache would keep that.
 _CONSTRUCTORS = frozenset(_device_constructors.__wrapped__())
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _OTHER_WITHOUT_VALUES = {Tensor.apply_, Tensor.map_, Tensor.new_tensor, Tensor.data_ptr}
-"""On a meta tensor they give something else without an error."""
+"""Functions that return a different result on a meta tensor, without an error."""
 _MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 
 
 class NotRecordedError(ValueError):
-    """A constructor does what the recorder does not know; see [Note: what is not recorded]."""
+    """A constructor does something that cannot be recorded; see [Note: what is not recorded]."""
 
 
 class MappedTensor(Tensor):
-    """Values in a mapped file that does not change: a recording keeps the mapping in place of a copy."""
+    """Values in a mapped file that does not change. A recording keeps the mapping instead of a copy."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter's
 
@@ -77,37 +78,37 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
-        """Raises NotRecordedError for a tensor whose memory does not hold its values."""
+        """Describe a tensor. Raises NotRecordedError if its memory does not hold its values."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotRecordedError("makes tensors that are sparse, conjugated or negated by a flag")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         return cls(tensor.untyped_storage()._cdata, shape, strides, int(tensor.storage_offset()), tensor.dtype)
 
     def of_values(self, base: Tensor) -> Tensor:
-        """The same view of memory that has values."""
+        """Return the same view of memory with values."""
         whole = torch.empty(0, dtype=self.dtype, device=base.device)
         return whole.set_(base.untyped_storage(), self.offset, self.shape, self.strides)
 
 
 @dataclass(frozen=True)
 class RecordedOperation:
-    """In args and kwargs views stand for meta tensors."""
+    """An operation with views in place of meta tensors in args and kwargs."""
 
     function: Callable[..., Any]
     args: Any
     kwargs: dict[str, Any]
     outputs: list[View]
-    filled: int | None  # the storage of which it writes every byte and reads none
-    default_dtype: torch.dtype  # as it was then
+    filled: int | None  # the storage that it overwrites as a whole without reading it
+    default_dtype: torch.dtype  # at the time of the recording
 
     @property
     def views(self) -> Iterator[View]:
-        """What it reads and writes."""
+        """The views that it reads and writes."""
         return _found(View, (self.args, self.kwargs, self.outputs))
 
     @property
     def copied(self) -> Tensor | None:
-        """The tensor that it only copies, where that can stand for the copy: it is as the copy would be."""
+        """The source of a plain copy, if it has the layout of the copy and can replace it."""
         if self.function != torch.ops.aten.copy_.default or not isinstance(self.args[1], Tensor):
             return None
         target, source = self.args[0], self.args[1]
@@ -115,7 +116,7 @@ class RecordedOperation:
         return source if layout == (target.shape, target.strides, 0, target.dtype) else None
 
     def run(self, real: dict[int, Tensor]) -> None:
-        """real: by storage, a tensor on the CPU that has it. What is made is put there."""
+        """Run the operation. real: storage -> a CPU tensor with it; new storages are added."""
         if self.filled is not None and self.filled not in real:
             whole: View = self.args[0]
             real[self.filled] = torch.empty_strided(whole.shape, whole.strides, dtype=whole.dtype)
@@ -140,24 +141,25 @@ class RecordedOperation:
 
 
 class Recording:
-    """Operations in their order, and the values of tensors that were made from Python's data."""
+    """The recorded operations in order, and the values of tensors from Python data."""
 
     def __init__(self) -> None:
         self.operations: list[RecordedOperation] = []
         self.constants: dict[int, Tensor] = {}
-        self.made: set[int] = set()  # storages of constants, and of what operations make
-        self.alive: list[torch.UntypedStorage] = []  # so that none gets the identity of an earlier one
+        self.made: set[int] = set()  # storages of constants and of results
+        self.alive: list[torch.UntypedStorage] = []  # keeps storages alive, so that no identity is reused
         self.random_state: Tensor | None = None
-        """Of torch's generator for the CPU, when the first tensor was made."""
-        self.refused: str | None = None  # why the first thing was that is not recorded
-        self._state: Tensor | None = None  # of torch's generator after the last draw; None: operations may draw
+        """State of torch's CPU generator when the first tensor was made."""
+        self.refused: str | None = None  # the first reason why it cannot be recorded
+        self._state: Tensor | None = None  # torch's generator after the last draw; None: operations may draw
         self._mapped: list[tuple[Tensor, int]] = []  # tensors in files, with their versions
 
     @contextmanager
     def running(self, all_on_meta: bool = True) -> Iterator[None]:
-        """A context in which modules are made. Raises NotRecordedError where it cannot be done again.
+        """Record construction in this context. Raises NotRecordedError if it cannot be replayed.
 
-        all_on_meta: else only what its maker puts there himself, by `with torch.device("meta")`.
+        all_on_meta: put all tensors on meta; else only those that their maker puts there, by `with
+        torch.device("meta")`.
         """
         on_meta = _OnMeta() if all_on_meta else nullcontext()
         data = _DataRecorder(self, all_on_meta)
@@ -170,7 +172,7 @@ class Recording:
             if any(tensor._version != version for tensor, version in self._mapped):
                 self.refuse("changes tensors of a mapped file after it has copied them")
         except Exception as error:
-            # Such as of torch.FloatTensor(weight), which no mode sees.
+            # for example from torch.FloatTensor(weight), which no mode intercepts
             is_of_meta = isinstance(error, RuntimeError | TypeError) and "meta" in str(error)
             if self.refused is None and not is_of_meta:
                 raise
@@ -181,22 +183,18 @@ class Recording:
             self._state = None
         if self.refused is not None:
             raise NotRecordedError(
-                f"the model builder cannot be recorded, since it {self.refused}: pass the constructed module in its "
-                "place"
+                f"the model builder cannot be recorded, since it {self.refused}; pass the constructed module instead"
             )
 
     def refuse(self, why: str) -> NoReturn:
-        """Raises NotRecordedError, and `running` does so again if the builder catches it."""
+        """Raise NotRecordedError; `running` raises it again if the builder catches it."""
         self.refused = self.refused or why
         raise NotRecordedError(why)
 
     def record(
         self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any, fills: bool = False
     ) -> None:
-        """Writes an operation down, if it has to do with meta tensors.
-
-        fills: it writes every element of its first argument, whatever that holds.
-        """
+        """Record an operation on meta tensors. fills: it overwrites every element of its first argument."""
         outputs, inputs = _tensors_in(result), _tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in (*outputs, *inputs)):
             return
@@ -217,12 +215,12 @@ class Recording:
         )
 
     def check(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuses an operation that gives something else here than in a construction with memory."""
+        """Refuse an operation whose result would differ from a construction with memory."""
         inputs = _tensors_in((args, kwargs))
         with_values = [tensor for tensor in inputs if not tensor.is_meta]
         is_mixed = 0 < len(with_values) < len(inputs) and function is not torch.ops.aten.copy_.default
         if is_mixed and (with_values[0] is inputs[0] or any(tensor.dim() for tensor in with_values)):
-            # Kernels of torch fail on both, or read memory that is not there.
+            # torch's kernels fail on such a mix, or read memory that does not exist.
             self.refuse("computes with tensors that have memory and tensors that have none")
         if self._state is not None and _draws(function):
             on_meta = str(kwargs.get("device")) == "meta" or any(tensor.is_meta for tensor in inputs)
@@ -230,8 +228,8 @@ class Recording:
                 self.refuse("draws random numbers on a device that it names, or from a generator of its own")
 
     def constant(self, value: Tensor) -> Tensor:
-        """A meta tensor for a tensor that was made from Python's data."""
-        value = value if value.untyped_storage().resizable() else value.clone()  # an array of NumPy's has the memory
+        """Return a meta tensor for a tensor from Python data."""
+        value = value if value.untyped_storage().resizable() else value.clone()  # the memory may be a NumPy array's
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         self.alive.append(meta.untyped_storage())
         self.constants[View.of(meta).storage] = value
@@ -239,7 +237,7 @@ class Recording:
         return meta.requires_grad_(value.requires_grad)
 
     def _described(self, leaf: Any) -> Any:
-        """An argument as it is kept: a copy of values that may change, unless a file has them."""
+        """Return an argument to keep: a copy of values that may change, or the tensor itself if a file has them."""
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_meta:
@@ -251,13 +249,15 @@ class Recording:
             return leaf.detach().clone()
 
     def _check_state(self) -> None:
-        """Nothing draws while operations are recorded, so torch's generator stays where it is unless it is set."""
+        """Refuse a changed state of torch's generator: recorded operations do not draw, so the builder must have set
+        it.
+        """
         with _nothing_recorded():
             if self._state is not None and not torch.equal(torch.get_rng_state(), self._state):
                 self.refuse("sets the state of torch's generator")
 
     def _note_draw(self) -> None:
-        """Moves torch's generator on, so that a state that a constructor keeps is that of one operation alone."""
+        """Advance torch's generator, so that a state that a constructor saves identifies a single operation."""
         self._check_state()
         if self._state is not None:
             with _nothing_recorded():
@@ -267,14 +267,14 @@ class Recording:
 
 @contextmanager
 def _nothing_recorded() -> Iterator[None]:
-    """Operations with values, in the midst of others."""
+    """Run operations with values without recording them."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 @contextmanager
 def _trunc_normal_recorded(owner: Recording) -> Iterator[None]:
-    """`trunc_normal_` looks at the values that it draws, and skips meta tensors: it is recorded as one operation."""
+    """Record `trunc_normal_` as a single operation, since it reads the values it draws and skips meta tensors."""
     original = nn.init._no_grad_trunc_normal_
 
     def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -292,7 +292,7 @@ def _trunc_normal_recorded(owner: Recording) -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """As `with torch.device("meta")`, but not to be seen: transformers does not initialize where it sees that."""
+    """Like `with torch.device("meta")`, but invisible: transformers skips initialization if it sees that."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -303,7 +303,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _DataRecorder(TorchFunctionMode):
-    """What is made of Python's data, and what asks for the device or for values."""
+    """Handles tensors from Python data, and questions for the device or for values."""
 
     def __init__(self, owner: Recording, all_on_meta: bool) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class _DataRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             return self._called(func, args, kwargs)
-        except Exception as error:  # the builder may catch it, which would not come with values
+        except Exception as error:  # the builder may catch it, but with values there would be no error
             if any(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
                 name = getattr(func, "__name__", str(func))
                 self._owner.refused = self._owner.refused or f"calls {name} ({str(error).splitlines()[0]})"
@@ -332,24 +332,26 @@ class _DataRecorder(TorchFunctionMode):
             return _moved_nowhere(func, args, kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
             return func(args[0], self._index(args[1]), *args[2:])
-        data = next(iter((*args, *kwargs.values())), None)  # by whatever name
+        data = next(iter((*args, *kwargs.values())), None)  # under any argument name
         device = kwargs.get("device") or ("meta" if self._all_on_meta else "cpu")
         if func not in _FROM_DATA or torch.device(device).type != "meta" or isinstance(data, Tensor):
             return func(*args, **kwargs)
         value = func(*args, **{**kwargs, "device": "cpu"})
         if not value.numel():
-            return value  # nothing to defer; and transformers asks in this way for the default device
+            return value  # nothing to defer; transformers finds the default device by an empty tensor
         return self._owner.constant(value)
 
     def _index(self, index: Any) -> Any:
-        """torch makes tensors of lists of numbers where nobody sees it."""
+        """Make tensors of lists of numbers, which torch would do unseen."""
         if isinstance(index, tuple):
             return tuple(map(self._index, index))
         return self._owner.constant(torch.tensor(index, device="cpu")) if isinstance(index, list) and index else index
 
 
 def _moved_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`to`, `cpu` or `cuda` of a tensor whose values come later, and to where the engine has them: a dtype at most."""
+    """Run `to`, `cpu` or `cuda` of a tensor without values: only the dtype changes, since the engine decides on the
+    device.
+    """
     if func in (Tensor.cpu, Tensor.cuda):
         return args[0]
     if isinstance(args[1] if len(args) > 1 else None, Tensor):
@@ -367,37 +369,37 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler at the first operation, only to keep it away from here."""
+        """Return False, else torch imports its compiler at the first operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, fills = kwargs or {}, func in _FILLS
         self._owner.check(func, args, kwargs)
-        # The kernels of these two for meta tensors import torch's compiler, 105 MiB, and leave the tensor as it is.
+        # The meta kernels of these two import torch's compiler (105 MiB) and leave the tensor unchanged.
         is_certain = func in _CERTAIN and _CERTAIN[func](*args[1:], **kwargs)
         result = args[0] if is_certain and args[0].is_meta else func(*args, **kwargs)
-        if not func.is_view:  # a view is described by its storage, and has no values of its own to wait for
+        if not func.is_view:  # a view is described by its storage
             self._owner.record(func, args, kwargs, result, fills)
         return result
 
 
 def _caller_is(frame: FrameType | None, *modules: Any) -> bool:
-    """Whether one of these modules calls, also through a `with torch.device(...)` around it."""
+    """Return whether one of these modules calls, also through a surrounding `with torch.device(...)`."""
     while frame is not None and frame.f_globals is vars(torch.utils._device):
         frame = frame.f_back
     return frame is not None and any(frame.f_globals is vars(one) for one in modules)
 
 
-# torch's own functions for trees take most of a recording's time: they look for classes that were registered.
+# torch's pytree functions would take most of a recording's time, since they look up registered classes.
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree of lists, tuples and dicts with each leaf changed."""
+    """Map the leaves of lists, tuples and dicts."""
     if isinstance(tree, list | tuple):
         return type(tree)([_mapped(change, one) for one in tree])
     return {key: _mapped(change, one) for key, one in tree.items()} if isinstance(tree, dict) else change(tree)
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:
-    """In their order."""
+    """Return all tensors, in order."""
     return list(_found(Tensor, tree))
 
 
@@ -413,13 +415,13 @@ def _found(kind: type[T], tree: Any) -> Iterator[T]:
 
 
 def _draws(function: Callable[..., Any]) -> bool:
-    """Whether a function, of torch's dispatcher or of nn.init, draws random numbers."""
-    tags = getattr(function, "tags", None)  # nn.init's has none, and is recorded because it draws
+    """Return whether a function, of torch's dispatcher or of nn.init, draws random numbers."""
+    tags = getattr(function, "tags", None)  # functions of nn.init have no tags, and are recorded because they draw
     return tags is None or torch.Tag.nondeterministic_seeded in tags
 
 
 def _whole_storage(inputs: list[Tensor]) -> int | None:
-    """The storage of the first input, if that is all of it, row by row, and no other input lies in it."""
+    """Return the storage of the first input if the input covers it, row by row, and no other input shares it."""
     target = View.of(inputs[0])
     if target.offset or not inputs[0].is_contiguous() or inputs[0].nbytes != inputs[0].untyped_storage().nbytes():
         return None
@@ -428,7 +430,7 @@ def _whole_storage(inputs: list[Tensor]) -> int | None:
 
 
 def _laid_out_as(view: View, tensor: Tensor) -> Tensor:
-    """The tensor with the strides that it had on the meta device: kernels for it (linalg.qr) may choose others."""
+    """Return the tensor with the strides of the meta device: CPU kernels (linalg.qr) may choose other strides."""
     if tuple(tensor.stride()) == view.strides or view.offset:
         return tensor
     return torch.empty_strided(view.shape, view.strides, dtype=view.dtype).copy_(tensor)

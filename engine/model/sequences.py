@@ -1,4 +1,4 @@
-"""Sequences that several ranks share: what the axis `sequence` puts on a model, and what it makes of batches."""
+"""Sequences that several ranks share: the axis `sequence` on a model and its batches."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from ..config.errors import ConfigError, Fault
 from .given_model import LossFn
 
 _MEET = (
-    "attention written out in products, convolutions over tokens, recurrences and means over tokens see a rank's part "
-    "alone; use scaled_dot_product_attention, or set parallel.sequence to 1"
+    "written-out attention, convolutions over tokens, recurrences and means over tokens see only a rank's part; use "
+    "scaled_dot_product_attention, or set parallel.sequence to 1"
 )
 
-_OF_LOSS_FN = "; a loss_fn reads nothing of tokens without a label, and shifts no labels"
+_OF_LOSS_FN = "; a loss_fn must ignore tokens without a label, and must not shift labels"
 
 
 class Sequences:
-    """A rank's parts of the microbatches, with the attention that sees all of them."""
+    """A rank's parts of the microbatches, with attention over the whole sequences."""
 
     def __init__(self, module: nn.Module, mesh: Mesh, patches: ModelPatches, loss_fn: LossFn, way: str) -> None:
-        """way: sequence_parallel.attention of the config."""
+        """way: the config's sequence_parallel.attention."""
         exchange = self._exchange = mesh.exchange((SEQUENCE,))
         self._device = mesh.world.device
         self._module = module
@@ -53,43 +53,44 @@ class Sequences:
         self._attention = SequenceAttention(exchange, way, logger.info if mesh.world.rank == 0 else None)
         self._attention.put_on(module, patches)
         self._randomness = Randomness(exchange, self._device)
-        self._are_parts_known = False  # to the script
-        self._tried: set[bool] = set()  # calls with labels, and without
+        self._are_parts_known = False  # whether the script asked for its parts
+        self._tried: set[bool] = set()  # checked calls: with labels, and without
         patches.hook(module.register_forward_pre_hook(self._check))
 
     def part(self, batch: Any) -> SequenceShard:
-        """This rank's inputs of the model. Raises SequenceError."""
+        """Return this rank's inputs of the model. Raises SequenceError."""
         return self._seen_by(self._data.part(batch, self._device))
 
     def part_of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SequenceShard:
-        """As `part`, of a call by hand. Raises SequenceError where its loss could not be that of the whole."""
+        """Return `part` for a call by hand. Raises SequenceError if the loss could not be that of the whole."""
         if args:
-            raise SequenceError("expected a call with names alone, engine(**batch), found positional arguments")
+            raise SequenceError("expected a call with keyword arguments, engine(**batch), found positional arguments")
         part = self._seen_by(self._data_by_hand.part(kwargs, self._device, needs_labels=False))
         if torch.is_grad_enabled() and "shift_labels" not in part and not self._are_parts_known:
             raise SequenceError(
                 f"expected labels among the inputs, or engine.sequence_part(labels, fill={part.ignored}) before the "
-                "call: a rank has the logits of a part of each sequence, and a mean over them is not the mean over the "
-                "whole; what adds up to that is the sum over its own labels, divided by the number of all"
+                "call: a rank has the logits of a part of each sequence. Its loss must be the sum over its labels "
+                "divided by the number of all labels, not the mean over its part"
             )
         return part
 
     def _seen_by(self, part: SequenceShard) -> SequenceShard:
         if part.whole.is_blind and self._attention.has_eager_ring:
             raise SequenceError(
-                "attention_mask: expected no label where a token sees nothing, found some behind padding that comes "
-                'first: "eager" attention gives such a token the mean of all, and a ring gives it nothing; use "sdpa", '
-                "which gives it nothing too, or pad behind"
+                "attention_mask: expected no label on a token that sees no token, found labels in padding at the "
+                'start: "eager" attention averages all values for such a token, a ring returns zeros; use "sdpa", or '
+                "pad at the end"
             )
         return part
 
     def own(self, x: Tensor, fill: float) -> Tensor:
-        """This rank's part of (rows, tokens, ...)."""
+        """Return this rank's part of (rows, tokens, ...)."""
         self._are_parts_known = True
         return self._data.own(x, fill)
 
     def joined(self, x: Tensor, tokens: int) -> Tensor:
-        """Of a rank's part of (rows, tokens, ...) that of all; of a loss, (), the sum of all parts; x, if it is none.
+        """Join parts (rows, tokens, ...) to the whole, or sum a loss () over the parts. Other tensors are returned
+        unchanged.
 
         tokens: of the whole. Without gradients. A collective of the ranks that share sequences.
         """
@@ -101,9 +102,9 @@ class Sequences:
         return self._exchange.gather(x, 1, "an output of parts")[:, :tokens].contiguous()
 
     def run(self, part: SequenceShard, forward: Callable[[], Any]) -> Any:
-        """What a forward of the model with these inputs gives.
+        """Run a forward of the model with these inputs.
 
-        Ranks have other tokens and other heads, so all that it draws is different on each.
+        Ranks have different tokens and heads, so each draws different random numbers.
         """
         forwards = self._attention.forwards
         forwards.begin(part.whole)
@@ -114,7 +115,7 @@ class Sequences:
             output = forward()
             forwards.end(output)
             return output
-        finally:  # a stage of a pipeline leaves the model in the middle
+        finally:  # a pipeline stage leaves the forward in the middle, by an exception
             self._randomness.return_to_common()
             forwards.end(None)
 
@@ -125,11 +126,12 @@ class Sequences:
         output_of: Callable[[SequenceShard], Any] | None,
         summed: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
-        """Whether tokens meet in attention alone: where each sees itself alone, a loss knows of no other token. And
-        whether losses of parts add up to the loss of the whole. Of calls without labels, what the output knows.
+        """Check once that tokens mix only in attention, and that losses of parts add up to the loss of the whole.
 
-        loss_of: None where it is on another rank. output_of: None: calls have labels. summed: over the ranks that have
-        parts of the model. The first time; all ranks at once. Raises SequenceError.
+        With attention of each token to itself alone, a token's loss must not depend on the rest. For calls without
+        labels the output takes the place of the loss. loss_of: returns None if the loss is on another rank. output_of:
+        None: calls have labels. summed: a sum over the ranks with parts of the model. A collective. Raises
+        SequenceError.
         """
         if not isinstance(batch, Mapping):
             return
@@ -162,34 +164,34 @@ class Sequences:
         loss_of: Callable[[SequenceShard], Tensor | None],
         summed: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
-        """Which label the loss ignores, as the calls of torch's losses in it say: a part is filled up with it."""
+        """Find the label that the loss ignores, from its calls of torch's losses: parts are padded with it."""
         self._attention.is_alone = True
         try:
             with in_eval_mode(self._module), IgnoredLabels() as labels:
                 loss = loss_of(self._data_at(0, 1).all_labelled(batch, self._device))
         finally:
             self._attention.is_alone = False
-        of_loss = labels.found if self._has_own_loss else labels.found[-1:]  # a loss_fn comes behind the model's own
+        of_loss = labels.found if self._has_own_loss else labels.found[-1:]  # a loss_fn runs after the model's loss
         found = [] if loss is None else sorted(set(of_loss))
         num_many, num_found, total = summed([len(found) > 1, len(found) == 1, sum(found)])
         if num_many:
-            listed = " and ".join(map(str, found)) or "several on another rank"
+            listed = " and ".join(map(str, found)) or "several on a different rank"
             raise SequenceError(
-                f"loss: expected one ignore_index for all of it, found {listed}: parts are filled up with a label that "
-                "counts nowhere; give its losses the same, or call engine(...) and engine.sequence_part(labels)"
+                f"loss: expected the same ignore_index in all losses, since it pads the parts, found {listed}; use the "
+                "same, or call engine(...) and engine.sequence_part(labels)"
             )
         if num_found:
             self._data.ignored = self._data_by_hand.ignored = total // num_found
 
     def _seen(self, trial: SequenceTrial, output_of: Callable[[SequenceShard], Any], part: SequenceShard) -> Tensor:
-        """() of all that the output says of the token."""
+        """Return () that depends on all outputs of the checked token."""
         tokens = trial.one["position_ids"].shape[1]
         found = [one for one in leaves(output_of(part)) if isinstance(one, Tensor) and one.is_floating_point()]
         along = [one[:, trial.at].double().square().sum() for one in found if one.dim() > 1 and one.shape[1] == tokens]
         if not along:
             raise SequenceError(
-                f"expected outputs of {type(self._module).__name__} with the tokens along dimension 1, which stand "
-                f"beside a rank's part, found {', '.join(str(tuple(one.shape)) for one in found) or 'none'}"
+                f"expected outputs of {type(self._module).__name__} with tokens along dimension 1, found "
+                f"{', '.join(str(tuple(one.shape)) for one in found) or 'no tensor'}"
             )
         return torch.stack(along).sum()
 
@@ -201,7 +203,7 @@ class Sequences:
         self._attention.forwards.check(type(module).__name__)
 
     def _data_at(self, place: int, size: int) -> SequenceData:
-        """Of a rank that there is not."""
+        """Return the data of a rank in an axis of `size` that does not exist."""
         ranks = tuple(range(size))
         axis = Axis(SEQUENCE, place, ranks, ranks, SoloTransport(self._device))
         data = SequenceData(self._module, Collectives(axis), self._has_own_loss)
@@ -211,36 +213,36 @@ class Sequences:
     def _judge(self, num_calls: int, num_meeting: int, num_no_sums: int, num_faults: int) -> None:
         name = type(self._module).__name__
         if num_faults:
-            raise SequenceError(self._attention.fault or f"attention of {name} on another rank cannot be shared")
+            raise SequenceError(self._attention.fault or f"attention of {name} on a different rank cannot be split")
         if not num_calls:
-            raise SequenceError(f"expected attention that ranks share in a forward of {name}, found none: {_MEET}")
+            raise SequenceError(f"expected split attention in a forward of {name}, found no call of it: {_MEET}")
         if num_meeting:
             raise SequenceError(
-                f"expected tokens of {name} to meet in shared attention alone, found a token's loss that changes with "
-                f"other tokens though each sees itself alone: {_MEET}" + ("" if self._has_own_loss else _OF_LOSS_FN)
+                f"expected tokens of {name} to mix only in attention, found that a token's loss depends on the rest "
+                f"without attention: {_MEET}" + ("" if self._has_own_loss else _OF_LOSS_FN)
             )
         if num_no_sums:
             raise SequenceError(
                 f"{f'the loss of {name}' if self._has_own_loss else 'loss_fn'}: expected the mean over the labels of "
-                f"the part that it is given (shift_labels that are not {self._data.ignored}, each where it is "
-                "predicted), found one whose parts, weighted by their numbers of labels, do not add up to that of the "
-                "whole; for another loss call engine(...) and engine.sequence_part(labels)"
+                f"its part (shift_labels that are not {self._data.ignored}, each at the token that predicts it), found "
+                "that the losses of parts, weighted by their numbers of labels, do not add up to the loss of the "
+                "whole; for a different loss call engine(...) and engine.sequence_part(labels)"
             )
 
     def _tolerance(self) -> float:
-        """Of a loss; experts add the same numbers in another order where they get other tokens."""
+        """Relative tolerance of a loss. Experts sum the same numbers in another order for other tokens."""
         is_narrow = any(param.itemsize < 4 for param in self._module.parameters())
         return 1e-3 if is_narrow or torch.is_autocast_enabled(self._device.type) else 1e-5
 
 
 def _differ(one: Sequence[Tensor | None], other: Sequence[Tensor | None], tolerance: float) -> bool:
-    """Whether the sums of losses do, where they are on this rank."""
+    """Return whether the sums of losses differ, if they are on this rank."""
     sums = [sum(loss.double().item() for loss in losses if loss is not None) for losses in (one, other)]
-    return not abs(sums[0] - sums[1]) <= tolerance * abs(sums[0])  # not a number differs
+    return not abs(sums[0] - sums[1]) <= tolerance * abs(sums[0])  # NaN differs
 
 
 def check_sequences(config: Config, module: nn.Module) -> None:
-    """Raises ConfigError where the model's sequences cannot be shared."""
+    """Raise ConfigError if the model's sequences cannot be split over ranks."""
     size = config.parallel.sequence
     if size == 1:
         return

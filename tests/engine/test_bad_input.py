@@ -159,8 +159,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "nothing to train": (
         lambda: initialize(frozen),
-        "ValueError: model: expected at least one parameter that requires a gradient, found 6 that do not; "
-        "call requires_grad_(True) on what is to be trained",
+        "ValueError: model: expected a parameter that requires a gradient, found 6 parameters that do not; "
+        "call requires_grad_(True) on the parameters to train",
     ),
     "complex parameters": (
         lambda: initialize(nn.Linear(4, 1, dtype=torch.complex64)),
@@ -169,13 +169,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a lazy model": (
         lambda: initialize(nn.Sequential(nn.LazyLinear(1))),
-        "ValueError: model: expected parameters with shapes, found '0.weight' of a lazy module that has not seen an "
-        "input; call the model on a batch before initialize",
+        "ValueError: model: expected parameters with shapes, found '0.weight' of a lazy module; call the model on a "
+        "batch before initialize",
     ),
     "a compiled model": (
         lambda: initialize(torch.jit.ScriptModule()),
-        "ValueError: model: expected a module of Python, found a ScriptModule, on which torch.jit lets no hook be put; "
-        "give initialize the module that was compiled",
+        "ValueError: model: expected a Python module, found a ScriptModule, which takes no hooks; pass initialize the "
+        "module before torch.jit",
     ),
     "no model": (
         lambda: initialize(17),
@@ -187,16 +187,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no optimizer": (
         lambda: initialize(None, {"optimizer": None, "gradient_clipping": 1.0}),
-        "ValueError: optimizer: expected one beside gradient_clipping, in the config, for example "
-        '{"type": "adamw", "params": {"lr": 1e-3}}, or passed to initialize(..., optimizer=...); found neither',
+        "ValueError: optimizer: gradient_clipping needs an optimizer, found none; set it in the config, for example "
+        '{"type": "adamw", "params": {"lr": 1e-3}}, or pass it to initialize(..., optimizer=...)',
     ),
     "two optimizers": (
         two_optimizers,
-        'ValueError: optimizer: found one in the config ("adamw") and one passed to initialize; leave one out',
+        'ValueError: optimizer: found both a section in the config ("adamw") and an argument of initialize; remove one',
     ),
     "a list of optimizers": (
         lambda: initialize(None, {"optimizer": None}, optimizer=[torch.optim.SGD, torch.optim.AdamW]),
-        "ValueError: optimizer: expected one optimizer, found a list of 2; give one with a group for each kind of",
+        "ValueError: optimizer: expected a single optimizer, found a list of 2; use an optimizer with a group for each",
     ),
     "loss.backward()": (
         call_backward_past_the_engine,

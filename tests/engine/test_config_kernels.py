@@ -97,7 +97,7 @@ def test_triton_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     )
     with pytest.raises(ConfigError) as caught:
         lowtide.initialize(Model(), config)
-    why = '"triton" needs a GPU, and the model is on the device cpu; "auto" is Triton where it can be'
+    why = '"triton" needs a GPU, and the model is on the device cpu; set "auto", which uses Triton if it can run'
     assert str(caught.value) == f"2 faults:\n  kernels.backend: {why}\n  kernels.layer_norm: {why}"
 
 

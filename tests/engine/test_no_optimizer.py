@@ -101,7 +101,9 @@ def test_it_says_that_it_does_not_train() -> None:
     ],
 )
 def test_a_config_of_a_training_needs_one(config: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=f"optimizer: expected one beside {key}, in the config, for example"):
+    with pytest.raises(
+        ValueError, match=f"optimizer: {key} needs an optimizer, found none; set it in the config, for example"
+    ):
         lowtide.initialize(build(), CONFIG | config)
 
 

@@ -98,7 +98,7 @@ def test_a_bad_step_leaves_half_precision_parameters(ranks: RankPool, tmp_path: 
 def test_a_caller_s_own_optimizer_cannot_be_taken_back() -> None:
     zero = {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}
     with pytest.raises(
-        ValueError, match=r'"speculative" needs one of the optimizers of the config, whose updates it can'
+        ValueError, match=r'"speculative" needs an optimizer of the config, whose updates can be undone'
     ):
         lowtide.initialize(mlp(), {"zero_optimization": zero}, optimizer=torch.optim.NAdam)
 

@@ -17,9 +17,7 @@ from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.pipe.pipelines import deep_gpt
 
-CLOSE = (
-    r"of an engine that is still open; close that first \(engine.close\(\), destroy\(\) in lowtide.deepspeed, or `with"
-)
+CLOSE = r"of an open engine; close that engine first \(engine.close\(\), destroy\(\) in lowtide.deepspeed, or `with"
 
 
 def config_of(stage: int, **more: Any) -> dict[str, Any]:
@@ -37,7 +35,9 @@ def test_a_second_engine_of_a_model_waits_for_the_first_to_close(stage: int) -> 
     }
     with lowtide.initialize(model, config_of(stage)) as engine:
         for text, other in others.items():
-            with pytest.raises(ValueError, match=rf"model: expected one that no engine has, found that {text} {CLOSE}"):
+            with pytest.raises(
+                ValueError, match=rf"model: expected a model without an engine, found that {text} {CLOSE}"
+            ):
                 lowtide.initialize(other, config_of(stage))
         first = engine.train_step(models.token_batch(0, 2)).loss
     if stage == 3:
@@ -56,7 +56,7 @@ def twice() -> str:
 
 def test_a_second_engine_over_a_pipeline(ranks: RankPool) -> None:
     for text in ranks(2, twice):
-        assert text.startswith("model: expected one that no engine has, found that this ")
+        assert text.startswith("model: expected a model without an engine, found that this ")
 
 
 def after_a_split() -> str:
@@ -71,8 +71,8 @@ def after_a_split() -> str:
 
 def test_a_model_of_parts_is_no_model(ranks: RankPool) -> None:
     text = (
-        "model: expected whole layers, found those that an earlier engine has left divided (parallel.tensor): each "
-        "rank has a part; build the model again, or give initialize the callable that builds it"
+        "model: expected whole layers, found layers that an earlier engine divided over ranks (parallel.tensor); build "
+        "the model again, or pass initialize the callable that builds it"
     )
     assert ranks(2, after_a_split) == [text, text]
 
@@ -90,7 +90,7 @@ def test_an_engine_that_nobody_has_any_more_is_closed(stage: int) -> None:
     model, plain = models.TinyGPT(), models.TinyGPT()
     plain.load_state_dict(model.state_dict())
     optimizer = trained_in_a_function(model, stage)
-    with pytest.raises(StateError, match=r"add_param_group\(\): expected its engine, found that nobody has it"):
+    with pytest.raises(StateError, match=r"add_param_group\(\): the engine of this optimizer was freed"):
         optimizer.add_param_group({"params": []})
     with lowtide.initialize(plain, config_of(stage)) as engine:
         expected = [engine.train_step(models.token_batch(step, 2)).loss for step in range(2)]
@@ -119,5 +119,5 @@ def test_a_copy_of_an_engines_model_is_no_engines() -> None:
     model = nn.Linear(2, 2)
     take(model, ModelPatches())
     take(copy.deepcopy(model), ModelPatches())
-    with pytest.raises(ValueError, match="this Linear is the model of an engine that is still open"):
+    with pytest.raises(ValueError, match="this Linear is the model of an open engine"):
         take(model, ModelPatches())

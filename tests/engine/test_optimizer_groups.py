@@ -171,15 +171,13 @@ def test_what_frozen_members_cost_is_told() -> None:
         OptimizerPlan.of(Config.load({}), model, torch.optim.AdamW(members.parameters())).notes(model)
         for members in (model, model[1])
     ]
-    assert found[0][0].startswith("optimizer: 2 of its parameters (6 elements) are frozen; memory for their gradients")
+    assert found[0][0].startswith("optimizer: 2 of its parameters (6 elements) are frozen. Their gradients")
     assert found[1] == []
 
 
 def test_parameters_of_another_model_are_refused() -> None:
     model, other = build(), build()
-    words = (
-        r"optimizer: expected one over parameters of the model, of which there are 10, found one over 11, of which 1"
-    )
+    words = r"optimizer: expected parameters of the model \(10\), found 11 parameters, 1 of them not in the model"
     with pytest.raises(ValueError, match=words):
         lowtide.initialize(model, Case(some).config(), optimizer=adamw([*model.parameters(), other.last.bias]))
 

@@ -182,7 +182,7 @@ def test_a_scheduler_may_be_a_callable_that_gets_the_optimizer(update_in_backwar
     ("choice", "words"),
     [
         *(
-            (choice, f'found {name}, which looks at whole parameters; put "optimizer": {{"type": "{name.lower()}"')
+            (choice, f'found {name}, which updates whole parameters; set "optimizer": {{"type": "{name.lower()}"')
             for name, choice in (
                 ("Muon", torch.optim.Muon),  # torch refuses to make it where there is a bias
                 ("Muon", partial(torch.optim.Muon, lr=0.1)),

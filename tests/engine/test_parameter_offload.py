@@ -186,7 +186,7 @@ def test_weights_go_out_and_come_back(ranks: RankPool, tmp_path: Path, precision
 def test_shared_memory_and_offload_contradict_each_other(ranks: RankPool, tmp_path: Path) -> None:
     case = offloaded(CASES["mlp"], tmp_path).at(3, config={"communication": {"route": "shared_memory"}})
     errors = ranks.fails(2, train_all, [case])
-    assert all('found "shared_memory", with which the ranks of a host hold one copy' in str(e) for e in errors)
+    assert all('found "shared_memory", with a copy of all parameters' in str(e) for e in errors)
 
 
 def test_a_folder_that_cannot_be_made_names_rank_and_cause(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_attention_that_caps_its_scores_is_an_error(ranks: RankPool) -> None:
 
 def test_labels_behind_padding_that_comes_first_need_sdpa(ranks: RankPool) -> None:
     for error, _ in ranks(2, refusal, "eager", "left"):
-        assert "attention_mask: expected no label where a token sees nothing" in error
+        assert "attention_mask: expected no label on a token that sees no token" in error
 
 
 LINES = {

@@ -212,7 +212,7 @@ REFUSED = {
     "positions": "position_ids: expected (rows, tokens) of 30 tokens, found (2, 29)",
     "mask": "attention_mask: expected (rows, tokens) of 30 tokens, 1 for visible tokens, found (2, 1, 30, 30)",
     "short": "sequence(2) > tokens(1): a rank would have no token",
-    "positional": "expected a call with names alone, engine(**batch), found positional arguments",
+    "positional": "expected a call with keyword arguments, engine(**batch), found positional arguments",
     "no labels": "expected labels among the inputs",
     "differs": "batch: expected the same one on the 2 ranks of sequence",
 }

@@ -134,8 +134,8 @@ def refusals() -> dict[str, str]:
 
 
 REFUSED = {
-    "written": "expected attention that ranks share in a forward of Plain, found none",
-    "shifting": "expected tokens of Plain to meet in shared attention alone, found a token's loss that changes",
+    "written": "expected split attention in a forward of Plain, found no call of it",
+    "shifting": "expected tokens of Plain to mix only in attention, found that a token's loss depends",
     "past": "expected engine(**batch), engine.train_step or engine.eval_step, found a direct call of the Plain",
 }
 

@@ -223,17 +223,17 @@ def refusals() -> dict[str, str]:
     return found
 
 
-NO_SUM = "expected the mean over the labels of the part that it is given"
+NO_SUM = "expected the mean over the labels of its part"
 REFUSED = {
     "sum": f"loss_fn: {NO_SUM}",
     "classes": f"loss_fn: {NO_SUM}",
     "rows": f"loss_fn: {NO_SUM}",
-    "all tokens": "; a loss_fn reads nothing of tokens without a label",
-    "shifted": "a loss_fn reads nothing of tokens without a label, and shifts no labels",
+    "all tokens": "; a loss_fn must ignore tokens without a label",
+    "shifted": "a loss_fn must ignore tokens without a label, and must not shift labels",
     "no labels": "batch: expected labels or shift_labels for the loss_fn",
     "its own": f"the loss of Summing: {NO_SUM}",
-    "two labels": "loss: expected one ignore_index for all of it, found -100 and 1: parts are filled up",
-    "mixing": "expected tokens of Plain to meet in shared attention alone",
+    "two labels": "loss: expected the same ignore_index in all losses, since it pads the parts, found -100 and 1",
+    "mixing": "expected tokens of Plain to mix only in attention",
 }
 
 

@@ -167,5 +167,5 @@ def refusals() -> dict[str, str]:
 
 def test_all_stages_hear_of_tokens_that_meet_and_of_other_batches(ranks: RankPool) -> None:
     for found in ranks(4, refusals):
-        assert "expected tokens of Plain to meet in shared attention alone" in found["meets"]
+        assert "expected tokens of Plain to mix only in attention" in found["meets"]
         assert "batch: expected the same one on the 4 ranks of pipe x sequence" in found["fits"]

@@ -150,7 +150,7 @@ def test_what_cannot_be_split(model: nn.Module, degree: int, plan: dict[str, str
 
 def test_fusions_over_several_layers_are_left_out_or_refused() -> None:
     assert _beside_splits(True, ["rms_norm", "gated_mlp"]) == ["rms_norm"]
-    with pytest.raises(ConfigError, match="gated_mlp computes layers at once, between which the ranks of parallel"):
+    with pytest.raises(ConfigError, match="gated_mlp fuses layers, but the ranks of parallel"):
         _beside_splits(("gated_mlp",), ["gated_mlp"])
 
 

@@ -155,10 +155,10 @@ def initialize_twice() -> str:
 def test_a_model_that_was_split_before(ranks: RankPool) -> None:
     for text, name in zip(ranks(2, initialize_twice), ("blocks.", "stem."), strict=True):
         assert text.startswith(
-            "ValueError: model: expected a whole one, found one that an earlier engine has split over a pipeline "
+            "ValueError: model: expected a whole model, found a model that an earlier engine has split over a pipeline "
             f"('{name}"
         )
-        assert text.endswith("is on another rank); build it again, or give initialize the callable that builds it")
+        assert text.endswith("is on another rank); build it again, or pass initialize the callable that builds it")
 
 
 def initialize_within(budget: int) -> str:

@@ -186,11 +186,11 @@ def test_at_most_two_gradients_are_on_their_way() -> None:
 
 
 def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:
-    expected = 'offload_optimizer.device: "cpu" needs one of the optimizers of the config'
+    expected = 'offload_optimizer.device: "cpu" needs an optimizer of the config'
     with model_apart(), pytest.raises(ValueError, match=re.escape(expected)) as caught:
         zero = {"offload_optimizer": {"device": "cpu"}}
         lowtide.initialize(mlp(), {"zero_optimization": zero}, optimizer=torch.optim.RMSprop)
-    assert str(caught.value).endswith('Use "none"')
+    assert str(caught.value).endswith('set "none"')
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])

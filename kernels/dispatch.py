@@ -60,6 +60,13 @@ def _uses_triton(backend: Backend, kernel: str, given: tuple[tuple[torch.device,
     return True
 
 
+def operators() -> Any:
+    """Return torch.ops.lowtide, which a compiler does not trace into."""
+    from . import operators  # here: it costs each import of lowtide, and few programs compile
+
+    return torch.ops.lowtide if operators else None
+
+
 @cache
 def triton_form(name: str) -> Any:
     """Import the module `triton/<name>.py`, and cache it: an `import` statement costs time in every step."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copyreg
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from .dispatch import Backend, has_triton
-from .fusions import FUSIONS, MEMBERS, Fusion, fusions_of
+from .fusions import COMPILED_FUSIONS, FUSIONS, MEMBERS, Fusion, fusions_of
 
 logger = logging.getLogger("lowtide")
 NOT_FOUND = "the model has no known module of that kind"
@@ -77,18 +77,23 @@ def replace_modules(
     backends: Mapping[str, Backend],
     always_fuses_loss: bool,
     exchange: Callable[[nn.Module, type[nn.Module]], None],
+    compiled: Collection[nn.Module] = (),
 ) -> tuple[list[Fused], list[str]]:
     """Replace modules as `fuse_model`, without checks and log. Returns replaced modules, and names without a module.
 
     names: of fusions. backends: of at least these fusions. always_fuses_loss: True to leave out logits in every
-    training forward, False only within `loss_only()`. exchange: sets the class of a module.
+    training forward, False only within `loss_only()`. exchange: sets the class of a module. compiled: inside these
+    modules a compiler fuses, so COMPILED_FUSIONS are left out.
     """
+    inside_compiled = {id(part) for module in compiled for part in module.modules()}
     fused: list[Fused] = []
     heads: list[nn.Module] = []
     seen: set[str] = set()
     for name, module in list(model.named_modules()):
         origin = _origin(type(module))
-        found = fusions_of(module, origin.cls, {key: backends[key] for key in names}, always_fuses_loss)
+        left_out = COMPILED_FUSIONS if id(module) in inside_compiled else ()
+        wanted = {key: backends[key] for key in names if key not in left_out}
+        found = fusions_of(module, origin.cls, wanted, always_fuses_loss)
         seen |= {fusion.kernel for fusion in found}
         kept = [fusion for fusion in origin.fusions if fusion.kernel not in names]
         after = tuple(sorted((*found, *kept), key=lambda fusion: FUSIONS.index(fusion.kernel)))

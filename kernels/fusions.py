@@ -33,6 +33,8 @@ from .row_norm import layer_norm, rms_norm
 
 FUSIONS = ("rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy")
 """The names of all fusions."""
+COMPILED_FUSIONS = ("rms_norm", "layer_norm", "gated_mlp", "rotary_embedding")
+"""Fusions of the layers of a block. torch.compile reaches the same bandwidth, and its code costs the host less."""
 
 Members = dict[str, Any]
 Option = str | float | bool

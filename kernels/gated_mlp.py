@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .dispatch import Backend, as_rows, triton_form, uses_triton
+from .dispatch import Backend, as_rows, operators, triton_form, uses_triton
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -72,6 +73,8 @@ def _gated(kernel: str, gate: Tensor, up: Tensor, activation: Activation, backen
         raise ValueError(
             f"{kernel}: expected up like gate, {tuple(gate.shape)} {gate.dtype}, found {tuple(up.shape)} {up.dtype}"
         )
+    if is_compiling():
+        return operators().gated_mlp(gate, up, activation, backend)  # type: ignore[no-any-return]
     if not uses_triton(backend, kernel, gate, up) or not gate.numel():
         return gated_reference(gate, up, activation)
     return _GatedMlp.apply(gate, up, activation)  # type: ignore[no-untyped-call, no-any-return]
@@ -83,6 +86,8 @@ def _gated_packed(kernel: str, x: Tensor, activation: Activation, backend: Backe
         raise ValueError(
             f"{kernel}: expected an even last dimension of x, gate and up side by side; found {tuple(x.shape)}"
         )
+    if is_compiling():
+        return operators().gated_mlp(x, None, activation, backend)  # type: ignore[no-any-return]
     if not uses_triton(backend, kernel, x) or not x.numel():
         gate, up = x.chunk(2, dim=-1)
         return gated_reference(gate, up, activation)
@@ -102,7 +107,7 @@ def _gelu(kernel: str, approximate: str) -> Activation:
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
-def _gate_and_up(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def gate_and_up(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return gate and up as rows, views if strides allow it: x and up, or the halves of x if up is None."""
     rows = as_rows(x)
     if up is not None:
@@ -116,7 +121,7 @@ class _GatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
         ctx.save_for_backward(x, up)
         ctx.activation = activation
-        y: Tensor = triton_form("gated_mlp").forward(*_gate_and_up(x, up), activation)
+        y: Tensor = triton_form("gated_mlp").forward(*gate_and_up(x, up), activation)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -125,5 +130,5 @@ class _GatedMlp(torch.autograd.Function):
         x, up = ctx.saved_tensors
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dup = torch.empty_like(dx) if up is not None else None
-        triton_form("gated_mlp").backward(as_rows(dy), *_gate_and_up(x, up), *_gate_and_up(dx, dup), ctx.activation)
+        triton_form("gated_mlp").backward(as_rows(dy), *gate_and_up(x, up), *gate_and_up(dx, dup), ctx.activation)
         return dx, dup, None

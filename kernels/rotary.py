@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .dispatch import Backend, triton_form, uses_triton
+from .dispatch import Backend, operators, triton_form, uses_triton
 
 
 def rotary_embedding(
@@ -36,22 +37,31 @@ def rotary_embedding(
     not possible.
     """
     _check(q, k, cos, sin)
+    if is_compiling():
+        return operators().rotary(q, k, cos, sin, interleaved, False, backend)  # type: ignore[no-any-return]
     if not uses_triton(backend, "rotary_embedding", q, k, cos, sin) or not (q.numel() and k.numel() and cos.numel()):
         return tuple(rotary_reference(x, cos, sin, interleaved=interleaved) for x in (q, k))  # type: ignore[return-value]
     return _Rotary.apply(q, k, cos, sin, interleaved)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate a tensor, (batch, heads, seq, head_dim), in eager torch; float64 stays float64."""
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, transposed: bool = False) -> Tensor:
+    """Rotate a tensor, (batch, heads, seq, head_dim), in eager torch; float64 stays so. transposed: of gradients."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     rotary_dim = cos.shape[-1]
     wide, rest = x[..., :rotary_dim].to(wide_dtype), x[..., rotary_dim:]
-    if interleaved:
-        rotated = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
+    cos, sin = cos.unsqueeze(1).to(wide_dtype), sin.unsqueeze(1).to(wide_dtype)
+    if transposed:
+        y = wide * cos - _rotate_pairs(wide * sin, interleaved)
     else:
-        rotated = torch.cat((-wide[..., rotary_dim // 2 :], wide[..., : rotary_dim // 2]), dim=-1)
-    y = wide * cos.unsqueeze(1).to(wide_dtype) + rotated * sin.unsqueeze(1).to(wide_dtype)
+        y = wide * cos + _rotate_pairs(wide, interleaved) * sin
     return torch.cat((y.to(x.dtype), rest), dim=-1)
+
+
+def _rotate_pairs(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .dispatch import Backend, as_rows, check_row_weight, triton_form, uses_triton
+from .dispatch import Backend, as_rows, check_row_weight, operators, triton_form, uses_triton
 
 
 def rms_norm(
@@ -118,6 +119,9 @@ def _norm(
             f"{kernel}: expected residual like x, {tuple(x.shape)} {x.dtype}, found {tuple(residual.shape)} "
             f"{residual.dtype}"
         )
+    if is_compiling():
+        y, h, *_ = operators().row_norm(x, residual, weight, bias, eps, offset, subtracts_mean, backend)
+        return y, x if residual is None else h
     if uses_triton(backend, kernel, x, residual, weight, bias) and x.numel():
         y, h = _RowNorm.apply(x, residual, weight, bias, (eps, offset, subtracts_mean))  # type: ignore[no-untyped-call]
         return y, x if h is None else h

@@ -51,9 +51,9 @@ class Compiled:
             self._take_out(self.module)
 
     @property
-    def is_wanted(self) -> bool:
-        """True if a module is to be compiled."""
-        return bool(self._wanted)
+    def wanted(self) -> list[nn.Module]:
+        """The modules that the user asked to compile."""
+        return [module for module, _ in self._wanted.values()]
 
     def want(self, modules: Iterable[nn.Module], make: Compile) -> None:
         """Compile these modules too, unless the user has given options for them."""

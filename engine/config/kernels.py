@@ -37,8 +37,8 @@ class KernelsConfig(ConfigSection):
         Literal["auto"] | bool | tuple[FusionName, ...],
         BeforeValidator(_fuse_modules),
     ] = "auto"
-    """Replace modules by fused ones. true: all known ones. "auto": true if Triton runs. Or a list of the keys below up
-    to linear_cross_entropy."""
+    """Replace modules by fused ones. true: all known ones. "auto": true if Triton runs, but leave the layers of
+    compiled blocks to torch.compile. Or a list of the keys below up to linear_cross_entropy."""
 
     rms_norm: BackendName | None = None
     """nn.RMSNorm, and the norms of Llama, Mistral, Qwen and Gemma. null: backend."""

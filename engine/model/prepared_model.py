@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from ...comm import World
 from ...kernels.dispatch import Backend, has_triton, is_interpreted
 from ...kernels.fuse import NOT_FOUND, lines_of, replace_modules
+from ...model.blocks import find_blocks
 from ...model.compiled import Compiled
 from ...model.patches import ModelPatches
 from ...parallel.tiles import Tiled, Tiles, TilesError
@@ -38,7 +39,9 @@ def check_kernels(config: Config, device: torch.device) -> None:
         raise ConfigError([Fault(f"kernels.{key}", "conflict", message) for key in asking])
 
 
-def fuse_modules(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> None:
+def fuse_modules(
+    module: nn.Module, config: Config, world: World, patches: ModelPatches, compiled: Collection[nn.Module] = ()
+) -> None:
     """Replace the modules of kernels.fuse_modules, and log it on rank 0."""
     wanted = config.kernels.fuse_modules
     backends: dict[str, Backend] = {name: config.kernels.backend_of(name) for name in FUSION_NAMES}
@@ -51,11 +54,18 @@ def fuse_modules(module: nn.Module, config: Config, world: World, patches: Model
         names = _beside_splits(wanted, found) if config.parallel.tensor > 1 else found
         if "fuse_modules" in config.kernels.model_fields_set:
             lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
+        if compiled and names:
+            lines.append('config: kernels.fuse_modules: "auto" leaves the layers of compiled blocks to torch.compile')
     if config.tiles.loss and "linear_cross_entropy" in names:
         names.remove("linear_cross_entropy")
         lines.append("config: kernels.linear_cross_entropy: no effect here: tiles.loss computes head and loss")
     fused, missing = replace_modules(
-        module, names, backends, always_fuses_loss=isinstance(wanted, tuple), exchange=patches.exchange_class
+        module,
+        names,
+        backends,
+        always_fuses_loss=isinstance(wanted, tuple),
+        exchange=patches.exchange_class,
+        compiled=compiled if wanted == "auto" else (),
     )
     lines += lines_of(fused)
     if isinstance(wanted, tuple):
@@ -152,10 +162,11 @@ class PreparedModel:
         check_ranks_agree(world, config, module)
         check_kernels(config, world.device)
         check_sequences(config, module)
-        fuse_modules(module, config, world, patches)
+        blocks = [block for _, block in find_blocks(module)] if config.compile.blocks else []
+        fuse_modules(module, config, world, patches, [*compiled.wanted, *blocks])
         tiled = tile_modules(module, config, world, patches)
-        if config.parallel.tensor > 1 and (compiled.is_wanted or config.compile.blocks):
-            found = "torch.compile on it" if compiled.is_wanted else "compile.blocks"
+        if config.parallel.tensor > 1 and (compiled.wanted or config.compile.blocks):
+            found = "torch.compile on it" if compiled.wanted else "compile.blocks"
             raise ValueError(
                 f"parallel.tensor: expected a model without torch.compile, found {found}: collectives of split layers "
                 f"cannot be traced; remove {found.removesuffix(' on it')}"

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import lowtide
-from tests.engine.compiling import with_a_new_compiler
 from tests.kit import models
+from tests.kit.compiling import with_a_new_compiler
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, share_of

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 import lowtide
 from lowtide.engine.config.config import Config, ConfigError
 from tests.engine.adapted import base, engine_of, lora, run
-from tests.engine.compiling import with_a_new_compiler
 from tests.engine.test_compile import CASE, SMALL
+from tests.kit.compiling import with_a_new_compiler
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, share_of
 

@@ -1,0 +1,75 @@
+"""A compiler sees a fused kernel as an operator: one graph, and the numbers of the eager call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from lowtide.kernels.dispatch import operators
+from lowtide.kernels.gated_mlp import geglu, swiglu, swiglu_packed
+from lowtide.kernels.rotary import rotary_embedding
+from lowtide.kernels.row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tests.kit.compiling import with_a_new_compiler
+
+ROWS, WIDTH = (2, 3), 12
+X, W = (*ROWS, WIDTH), (WIDTH,)
+HEADS = [(2, 4, 5, 8), (2, 2, 5, 8)]  # of queries and of keys: (batch, heads, seq, head_dim)
+
+CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda x, w, backend: rms_norm(x, w, backend=backend), [X, W]),
+    "rms_norm of ones": (lambda x, backend: rms_norm(x, None, backend=backend), [X]),
+    "gemma": (lambda x, w, backend: rms_norm(x, w, offset=1.0, backend=backend), [X, W]),
+    "add_rms_norm": (lambda x, r, w, backend: add_rms_norm(x, r, w, backend=backend), [X, X, W]),
+    "layer_norm": (lambda x, w, b, backend: layer_norm(x, w, b, backend=backend), [X, W, W]),
+    "add_layer_norm": (lambda x, r, w, b, backend: add_layer_norm(x, r, w, b, backend=backend), [X, X, W, W]),
+    "swiglu": (lambda gate, up, backend: swiglu(gate, up, backend=backend), [X, X]),
+    "swiglu_packed": (lambda x, backend: swiglu_packed(x, backend=backend), [X]),
+    "geglu": (lambda gate, up, backend: geglu(gate, up, backend=backend), [X, X]),
+    "geglu, exact": (lambda gate, up, backend: geglu(gate, up, approximate="none", backend=backend), [X, X]),
+    "rotary_embedding": (lambda q, k, backend: rotary_embedding(q, k, *tables(8), backend=backend), HEADS),
+    "a part of a head": (lambda q, k, backend: rotary_embedding(q, k, *tables(4), backend=backend), HEADS),
+    "neighbours": (lambda q, k, backend: rotary_embedding(q, k, *tables(8), interleaved=True, backend=backend), HEADS),
+}
+
+
+def tables(rotary_dim: int) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(5.0)[None, :, None] * torch.arange(1.0, rotary_dim + 1)
+    return angles.cos(), angles.sin()
+
+
+def run(function: Callable[..., Any], inputs: list[Tensor], backend: str) -> list[Tensor]:
+    """Outputs and the gradients of all inputs."""
+    found = function(*inputs, backend)
+    outputs = list(found) if isinstance(found, tuple) else [found]
+    slopes = [torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape) for output in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, slopes)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_call_equals_the_eager_call(name: str, backend: str) -> None:
+    """fullgraph=True raises where a graph breaks. "auto" is the reference here; Triton's form is interpreted."""
+    function, shapes = CASES[name]
+    dtype = torch.float32 if backend == "triton" else torch.bfloat16
+    tolerance = 1e-5 if backend == "triton" else 2**-6
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    with_a_new_compiler()
+    compiled = run(torch.compile(function, backend="aot_eager", fullgraph=True), inputs, backend)
+    for found, expected in zip(compiled, run(function, inputs, backend), strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_operators_keep_the_rules_of_torch() -> None:
+    """Schemas, fake implementations, and gradients through the dispatcher: torch.library.opcheck."""
+    lowtide = operators()
+    x, w = (torch.randn(shape, requires_grad=True) for shape in (X, W))
+    q, k = (torch.randn(shape, requires_grad=True) for shape in HEADS)
+    torch.library.opcheck(lowtide.row_norm, (x, None, w, None, 1e-5, 0.0, False, "auto"))
+    torch.library.opcheck(lowtide.row_norm, (x, x.detach().clone().requires_grad_(), w, w, 1e-5, 0.0, True, "auto"))
+    torch.library.opcheck(lowtide.gated_mlp, (x, None, "silu", "auto"))
+    torch.library.opcheck(lowtide.rotary, (q, k, *tables(8), False, False, "auto"))

@@ -1,9 +1,9 @@
-"""The public names of DeepSpeed on lowtide's engine: `import lowtide.deepspeed as deepspeed`.
+"""DeepSpeed's public names on lowtide's engine: `import lowtide.deepspeed as deepspeed`.
 
-A script for DeepSpeed changes this one line. What is here does what DeepSpeed 0.19 does, with its defaults; each name
-that is not here says so, and why, when it is used. See docs/deepspeed.md.
+A script for DeepSpeed changes only this line. The names here behave as in DeepSpeed 0.19, with its defaults. Using a
+name that is missing raises an error with the reason. See docs/deepspeed.md.
 
-Names are found when they are asked for: a config with keys of DeepSpeed needs `dialect.py` alone, and no torch.
+Names are imported on first use: a config with DeepSpeed's keys needs only `dialect.py`, and no torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,7 @@ names.install()
 
 __version__ = "0.19.8"
 """That of the DeepSpeed whose names these are: scripts ask for it."""
-__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
-__git_hash__ = __git_branch__ = None
+__version__ = "0.19.8"  # the DeepSpeed that these names come from: scripts compare it
 version = __version__
 git_hash = git_branch = None
 HAS_TRITON = False
@@ -45,9 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Any other public name of DeepSpeed, found when it is asked for."""
+    """Find any further public name of DeepSpeed."""
     found = names.find(".", name)
-    globals()[name] = found
+    """Find any other public name of DeepSpeed."""
     return found
 
 

@@ -1,4 +1,4 @@
-"""What scripts import as `deepspeed.accelerator`: the device of this process, by the names that DeepSpeed has."""
+"""`deepspeed.accelerator`: this process's device by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MODULE_CALLS = {
     "Stream",
     "Event",
 }
-"""Calls that torch's own module of the device has under the same name."""
+"""Calls that torch's module of the device has under the same name."""
 _OLD_NAMES = {
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
@@ -72,14 +72,14 @@ _TENSORS = {
 
 
 class TorchAccelerator:
-    """The CPU, or torch's accelerator. Memory of the CPU is not counted: its numbers are 0."""
+    """The CPU, or torch's accelerator. Memory numbers of the CPU are 0."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._communication_backend_name = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}.get(kind, "gloo")
 
     def device_name(self, device_index: int | None = None) -> str:
-        """ "cuda", or "cuda:1" with an index; the CPU has none."""
+        """Return "cuda", or "cuda:1" with an index. The CPU has no index."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
@@ -92,7 +92,7 @@ class TorchAccelerator:
         return "cpu" if self._name == "cpu" else f"{self._name}:{self.current_device()}"
 
     def device_count(self) -> int:
-        """Of the CPU: as many as there are ranks on this host, of which each has one."""
+        """Return the number of devices. The CPU counts as a device for each rank on this host."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self._name == "cpu" else torch.accelerator.device_count()
 
     def is_available(self) -> bool:
@@ -123,7 +123,7 @@ class TorchAccelerator:
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes: of the device, or of the host."""
+        """Return the bytes of the device, or of the host for the CPU."""
         if self._name == "cpu":
             import psutil
 
@@ -131,7 +131,7 @@ class TorchAccelerator:
         return int(torch.get_device_module(self._name).get_device_properties(device_index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes."""
+        """Return the free bytes of the device, or of the host for the CPU."""
         if self._name == "cpu":
             import psutil
 
@@ -154,7 +154,7 @@ class TorchAccelerator:
         return found
 
     def random(self) -> Any:
-        """The module of torch's random states."""
+        """Return torch's module of random states."""
         return torch.random
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
@@ -183,13 +183,13 @@ class TorchAccelerator:
 
 @cache
 def get_accelerator() -> TorchAccelerator:
-    """Of this process: torch's accelerator where there is one, else the CPU."""
+    """Return torch's accelerator, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return TorchAccelerator("cpu" if found is None or found.type == "mps" else found.type)
 
 
 def __getattr__(name: str) -> Any:
-    """Names of DeepSpeed's that are not here: see `names.find`."""
+    """Find a name of DeepSpeed that is not here: see `names.find`."""
     from .names import find
 
     return find("accelerator", name)

@@ -1,16 +1,17 @@
-"""A checkpoint as DeepSpeed 0.10 to 0.19 writes it: whose values are where, and what it says beside them.
+"""Read a checkpoint of DeepSpeed 0.10 to 0.19 from its files.
 
     folder/latest                                          the tag
     folder/TAG/mp_rank_00_model_states.pt                  the module; at stage 0 the optimizer as well
     folder/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: frozen parameters, buffers
-    folder/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of master weights and states
+    folder/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's shard of master weights and states
     folder/TAG/layer_LL-model_states.pt                    a layer of a pipeline
 
-[Note: flat groups] Below stage 3 the parameters of a group lie one after the other, rank after rank, with padding at
-the end. At stage 3 each parameter is padded to whole rows of all ranks, and a rank's flat group has its row of each.
+[Note: flat groups] Below stage 3 a group is the concatenation of its parameters, padded at the end and cut into a
+shard for each rank. At stage 3 each parameter is padded to a multiple of the ranks and cut into equal rows, and a
+rank's flat group has its row of each parameter.
 
-The files are pickles. They are read by an unpickler that knows the classes of tensors and of plain values alone: any
-other becomes an empty object, and nothing in a file is ever called.
+[Note: safe unpickling] The files are pickles. The unpickler knows only classes of tensors and plain values. An object
+of any other class becomes an empty object, and nothing in a file is called.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 from ..checkpoint.files import CheckpointError, NoCheckpointError
 
 COUNTERS = "lowtide.deepspeed"
-"""In the client state: the counters of DeepSpeed's engine."""
+"""Key in the client state of the counters of `DeepSpeedEngine`."""
 
 _STEP = "step"
 _OWN_KEYS = frozenset(
@@ -60,15 +61,15 @@ _OWN_KEYS = frozenset(
         "sparse_tensor_module_names",
     )
 )
-"""Of what DeepSpeed itself writes beside the caller's own state."""
+"""Keys that DeepSpeed writes. Any other key belongs to the caller's client state."""
 
 
 @dataclass
 class DeepSpeedCheckpoint:
-    """All of it, in host memory. weights: float32 masters where there are any, and buffers; names are the model's."""
+    """The content of a checkpoint in host memory, by the model's names."""
 
     tag: str
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # buffers, and float32 master weights if a file has them
     buffers: frozenset[str]
     compute_dtypes: dict[str, torch.dtype]  # of the parameters
     aliases: dict[str, str]  # further names of tied parameters -> the first
@@ -80,45 +81,46 @@ class DeepSpeedCheckpoint:
     counters: dict[str, int]
     scheduler: dict[str, Any] | None
     loss_scaler: dict[str, Any]
-    optimizer_type: str  # as the config there says it; "" where it does not
+    optimizer_type: str  # as the checkpoint's config says; "" if it does not
     adam_w_mode: bool
     base_lr: float | None
     client_state: dict[str, Any] = field(default_factory=dict)
 
 
 def is_deepspeed_checkpoint(path: Path) -> bool:
-    """Whether a folder holds the files of one checkpoint of DeepSpeed's."""
+    """Return whether a folder has the files of a DeepSpeed checkpoint."""
     return any(path.glob("*mp_rank_*_model_states.pt"))
 
 
 def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
-    """The checkpoint of a tag, or the latest; `folder` may be the checkpoint itself.
+    """Read the checkpoint with this tag, or the latest. `folder` may be the checkpoint itself.
 
-    Raises NoCheckpointError where there is none, CheckpointError where one is damaged or of a kind that is not read.
+    Raises NoCheckpointError without a checkpoint, CheckpointError if it is damaged or has several model-parallel ranks.
     """
     path = _find(folder, tag)
     files = sorted(path.glob("mp_rank_*_model_states.pt"))
     by_rank = _by_number(path.glob("zero_pp_rank_*_model_states.pt"), r"zero_pp_rank_(\d+)_")
     optimizers = _by_number(path.glob("*zero_pp_rank_*_optim_states.pt"), r"zero_pp_rank_(\d+)_")
     layers = sorted(path.glob("layer_*-model_states.pt"))
-    if any("mp_rank_00" not in one.name for one in (*by_rank, *optimizers)) or (len(files) > 1 and not layers):
+    has_model_ranks = any("mp_rank_00" not in file.name for file in (*by_rank, *optimizers))
+    if has_model_ranks or (len(files) > 1 and not layers):
         raise CheckpointError(
-            f"{path}: expected one rank of model parallelism, found several; merge them with DeepSpeed"
+            f"{path}: expected one rank of model parallelism, found several. Merge them with DeepSpeed first"
         )
     main = load_pickle(files[0] if files else by_rank[0])
     module = _of_layers(layers) if layers else main["module"]
     return _Reading(
-        path, main, module, [load_pickle(one) for one in optimizers], [load_pickle(one) for one in by_rank]
+        path, main, module, [load_pickle(file) for file in optimizers], [load_pickle(file) for file in by_rank]
     ).checkpoint()
 
 
 class _Reading:
-    """What is made of the files' contents."""
+    """Assemble a DeepSpeedCheckpoint from the contents of the files."""
 
     def __init__(
         self, path: Path, main: dict[str, Any], module: Mapping[str, Any], parts: Sequence[Any], ranks: Sequence[Any]
     ) -> None:
-        """parts: of the optimizer, by rank. ranks: the model's files of stage 3, by rank."""
+        """parts: optimizer files by rank. ranks: model files of stage 3 by rank."""
         self._path = path
         self._main = main
         self._module = module
@@ -178,7 +180,7 @@ class _Reading:
         return {**found, "micro_steps": found["global_steps"] * (accumulation if isinstance(accumulation, int) else 1)}
 
     def _loss_scaler(self) -> dict[str, Any]:
-        """Where float16's scale stands."""
+        """Return the state of float16's loss scaler."""
         of = self._parts[0] if self._parts else {}
         found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else {}
         since = int(found.get("cur_iter", 0)) - int(found.get("last_overflow_iter", -1)) - 1
@@ -190,13 +192,15 @@ class _Reading:
         }
 
     def _read_whole(self, optimizer: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-        """Stage 0: torch's own state dict, of parameters in the order of the module; in half precision inside of
-        another. Raises CheckpointError where that order cannot be known."""
+        """Read stage 0: torch's state dict by parameter index, in half precision nested in another dictionary.
+
+        Returns no groups if the indices do not match the module's parameters.
+        """
         inner = optimizer.get("optimizer_state_dict", optimizer)
         params = [name for name in self._module if name not in (self._main.get("buffer_names") or ())]
         found = [index for group in inner["param_groups"] for index in group["params"]]
         if len(found) != len(params):
-            return [], []  # frozen parameters, or masters in flat groups: the weights alone
+            return [], []  # frozen parameters or flat master weights: only the weights can be read
         for index, state in inner["state"].items():
             self._add_states(params[index], state, tuple(self._module[params[index]].shape))
         groups = [_options(group) for group in inner["param_groups"]]
@@ -213,29 +217,29 @@ class _Reading:
                 self._states.setdefault(name, {})[key] = value.float()
 
     def _read_parts(self, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Master weights and states of all ranks' parts: see [Note: flat groups]."""
+        """Read master weights and states from the shards of all ranks: see [Note: flat groups]."""
         first = self._parts[0]
         is_stage_3 = "fp32_flat_groups" in first
         masters = [
             part["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"] for part in self._parts
         ]
         bases = [part["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for part in self._parts]
-        put_together = self._rows_together if is_stage_3 else self._parts_together
+        concatenate = self._concatenate_rows if is_stage_3 else self._concatenate_shards
         for index, group in enumerate(shapes):
-            put_together([one[index].reshape(-1) for one in masters], group, self._weights)
+            concatenate([master[index].reshape(-1) for master in masters], group, self._weights)
             states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]
             for key, value in states[0].items():
                 if key == _STEP:
                     self._steps.append(float(value))
                 elif isinstance(value, Tensor) and value.numel() == masters[0][index].numel():
                     whole: dict[str, Tensor] = {}
-                    put_together([state[key].reshape(-1) for state in states], group, whole)
+                    concatenate([state[key].reshape(-1) for state in states], group, whole)
                     for name, values in whole.items():
                         self._states.setdefault(name, {})[key] = values
         options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
         return [_options(group) for group in options] if len(options) == len(shapes) else []
 
-    def _parts_together(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
+    def _concatenate_shards(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
         flat = torch.cat([part.float() for part in parts])
         offset = 0
         for name, shape in group.items():
@@ -247,7 +251,7 @@ class _Reading:
             out[name] = flat[offset : offset + numel].view(tuple(shape)).clone()
             offset += numel
 
-    def _rows_together(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
+    def _concatenate_rows(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
         offset = 0
         for name, shape in group.items():
             numel = math.prod(shape)
@@ -262,16 +266,16 @@ class _Reading:
             offset += row
 
     def _read_frozen(self) -> None:
-        """Parameters without masters: whole, or at stage 3 a row on each rank."""
+        """Read frozen parameters (without master weights): whole, or at stage 3 a row on each rank."""
         shapes = dict(self._main.get("frozen_param_shapes") or {})
-        chunk_views = [dict(one.get("frozen_param_fragments") or {}) for one in self._ranks or [self._main]]
+        fragments = [dict(rank.get("frozen_param_fragments") or {}) for rank in self._ranks or [self._main]]
         for name, shape in shapes.items():
-            whole = torch.cat([one[name].reshape(-1) for one in chunk_views])
+            whole = torch.cat([fragment[name].reshape(-1) for fragment in fragments])
             self._weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
 
 
 def _of_layers(files: Sequence[Path]) -> dict[str, Any]:
-    """A pipeline's layers, by their numbers."""
+    """Read a pipeline's layers, with the layer's number before each name."""
     found: dict[str, Any] = {}
     for file in files:
         number = re.match(r"layer_(\d+)", file.name)
@@ -292,8 +296,8 @@ def _find(folder: Path, tag: str | None) -> Path:
     if name is None or "/" in name or not is_deepspeed_checkpoint(folder / name):
         found = sorted(path.name for path in folder.iterdir() if path.is_dir() and is_deepspeed_checkpoint(path))
         raise NoCheckpointError(
-            f"{folder}: expected a checkpoint of DeepSpeed's{f' with the tag {name!r}' if name else ''}, found "
-            f"{', '.join(found) or 'none'}; name one by --tag"
+            f"{folder}: expected a DeepSpeed checkpoint{f' with the tag {name!r}' if name else ''}, found "
+            f"{', '.join(found) or 'none'}. Choose one by --tag"
         )
     return folder / name
 
@@ -310,7 +314,7 @@ def _by_number(paths: Any, pattern: str) -> list[Path]:
 
 
 class _Unknown(SimpleNamespace):
-    """An object of a class that is not known: what a file says of it, and nothing that it does."""
+    """An object of an unknown class: the attributes in the file, without behaviour."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -361,20 +365,20 @@ _PICKLE = SimpleNamespace(
 
 
 def load_pickle(path: Path) -> Any:
-    """The content of a file of torch.save's: tensors and plain values. Raises CheckpointError."""
+    """Read a file of torch.save: see [Note: safe unpickling]. Raises CheckpointError."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_PICKLE)
-    except Exception as error:  # whatever torch makes of what is no such file
-        raise CheckpointError(f"{path}: expected a file that torch.save has written; {error}") from error
+    except Exception as error:  # torch raises many kinds of errors for a foreign file
+        raise CheckpointError(f"{path}: expected a file written by torch.save; {error}") from error
     if not isinstance(found, (dict, OrderedDict)):
         raise CheckpointError(f"{path}: expected a dictionary, found {type(found).__name__}")
     return _detached(found)
 
 
 def _detached(value: Any) -> Any:
-    """With plain tensors in the place of parameters."""
+    """Replace parameters by plain tensors."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):
-        return {key: _detached(one) for key, one in value.items()}
-    return [_detached(one) for one in value] if type(value) is list else value
+        return {key: _detached(item) for key, item in value.items()}
+    return [_detached(item) for item in value] if type(value) is list else value

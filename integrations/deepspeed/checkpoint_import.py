@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed as checkpoints of ours: masters, states, steps, where the schedule stands, client state."""
+"""Convert DeepSpeed checkpoints to lowtide's: weights, states, step counts, scheduler and client state."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .checkpoint_files import COUNTERS, DeepSpeedCheckpoint, load_pickle, read_d
 def import_deepspeed(
     source: str | os.PathLike[str], target: str | os.PathLike[str], tag: str | None = None
 ) -> tuple[Path, list[str]]:
-    """Writes a checkpoint of DeepSpeed's into the folder `target`, for engines of any number of ranks and any stage.
+    """Convert a DeepSpeed checkpoint into the folder `target`. It loads at any number of ranks and any stage.
 
-    Returns where it is, and what of it could not be taken over. tag: None for the latest. All of it is in the memory of
-    this process at a time. Raises NoCheckpointError, CheckpointError and OSError.
+    Returns (path, notes on parts that could not be converted). tag: None: the latest. Needs host memory for the whole
+    checkpoint. Raises NoCheckpointError, CheckpointError and OSError.
     """
     found = read_deepspeed(folder_path(source), tag)
     folder = CheckpointFolder(folder_path(target))
@@ -43,7 +43,7 @@ def import_deepspeed(
         "scalars": encode({}, "optimizer state"),
     }
     if not found.groups:
-        notes.append("no optimizer states: load the weights alone (engine.load_weights, load_module_only=True)")
+        notes.append("no optimizer states: load only the weights (engine.load_weights, load_module_only=True)")
     kind = _kind(found)
     has_step = bool(found.states) and OPTIMIZERS[kind].keeps_step
     names = OptimizerNames(tuple(found.states) if has_step else (), tuple(map(tuple, found.group_names)))
@@ -59,12 +59,12 @@ def import_deepspeed(
 
 
 def is_folder_of_weights(path: Path) -> bool:
-    """Whether it holds what `zero_to_fp32` writes by torch.save."""
+    """Return whether a folder has the torch.save files of DeepSpeed's `zero_to_fp32`."""
     return any(path.glob("pytorch_model*.bin"))
 
 
 def import_weights(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
-    """Writes the weights of such a folder as safetensors, which `engine.load_weights` reads. Raises CheckpointError."""
+    """Convert this folder to safetensors, for `engine.load_weights`. Raises CheckpointError."""
     values: dict[str, torch.Tensor] = {}
     for file in sorted(folder_path(source).glob("pytorch_model*.bin")):
         values |= {name: value for name, value in load_pickle(file).items() if isinstance(value, torch.Tensor)}
@@ -73,7 +73,7 @@ def import_weights(source: str | os.PathLike[str], target: str | os.PathLike[str
 
 
 class _InMemory:
-    """Tensors as a source: see `TensorSource`."""
+    """Tensors in memory as a `TensorSource`."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
@@ -137,12 +137,12 @@ def _training(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> dict[s
 
 
 def _kind(found: DeepSpeedCheckpoint) -> str:
-    """The optimizer's name here: by its config there, else by its states and options."""
+    """Return lowtide's name of the optimizer: by the checkpoint's config, else by its states and options."""
     written = found.optimizer_type.lower()
-    named = next((one.name for one in OPTIMIZERS.values() if written in (one.name, *one.deepspeed_names)), None)
+    named = next((row.name for row in OPTIMIZERS.values() if written in (row.name, *row.deepspeed_names)), None)
     if named is not None:
         return "adamw" if named == "adam" and found.adam_w_mode else named
-    states = {state for one in found.states.values() for state in one}
+    states = {state for by_name in found.states.values() for state in by_name}
     if "exp_avg_sq" in states:
         decoupled = all(group.get("decoupled_weight_decay", True) for group in found.groups)
         return "adamw" if decoupled else "adam"
@@ -150,7 +150,7 @@ def _kind(found: DeepSpeedCheckpoint) -> str:
 
 
 def _plain(values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Those that a checkpoint of ours can hold; the others are noted."""
+    """Return the values that lowtide's checkpoints can hold, and add a note for each value left out."""
     kept = {}
     for key, value in values.items():
         try:

@@ -1,7 +1,6 @@
-"""What scripts import as `deepspeed.checkpointing`: forwards that are computed again in the backward.
+"""`deepspeed.checkpointing`: recompute forwards in the backward.
 
-The engine has a switch of its own for whole blocks (activation_checkpointing in the config); this is for scripts that
-call `checkpoint` themselves.
+For scripts that call `checkpoint` themselves. activation_checkpointing in the config does the same for whole blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _DEFAULT = "model-parallel-rng"
 
 
 class CudaRNGStatesTracker:
-    """States of the device's random generator, each of which goes on where it was left."""
+    """Named states of the device's random generator, each of them continued by the next use."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
@@ -38,9 +37,9 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Raises ValueError for a name that there is already."""
+        """Add a seeded state. Raises ValueError for a name that exists."""
         if name in self.states_:
-            raise ValueError(f"random state '{name}': expected a new name, found one that is there already")
+            raise ValueError(f"random state '{name}': expected a new name, found an existing name")
         device = get_accelerator()
         before = device.get_rng_state()
         device.manual_seed(seed)
@@ -49,9 +48,9 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _DEFAULT) -> Iterator[None]:
-        """A context with this state; after it the generator goes on as it was. ValueError for an unknown name."""
+        """Open a context that uses this state, and restore the generator after it. ValueError for an unknown name."""
         if name not in self.states_:
-            raise ValueError(f"random state '{name}': expected one of {sorted(self.states_)}; add it before")
+            raise ValueError(f"random state '{name}': expected one of {sorted(self.states_)}; add it first")
         device = get_accelerator()
         before = device.get_rng_state()
         device.set_rng_state(self.states_[name])
@@ -64,12 +63,12 @@ class CudaRNGStatesTracker:
 
 @cache
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """That of this process."""
+    """Return the tracker of this process."""
     return CudaRNGStatesTracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the device's generator, and a state of its own for what differs between ranks of one model."""
+    """Seed the device's generator, and a separate state for values that differ between the ranks of a model."""
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     get_accelerator().manual_seed(seed)
@@ -92,7 +91,7 @@ __all__ = [
 
 model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
-# What `configure` has said, for all calls of `checkpoint` in this process, as DeepSpeed has it.
+# The settings of `configure`. They apply to the whole process, as in DeepSpeed.
 _STATE = {"configured": False, "on_host": False}
 
 
@@ -106,9 +105,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """How `checkpoint` keeps its inputs. checkpoint_in_cpu: in host memory; arguments go before the config.
+    """Set how `checkpoint` keeps its inputs. checkpoint_in_cpu: in host memory. Arguments override the config.
 
-    Activations are not divided over ranks: `partition_activations` and what goes with it have no effect, and say so.
+    `partition_activations` and its related arguments have no effect, with a warning: each rank keeps its inputs.
     """
     section: dict[str, Any] = {}
     if deepspeed_config is not None:
@@ -124,16 +123,16 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Forgets what `configure` has said of host memory."""
+    """Forget `checkpoint_in_cpu`."""
     _STATE["on_host"] = False
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing: no buffers are sized by it."""
+    """Do nothing: no buffers depend on it."""
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Says that activations are not divided over ranks."""
+    """Warn that activations are not divided over ranks."""
     if partition_activation:
         warning_once(
             "activation checkpointing: partition_activations has no effect, each rank keeps its own inputs; "
@@ -142,7 +141,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What function(*args) gives, computed again in the backward; nothing but its inputs is kept."""
+    """Return function(*args), keeping only its inputs and recomputing it in the backward."""
     with _kept_on_host():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 

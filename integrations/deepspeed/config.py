@@ -1,4 +1,4 @@
-"""`DeepSpeedConfig`: a config as DeepSpeed means it, for the ranks there are, and what an engine tells of it."""
+"""`DeepSpeedConfig`: a config with DeepSpeed's defaults for the world size, and the values that an engine reports."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class DeepSpeedConfig:
-    """What a file says, and what DeepSpeed makes of the keys that it leaves out.
+    """A config file with DeepSpeed's defaults for missing keys.
 
-    The batch triple may be set anew while a training runs. `checked` is lowtide's own config, without the changes.
+    The batch triple may change during a training. `checked` is lowtide's config, without these changes.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DeepSpeedConfig:
         world_size: int | None = None,
         num_stages: int = 1,
     ) -> None:
-        """world_size: None: that of the process group, 1 where there is none. num_stages: of a pipeline.
+        """world_size: None: that of the process group, or 1 without a group. num_stages: of a pipeline.
 
         Raises ConfigError.
         """
@@ -49,13 +49,13 @@ class DeepSpeedConfig:
         for note in notes:
             log_dist_once(f"config: {note}", [0], WARNING)
         section = given.get("optimizer")
-        self.optimizer_params = section.get("params") if isinstance(section, Mapping) else None  # as they are written
+        self.optimizer_params = section.get("params") if isinstance(section, Mapping) else None  # as in the file
         self.raw = with_their_defaults(given)
         peak, said = self.section("scheduler", "params", PEAK), given.get("scheduler")
         if peak is not None and isinstance(said, Mapping) and PEAK not in (said.get("params") or {}):
             log_dist_once(
-                f"scheduler.params.{PEAK}: left out, so it is DeepSpeed's default, {peak}, whatever the optimizer's lr "
-                'is; write the one you mean, or "auto" for that lr',
+                f"scheduler.params.{PEAK}: missing, so DeepSpeed's default {peak} is used instead of the optimizer's "
+                'lr. Write a value, or "auto" for that lr',
                 [0],
                 WARNING,
             )
@@ -77,8 +77,8 @@ class DeepSpeedConfig:
         resolved = self.resolved
         if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & self.raw.keys():
             raise UsageError(
-                "config: expected train_batch_size or train_micro_batch_size_per_gpu, found neither: DeepSpeed needs "
-                "one of them, and what it does by the number of samples follows from it"
+                "config: expected train_batch_size or train_micro_batch_size_per_gpu, found neither. DeepSpeed needs "
+                "one of them to count samples"
             )
         self.train_batch_size: Any = resolved.train_batch_size
         self.train_micro_batch_size_per_gpu: Any = resolved.train_micro_batch_size_per_gpu
@@ -87,7 +87,7 @@ class DeepSpeedConfig:
         self._num_data_ranks = int(self.train_batch_size or samples) // samples
 
     def _tag_validation(self) -> str:
-        """What happens where ranks save under different tags. Raises ConfigError for another word."""
+        """Return how to treat different tags on different ranks. Raises ConfigError for an unknown word."""
         found = str(_written("Warn", "checkpoint", "tag_validation")(self)).upper()
         if found not in TAG_VALIDATION:
             message = f"expected one of {', '.join(TAG_VALIDATION)}, in any case, found {found!r}"
@@ -95,7 +95,7 @@ class DeepSpeedConfig:
         return found
 
     def _check_dtypes(self) -> None:
-        """Raises UsageError for a `param_dtype` that is not the mode's, ConfigError for one that is no type."""
+        """Raise UsageError if `param_dtype` contradicts fp16 or bf16, ConfigError if a key is no dtype."""
         for key in ("param_dtype", "buffer_dtype"):
             found = GETTERS[key](self)
             if found is not None and found not in _DTYPES:
@@ -104,12 +104,12 @@ class DeepSpeedConfig:
         mode, said = _compute_dtype(self), GETTERS["param_dtype"](self)
         if said is not None and _DTYPES[said] != mode:
             raise UsageError(
-                f'data_types.param_dtype: expected the type that bf16.enabled and fp16.enabled say ({mode}), found "'
-                f'{said}"; change one of them'
+                f"data_types.param_dtype: expected the dtype that bf16.enabled and fp16.enabled choose ({mode}), found "
+                f'"{said}". Change one of them'
             )
 
     def _configure_train_batch_size(self) -> None:
-        """Fills what is None of the batch triple from the others. Raises UsageError where they do not fit."""
+        """Fill the missing values of the batch triple. Raises UsageError if the triple does not fit."""
         ranks = self._num_data_ranks
         micro, steps = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         if self.train_batch_size is None and micro is not None:
@@ -129,11 +129,11 @@ class DeepSpeedConfig:
 
     @property
     def dtype_of_buffers(self) -> torch.dtype | None:
-        """To which a model's buffers are cast; None: they keep their own."""
+        """The dtype to cast a model's buffers to; None: keep their dtypes."""
         return _DTYPES.get(self.buffer_dtype)
 
     def section(self, *path: str) -> Any:
-        """What the file says there, unchecked; None where it says nothing."""
+        """Return the unchecked value at a path of the file, or None."""
         found: Any = self.raw
         for key in path:
             found = found.get(key) if isinstance(found, Mapping) else None
@@ -143,12 +143,12 @@ class DeepSpeedConfig:
         if name in GETTERS:
             return GETTERS[name](self)
         raise AttributeError(
-            f"DeepSpeedConfig: no '{name}' here; `checked` is lowtide's own config, `raw` what was given"
+            f"DeepSpeedConfig has no attribute '{name}'; `checked` is lowtide's config, `raw` the given one"
         )
 
 
 def _read(config: Source) -> dict[str, Any]:
-    """As lowtide reads it; of a file that is no JSON, as hjson does, where it is installed. Raises ConfigError."""
+    """Read a config as lowtide does, or by hjson, if installed, for a file that is not JSON. Raises ConfigError."""
     try:
         return read(config)[0]
     except ConfigError as error:
@@ -165,7 +165,7 @@ def _read(config: Source) -> dict[str, Any]:
 
 
 def _left_to_lowtide(raw: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys that act here, of which lowtide's own config says that they have no effect."""
+    """Return the config without the keys that this package handles: lowtide would note that they have no effect."""
     left = dict(raw)
     if isinstance(left.get("dataloader_drop_last"), bool):
         del left["dataloader_drop_last"]
@@ -189,7 +189,7 @@ def _option(section: str, key: str) -> Callable[[DeepSpeedConfig], Any]:
 
 
 def _written(default: Any, *path: str) -> Callable[[DeepSpeedConfig], Any]:
-    """What the file says of a key that has no meaning of its own here; it may leave out "stage3_"."""
+    """Return a getter of a value in the file that is no field of lowtide's config. "stage3_" is optional in its key."""
     plain = (*path[:-1], path[-1].removeprefix("stage3_"))
 
     def get(config: DeepSpeedConfig) -> Any:
@@ -221,7 +221,7 @@ def _loss_scale_args(config: DeepSpeedConfig) -> dict[str, Any] | None:
 
 
 def _monitors(config: DeepSpeedConfig) -> SimpleNamespace:
-    """The sections of monitors, and whether one is on."""
+    """Return the sections of the monitors, with `enabled`: whether any is on."""
     found = {name: getattr(config.checked, name) for name in ("tensorboard", "wandb", "csv_monitor")}
     return SimpleNamespace(**found, enabled=any(section.enabled for section in found.values()))
 
@@ -355,7 +355,7 @@ GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "zero_quantized_gradients": _written(False, _ZERO, "zero_quantized_gradients"),
     "autotp_size": lambda config: config.checked.parallel.tensor if config.checked.parallel.tensor > 1 else 0,
 }
-"""What the config has as an attribute, and the engine, where DeepSpeed's has it, as a call."""
+"""The attributes of the config. The engine has those that DeepSpeed's engine has, as methods."""
 
 
 def _if_used(section: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Sections of a config as objects: what scripts import from `deepspeed.runtime.zero.config` and `precision_config`.
+"""Config sections as objects: names of `deepspeed.runtime.zero.config` and `precision_config`.
 
-And from `deepspeed.elasticity`: the batch that the section `elasticity` of a config chooses.
+Also `deepspeed.elasticity`: the batch size that the section `elasticity` chooses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class DeepSpeedZeroOffloadParamConfig:
-    """`offload_param`: its keys are attributes, with DeepSpeed's defaults. Raises ConfigError."""
+    """`offload_param`: keys as attributes, with DeepSpeed's defaults. Raises ConfigError."""
 
     section: ClassVar[str] = "offload_param"
     defaults: ClassVar[dict[str, Any]] = {"buffer_count": 5, "buffer_size": int(1e8), "max_in_cpu": int(1e9)}
@@ -42,7 +42,7 @@ class DeepSpeedZeroOffloadParamConfig:
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedZeroOffloadParamConfig):
-    """`offload_optimizer`, likewise."""
+    """`offload_optimizer`: keys as attributes, with DeepSpeed's defaults. Raises ConfigError."""
 
     section = "offload_optimizer"
     defaults: ClassVar[dict[str, Any]] = {
@@ -58,7 +58,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedZeroOffloadParamConfig):
 
 
 class DeepSpeedZeroConfig:
-    """`zero_optimization`: what an engine tells as `zero_...()` is an attribute here. Raises ConfigError."""
+    """`zero_optimization`: each `zero_...()` of an engine is an attribute here. Raises ConfigError."""
 
     def __init__(self, **values: Any) -> None:
         self._config = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": values}, world_size=1)
@@ -67,7 +67,7 @@ class DeepSpeedZeroConfig:
         self.offload_optimizer = self._offload(DeepSpeedZeroOffloadOptimizerConfig)
 
     def _offload(self, kind: type[DeepSpeedZeroOffloadParamConfig]) -> Any:
-        """None where neither the section nor its older switch stands in the config."""
+        """Return the section as an object, None if neither the section nor its older switch is in the config."""
         written = self._config.section("zero_optimization", kind.section)
         checked = getattr(self._config.checked.zero_optimization, kind.section)
         if written is None and checked.device == "none":
@@ -82,7 +82,7 @@ class DeepSpeedZeroConfig:
 
 
 class ElasticityError(ValueError):
-    """The name by which scripts catch errors of elasticity."""
+    """Scripts catch errors of elasticity by this name."""
 
 
 class ElasticityConfigError(ElasticityError):
@@ -90,11 +90,11 @@ class ElasticityConfigError(ElasticityError):
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):  # DeepSpeed's name
-    """So many ranks cannot train with the batch."""
+    """This number of ranks cannot train with the batch size."""
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the section is on."""
+    """Return whether the section is on."""
     return (ds_config.get("elasticity") or {}).get("enabled", False) in (True, "true")
 
 
@@ -104,14 +104,14 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[Any, ...]:
-    """(global batch, the numbers of data-parallel ranks that divide it), and a rank's microbatch where it is known.
+    """Return (global batch, data-parallel sizes that divide it), and the microbatch of a rank if it is known.
 
-    world_size: ranks; 0: those of WORLD_SIZE for version 0.2, not known for 0.1. The microbatch is returned with a
-    world_size, and with return_microbatch. target_deepspeed_version has no effect. Raises ElasticityConfigError, and
-    ElasticityIncompatibleWorldSize for ranks that do not divide the batch (version 0.1) or that it is too small for.
+    world_size: 0: WORLD_SIZE of the environment for version 0.2, unknown for version 0.1. The microbatch is returned
+    if world_size or return_microbatch is given. target_deepspeed_version has no effect.
+    Raises ElasticityConfigError, and ElasticityIncompatibleWorldSize if the batch does not fit the ranks.
     """
     if not elasticity_enabled(ds_config):
-        raise ElasticityConfigError('elasticity: expected a section with "enabled": true, found none that is on')
+        raise ElasticityConfigError('elasticity: expected a section with "enabled": true, found none')
     given = ds_config["elasticity"]
     shared = given.get("model_parallel_size", 1)
     try:
@@ -123,7 +123,7 @@ def compute_elastic_config(
     if not ranks:
         if section.version == 0.2 or return_microbatch:
             raise ElasticityConfigError(
-                "compute_elastic_config: expected a world_size, or WORLD_SIZE in the environment, for version 0.2 and "
+                "compute_elastic_config: expected world_size, or WORLD_SIZE in the environment, for version 0.2 and "
                 "for the microbatch, found neither"
             )
         return batch, list(sizes)
@@ -136,10 +136,10 @@ def compute_elastic_config(
 
 
 def __getattr__(name: str) -> Any:
-    """`HfDeepSpeedConfig`: Accelerate's, since transformers' asks for the package deepspeed.
+    """Return Accelerate's `HfDeepSpeedConfig`: the class of transformers needs the package deepspeed.
 
-    It tells what the file says (`get_value`, `is_zero3`, `is_offload`). `from_pretrained` does not read it: see
-    docs/deepspeed.md for a model that no rank holds as a whole.
+    It reads the config (`get_value`, `is_zero3`, `is_offload`). `from_pretrained` ignores it: docs/deepspeed.md
+    describes models that no rank holds as a whole.
     """
     if name != "HfDeepSpeedConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 
 class RepeatingLoader:
-    """An iterator that begins the loader again where it ends."""
+    """An iterator that restarts the loader at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -31,9 +31,9 @@ class RepeatingLoader:
 
 
 class DeepSpeedDataLoader:
-    """Microbatches of this data-parallel rank, in another order for each `data_sampler.set_epoch(epoch)`.
+    """Microbatches of this data-parallel rank, in a new order after each `data_sampler.set_epoch(epoch)`.
 
-    It is an iterable, and the iterator over itself: `next(loader)` goes on where the last loop has stopped.
+    It is an iterable and its own iterator: `next(loader)` continues after the last loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DeepSpeedDataLoader:
         dataloader_drop_last: bool = False,
         deepspeed_dataloader_config: Any = None,
     ) -> None:
-        """num_local_io_workers: processes that read; None: this one alone."""
+        """num_local_io_workers: processes that read; None: read in this process."""
         self.dataset = dataset
         self.batch_size = batch_size
         self.post_process_func: Callable[..., Any] | None = None

@@ -1,10 +1,9 @@
-"""DeepSpeed's words in a config file, as the fields of lowtide's `Config`: imported for a file that has some of them.
+"""Translate DeepSpeed's keys in a config file to lowtide's `Config`. Imported only for a file with these keys.
 
-[Note: two defaults] A key that is left out has the default of docs/config.md, for every file. Where DeepSpeed has
-another one that changes the numbers of a training, a file that was written for it trains differently here, and nothing
-in it says so. Such a file gets a note for each of these keys: one with a key that only DeepSpeed has, and one that
-says no word of ours where DeepSpeed could run it (it needs a batch size). Any other was written with docs/config.md at
-hand.
+[Note: two defaults] A missing key has the default of docs/config.md, in every file. If DeepSpeed's default differs
+and changes the numbers of a training, a file written for DeepSpeed trains differently here without saying so. So each
+such key gets a note if the file was written for DeepSpeed: if it has a key that only DeepSpeed has, or if it has no
+key of lowtide's alone and DeepSpeed could run it (it has a batch size).
 Source: DeepSpeed 0.19.8, runtime/constants.py, runtime/engine.py (_configure_basic_optimizer), ops/adam, ops/lion,
 runtime/lr_schedules.py.
 
@@ -23,17 +22,19 @@ from ..engine.config.translate import Dialect, Translation, paths_of, says_no_ow
 from ..optimizers import OPTIMIZERS
 from .rules import RULES, judge, rule_schema
 
-CPU_SWITCHES = {  # true is device "cpu" in this section
+CPU_SWITCHES = {  # true means device "cpu" in this section
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
     "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
     "activation_checkpointing.cpu_checkpointing": "activation_checkpointing.offload",
 }
 _OLD_SWITCHES = tuple(path.rpartition(".")[2] for path in CPU_SWITCHES)
-MICS = "zero_optimization.mics_shard_size"  # shard_size, where it is above 0
-PIN_SWITCH = "zero_optimization.cpu_offload_use_pin_memory"  # pin_memory of what the two before it offload
+MICS = "zero_optimization.mics_shard_size"  # shard_size, if above 0
+PIN_SWITCH = (
+    "zero_optimization.cpu_offload_use_pin_memory"  # pin_memory of what cpu_offload and cpu_offload_params offload
+)
 BF16_MASTERS = "bf16.bf16_master_weights_and_grads"  # masters false, and gradients that accumulate in bf16
-QUANTIZED: dict[str, dict[str, int]] = {  # ZeRO++, whose stage is 3 -> keys of the section `communication`
+QUANTIZED: dict[str, dict[str, int]] = {  # ZeRO++ (stage 3) -> keys of the section `communication`
     "zero_optimization.zero_quantized_weights": {"weight_bits": 8},
     "zero_optimization.zero_quantized_nontrainable_weights": {"frozen_weight_bits": 8},
     "zero_optimization.zero_quantized_gradients": {"gradient_bits": 4, "gradient_bits_in_host": 4},
@@ -42,13 +43,13 @@ BF16_STATES = "bf16.bf16_optimizer_states"  # state_dtype "bf16"
 _SWITCHES = (*CPU_SWITCHES, PIN_SWITCH, BF16_MASTERS, BF16_STATES, *QUANTIZED)
 _KEYS = frozenset([*RULES, *_SWITCHES, MICS])
 FLOPS_WORDS = {"profile_step": "step", "module_depth": "module_depth", "top_modules": "top_modules"}
-IDLE_WORDS = {  # of the sections that are `profile` here, which writes all that these would choose
+IDLE_WORDS = {  # sections that are `profile` here; it always includes what these keys select
     "flops_profiler": ("recompute_fwd_factor", "detailed"),
     "comms_logger": ("verbose", "prof_all", "debug", "prof_ops"),
 }
 _MUON_LR = "optimizer.params.muon_lr"
 PEAK = "warmup_max_lr"
-_THEIR_PEAK = 1e-3  # of WarmupDecayLR alone: of WarmupLR it is the optimizer's lr there too
+_THEIR_PEAK = 1e-3  # for WarmupDecayLR only: WarmupLR uses the optimizer's lr in DeepSpeed too
 _MONITORS = {
     "tensorboard": {"job_name": "DeepSpeedJobName"},
     "csv_monitor": {"job_name": "DeepSpeedJobName"},
@@ -62,12 +63,12 @@ _UNREAD = {
     "pipeline_parallel_size": "parallel.pipeline is the key",
     **{f"optimizer.{key}": "it belongs into optimizer.params" for key in ("lr", "betas", "eps", "weight_decay")},
 }
-"""Keys in files of users that DeepSpeed never reads: what the writer of such a file may have meant."""
+"""Keys that DeepSpeed never reads but users write, and a hint to the intended key."""
 _ADAM_NAMES = ("adam", *OPTIMIZERS["adam"].deepspeed_names)
 
 
 class DeepSpeed(Dialect):
-    """The keys of DeepSpeed that are no fields here: switches of the kind below, and `RULES`."""
+    """Translate DeepSpeed's keys that are no fields here: the switches below, and `RULES`."""
 
     reasons: Mapping[str, str] = {path: rule.reason for path, rule in RULES.items()}
 
@@ -84,7 +85,7 @@ class DeepSpeed(Dialect):
         return sorted(name for name in names if f"{prefix}{name}" in _KEYS)
 
     def without_unread(self, raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
-        """In files that are not for DeepSpeed they are errors."""
+        """Remove keys that DeepSpeed never reads, with notes. In a file that is not for DeepSpeed they are errors."""
         paths = set(paths_of(raw))
         unread = [path for path in _UNREAD if path in paths] if _is_for_deepspeed(raw, paths) else []
         kept = dict(raw)
@@ -131,14 +132,14 @@ class DeepSpeed(Dialect):
         if scheduler is not None and isinstance(scheduler.params, WarmupDecayLRParams):
             theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
         return [
-            f"{path}: left out, so it is {shown(here)} here; DeepSpeed 0.19 has {shown(there)} then. "
-            "Write the one you mean"
+            f"{path}: missing, so it is {shown(here)} here; in DeepSpeed 0.19 it is {shown(there)}. Write the value "
+            "that you want"
             for path, (here, there) in theirs.items()
             if path not in paths and here != there
         ]
 
     def add_to_schema(self, schema: dict[str, Any]) -> None:
-        from ..engine.config.schema import add, allow  # for one command alone
+        from ..engine.config.schema import add, allow  # for a single command
 
         _add_profilers(schema)
         for path, rule in RULES.items():
@@ -166,14 +167,14 @@ def _their_params(raw: dict[str, object], kind: str) -> Mapping[str, object]:
     section = raw["optimizer"]
     params = section.get("params") if isinstance(section, dict) else None
     if kind == "adamw" and isinstance(params, dict) and params.get("torch_adam") is True:
-        return {"weight_decay": 0.01}  # torch.optim.AdamW in place of DeepSpeed's own
+        return {"weight_decay": 0.01}  # torch.optim.AdamW instead of DeepSpeed's
     return OPTIMIZERS[kind].deepspeed_defaults
 
 
 def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
-    """The values of a file for DeepSpeed, with what they leave out as DeepSpeed has it: see [Note: two defaults].
+    """Return the values of a DeepSpeed file with DeepSpeed's defaults: see [Note: two defaults].
 
-    What is no valid file stays as it is, for `Config.load` to refuse.
+    Invalid values stay as they are: `Config.load` refuses them.
     """
     filled: dict[str, object] = {"gradient_clipping": 1.0, **raw}
     for name, defaults in _MONITORS.items():
@@ -186,7 +187,7 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
         params = section.get("params") or {}
         is_decoupled = written in _ADAM_NAMES and isinstance(params, dict) and params.get("adam_w_mode", True) is True
         kind = "adamw" if is_decoupled else written
-        found = next((one.name for one in OPTIMIZERS.values() if kind in (one.name, *one.deepspeed_names)), None)
+        found = next((row.name for row in OPTIMIZERS.values() if kind in (row.name, *row.deepspeed_names)), None)
         if found is not None and isinstance(params, dict):
             filled["optimizer"] = {**section, "params": {**_their_params({"optimizer": section}, found), **params}}
     section = raw.get("scheduler")
@@ -198,12 +199,12 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _switch(here: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
-    """DeepSpeed's old switches of offload: each true one is a section in `kept`."""
+    """Translate DeepSpeed's old offload switches: each true one becomes a section in `kept`."""
     if value is not None and not isinstance(value, bool):
         out.faults.append(Fault(here, "type", f"expected true or false, found {shown(value)}"))
     elif here == PIN_SWITCH:
         if value is not None and not any(section.get(key) is True for key in _OLD_SWITCHES):
-            reason = "it goes with cpu_offload and cpu_offload_params; the sections of today have pin_memory"
+            reason = "it needs cpu_offload or cpu_offload_params; offload_optimizer and offload_param have pin_memory"
             out.notes.append(f"{here}: {shown(value)} has no effect here: {reason}")
     elif value:
         name = CPU_SWITCHES[here].rpartition(".")[2]
@@ -216,7 +217,7 @@ def _switch(here: str, value: object, section: dict[str, object], kept: dict[str
 
 
 def _mics(value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
-    """MiCS is hybrid sharding: stage 3 within groups of ranks, and copies of these."""
+    """Translate MiCS to hybrid sharding: stage 3 within groups of ranks, replicated between groups."""
     if value is None or value == -1:
         return
     if section.get("shard_size") is not None:
@@ -224,13 +225,13 @@ def _mics(value: object, section: dict[str, object], kept: dict[str, object], ou
             Fault(MICS, "conflict", 'means the same as "shard_size", which is given too; keep one of them')
         )
     elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        out.faults.append(Fault(MICS, "value", f"expected -1, or the ranks of a shard group, found {shown(value)}"))
+        out.faults.append(Fault(MICS, "value", f"expected -1 or the ranks of a shard group, found {shown(value)}"))
     else:
         kept["shard_size"] = value
 
 
 def _take_bf16_switches(out: Translation) -> None:
-    """DeepSpeed's words for parameters, gradients and states of bf16: they stand in the section `bf16` until here."""
+    """Translate DeepSpeed's bf16 switches. Until here they are in the section `bf16`."""
     section = out.values.get("bf16")
     if not isinstance(section, dict):
         return
@@ -245,7 +246,7 @@ def _take_bf16_switches(out: Translation) -> None:
         data_types = out.values.setdefault("data_types", {})
         if isinstance(data_types, dict) and data_types.get("grad_accum_dtype") is None:
             data_types["grad_accum_dtype"] = "bf16"
-        out.notes.append(f"{BF16_MASTERS}: true is bf16.masters false here, which rounds updates at random")
+        out.notes.append(f"{BF16_MASTERS}: true is bf16.masters false here, with stochastic rounding of updates")
     if found[BF16_STATES] is True:
         optimizer = out.values.get("optimizer")
         params = optimizer.setdefault("params", {}) if isinstance(optimizer, dict) else None
@@ -253,14 +254,16 @@ def _take_bf16_switches(out: Translation) -> None:
             message = "needs bf16_master_weights_and_grads true, as in DeepSpeed; or set optimizer.params.state_dtype"
             out.faults.append(Fault(BF16_STATES, "conflict", message))
         elif not isinstance(params, dict):
-            message = "needs an optimizer in the file, whose state_dtype it is: one that is passed has its own states"
+            message = (
+                "sets state_dtype of the optimizer in the file, which has none; an optimizer passed in keeps its own"
+            )
             out.faults.append(Fault(BF16_STATES, "conflict", message))
         else:
             params.setdefault("state_dtype", "bf16")
 
 
 def _take_quantized(out: Translation) -> None:
-    """The switches of ZeRO++ are bits of messages here, in the section `communication`."""
+    """Translate ZeRO++'s switches to message bits in the section `communication`."""
     section = out.values.get("zero_optimization")
     if not isinstance(section, dict):
         return
@@ -272,7 +275,7 @@ def _take_quantized(out: Translation) -> None:
             continue
         said = ", ".join(f"communication.{key} {count}" for key, count in bits.items())
         if section.get("stage") != 3:
-            reason = f"it is of stage 3; {said} acts at every stage"
+            reason = f"it needs stage 3; {said} acts at every stage"
             out.notes.append(f"{path}: true has no effect here: {reason}")
             continue
         communication = out.values.setdefault("communication", {})
@@ -286,7 +289,7 @@ def _take_quantized(out: Translation) -> None:
 
 
 def _take_profilers(out: Translation) -> None:
-    """DeepSpeed's flops_profiler and comms_logger are the section `profile`."""
+    """Translate DeepSpeed's flops_profiler and comms_logger to the section `profile`."""
     found: dict[str, object] = {}
     for name, idle in IDLE_WORDS.items():
         section = out.values.pop(name, None)
@@ -310,11 +313,11 @@ def _take_profilers(out: Translation) -> None:
     step, own = found.get("step"), out.values.get("profile")
     found["step"] = max(1, step) if isinstance(step, int) else 1  # DeepSpeed's -1 is every step
     out.values["profile"] = {**found, **own} if isinstance(own, dict) else found
-    out.notes.append("profile: flops_profiler and comms_logger are this section here, which writes all of both")
+    out.notes.append("profile: flops_profiler and comms_logger turn on this section, which covers both")
 
 
 def _take_muon_lr(out: Translation) -> None:
-    """DeepSpeed's Muon has a rate of its own beside that of the parameters that Adam updates."""
+    """Translate the two rates of DeepSpeed's Muon: `muon_lr`, and `lr` for the parameters that Adam updates."""
     optimizer = out.values.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(params, dict) or "muon_lr" not in params:
@@ -326,13 +329,13 @@ def _take_muon_lr(out: Translation) -> None:
 
 
 def _add_profilers(schema: dict[str, Any]) -> None:
-    """DeepSpeed's sections that are `profile` here."""
+    """Add flops_profiler and comms_logger to the schema."""
     profile = schema["$defs"]["ProfileConfig"]["properties"]
     flops: dict[str, Any] = {ours: profile[own] for ours, own in FLOPS_WORDS.items()}
     flops["profile_step"] = {"type": "integer", "description": "step of `profile`."}
     flops["output_file"] = {"type": ["string", "null"], "description": "With .profile behind it, folder of `profile`."}
     for key, title, others in (("flops_profiler", "FlopsProfiler", flops), ("comms_logger", "CommsLogger", {})):
-        idle = {word: {"description": "No effect here: `profile` writes all of it."} for word in IDLE_WORDS[key]}
+        idle = {word: {"description": "No effect here: `profile` always includes it."} for word in IDLE_WORDS[key]}
         enabled = {"type": "boolean", "description": "Turns `profile` on."}
         section = {
             "type": "object",
@@ -344,5 +347,5 @@ def _add_profilers(schema: dict[str, Any]) -> None:
 
 
 def _bits_of(bits: Mapping[str, int]) -> str:
-    """What a switch of ZeRO++ means."""
+    """Describe a switch of ZeRO++."""
     return "at stage 3 " + " and ".join(f"communication.{key} {count}" for key, count in bits.items()) + "."

@@ -1,19 +1,19 @@
-"""Parameters of models that are made inside of `zero.Init`: each rank has a part of each.
+"""Parameters of models built inside `zero.Init`: each rank keeps a part of each.
 
 [Note: open and divided]
-A parameter is made whole, by all ranks, as without `zero.Init`: it is open. When there are more bytes of open ones than
-`OPEN_BYTES`, the oldest are divided: each rank keeps its part of rank 0's values, and the parameter becomes a
-`ReleasedParameter`. Whatever reads or writes it later, in a constructor or after it, opens it again by that class, with
-the bits that it had. So it does not matter when a module has finished its own initialization, and a parent may go over
-the parameters of its children as often as it likes.
+A new parameter is open: whole on all ranks, as without `zero.Init`. When the open parameters exceed `OPEN_BYTES`, the
+oldest are divided: each rank keeps its part of rank 0's values, and the parameter becomes a `ReleasedParameter`. Any
+later read or write, in a constructor or after it, opens the parameter again through that class, with the same bits. So
+a module need not say when its initialization is done, and a parent may change its children's parameters.
 
-[Note: what other tensors see]
-A view of an open parameter, `param.data` too, has the same memory, and may be written to at any time. So a parameter
-is not divided while its memory has other users: torch counts them.
+[Note: views]
+A view of an open parameter, such as `param.data`, shares its memory and may be written at any time. So a parameter is
+not divided while its storage has further users. torch counts them.
 
-[Note: all ranks divide and open the same]
-Both are collectives. That parameters are made and read in the same order on all ranks follows from the script, and is
-checked each time; whether memory has other users also depends on Python's collector, so the ranks agree on it.
+[Note: collectives]
+Dividing and opening are collectives. All ranks run the same script, so they make and read parameters in the same order;
+each collective checks this. Whether a storage has further users also depends on Python's garbage collector, so the
+ranks agree on it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -41,39 +40,32 @@ from .config import DeepSpeedConfig
 from .messages import UsageError, logger
 from .owners import mark
 
-OPEN_BYTES = 8 << 20
-"""Of parameters that are whole, beside the two newest: a layer's weight and bias are drawn when both are made."""
-_NEWEST = 2
+OPEN_BYTES = 8 << 20  # limit of open parameters
+_NEWEST = 2  # always stay open: a layer draws its weight and bias after making both
 _CHUNK_NUMEL = 4 << 20  # of a message
 
+# Parameter -> the `DividedParameters` that has it. Global like `owners._OWNERS`: scripts pass parameters alone.
 _TABLES = WeakIdKeyDictionary()
-"""Parameter -> the `DividedParameters` that have it. As global as `owners._OWNERS` is, for the same reason."""
 
-
-class _State(StrEnum):
-    """Of an open parameter, as one rank sees it."""
-
-    READY = "ready"
-    IN_USE = "in use"  # by views, or inside of GatheredParameters
-    GONE = "gone"
+_State = Literal["ready", "in use", "gone"]  # of an open parameter on a rank; views or GatheredParameters use it
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A parameter and where its values are: in itself while it is open, else the part of this rank in `part`."""
+    """A parameter and its values: in the parameter while it is open, else this rank's `part`."""
 
     param: weakref.ref[nn.Parameter]
     number: int  # the same on all ranks
     nbytes: int
     shape: tuple[int, ...]
     part: Tensor | None = None
-    num_gathered: int = 0  # contexts of GatheredParameters that it is in
-    shown: object = None  # what it was when the outermost of these began
+    num_gathered: int = 0  # open contexts of GatheredParameters
+    shown: object = None  # `_mark` at the start of the outermost of these contexts
     take_reader: Callable[[], object] | None = None
 
 
 class DividedParameters:
-    """Those that were made in one `zero.Init`. What has collectives says so; all ranks call it."""
+    """The parameters made in a `zero.Init`. All ranks must call methods marked as collectives."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -83,7 +75,7 @@ class DividedParameters:
         self._limit = OPEN_BYTES
 
     def add(self, param: nn.Parameter) -> None:
-        """Takes a parameter over that was just made. May divide others, which is a collective."""
+        """Register a new parameter. May divide older parameters: a collective."""
         if type(param) is not nn.Parameter or param.is_meta or not param.numel() or param in self._entries:
             return
         entry = _Entry(weakref.ref(param), self._num_made, param.nbytes, tuple(param.shape))
@@ -95,7 +87,7 @@ class DividedParameters:
         self._divide_oldest()
 
     def divide_all(self) -> None:
-        """Divides what is open and not used otherwise. A collective."""
+        """Divide all open parameters without further users. A collective."""
         self._divide(self._open)
 
     def _divide_oldest(self) -> None:
@@ -104,30 +96,30 @@ class DividedParameters:
             self._limit = OPEN_BYTES + sum(entry.nbytes for entry in self._open[:-_NEWEST])
 
     def _divide(self, entries: list[_Entry]) -> None:
-        """Of these what no rank uses otherwise. A collective."""
+        """Divide the entries that no rank uses otherwise. A collective."""
         by_rank = self._agree("divides", entries, [_state_of(entry) for entry in entries])
         for entry, *states in list(zip(entries, *by_rank, strict=True)):
-            if set(states) == {_State.READY}:
+            if set(states) == {"ready"}:
                 self._take_part(entry)
-            if set(states) in ({_State.READY}, {_State.GONE}):
+            if set(states) in ({"ready"}, {"gone"}):
                 self._open.remove(entry)
         trim_heap()
 
     def _agree(self, action: str, entries: list[_Entry], own: object = None) -> list[Any]:
-        """Of each rank its `own`. Raises UsageError, on all, where they are not at the same place. A collective."""
+        """Return each rank's `own`. Raises UsageError on all ranks if their actions or entries differ. A collective."""
         place = action, [(entry.number, entry.shape) for entry in entries]
         everyone = self._world.gather_objects((place, own))
         for rank, (theirs, _) in enumerate(everyone):
             if theirs != everyone[0][0]:
                 raise UsageError(
-                    "zero.Init: expected all ranks to make and use the same parameters in the same order, found that "
-                    f"rank 0 {_described(everyone[0][0])} where rank {rank} {_described(theirs)}; what one rank alone "
-                    "does to parameters belongs into zero.GatheredParameters(params, modifier_rank=rank)"
+                    "zero.Init: expected all ranks to make and use the same parameters in the same order, but rank 0 "
+                    f"{_described(everyone[0][0])} while rank {rank} {_described(theirs)}. Change parameters on one "
+                    "rank only inside zero.GatheredParameters(params, modifier_rank=rank)"
                 )
-        return [one for _, one in everyone]
+        return [value for _, value in everyone]
 
     def _take_part(self, entry: _Entry, source: int = 0) -> None:
-        """Keeps this rank's part of one rank's values. A collective."""
+        """Keep this rank's part of the values of rank `source`. A collective."""
         param = entry.param()
         assert param is not None
         flat = param.detach().reshape(-1)
@@ -143,18 +135,18 @@ class DividedParameters:
         self._close(entry, param)
 
     def _close(self, entry: _Entry, param: nn.Parameter) -> None:
-        """Leaves the parameter a NaN in its shape."""
+        """Leave an expanded NaN (0 for integers) in the parameter."""
         param.data = param.new_full((), torch.nan if param.dtype.is_floating_point else 0).expand(param.shape)
         mark_released([param], [f"of shape {tuple(param.shape)}"])
 
         def read(is_differentiated: bool, together: Iterable[nn.Parameter]) -> bool:
-            self.open([one for one in together if one in self._entries])
+            self.open([param for param in together if param in self._entries])
             return True
 
         entry.take_reader = set_reader(param, read)
 
     def open(self, params: Iterable[nn.Parameter], gathered: bool = False) -> None:
-        """Makes them whole. gathered: until `close_gathered`. A collective, where one is divided."""
+        """Make parameters whole. gathered: until `close_gathered`. A collective if any is divided."""
         entries: list[_Entry] = [self._entries[param] for param in params]
         divided = [entry for entry in entries if entry.part is not None]
         if divided:
@@ -173,9 +165,9 @@ class DividedParameters:
                 entry.shown = _mark(entry.param())
 
     def close_gathered(self, params: Iterable[nn.Parameter], modifier_rank: int | None) -> None:
-        """The end of GatheredParameters, where nothing has failed. A collective.
+        """End GatheredParameters without an error. A collective.
 
-        modifier_rank: whose values all have from now on. Raises UsageError where it is None and values are changed.
+        modifier_rank: all ranks take its values. If None, raises UsageError for changed values.
         """
         entries: list[_Entry] = [self._entries[param] for param in params]
         changed = []
@@ -188,9 +180,8 @@ class DividedParameters:
             for rank, shapes in enumerate(by_rank):
                 if shapes:
                     raise UsageError(
-                        f"GatheredParameters: expected a modifier_rank, found none, and a parameter of shape "
-                        f"{shapes[0]} that was changed inside of it on rank {rank}; pass modifier_rank=RANK, whose "
-                        "values all ranks then have"
+                        f"GatheredParameters: a parameter of shape {shapes[0]} was changed on rank {rank} without a "
+                        "modifier_rank. Pass modifier_rank=RANK: all ranks then take the values of that rank"
                     )
             self._divide([entry for entry in self._open if entry in entries])
             return
@@ -200,7 +191,7 @@ class DividedParameters:
                 self._open.remove(entry)
 
     def _whole(self, entry: _Entry, param: nn.Parameter) -> Tensor:
-        """A collective."""
+        """Assemble the full values from all ranks' parts. A collective."""
         assert entry.part is not None
         flat = _zeros_like(param, param.numel(), self._world.device)
         start, end = self._span(len(flat))
@@ -208,7 +199,7 @@ class DividedParameters:
         return self._world.assemble(flat).view(param.shape).to(entry.part.device)
 
     def _span(self, numel: int) -> tuple[int, int]:
-        """This rank's part."""
+        """Return [start, end) of this rank's part."""
         rank, size = self._world.rank, self._world.size
         return numel * rank // size, numel * (rank + 1) // size
 
@@ -222,7 +213,7 @@ class DividedParameters:
         return param in self._entries and self._entries[param].part is not None
 
     def hand_over(self, params: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each with its values, and forgets it. Open ones are forgotten at once. A collective."""
+        """Yield each parameter with its values, and forget it; open parameters are only forgotten. A collective."""
         entries: list[_Entry] = [self._entries[param] for param in params]
         self._agree("initializes an engine with", entries)
         for entry in entries:
@@ -240,23 +231,23 @@ class DividedParameters:
 def _state_of(entry: _Entry) -> _State:
     param = entry.param()
     if param is None:
-        return _State.GONE
-    # The parameter itself, and what is asked here.
+        return "gone"
+    # 2: the parameter itself, and the storage object in this expression.
     num_users: int = torch._C._storage_Use_Count(param.untyped_storage()._cdata)
     is_alone = num_users <= 2 and not entry.num_gathered and type(param) is nn.Parameter and param.is_contiguous()
-    return _State.READY if is_alone else _State.IN_USE
+    return "ready" if is_alone else "in use"
 
 
 def _zeros_like(values: Tensor, numel: int, device: torch.device | None = None) -> Tensor:
-    """(numel,) of the same type. On the host it is no part of the heap, which what comes and goes would tear up."""
+    """Return zeros of shape (numel,) and the dtype of `values`."""
     device = values.device if device is None else device
-    if device.type == "cpu" and numel:
+    if device.type == "cpu" and numel:  # outside the heap: short-lived tensors would fragment it
         return allocate_host(numel * values.element_size()).view(values.dtype)
     return torch.zeros(numel, dtype=values.dtype, device=device)
 
 
 def _mark(param: nn.Parameter | None) -> object:
-    """What tells whether values have changed."""
+    """Return an object that differs if the values have changed."""
     if param is None:
         return None
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(param.element_size(), torch.uint8)
@@ -270,13 +261,13 @@ def _described(place: Any) -> str:
 
 
 def table_of(param: nn.Parameter) -> DividedParameters | None:
-    """Those that have the parameter, divided or not."""
+    """Return the table of a parameter, divided or open."""
     found: DividedParameters | None = _TABLES[param] if param in _TABLES else None  # noqa: SIM401  (it has no types)
     return found
 
 
 class _Maker:
-    """Stands for `nn.Parameter.__new__` inside of `zero.Init`: what this thread makes is taken over."""
+    """Replaces `nn.Parameter.__new__` inside `zero.Init`: registers parameters that this thread makes."""
 
     def __init__(self, make: Callable[..., nn.Parameter], table: DividedParameters) -> None:
         self._make = make
@@ -291,13 +282,13 @@ class _Maker:
 
 
 def is_dividing() -> bool:
-    """Whether this is inside of `dividing`."""
+    """Return whether `dividing` is active."""
     return isinstance(nn.Parameter.__new__, _Maker)
 
 
 @contextmanager
 def dividing(table: DividedParameters) -> Iterator[None]:
-    """A context in which parameters that are made are taken over; inside of another one, by that one."""
+    """Open a context that registers new parameters in the table. Inside such a context, do nothing."""
     if is_dividing():
         yield
         return
@@ -308,7 +299,7 @@ def dividing(table: DividedParameters) -> Iterator[None]:
 
 @contextmanager
 def not_dividing() -> Iterator[None]:
-    """A context inside of `dividing` in which parameters are made as ever."""
+    """Open a context, inside `dividing`, that makes parameters as usual."""
     maker = nn.Parameter.__new__
     made = maker._make if isinstance(maker, _Maker) else maker
     with mock.patch.object(nn.Parameter, "__new__", staticmethod(made)):
@@ -316,7 +307,7 @@ def not_dividing() -> Iterator[None]:
 
 
 class DividedModel(LaterModel):
-    """A model of which parameters are divided, for an engine."""
+    """A model with divided parameters, for an engine."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -332,14 +323,14 @@ class DividedModel(LaterModel):
         for table, params in self._tables.values():
             for param in params:
                 if table.is_divided(param):
-                    mark_present([param])  # with the NaN that it has: who builds an engine asks for shapes alone
+                    mark_present([param])  # with its NaN: building an engine needs only the shape
 
     @property
     def is_divided(self) -> bool:
         return bool(self._tables)
 
     def restore(self) -> None:
-        """What no engine has taken is divided as before."""
+        """Mark the parameters that no engine has taken as divided again."""
         for table, params in self._tables.values():
             divided = [param for param in params if table.is_divided(param)]
             mark_released(divided, [f"of shape {tuple(param.shape)}" for param in divided])
@@ -350,12 +341,12 @@ class DividedModel(LaterModel):
 
 
 class Init:
-    """A context, or a call with a module, in which parameters are divided over the ranks as they are made.
+    """A context, or a call with a module, that divides parameters over the ranks as they are made.
 
-    A part of each stays on each rank's host, and `initialize` takes it. The values are rank 0's, with the bits that
-    they have without this context. Reading or changing a divided parameter opens it for a while, on all ranks together;
-    what one rank alone does to it belongs into `GatheredParameters(..., modifier_rank=...)`. With a config whose stage
-    is not 3 nothing is divided.
+    Each rank keeps a part of each parameter in its host memory until `initialize` takes it. The values are rank 0's,
+    with the same bits as without this context. Reading or changing a divided parameter opens it for a while, on all
+    ranks together. Change it on one rank only inside `GatheredParameters(..., modifier_rank=...)`. If the config's
+    stage is not 3, nothing is divided.
     """
 
     def __init__(
@@ -377,12 +368,12 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        """module: one that is made already, whose parameters are divided now. config_dict_or_path, config: tells the
-        stage; None: 3. dtype: of the parameters that are made; None: as they are.
+        """module: a built module, to divide now. config_dict_or_path, config: give the stage; None:
+        stage 3. dtype: of new parameters; None: as the script makes them.
 
         mem_efficient_linear, remote_device, pin_memory, zero_param_parallel_group and tensor_overrides have no effect:
-        parts are where the parameters were made, and later where the config says. Raises NotImplementedError for groups
-        of some of the ranks, quantized weights and a param_swapper.
+        parts stay on the device of the parameters, and later on the config's. Raises NotImplementedError for
+        groups of some of the ranks, quantized weights and a param_swapper.
         """
         self._context = ExitStack()
         self._dtype = dtype if enabled else None
@@ -409,7 +400,7 @@ class Init:
             if group is not None and comm.get_world_size(group) != comm.get_world_size():
                 raise NotImplementedError(
                     f"zero.Init: expected a data_parallel_group of all {comm.get_world_size()} ranks, found one of "
-                    f"{comm.get_world_size(group)}; parameters are divided over all of them: leave it out"
+                    f"{comm.get_world_size(group)}. Parameters are divided over all ranks: leave it out"
                 )
 
     def __enter__(self) -> Init:
@@ -431,12 +422,12 @@ def _new_table() -> DividedParameters:
 
 
 def join_world() -> World:
-    """This process among those of `comm.init_distributed`."""
+    """Return this process's `World`: the processes of `comm.init_distributed`."""
     return World.join(get_accelerator().device_name(), comm.DEFAULT_TIMEOUT.total_seconds())
 
 
 def _refuse(name: str, value: Any) -> None:
     if value:
         raise NotImplementedError(
-            f"zero.Init: expected no {name}, found {value!r}: weights are divided as they are; leave it out"
+            f"zero.Init: expected no {name}, found {value!r}. Weights are divided in their dtype: leave it out"
         )

@@ -1,13 +1,13 @@
-"""What scripts import as `deepspeed.pipe`: a model as a list of layers, each of which takes what the last has given.
+"""`deepspeed.pipe`: a model as a list of layers, each applied to the output of the layer before.
 
-[Note: layers of other stages]
-A rank builds the LayerSpecs of its own stage. An engine has the same blueprint on all ranks, for which it asks the
-modules of the whole model for names and shapes. So the layers of other stages are here too, on the meta device, where
-they take no memory and no time to draw. What a script writes to them between here and `initialize` does nothing, and
-has its effect on the ranks that have built them; `StagedModel` takes their values from these ranks.
+[Note: layers of all stages]
+A rank builds only the LayerSpecs of its stage. But all ranks' engines need the same blueprint, with the names and
+shapes of the whole model. So a rank also has the layers of all stages, on the meta device, without memory or random
+draws. A write to them before `initialize` does nothing here and acts on the ranks that built them; `StagedModel` takes
+the values from these ranks.
 
-Without `seed_layers` the random numbers of a layer hang on those of the layers before it. So the stages are built one
-after the other, and each hands its random state on to the next.
+Without `seed_layers`, the random numbers of a layer depend on the layers before it. So the stages are built in turn,
+and each passes its random state to the next.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTop
 
 
 class PipelineError(Exception):
-    """The name by which scripts catch errors of a pipeline; lowtide raises ValueError."""
+    """Scripts catch errors of a pipeline by this name. lowtide raises ValueError."""
 
 
 class LayerSpec:
-    """A layer that is not built yet. Raises RuntimeError for what is no class of modules."""
+    """A layer to build later. Raises RuntimeError for a class that is no module."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -54,13 +54,14 @@ class LayerSpec:
         return call_to_str(self.typename.__name__, *self.module_args, **self.module_kwargs)
 
     def build(self, log: bool = False) -> nn.Module:
+        """Build the module."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """One of several layers with the same `key`, which share the weights of these names.
+    """A layer that shares the weights `tied_weight_attr` with all layers of the same `key`.
 
-    The layer is `forward_fn(module, inputs)`, or the module itself.
+    It computes `forward_fn(module, inputs)`, or `module(inputs)`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class _TiedLayer(nn.Module):
-    """What a TiedLayerSpec has built: a module of its own, whose tied weights are those of the first one."""
+    """The module of a TiedLayerSpec. Its tied weights are those of the first module with the key."""
 
     def __init__(self, spec: TiedLayerSpec) -> None:
         super().__init__()
@@ -97,11 +98,11 @@ class _TiedLayer(nn.Module):
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """The module with parameters that have shapes alone."""
+    """Build the module on the meta device."""
     try:
         with Recording().running():
             return build()
-    except Exception:  # it reads values, of random numbers say; or it fails, and does so again
+    except Exception:  # it reads values, e.g. random numbers; a real error is raised again below
         module = build()
     for param in module.parameters():
         move(param, torch.empty_like(param, device="meta"))
@@ -109,16 +110,14 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class PipelineModule(Layers):
-    """Layers one after the other, over the stages of a pipeline. With one stage it is a model without an engine too.
+    """Layers in sequence, over the stages of a pipeline. With a single stage it also works without an engine.
 
-    layers: modules, specs, and functions without parameters. num_stages, or a topology with an axis "pipe". loss_fn:
-    (output, labels) -> loss. Which stage has which layers the engine finds out by parameters (pipeline.balance in the
-    config); partition_method "uniform" and "type:REGEX" are not taken over, and each layer is a module of its own name,
-    its number.
+    layers: modules, specs, and functions without parameters. Each layer is a module named by its number.
+    num_stages, or a topology with an axis "pipe". loss_fn: (output, labels) -> loss. The engine chooses the layers of
+    each stage by parameters (pipeline.balance in the config); partition_method "uniform" or "type:REGEX" has no effect.
 
-    A rank builds the specs of its own stage, as parameters divide them; of others it has shapes alone, on the meta
-    device. Values are those of a model of which all is built. All ranks make it together. In `zero.Init` each rank
-    builds all, and has its part.
+    All ranks must build it together. A rank builds only the specs of its stage, with the values of a whole model, and
+    has the remaining layers on the meta device. In `zero.Init` each rank builds all layers and keeps its part.
     """
 
     def __init__(
@@ -158,15 +157,15 @@ class PipelineModule(Layers):
         self.partition_method = partition_method
         if partition_method.lower() not in ("parameters", "best"):
             warning_once(
-                f'PipelineModule: partition_method "{partition_method}" has no effect, stages are balanced by their '
-                "parameters; pipeline.balance of the config says how many blocks each has"
+                f'PipelineModule: partition_method "{partition_method}" has no effect. Stages are balanced by '
+                "parameters; pipeline.balance in the config sets the blocks of each stage"
             )
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self.forward_funcs: list[Callable[[Any], Any]] = []
+        # Layer of a spec -> the first rank that built it, if not all did. See `StagedModel`.
         self.built_by: dict[int, int] = {}
-        """Layer -> the first of the ranks that have built it: of specs, where others have not. See `StagedModel`."""
         layers = list(layers)
 
         def build(index: int) -> Callable[[Any], Any]:
@@ -180,7 +179,7 @@ class PipelineModule(Layers):
             self.forward_funcs += map(build, range(len(layers)))
 
     def _has_other_stages(self, layers: Sequence[Any]) -> bool:
-        """Whether there are specs that this rank need not build: not where values come later, or are divided anyway."""
+        """Return whether this rank can leave specs to other stages: not on the meta device or inside `zero.Init`."""
         given = (param for layer in layers if isinstance(layer, nn.Module) for param in layer.parameters())
         return (
             self.num_pipeline_stages() > 1
@@ -193,7 +192,7 @@ class PipelineModule(Layers):
     def _build_own_stage(
         self, layers: Sequence[Any], build: Callable[[int], Callable[[Any], Any]], *, in_turn: bool
     ) -> None:
-        """See [Note: layers of other stages]. in_turn: one stage after the other. A collective."""
+        """Build this rank's stage: see [Note: layers of all stages]. in_turn: build stages in order. A collective."""
         world = join_world()
 
         def restore(states: Any) -> None:
@@ -206,7 +205,7 @@ class PipelineModule(Layers):
             self.forward_funcs.append(self._build(index, layer, on_meta=True))
         spans = self._spans(len(layers))
         specs = {index for index, layer in enumerate(layers) if isinstance(layer, LayerSpec)}
-        ranks_of_stage = world.size // len(spans)  # they follow each other, as those of the engine's stages
+        ranks_of_stage = world.size // len(spans)  # neighbours, as in the engine
         self.built_by = {
             index: stage * ranks_of_stage for stage, span in enumerate(spans) for index in span if index in specs
         }
@@ -220,14 +219,14 @@ class PipelineModule(Layers):
                     states = random_state(world.device)
             states = world.broadcast_object(states, stages[-1] * ranks_of_stage)
         for name, own_state in before.items():
-            # A generator from which no layer has drawn, or from which the ranks draw different numbers.
+            # No layer drew from this generator, or the ranks draw different numbers from it.
             if states[name] == first[name] or (in_turn and own_state != first[name]):
                 states[name] = own_state
         restore(states)
         self._share_tied(world, spans[own])
 
     def _share_tied(self, world: World, own: Collection[int]) -> None:
-        """Gives this rank's layers the values of weights that are those of an earlier stage. A collective."""
+        """Copy tied weights of an earlier stage to this rank's layers. A collective."""
         owners: dict[int, int] = {}
         for index, source in self.built_by.items():
             for param in self.get_submodule(str(index)).parameters():
@@ -260,13 +259,13 @@ class PipelineModule(Layers):
         return function
 
     def _spans(self, num_layers: int) -> list[range]:
-        """The layers of each stage: as the engine divides them, from its first block to that of the next."""
+        """Return the layers of each stage, as the engine divides them: from its first block to that of the next."""
         plan = plan_split(self, self.num_pipeline_stages())
         blocks = [plan.blocks[plan.blocks_of(stage).start] for stage in range(1, plan.num_stages)]
         return [range(*ends) for ends in pairwise([0, *(int(name.partition(".")[0]) for name in blocks), num_layers])]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Layers of other stages have no values that could be moved: they take the dtype alone."""
+        """Apply `fn`. Without values, on the meta device, take only the dtype of the result."""
 
         def change(tensor: Tensor) -> Any:
             if not tensor.is_meta:
@@ -276,12 +275,11 @@ class PipelineModule(Layers):
         return super()._apply(change, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, forward_input: Any, labels: Any = None) -> Any:
-        """What the last layer gives. labels: not used; the engine has them beside the inputs for the loss."""
+        """Return the output of the last layer. labels: unused; the engine passes them with the inputs to the loss."""
         if self.built_by:
             raise ValueError(
-                "PipelineModule: expected engine.train_batch or eval_batch, found a call of the module, of which this "
-                f"rank has built the layers of its own stage alone, of {self.num_stages} stages; give it to "
-                "deepspeed.initialize, or set num_stages=1 for a whole model"
+                f"PipelineModule: called a module of {self.num_stages} stages, of which this rank has built only its "
+                "own. Give it to deepspeed.initialize and call engine.train_batch or eval_batch, or set num_stages=1"
             )
         x = forward_input
         every = self.activation_checkpoint_interval
@@ -307,7 +305,7 @@ class PipelineModule(Layers):
         return any(True for module in modules for _ in module.parameters())
 
     def loss_of(self, output: Any, batch: Any) -> Tensor:
-        """Of a microbatch as `batch_of` makes it: the loss, which is the output where there is no loss_fn."""
+        """Return the loss of a microbatch of `batch_of`. Without loss_fn the output is the loss."""
         if self.loss_fn is None:
             found: Tensor = output
             return found
@@ -315,12 +313,12 @@ class PipelineModule(Layers):
 
     @staticmethod
     def batch_of(drawn: Any) -> dict[str, Any]:
-        """The arguments of `forward` of what a loader gives, (inputs, labels). Raises ValueError for other things."""
+        """Return the arguments of `forward` for a loader's (inputs, labels). Raises ValueError for anything else."""
         if not isinstance(drawn, (tuple, list)) or len(drawn) != 2:
             raise ValueError(
                 f"PipelineModule: expected microbatches of (inputs, labels), found a {type(drawn).__name__}"
                 + (f" of {len(drawn)}" if isinstance(drawn, (tuple, list)) else "")
-                + "; engine.set_batch_fn(fn) makes them of others"
+                + ". engine.set_batch_fn(fn) converts other forms"
             )
         return {"forward_input": drawn[0], "labels": drawn[1]}
 
@@ -342,7 +340,7 @@ class PipelineModule(Layers):
 
 
 class StagedModel(LaterModel):
-    """Takes the values of each layer from the first rank that has built it: see [Note: layers of other stages]."""
+    """Takes the values of each layer from the first rank that built it: see [Note: layers of all stages]."""
 
     module: PipelineModule
 
@@ -361,7 +359,7 @@ class StagedModel(LaterModel):
             move(param, torch.zeros((), dtype=param.dtype).expand(param.shape))
 
     def restore(self) -> None:
-        """The module as before, where no engine has begun to take its values."""
+        """Restore the module, unless an engine has begun to take its values."""
         self.module.built_by = self._built_by
         for param in self._absent:
             move(param, torch.empty_like(param, device="meta"))
@@ -376,7 +374,7 @@ class StagedModel(LaterModel):
             self._fill_others(layers, source)
 
     def _fill_others(self, layers: nn.Module, source: int) -> None:
-        """Buffers and other tensors: a rank may run layers that it has not built, where the config divides others."""
+        """Copy buffers and remaining tensors: by the config, a rank may run layers that it has not built."""
         is_source = self._world.rank == source
         own = {name: tensor.cpu() for name, tensor, _ in _others(layers)} if is_source else {}
         found = self._world.broadcast_object(own, source)
@@ -386,7 +384,7 @@ class StagedModel(LaterModel):
 
 
 def _others(layers: nn.Module) -> Found:
-    """As `plain_tensors`, with buffers."""
+    """Yield buffers and all tensors that are no parameters, as `plain_tensors` does."""
     for owner, module in layers.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

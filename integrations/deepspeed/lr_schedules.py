@@ -1,7 +1,7 @@
-"""What scripts import as `deepspeed.runtime.lr_schedules`: the schedulers of the config, as objects over an optimizer.
+"""`deepspeed.runtime.lr_schedules`: the config's schedulers as objects over an optimizer.
 
-The formulas are those of `engine/step/lr_schedule.py`. Iterations count from 0; before the first `step()` there is
-none, which the update at that time takes for iteration 0: [Note: DeepSpeed's first step] there.
+`engine/step/lr_schedule.py` has the formulas. Iterations count from 0. Before the first `step()` the iteration is -1,
+and the update at that time uses iteration 0: see its [Note: DeepSpeed's first step].
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from ..engine.step.lr_schedule import betas_at, schedule_of
 
 
 class Scheduler:
-    """Sets the learning rates of an optimizer's groups, iteration by iteration.
+    """Set the learning rates of an optimizer's groups for each iteration.
 
-    Its parameters are those of the config's section, in DeepSpeed's order. A rate or a momentum may be a list with a
+    The arguments are those of the config's section, in DeepSpeed's order. A rate or a momentum may be a list with a
     number for each group. The parameters of the first group are attributes too.
     """
 
     kind: ClassVar[str]
-    defaults: ClassVar[dict[str, Any]] = {}
-    """Of DeepSpeed's, where the config's are others."""
+    defaults: ClassVar[dict[str, Any]] = {}  # DeepSpeed's, if they differ from the config's
     optimizer: Any
 
     def __init__(self, optimizer: Any, *args: Any, last_batch_iteration: int = -1, **params: Any) -> None:
-        """Raises ConfigError for a value that is not allowed, ValueError for a list of another length."""
+        """Raises ConfigError for an illegal value, ValueError for a list of the wrong length."""
         fields = sorted(SCHEDULER_PARAMS[self.kind].model_fields, key=lambda name: name != "total_num_steps")
         order = [*fields, "last_batch_iteration"]
         if len(args) > len(order) or (given := set(order[: len(args)]) & params.keys()):
@@ -39,14 +38,14 @@ class Scheduler:
         params = {**self.defaults, **dict(zip(order, args, strict=False)), **params}
         self.last_batch_iteration = params.pop("last_batch_iteration", last_batch_iteration)
         sections = [
-            Config.load({"scheduler": {"type": self.kind, "params": one}}).scheduler
-            for one in _by_group(params, len(optimizer.param_groups))
+            Config.load({"scheduler": {"type": self.kind, "params": values}}).scheduler
+            for values in _by_group(params, len(optimizer.param_groups))
         ]
         self._begin(optimizer, sections)
 
     @classmethod
     def over(cls, optimizer: Any, section: Any) -> Scheduler:
-        """As the config's section says, which is checked."""
+        """Make the scheduler of a checked config section."""
         made = cls.__new__(cls)
         made.last_batch_iteration = -1
         made._begin(optimizer, [section] * len(optimizer.param_groups))
@@ -66,18 +65,18 @@ class Scheduler:
         return getattr(self._sections[0].params, name)
 
     def get_lr(self) -> list[float]:
-        """Of each group, at the last iteration."""
+        """Return the learning rate of each group at the last iteration."""
         return [
             schedule(base, self.last_batch_iteration + 1)
             for schedule, base in zip(self._schedules, self._base_lrs, strict=True)
         ]
 
     def get_last_lr(self) -> list[float]:
-        """Of each group, as it was set last."""
+        """Return the learning rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes to the next iteration, or to the given one."""
+        """Move to the next or the given iteration."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()
@@ -86,7 +85,7 @@ class Scheduler:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """The learning rates follow at once."""
+        """Restore the iteration, and set its learning rates."""
         self.last_batch_iteration = sd["last_batch_iteration"]
         self._apply()
 
@@ -103,37 +102,37 @@ class Scheduler:
 
 
 class WarmupLR(Scheduler):
-    """From the minimum to the maximum (None: the optimizer's), then constant."""
+    """Warm up from the minimum to the maximum (None: the optimizer's rate), then stay constant."""
 
     kind = "WarmupLR"
 
 
 class WarmupDecayLR(Scheduler):
-    """Warm-up, then a straight line to 0."""
+    """Warm up, then decay linearly to 0."""
 
     kind = "WarmupDecayLR"
     defaults: ClassVar[dict[str, Any]] = {"warmup_max_lr": 0.001}
 
 
 class WarmupCosineLR(Scheduler):
-    """Warm-up, then half a cosine, as ratios of the optimizer's learning rates."""
+    """Warm up, then follow half a cosine, as ratios of the optimizer's learning rates."""
 
     kind = "WarmupCosineLR"
 
     def get_lr_ratio(self) -> float:
-        """Of the last iteration."""
+        """Return the ratio at the last iteration."""
         return self._schedules[0](1.0, self.last_batch_iteration + 1)
 
 
 class OneCycle(Scheduler):
-    """See `scheduler` in the config. It sets the `betas` of the optimizer's groups too."""
+    """Follow `scheduler` "OneCycle" of the config. Sets the `betas` of the groups too."""
 
     kind = "OneCycle"
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, at the last iteration; None without cycle_momentum.
+        """Return the betas of each group at the last iteration; None without cycle_momentum.
 
-        Before the first step these are the maxima, though the groups have the minima: so are DeepSpeed's.
+        Before the first step it returns the maxima, though the groups have the minima, as in DeepSpeed.
         """
         step = self.last_batch_iteration + 1
         found = [(betas_at(section, step), section.params.cycle_max_mom) for section in self._sections]
@@ -141,26 +140,26 @@ class OneCycle(Scheduler):
 
 
 class LRRangeTest(Scheduler):
-    """See `scheduler` in the config."""
+    """Follow `scheduler` "LRRangeTest" of the config."""
 
     kind = "LRRangeTest"
 
 
 CLASSES: dict[str, type[Scheduler]] = {
-    one.kind: one for one in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+    cls.kind: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(CLASSES)
 
 
 def scheduler_of(section: Any, optimizer: Any) -> Scheduler:
-    """What the config's `scheduler` is over this optimizer. section: checked."""
+    """Make the scheduler of a checked `scheduler` section over this optimizer."""
     kind: str = section.type
     made: type[Scheduler] = CLASSES.get(kind) or type(kind, (Scheduler,), {"kind": kind})
     return made.over(optimizer, section)
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The learning rate that such a section ends its warm-up with, or None and why not."""
+    """Return (the learning rate after the warm-up, "") or (None, the reason)."""
     if "type" not in config or "params" not in config:
         return None, "a scheduler needs a type and params"
     keys = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
@@ -171,7 +170,7 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
 
 
 def _by_group(params: Mapping[str, Any], num_groups: int) -> list[dict[str, Any]]:
-    """The parameters of each group: those that are given as a list have a number for each."""
+    """Return the parameters of each group. A list has a number for each group."""
     lists = {key: value for key, value in params.items() if isinstance(value, (list, tuple))}
     for key, value in lists.items():
         if len(value) != num_groups:
@@ -183,10 +182,10 @@ _OWN = ("_scheduler", "_num_samples", "kwargs")
 
 
 class SteppedScheduler:
-    """After each update `step` is called with what `engine.step(lr_kwargs)` was given; where it needs one argument and
-    got none, that is the number of samples of the step: Megatron's count these.
+    """Call a scheduler's `step` after each update with the arguments of `engine.step(lr_kwargs)`.
 
-    Everything else is the scheduler's own.
+    If `step` needs an argument and got none, it gets the samples of the step: Megatron's schedulers count these.
+    All remaining attributes are the scheduler's.
     """
 
     def __init__(self, scheduler: Any, num_samples: Callable[[], int]) -> None:
@@ -214,7 +213,7 @@ class SteppedScheduler:
 
 
 def _num_needed(call: Callable[..., Any]) -> int:
-    """How many arguments have no default."""
+    """Return the number of arguments without a default."""
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(call).parameters.values()
-    return sum(one.kind in named and one.default is inspect.Parameter.empty for one in parameters)
+    return sum(param.kind in named and param.default is inspect.Parameter.empty for param in parameters)

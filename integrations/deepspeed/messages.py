@@ -1,4 +1,4 @@
-"""What scripts import as `deepspeed.utils.logger`, `log_dist` and the like; what is raised where DeepSpeed asserts."""
+"""`deepspeed.utils.logger`, `log_dist` and similar names, and `UsageError` for DeepSpeed's assertions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "wa
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on these ranks alone; [-1]: on all. Without a process group it always does, and without `ranks` never."""
+    """Log on these ranks; [-1]: all ranks. Without a process group it always logs, and without `ranks` never."""
     text = _of_rank(message, ranks)
     if text is not None:
         logger.log(level, text)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """As `log_dist`, by print."""
+    """Print on these ranks, as `log_dist` logs."""
     text = _of_rank(message, ranks)
     if text is not None:
         print(text)
@@ -55,7 +55,7 @@ def warning_once(message: str) -> None:
 
 
 def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None) -> None:
-    """Writes the message, with the rank in it, to a file on these ranks."""
+    """Write the message, with the rank in it, to a JSON file on these ranks."""
     if path is not None and _of_rank("", ranks) is not None:
         rank = comm.get_rank() if comm.is_initialized() else -1
         Path(path).write_text(json.dumps({**message, "rank": rank}), encoding="utf-8")
@@ -70,14 +70,14 @@ def _of_rank(message: str, ranks: Sequence[int] | None) -> str | None:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Raises ValueError for a word that is no level."""
+    """Set a logger's level. Raises ValueError for an unknown word."""
     if log_level_str.lower() not in LEVELS:
         raise ValueError(f"log level: expected one of {', '.join(LEVELS)}, found {log_level_str!r}")
     (custom_logger or logger).setLevel(LEVELS[log_level_str.lower()])
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs the device's memory on rank 0, with `force`."""
+    """Log the device's memory on rank 0, if `force`."""
     if not force or (comm.is_initialized() and comm.get_rank() != 0):
         return
     device = get_accelerator()
@@ -91,7 +91,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Python's generator, NumPy's, and those of torch."""
+    """Seed the generators of Python, NumPy and torch."""
     import random
 
     import numpy as np
@@ -102,13 +102,12 @@ def set_random_seed(seed: int) -> None:
 
 
 def instrument_w_nvtx(function: F) -> F:
-    """The function as it is: profile it by torch.profiler."""
+    """Return the function unchanged: profile it by torch.profiler."""
     return function
 
 
 class UsageError(ValueError, AssertionError):
-    """A call that DeepSpeed answers with an AssertionError, by which scripts may know it; here it says what to do."""
+    """A wrong call. Scripts may catch it as AssertionError, as DeepSpeed raises."""
 
 
-DeepSpeedConfigError = ConfigError
-"""The name by which scripts catch errors of a config."""
+DeepSpeedConfigError = ConfigError  # DeepSpeed's name

@@ -1,4 +1,4 @@
-"""`engine.monitor`, and `deepspeed.monitor`: events of the caller's, beside the engine's numbers."""
+"""`engine.monitor` and `deepspeed.monitor`: write the caller's events next to the engine's numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 from ..engine.report.monitors import begin_wandb
 from . import comm
 
-Event = tuple[str, Any, int]
-"""(name, value, step)."""
+Event = tuple[str, Any, int]  # name, value, step
 
 
 class Monitor:
-    """One section of the config, whose keys are attributes. Rank 0 writes, where the section is on."""
+    """A writer for a section of the config, with its keys as attributes. Only rank 0 writes, if the section is on."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
@@ -46,7 +45,7 @@ class Monitor:
 
 
 class TensorBoardMonitor(Monitor):
-    """Event files, by `summary_writer`."""
+    """Writes event files by `summary_writer`."""
 
     summary_writer: Any = None
 
@@ -69,7 +68,7 @@ class TensorBoardMonitor(Monitor):
 
 
 class WandbMonitor(Monitor):
-    """The run of this process, which the engine has begun where its section is on."""
+    """Writes to this process's wandb run. The engine has started it if its section is on."""
 
     _run: Any = None
 
@@ -86,7 +85,7 @@ class WandbMonitor(Monitor):
 
 
 class csvMonitor(Monitor):  # DeepSpeed's name
-    """A table of (step, value) for each name: "Train/loss" is Train_loss.csv."""
+    """Writes a CSV table of (step, value) for each name. "Train/loss" goes to Train_loss.csv."""
 
     log_dir: Path | None = None
 
@@ -105,7 +104,7 @@ class csvMonitor(Monitor):  # DeepSpeed's name
 
 
 class MonitorMaster:
-    """All of a config: `tb_monitor`, `wandb_monitor` and `csv_monitor`."""
+    """All monitors of a config: `tb_monitor`, `wandb_monitor` and `csv_monitor`."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
@@ -115,7 +114,7 @@ class MonitorMaster:
         self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Each event is (name, value, step)."""
+        """Write events of (name, value, step) to all monitors."""
         events = list(event_list)
         for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
             monitor.write_events(events)

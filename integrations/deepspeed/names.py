@@ -1,9 +1,9 @@
-"""Modules and names of DeepSpeed: which are here, and why the others are not.
+"""Find DeepSpeed's modules and names: those that exist here, and why the rest do not.
 
-`lowtide.deepspeed.X.Y` is found for every module of DeepSpeed that `names.txt` lists. A name has one meaning in all
-modules, so each module has the names that another one defines too. A name that is not here is a stand-in, so that a
-script which imports it and never uses it runs: nothing is an instance of it, and calling it or deriving from it raises
-NotImplementedError with the reason. Names that end in Error or Exception are exceptions: a script may catch them.
+The finder resolves `lowtide.deepspeed.X.Y` for every module of DeepSpeed that `names.txt` lists. A name has the same
+meaning in all modules, so a module also has names that another module defines. A missing name is a stand-in, so that a
+script may import it without using it: nothing is an instance of it, and calling or subclassing it raises
+NotImplementedError with the reason. Names that end in Error or Exception are exceptions: scripts may catch them.
 """
 
 from __future__ import annotations
@@ -67,15 +67,14 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "pipeline": "PipelineEngine",
     "small": "DummyOptim OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
     "SynchronizedWallClockTimer clone_tensors_for_torch_save call_to_str partition_uniform get_only_unique_item",
-    "saving": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+    "fp32_weights": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
     "convert_zero_checkpoint_to_fp32_state_dict",
 }
-HOMES = {name: file for file, names in _IN_FILES.items() for name in names.split()}
-"""Name -> the file here that has it; "" for the package."""
+HOMES = {name: file for file, names in _IN_FILES.items() for name in names.split()}  # name -> file; "" for the package
 _ALIASES = {"zero": "runtime.zero"}
 
 REASONS = {
-    "": "it is a part of DeepSpeed's own machinery, which is another one here",
+    "": "it is part of DeepSpeed's internals, which lowtide does not have",
     "accelerator": "torch.accelerator and torch.get_device_module know the device; get_accelerator() is here",
     "add_tuning_arguments": "set the scheduler in the config; it adds no arguments to a parser",
     "MiCS_Init": "use zero.Init",
@@ -119,7 +118,7 @@ REASONS = {
     "runtime.pipe.schedule": "schedules are named by pipeline.schedule in the config; `lowtide schedule` draws them",
     "runtime.swap_tensor": "offloading is set in the config",
     "runtime.zenflow": 'set offload_optimizer.overlap "delayed" in the config',
-    "runtime.zero": "it is a part of DeepSpeed's own ZeRO, which is another one here",
+    "runtime.zero": "it is part of DeepSpeed's ZeRO internals, which lowtide does not have",
     "runtime.zero.mics": "set zero_hpz_partition_size in the config, or parallel",
     "runtime.zero.muon": 'Muon is named in the config: type "Muon"',
     "runtime.zero.tiling": "set tiles in the config",
@@ -127,7 +126,7 @@ REASONS = {
     "utils.groups.initialize": "set parallel in the config",
     "utils.timer": "use torch.profiler",
 }
-"""By the longest beginning of a module's name, or by a name itself: why what is not here is not."""
+"""Why a name does not exist here, by the name itself or by the longest prefix of its module."""
 _REFUSED_TREES = (
     "autotuning",
     "checkpoint.affine",
@@ -181,50 +180,50 @@ _REFUSED_TREES = (
     "runtime.zero.test",
     "sequence",
 )
-"""Of which neither modules nor names are listed one by one."""
+"""Modules whose names and submodules `names.txt` does not list."""
 
 
 @cache
 def _table() -> dict[str, dict[str, str]]:
-    """Module of DeepSpeed, "." for the package, -> its public names -> the text that a name stands for, or ""."""
+    """Read names.txt: module ("." for the package) -> public name -> the string it stands for, or ""."""
     found: dict[str, dict[str, str]] = {}
     for line in (Path(__file__).parent / "names.txt").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             module, names = line.rsplit(": ", 1)
-            written = [one.partition("=") for one in names.split()]
+            written = [item.partition("=") for item in names.split()]
             found[module] = {name: text or (name.lower() if sign else "") for name, sign, text in written}
     return found
 
 
 @cache
 def listed() -> dict[str, frozenset[str]]:
-    """Module of DeepSpeed, "." for the package, -> its public names."""
+    """Return module ("." for the package) -> its public names."""
     return {module: frozenset(names) for module, names in _table().items()}
 
 
 @cache
 def _anywhere() -> frozenset[str]:
-    """The names of all modules."""
+    """Return the names of all modules."""
     return frozenset[str]().union(*(names for module, names in listed().items() if ":" not in module))
 
 
 @cache
 def _texts() -> dict[str, str]:
-    """Name of a constant -> its text, in every module."""
+    """Return the string constants of all modules, by name."""
     return {name: text for names in _table().values() for name, text in names.items() if text}
 
 
 def reason_for(module: str, name: str) -> str:
-    """Why `name` of that module is not here."""
+    """Return why `name` of that module does not exist here."""
     if name in REASONS:
         return REASONS[name]
     parts = name.split(".") if module == "." else [*module.split("."), name]
-    beginnings = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
-    return next(REASONS[one] for one in beginnings if one in REASONS)
+    prefixes = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+    return next(REASONS[prefix] for prefix in prefixes if prefix in REASONS)
 
 
 class Refused(type):
-    """The class of stand-ins: each a class that has no instances."""
+    """The metaclass of stand-ins: classes without instances."""
 
     reason: str
 
@@ -241,6 +240,7 @@ def _derived(cls: Any, /, **kwargs: Any) -> NoReturn:
 
 @cache
 def stand_in(module: str, name: str) -> Refused:
+    """Make the stand-in of a missing name."""
     place = "deepspeed" if module == "." else f"deepspeed.{module}"
     text = f"{place}.{name} is not in lowtide.deepspeed: {reason_for(module, name)}"
     contents = {"reason": text, "__doc__": text, "__init_subclass__": classmethod(_derived)}
@@ -248,7 +248,7 @@ def stand_in(module: str, name: str) -> Refused:
 
 
 def find(module: str, name: str) -> Any:
-    """What `name` of a module of DeepSpeed is here. Raises AttributeError for what DeepSpeed does not have."""
+    """Return the object for `name` of a DeepSpeed module. Raises AttributeError if DeepSpeed does not have the name."""
     below = name if module == "." else f"{module}.{name}"
     if name.startswith("__") and name not in HOMES:
         raise AttributeError(f"module {_ROOT}.{module!r} has no attribute {name!r}")
@@ -269,9 +269,9 @@ def find(module: str, name: str) -> Any:
 
 
 def refused_attribute(owner: str, name: str) -> AttributeError:
-    """What is raised for an attribute that an engine does not have."""
+    """Return the error for an attribute that an engine does not have."""
     if name in listed()["runtime.engine:DeepSpeedEngine"] | listed()["runtime.engine:PipelineEngine"]:
-        why = ENGINE_REASONS.get(name, "it is a part of DeepSpeed's own machinery; engine.lowtide is the engine itself")
+        why = ENGINE_REASONS.get(name, "it is part of DeepSpeed's internals; engine.lowtide is lowtide's engine")
         return AttributeError(f"{owner}.{name} is not in lowtide.deepspeed: {why}")
     return AttributeError(f"'{owner}' object has no attribute '{name}', nor has its module")
 
@@ -284,10 +284,10 @@ ENGINE_REASONS = {
 
 
 def is_module(name: str) -> bool:
-    """Whether DeepSpeed has a module of that name."""
+    """Return whether DeepSpeed has a module of that name."""
     name = _ALIASES.get(name, name)
     modules = (*listed(), *_REFUSED_TREES)
-    return any(one == name or one.startswith(f"{name}.") for one in modules) or _is_refused(name)
+    return any(module == name or module.startswith(f"{name}.") for module in modules) or _is_refused(name)
 
 
 def _is_refused(module: str) -> bool:
@@ -295,7 +295,7 @@ def _is_refused(module: str) -> bool:
 
 
 class _Module(ModuleType):
-    """A module of DeepSpeed, whose names are looked up when they are asked for."""
+    """A module of DeepSpeed that finds its names on first use."""
 
     def __getattr__(self, name: str) -> Any:
         module = self.__name__.removeprefix(f"{_ROOT}.")
@@ -311,7 +311,7 @@ class _Module(ModuleType):
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds the modules that are no files here. It comes after all others."""
+    """Finds DeepSpeed's modules that are no files here, as the last finder."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if not fullname.startswith(f"{_ROOT}.") or not is_module(fullname.removeprefix(f"{_ROOT}.")):
@@ -322,10 +322,10 @@ class Finder(MetaPathFinder, Loader):
         return _Module(spec.name, f"The names of DeepSpeed's {spec.name.removeprefix(_ROOT + '.')}.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: names are found when they are asked for."""
+        """Do nothing: names are found on first use."""
 
 
 def install() -> None:
-    """Modules are found from now on."""
-    if not any(isinstance(one, Finder) for one in sys.meta_path):
+    """Register the finder."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())

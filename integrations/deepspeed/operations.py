@@ -1,8 +1,7 @@
-"""What scripts import from `deepspeed.ops`: whether an operation is there, and optimizers by their names.
+"""`deepspeed.ops`: the existing operations, and optimizers by their DeepSpeed names.
 
-Nothing is built: kernels are those of the engine. Each optimizer is torch's class that does the same, so that the
-engine updates by its own kernels. Which processor updates is said by the config
-(`zero_optimization.offload_optimizer`), not by the name.
+Nothing is compiled. Each optimizer is the equivalent torch class, and the engine updates by its kernels. The config
+(`zero_optimization.offload_optimizer`) chooses the processor of the update, not the name.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __installed_ops__ = installed_ops = compatible_ops = __compatible_ops__
 
 
 class OpBuilder:
-    """Of one operation, by its NAME."""
+    """The builder of the operation NAME."""
 
     NAME = ""
 
@@ -47,10 +46,10 @@ class OpBuilder:
         return f"deepspeed.ops.{self.NAME}"
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """Raises NotImplementedError: there is no library of DeepSpeed's."""
+        """Raise NotImplementedError: DeepSpeed's libraries do not exist here."""
         raise NotImplementedError(
-            f"deepspeed.ops.op_builder: expected no load() of {self.NAME}, found one; its classes in deepspeed.ops are "
-            "used without, and the engine has its own kernels"
+            f"deepspeed.ops.op_builder: {self.NAME} has no library to load() here. Use the classes of deepspeed.ops "
+            "directly: the engine has kernels for them"
         )
 
 
@@ -74,7 +73,7 @@ _BUILDERS = {
 
 @cache
 def __getattr__(name: str) -> type[OpBuilder]:
-    """The class of an operation's builder."""
+    """Make the builder class of an operation."""
     if name not in _BUILDERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return type(name, (OpBuilder,), {"NAME": _BUILDERS[name]})
@@ -84,7 +83,7 @@ Betas = tuple[float, float]
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam with its decay apart from the gradient (AdamW); `adam_w_mode=False`: in it. No decay by default."""
+    """AdamW, without weight decay by default; `adam_w_mode=False`: Adam with the decay in the gradient."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """As FusedAdam, with the arguments that DeepSpeed's has for the host."""
+    """The same as FusedAdam, with the arguments of DeepSpeed's class."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 
 class FusedLion(torch.optim.Optimizer):
-    """Lion, of which torch has none: updated by its formula."""
+    """Lion, missing in torch. The engine recognizes it by its formula."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class FusedLion(torch.optim.Optimizer):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """As FusedLion."""
+    """The same as FusedLion."""
 
     def __init__(
         self,
@@ -193,8 +192,8 @@ class DeepSpeedCPULion(FusedLion):
 
 _WHY = {
     "bias_correction": "moments are always corrected",
-    "amsgrad": "there is no such variant; use torch.optim.Adam(amsgrad=True)",
-    "fp32_optimizer_states": 'set optimizer.params.state_dtype "bf16" in the config in place of it',
+    "amsgrad": "use torch.optim.Adam(amsgrad=True)",
+    "fp32_optimizer_states": 'set optimizer.params.state_dtype "bf16" in the config instead',
 }
 
 

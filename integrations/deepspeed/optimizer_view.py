@@ -1,7 +1,4 @@
-"""The optimizer that `initialize` returns: the engine's, with the names that DeepSpeed's optimizers have.
-
-And what it shares with the engine: states that leave the device between steps.
-"""
+"""The optimizer that `initialize` returns: the engine's, with the names of DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from .parameters import OffloadDeviceEnum, get_z3_leaf_modules
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """What `offload_states` may take."""
+    """Kinds of states that `offload_states` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -37,50 +34,36 @@ _KINDS = {
 }
 
 
-class OffloadsStates:
-    """What DeepSpeed's engine and its optimizer both have."""
+def offload_states(
+    engine: Engine,
+    include: Collection[OffloadStateTypeEnum] | None,
+    device: OffloadDeviceEnum,
+    pin_memory: bool,
+) -> None:
+    """Move states off the device until `reload_states`, and wait for the copies, so that the memory is free.
 
-    @property
-    def _lender(self) -> Engine:
-        raise NotImplementedError
-
-    def offload_states(
-        self,
-        include: Collection[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """States leave the device until `reload_states`: the optimizer's with master weights, whichever is named.
-
-        device: "none" takes nothing. non_blocking: of no effect; the copies are waited for, since the memory is to be
-        free.
-        """
-        if OffloadDeviceEnum(device) is OffloadDeviceEnum.none:
-            return
-        if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
-            raise ValueError(
-                f"offload_states: expected device 'cpu', found {device.value!r}; what is always to rest in files is "
-                "named by offload_optimizer and offload_param in the config"
-            )
-        kinds = None if include is None else {_KINDS[OffloadStateTypeEnum(one)] for one in include}
-        self._lender.offload_states(kinds, pin_memory)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        self._lender.reload_states()
+    include: kinds of states; None: all. `optim_states` and `hp_params` each take optimizer states and master weights
+    together. device: "none" moves nothing. Raises ValueError for "nvme".
+    """
+    if OffloadDeviceEnum(device) is OffloadDeviceEnum.none:
+        return
+    if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
+        raise ValueError(
+            f"offload_states: expected device 'cpu', found {device.value!r}. To keep states in files always, set "
+            "offload_optimizer and offload_param in the config"
+        )
+    kinds = None if include is None else {_KINDS[OffloadStateTypeEnum(kind)] for kind in include}
+    engine.offload_states(kinds, pin_memory)
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """`loss_scaler` and `loss_scale_config` of an optimizer, as they are when they are asked for: "fp16" of the config
-    says how losses are scaled.
-    """
+    """A snapshot of how losses are scaled, by "fp16" of the config: `loss_scaler` and `loss_scale_config`."""
 
     use_grad_scaling: bool
     dynamic_loss_scale: bool
     cur_scale: float
-    cur_iter: int
-    """Steps so far, skipped ones too."""
+    cur_iter: int  # steps so far, also skipped steps
     scale_window: int
     min_loss_scale: float
     scale_factor: float = 2.0
@@ -94,28 +77,26 @@ class LossScale:
         return self.dynamic_loss_scale
 
 
-class DeepSpeedOptimizer(OffloadsStates, torch.optim.Optimizer):
-    """`param_groups` are the caller's own: learning rates may be set there. Updates are made by `engine.step()`."""
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """A view of the engine's optimizer: set learning rates in `param_groups`. `engine.step()` makes the updates."""
 
     def __init__(self, engine: Engine, basic: torch.optim.Optimizer | None, zero_grad: Callable[[], None]) -> None:
-        """basic: over which the caller, or the config, has the parameters. zero_grad: the engine's."""
+        """basic: the optimizer over the caller's parameters, if any. zero_grad: the engine's."""
         self._engine = engine
         self._zero_grad = zero_grad
-        self.optimizer = engine.optimizer if basic is None else basic
-        """The one of which this is a wrapper."""
-        self.overflow = False
-        """Whether the last step was skipped, for gradients that were not finite."""
+        self.optimizer = engine.optimizer if basic is None else basic  # the wrapped optimizer
+        self.overflow = False  # whether gradients that were not finite skipped the last step
         sharded = engine.optimizer
         self.__setstate__({"defaults": sharded.defaults, "state": sharded.state, "param_groups": sharded.param_groups})
 
     @property
     def loss_scale(self) -> float:
-        """By which losses are multiplied; 1 but in float16."""
+        """The factor of losses; 1 except in float16."""
         return float(self._engine.loss_scale)
 
     @property
     def loss_scaler(self) -> LossScale:
-        """How losses are scaled now. Its names are here too, as DeepSpeed has them: `cur_scale`, `scale_window`, ..."""
+        """How losses are scaled now. As in DeepSpeed, its fields are attributes of the optimizer too."""
         fp16 = self._engine.config.fp16
         return LossScale(
             use_grad_scaling=fp16.enabled,
@@ -131,7 +112,7 @@ class DeepSpeedOptimizer(OffloadsStates, torch.optim.Optimizer):
         return self.loss_scaler
 
     def needs_scaler(self) -> bool:
-        """Whether losses are multiplied by a scale that changes. A backward of the caller's own is scaled as well."""
+        """Return whether losses have a dynamic scale. The caller's `loss.backward()` is scaled too."""
         return self.loss_scaler.dynamic
 
     @property
@@ -145,26 +126,36 @@ class DeepSpeedOptimizer(OffloadsStates, torch.optim.Optimizer):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raises StateError: see `engine.step()`."""
+        """Raise StateError: call `engine.step()`."""
         self._engine.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero_grad()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """With the loss scale, without a division by the accumulation steps."""
+        """Run the backward of the scaled loss, without dividing by the accumulation steps."""
         check_loss(loss, "optimizer.backward", UsageError)
         torch.autograd.backward(self._engine.scale(loss), retain_graph=retain_graph)
 
-    @property
-    def _lender(self) -> Engine:
-        return self._engine
+    def offload_states(
+        self,
+        include: Collection[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states off the device until `reload_states`: see `offload_states` above."""
+        offload_states(self._engine, include, device, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the offloaded states back to the device."""
+        self._engine.reload_states()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._engine.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the options alone; StateError once there are states: `engine.save_checkpoint` saves them."""
+        """Return the options. Raises StateError once states exist: use `engine.save_checkpoint`."""
         return self._engine.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

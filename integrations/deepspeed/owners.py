@@ -1,8 +1,8 @@
-"""Which engine has a parameter, and the attributes `ds_id`, `ds_shape`, ... that DeepSpeed hangs on it.
+"""Find the engine of a parameter, and set `ds_id`, `ds_shape`, ... on parameters as DeepSpeed does.
 
-Functions such as `safe_get_full_fp32_param(param)` are given a parameter alone. The engines are found by weak
-references to both, as global as the parameters are. Scripts ask for the attributes to know which parameters they must
-gather: `hasattr(param, "ds_id")`, and then whether its values are there. They say nothing that the engine reads.
+Functions such as `safe_get_full_fp32_param(param)` get only a parameter. A global table of weak references maps it to
+its engine. Scripts read the attributes to decide which parameters to gather (`hasattr(param, "ds_id")`, `ds_status`).
+lowtide's engine does not read them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ _IDS = count()
 
 
 class ZeroParamStatus(Enum):
+    """DeepSpeed's states of a parameter's values."""
+
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
 
 
 def mark(param: nn.Parameter) -> None:
-    """As a parameter that is divided, whether its values are there now or not."""
+    """Set the attributes of a divided parameter, whether its values are present now or not."""
     if "ds_id" not in param.__dict__:
-        # The status of one whose values are not there is its class's: see below.
+        # While the values are away, `ReleasedParameter.ds_status` below says NOT_AVAILABLE.
         values = (next(_IDS), param.shape, param.numel(), ZeroParamStatus.AVAILABLE, False)
         param.__dict__.update(zip(_NAMES, values, strict=True))
 
 
 def unmark(param: nn.Parameter) -> None:
+    """Remove the attributes."""
     for name in _NAMES:
         param.__dict__.pop(name, None)
 
@@ -45,13 +48,15 @@ def _not_available(param: ReleasedParameter) -> ZeroParamStatus:
     return ZeroParamStatus.NOT_AVAILABLE
 
 
-ReleasedParameter.ds_status = property(_not_available)  # type: ignore[attr-defined]  # it comes before the parameter's own
+# A property of the class goes before the attribute of the parameter.
+ReleasedParameter.ds_status = property(_not_available)  # type: ignore[attr-defined]
 
 
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def own(module: nn.Module, engine: Engine) -> None:
+    """Record the engine of a module's parameters, and mark them at stage 3."""
     for param in module.parameters():
         _OWNERS[param] = weakref.ref(engine)
         if engine.config.zero_optimization.stage == 3:
@@ -61,7 +66,7 @@ def own(module: nn.Module, engine: Engine) -> None:
 
 
 def own_no_more(module: nn.Module, engine: Engine) -> None:
-    """Of a later engine of the same module they stay."""
+    """Forget the engine, unless a later engine has the module."""
     for param in module.parameters():
         if owner_of(param) is engine:
             del _OWNERS[param]
@@ -69,13 +74,13 @@ def own_no_more(module: nn.Module, engine: Engine) -> None:
 
 
 def take_from_owner(module: nn.Module) -> None:
-    """Ends the engine that the module was given to, if it is open; parameters are whole then. A collective."""
+    """Close the engine of the module, if it is open; parameters are whole then. A collective."""
     params = list(module.parameters())
     engines = {id(found): found for param in params if (found := owner_of(param)) is not None}
     for engine in engines.values():
         if engine.module is not module or not engine.is_open:
             continue
-        logger.warning("deepspeed.initialize: the model has an engine already, which is destroyed now")
+        logger.warning("deepspeed.initialize: the model already has an engine, which is destroyed now")
         own_no_more(module, engine)
         with engine.gathered():
             values = (
@@ -90,7 +95,7 @@ def take_from_owner(module: nn.Module) -> None:
 
 
 def owner_of(param: nn.Parameter) -> Engine | None:
-    """None where it has none, or one that nobody else has any more."""
+    """Return the engine of a parameter; None if it has none, or if that engine is gone."""
     try:
         found: weakref.ref[Engine] = _OWNERS[param]
     except KeyError:
@@ -99,11 +104,11 @@ def owner_of(param: nn.Parameter) -> Engine | None:
 
 
 def owner_or_error(param: nn.Parameter, call: str) -> Engine:
-    """Raises ValueError for a parameter of no engine."""
+    """Return the engine of a parameter. Raises ValueError without an engine."""
     found = owner_of(param)
     if found is None:
         raise ValueError(
-            f"{call}: expected a parameter of a model that was given to deepspeed.initialize, found one of none, of "
-            f"shape {tuple(param.shape)}"
+            f"{call}: expected a parameter of a model given to deepspeed.initialize, found a parameter of shape "
+            f"{tuple(param.shape)} without an engine"
         )
     return found

@@ -1,8 +1,7 @@
-"""What scripts import as `deepspeed.zero` and from `deepspeed.utils` of single parameters.
+"""`deepspeed.zero`, and the functions of `deepspeed.utils` for single parameters.
 
-Before `initialize` a parameter is torch's own, whole on every rank, or divided by `zero.Init`; from then on the engine
-has its master weights, states and gradient, by the stage. All ranks must call what shows or sets more than this rank's
-part.
+Before `initialize` a parameter is a plain tensor, whole on every rank, or divided by `zero.Init`. After it, the engine
+has the parameter's master weights, states and gradient. All ranks must call functions that get or set full values.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ GRADIENT_KEY = "gradient"
 
 
 class ZeroParamType(Enum):
+    """DeepSpeed's kinds of parameters."""
+
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
@@ -37,10 +38,10 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class GatheredParameters:
-    """A context in which parameters are full; with a `modifier_rank` that rank may change them, for all.
+    """A context with full parameters. With a `modifier_rank`, that rank may change them for all ranks.
 
-    params: one, several, or a module's; those of no engine are as they are. Its changes reach all ranks and the master
-    weights at the end.
+    params: a parameter, several, or a module's. Parameters without an engine stay as they are. At the end, changes
+    reach all ranks and the master weights.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given = [params] if isinstance(params, Tensor) else list(params) if enabled else []
-        self._params: list[Any] = list({id(one): one for one in given if isinstance(one, Tensor)}.values())
+        self._params: list[Any] = list({id(param): param for param in given if isinstance(param, Tensor)}.values())
         self._divided: dict[int, tuple[DividedParameters, list[nn.Parameter]]] = {}
         self._modifier_rank = modifier_rank
         self._open: ExitStack | None = None
@@ -83,28 +84,28 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing but a check: a parameter that another module's forward uses is full there.
+    """Check the type of `parameter`, and do nothing else: it is full in any module's forward.
 
-    Raises RuntimeError for what is no parameter.
+    Raises RuntimeError if it is no parameter.
     """
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected a parameter, found {type(parameter).__name__}")
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing: see `register_external_parameter`."""
+    """Do nothing: see `register_external_parameter`."""
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The module inside of an engine, with full parameters: to generate with. All ranks must enter it."""
+    """Open a context with full parameters to generate with, and yield the engine's module. All ranks must enter it."""
     module = model.module if hasattr(model, "lowtide") else model
     with GatheredParameters(module.parameters()):
         yield module
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether an engine of stage 3, or zero.Init, has divided it."""
+    """Return whether an engine of stage 3 or zero.Init has divided the parameter."""
     if isinstance(parameter, nn.Parameter) and table_of(parameter) is not None:
         return True
     engine = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
@@ -115,76 +116,76 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Its master weights, of its shape; None where it is not trained. All ranks must call it."""
+    """Return the master weights in the parameter's shape; None if it is not trained. All ranks must call it."""
     return _get(param, None, "safe_get_full_fp32_param", local=False)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A state such as "exp_avg", of its shape; None where it is not trained. All ranks must call it.
+    """Return a state like "exp_avg" in the parameter's shape; None if it is not trained. All ranks must call it.
 
-    Raises ValueError for a state that its optimizer does not have.
+    Raises ValueError for a state that the optimizer does not have.
     """
     return _get(param, optim_state_key, "safe_get_full_optimizer_state", local=False)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Its gradient, the mean over microbatches and ranks, of its shape; None where it is not trained.
+    """Return the gradient, the mean over microbatches and ranks, in the parameter's shape; None if it is not trained.
 
-    Between a backward and the `step` that updates with it; between the microbatches of a step it is the sum so far.
-    StateError at other times. All ranks must call it.
+    Valid between a backward and the `step` that uses it. Between the microbatches of a step it is the sum so far.
+    Raises StateError at all further times. All ranks must call it.
     """
     return owner_or_error(param, "safe_get_full_grad").gradient(param)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """What this rank has of its master weights, (n,), in the order of the flattened parameter; n may be 0."""
+    """Return this rank's part of the master weights, (n,), in the order of the flattened parameter. n may be 0."""
     return _get(param, None, "safe_get_local_fp32_param", local=True)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """As `safe_get_local_fp32_param`, of a state."""
+    """Return this rank's part of a state, as `safe_get_local_fp32_param` does."""
     return _get(param, optim_state_key, "safe_get_local_optimizer_state", local=True)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """As `safe_get_full_grad`, as `safe_get_local_fp32_param` cuts it."""
+    """Return this rank's part of the gradient: see `safe_get_full_grad` and `safe_get_local_fp32_param`."""
     return owner_or_error(param, "safe_get_local_grad").gradient(param, local=True)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets what `safe_get_full_fp32_param` shows, and what is computed with. Rank 0's value; all ranks must call it."""
+    """Set the parameter and its master weights to rank 0's value. All ranks must call it."""
     owner_or_error(param, "safe_set_full_fp32_param").set_full(param, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """As `safe_set_full_fp32_param`, of a state."""
+    """Set a state to rank 0's value. All ranks must call it."""
     owner_or_error(param, "safe_set_full_optimizer_state").set_full(param, value, optim_state_key)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets what `safe_get_full_grad` shows, at its times. Rank 0's value; all ranks must call it."""
+    """Set the gradient to rank 0's value, when `safe_get_full_grad` is valid. All ranks must call it."""
     owner_or_error(param, "safe_set_full_grad").set_gradient(param, value)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets what `safe_get_local_fp32_param` shows. All ranks must call it, each with its own part."""
+    """Set this rank's part of the parameter and its master weights. All ranks must call it."""
     owner_or_error(param, "safe_set_local_fp32_param").set_local(param, value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """As `safe_set_local_fp32_param`, of a state."""
+    """Set this rank's part of a state. All ranks must call it."""
     owner_or_error(param, "safe_set_local_optimizer_state").set_local(param, value, optim_state_key)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets what `safe_get_local_grad` shows. All ranks must call it, each with its own part."""
+    """Set this rank's part of the gradient. All ranks must call it."""
     owner_or_error(param, "safe_set_local_grad").set_gradient(param, value, local=True)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Sets each gradient to update_func(gradient, param)."""
+    """Set each gradient to update_func(gradient, param)."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -200,20 +201,20 @@ def _get(param: nn.Parameter, state: str | None, call: str, *, local: bool) -> T
 
 # -- leaf modules -----------------------------------------------------------------------------------------------------
 
+# Modules that were set. Leaf modules need no treatment here: the order of gathers is fixed, even for skipped modules.
 _LEAVES: WeakSet[nn.Module] = WeakSet()
-"""Modules that were set. They are as all others: the order of gathers is fixed, also of modules that are skipped."""
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True) -> Any:
-    """The modules of these classes, or class names. They are remembered, and nothing else follows.
+    """Return the modules of these classes or class names, and remember them as leaves without any effect.
 
-    Raises ValueError where there is none.
+    Raises ValueError without a match.
     """
     return _set_leaves(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True) -> Any:
-    """As `set_z3_leaf_modules`, which are forgotten."""
+    """Forget the leaf modules of these classes: see `set_z3_leaf_modules`."""
     return _set_leaves(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -229,14 +230,14 @@ def _set_leaves(model: nn.Module, classes: Sequence[Any], flag: bool, raise_if_n
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """(the modules of these names, names that no module has): see `set_z3_leaf_modules`. Raises ValueError for such."""
+    """Return (the modules of these names, names without a module): see `set_z3_leaf_modules`, also for ValueError."""
     return _set_named(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """As `set_z3_leaf_modules_by_name`, of names that end so."""
+    """Return the modules with names that end so, as `set_z3_leaf_modules_by_name` does."""
     return _set_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
@@ -244,8 +245,8 @@ def _set_named(
     model: nn.Module, wanted: Sequence[str], is_meant: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
     named = list(model.named_modules())
-    found = {one: [module for name, module in named if is_meant(name, one)] for one in wanted}
-    missing = [one for one, modules in found.items() if not modules]
+    found = {text: [module for name, module in named if is_meant(name, text)] for text in wanted}
+    missing = [text for text, modules in found.items() if not modules]
     if missing and raise_if_not_found:
         raise ValueError(f"set_z3_leaf_modules: expected modules named {missing}, found none in the model")
     leaves = list(dict.fromkeys(module for modules in found.values() for module in modules))
@@ -255,7 +256,7 @@ def _set_named(
 
 
 def set_leaves_of(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Remembers what zero_optimization.leaf_module of a config names: `classes`, `names`, `name_suffixes`."""
+    """Set the leaf modules of zero_optimization.leaf_module in a config: `classes`, `names`, `name_suffixes`."""
     classes, names, suffixes = (
         [given] if isinstance(given, str) else given
         for given in (section.get(key) or [] for key in ("classes", "names", "name_suffixes"))
@@ -266,7 +267,7 @@ def set_leaves_of(model: nn.Module, section: Mapping[str, Any]) -> None:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
-    """This module alone: see `set_z3_leaf_modules`."""
+    """Set or forget a single leaf module: see `set_z3_leaf_modules`."""
     if flag:
         _LEAVES.add(model)
     else:
@@ -274,39 +275,39 @@ def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Those of the model that were set."""
+    """Return the leaf modules of the model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether it was set."""
+    """Return whether the module is a leaf."""
     return model in _LEAVES
 
 
 def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """Whether it is one of a module that was set."""
-    return any(one is parameter for module in _LEAVES for one in module.parameters())
+    """Return whether the parameter belongs to a leaf module."""
+    return any(param is parameter for module in _LEAVES for param in module.parameters())
 
 
 def _is_one_of(module: nn.Module, classes: Sequence[Any]) -> bool:
     names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
-    return any(one in names if isinstance(one, str) else isinstance(module, one) for one in classes)
+    return any(cls in names if isinstance(cls, str) else isinstance(module, cls) for cls in classes)
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether it is marked as one that not all ranks have (`allreduce` False), as DeepSpeed's MoE does."""
+    """Return whether DeepSpeed's MoE marks the parameter (`allreduce` False): not all ranks have it."""
     return not getattr(param, "allreduce", True)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): there are no layers of DeepSpeed's."""
+    """Return (False, 0): DeepSpeed's MoE layers do not exist here."""
     return False, 0
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Iterable[Mapping[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups as they are. Raises NotImplementedError for such a parameter in one."""
+    """Return the groups unchanged. Raises NotImplementedError for a parameter that not all ranks have."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     found = [{**group, "params": list(group["params"])} for group in groups]
     for group in found:
@@ -315,10 +316,10 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def refuse_moe_params(params: Iterable[Any]) -> None:
-    """Raises NotImplementedError for a parameter that not all ranks have."""
+    """Raise NotImplementedError for a parameter that not all ranks have."""
     found = sum(is_moe_param(param) for param in params)
     if found:
         raise NotImplementedError(
-            f"model_parameters: expected parameters that all ranks have, found {found} with allreduce=False, which "
-            'DeepSpeed\'s MoE gives to experts; build all experts on each rank, and set "parallel": {"expert": N}'
+            f"model_parameters: expected parameters that all ranks have, found {found} with allreduce=False, the "
+            'mark of DeepSpeed\'s MoE. Build all experts on each rank, and set "parallel": {"expert": N}'
         )

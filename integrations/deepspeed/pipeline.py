@@ -1,4 +1,4 @@
-"""`PipelineEngine`: what `initialize` returns for a `PipelineModule`."""
+"""`PipelineEngine`: the engine that `initialize` returns for a `PipelineModule`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .topology import PipelineParallelGrid
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains whole batches: `train_batch(data_iter)`.
+    """Train over the stages of a pipeline, a whole step at a time: `train_batch(data_iter)`.
 
-    All ranks of one pipeline are given the same microbatches, also those that do not compute with them.
+    All ranks of a pipeline must get the same microbatches, even if only some stages compute with them.
     """
 
     _batches: Iterator[Any] | None = None
+    _batch_fn: Any = None
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """(): the mean loss of a step's microbatches, (inputs, labels), drawn from the iterator.
+        """Run a step on its microbatches of (inputs, labels) from the iterator, and return their mean loss, ().
 
-        data_iter: None: the one that was set last, or `training_data` in its order, again and again. Raises
-        RuntimeError without gradients.
+        data_iter: None: the iterator that was set last, or `training_data` in its order, again and again.
+        Raises RuntimeError without gradients.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch: expected gradients to be enabled, found torch.no_grad(); use eval_batch")
@@ -39,8 +40,8 @@ class PipelineEngine(DeepSpeedEngine):
         result = self.lowtide.train_step(self._microbatches(drawn, self.gradient_accumulation_steps()))
         self._grad_norm = result.grad_norm
         self._step_applied = not result.skipped
-        self._counters.micro_steps += self.gradient_accumulation_steps()
-        self._counters.add_step(self.train_batch_size(), result.skipped)
+        self.micro_steps += self.gradient_accumulation_steps()
+        self._count_step(self.train_batch_size(), result.skipped)
         self.tput_timer.stop(global_step=True)
         self._report_loss(result.loss)
         return result.loss.to(self.device)
@@ -54,11 +55,11 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Tensor:
-        """(): the mean loss, on all ranks, of so many microbatches; None: those of a step."""
+        """Return the mean loss, (), of `num_micro_batches` (None: those of a step), on all ranks."""
         if return_logits or not compute_loss or reduce_output != "avg":
             raise NotImplementedError(
-                "eval_batch: expected a call for the mean loss, found return_logits, compute_loss=False or another "
-                "reduce_output; what stages give stays on the rank of the last one"
+                "eval_batch: expected a call for the mean loss, found return_logits, compute_loss=False or a "
+                'reduce_output other than "avg". Outputs of the last stage stay on its rank'
             )
         count = num_micro_batches or self.gradient_accumulation_steps()
         batches = self._microbatches(self._iterator(data_iter), count)
@@ -67,25 +68,23 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.stack(losses).mean().to(self.device)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """What `train_batch()` draws from, again and again."""
+        """Make `train_batch()` draw from the loader, again and again."""
         self._batches = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """What `train_batch()` draws from."""
+        """Make `train_batch()` draw from the iterator."""
         self._batches = self._iterator(iterator)
 
     def set_batch_fn(self, fn: Any) -> None:
-        """fn: from what is drawn to (inputs, labels)."""
+        """fn: from a drawn microbatch to (inputs, labels)."""
         self._batch_fn = fn
 
-    _batch_fn: Any = None
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raises NotImplementedError: the schedule is of a number of microbatches."""
+        """Raise NotImplementedError for another size: the schedule has a fixed number of microbatches."""
         if train_batch_size != self.train_batch_size():
             raise NotImplementedError(
-                f"set_train_batch_size: expected {self.train_batch_size()}, found {train_batch_size}; the schedule of "
-                "a pipeline is made for its number of microbatches: save, and start with another config"
+                f"set_train_batch_size: expected {self.train_batch_size()}, found {train_batch_size}. The schedule of "
+                "a pipeline has a fixed number of microbatches: save, and start with another config"
             )
 
     def is_first_stage(self) -> bool:
@@ -98,9 +97,10 @@ class PipelineEngine(DeepSpeedEngine):
         return self.grid.get_stage_id()
 
     def coalesce_grad_reduction(self) -> NoReturn:
+        """Raise NotImplementedError: the schedule already runs all backwards of a step."""
         raise NotImplementedError(
-            "engine.coalesce_grad_reduction(): expected a model, found a pipeline; its schedule "
-            "has all backwards of a step"
+            "engine.coalesce_grad_reduction(): not available over a pipeline, whose schedule runs all backwards of a "
+            "step"
         )
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -149,7 +149,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _whole_batches(self, call: str) -> UsageError:
         return UsageError(
-            f"{call}: expected engine.train_batch(data_iter) or eval_batch over a pipeline, found this call"
+            f"{call}: not available over a pipeline. Call engine.train_batch(data_iter) or engine.eval_batch"
         )
 
     def _drawn(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
@@ -162,7 +162,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataloader(self.deepspeed_io(dataset, data_sampler=in_order))
         if self._batches is None:
             raise UsageError(
-                "train_batch: expected an iterator of microbatches, found none; pass one, or give training_data to "
+                "train_batch: expected an iterator of microbatches, found none. Pass one, or give training_data to "
                 "initialize"
             )
         return self._batches

@@ -1,12 +1,12 @@
-"""DeepSpeed's keys that are no fields here: understood with no effect, or asking for what is not done.
+"""DeepSpeed's keys that are no fields of `Config`: keys without effect, and keys for unsupported features.
 
-[Note: four outcomes] A key is a field of Config (works), or has a Rule here, or is unknown (an error). A Rule answers
-with nothing (what the value asks for is what happens anyway), a note (no effect here, and why), or a fault (asks for
-something that this engine does not do). Whatever would change numbers or the place of memory is never just a note.
+[Note: four outcomes] A key works (a field of Config), has a Rule here, or is unknown (an error). By its Rule a value
+gives nothing (it holds anyway), a note (no effect, and why), or a fault (unsupported). A value that
+would change numbers or the place of memory never gives just a note.
 Source of the keys: DeepSpeed 0.19 runtime/config.py, runtime/zero/config.py and the files they read.
 
-[Note: words of sections] A section that is switched off asks for nothing, whatever stands in it; but a key that
-DeepSpeed does not know there is a slip of the pen. Each section has its words, at whatever depth they stand.
+[Note: words of sections] A section that is off has no effect, whatever it contains. But a key that DeepSpeed does not
+know there is a typo. So each section has the set of its words, at any depth.
 Source: DeepSpeed 0.19 and, for sections that it has removed, 0.9 to 0.18.
 """
 
@@ -22,12 +22,12 @@ Expected = Literal["true or false", "an integer", "a number", "a string", "an ob
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key of DeepSpeed does here.
+    """The effect of a key of DeepSpeed.
 
-    "no_effect": any value of the expected type is fine; a note gives the reason, unless the value is null (as if the
-    key were left out) or in `agrees`.
-    "only": the values in `agrees` are fine, any other is not supported; the reason says what to do.
-    "section": fine while it is empty or switched off by `enabled`, else not supported. Its words are known.
+    "no_effect": any value of the expected type is legal. A note gives the reason, unless the value is null (as if
+    the key were missing) or in `agrees`.
+    "only": just the values in `agrees` are legal. The reason says what to do.
+    "section": legal if it is empty or `enabled` is false, else unsupported. Its words are checked.
     """
 
     outcome: Literal["no_effect", "only", "section"]
@@ -61,7 +61,7 @@ _EXPERTS = """
     expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern
     expert_activation
 """
-_WORDS = {  # section: its keys without `enabled`, which each may have
+_WORDS = {  # section: its keys; each section may also have `enabled`
     "autotuning": """
         start_step end_step metric_path arg_mappings metric model_info profile num_params hidden_size num_layers
         results_dir exps_dir overwrite fast start_profile_step end_profile_step tuner_type tuner_early_stopping
@@ -138,35 +138,35 @@ DEEPCOMPILE_WORDS = (
 )
 SECTION_WORDS = {path: frozenset(words.split()) | {"enabled"} for path, words in _WORDS.items()}
 _FREE = {"arg_mappings", "config", "kwargs", "partition_config", "quantized_initialization", "post_init_quant"}
-_NAMES = {"different_groups", "curriculum_metrics"}  # whose keys are names of the user's
+_NAMES = {"different_groups", "curriculum_metrics"}  # their keys are the user's names
 
 _BUCKETS = "gradients and parameters travel unit by unit in flat buffers, there are no buckets to size"
 _COLLECTIVES = "the engine chooses the collective for each message (communication.route)"
 _BUFFERS = "host buffers have exactly the sizes that are needed"
 _FLAT = "every unit has flat buffers in any case"
-_OVERLAP = "whether communication overlaps with computation is the engine's choice"
-_PERSIST = "every parameter is sharded, small ones too, so nothing stays gathered"
-_REUSE = "a unit is released after each use; stage3_prefetch_bucket_size limits what is gathered ahead"
+_OVERLAP = "the engine chooses whether communication overlaps with computation"
+_PERSIST = "every parameter is sharded, small parameters too, so nothing stays gathered"
+_REUSE = "a unit is released after each use; stage3_prefetch_bucket_size limits the gathers ahead"
 _SAVE = "engine.export() writes full weights and never gathers the model; engine.state_dict() always gives them"
-_MASTER_WEIGHTS = "the fp32 master weights are what is saved and loaded"
+_MASTER_WEIGHTS = "saving and loading use the fp32 master weights"
 _REMOVE = "remove the section"
-_ONE_PATH = "set nvme_path: every rank has files of its own in it"
+_ONE_PATH = "set nvme_path: every rank has separate files in it"
 _NO_TIMER = "read times in your own loop or with torch.profiler"
-_ONE_FOLDER = "all ranks write into one folder; where one does not see it, saving is an error"
+_ONE_FOLDER = "all ranks write into one folder; if a rank does not see it, saving is an error"
 _ANY_TOPOLOGY = "every checkpoint loads at every number of ranks and every stage"
 _BACKGROUND = "remove the section; checkpoint.async writes in the background"
-_OWN_RANGES = "each rank reads only what it needs of a checkpoint"
-_PARALLEL_WRITE = "every rank writes its own part, all at the same time"
+_OWN_RANGES = "each rank reads only its ranges of a checkpoint"
+_PARALLEL_WRITE = "every rank writes its part in parallel"
 _TRACE = "the order of the units is fixed when the engine is built, there is no trace to record"
-_WINDOW = "reading the next unit, updating this one and writing the last one always overlap"
-_WHOLE = "what stages send is whole, there are no tensor-parallel ranks to divide it over"
+_WINDOW = "reading the next unit, updating this unit and writing the last unit always overlap"
+_WHOLE = "stages send whole tensors, not divided over tensor-parallel ranks"
 _TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
 _PARTITIONED = (
-    "it divides what is kept over tensor-parallel ranks (parallel.tensor_sequence does that); "
+    "it divides activations over tensor-parallel ranks (parallel.tensor_sequence does that); "
     "activation_checkpointing.every recomputes blocks"
 )
 _COMPILED_BY_CALL = "DeepSpeed compiles where engine.compile() is called; here engine.module.compile() does"
-_FROM_ZERO = "training starts at step 0, and goes on where a checkpoint was saved; remove the key"
+_FROM_ZERO = "training starts at step 0, or continues at the step of a checkpoint; remove the key"
 _NO_SCALE = "bf16 has the range of fp32, losses are not scaled"
 _APEX = "it is a word of Apex, for the section `amp`"
 _NEOX = "it is a word of GPT-NeoX; set bf16.enabled or fp16.enabled"
@@ -176,13 +176,13 @@ _OF_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresi
 _NOBODYS = ("comms_config", "monitor_config", "monitor", "logging", "disable_fused_adam")  # seen in files of users
 
 _DEEPCOMPILE = "it belongs to deepcompile"
-_SWITCHES = (True, False, 10485760)  # of which nobody asks for anything while deepcompile is off
+_SWITCHES = (True, False, 10485760)  # without effect while deepcompile is off
 
 _TENSOR = "set parallel.tensor to the number of ranks; remove the key"
 _SPLITS = "set tensor_parallel.plan; remove the key"
-_VOCABULARY = "a head over the vocabulary is split, and the loss over its logits with it"
-_LOCO = "quantized gradients are rounded at random, without bias and without feedback; remove the section"
-_SIGNS_GO = "signs go by communication.route, as everything does"
+_VOCABULARY = "a head over the vocabulary is split together with the loss over its logits"
+_LOCO = "quantized gradients use unbiased stochastic rounding without feedback; remove the section"
+_SIGNS_GO = "signs use communication.route, as every message does"
 
 RULES: dict[str, Rule] = {
     "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),
@@ -355,6 +355,7 @@ for _name in (
 
 
 def _has_type(value: object, expected: Expected) -> bool:
+    """Return whether a value has the expected type."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return {
         "true or false": isinstance(value, bool),
@@ -367,11 +368,11 @@ def _has_type(value: object, expected: Expected) -> bool:
 
 
 def is_on(section: dict[str, object]) -> bool:
-    """Whether a section asks for anything: its own switch, else that of any part, else that it is not empty."""
+    """Return whether a section is on: by its switch, else by a switch inside it, else if it is not empty."""
     for switch in ("enabled", "deepcompile"):
         if switch in section:
             return section[switch] is not False
-    if section.keys() & {"disable", "backend"}:  # of DeepSpeed's compile, which engine.compile() begins
+    if section.keys() & {"disable", "backend"}:  # of DeepSpeed's compile, which engine.compile() starts
         return False
     if section.get("autotp_size") in (0, 1):
         return False
@@ -386,7 +387,7 @@ def _mentions_enabled(section: dict[str, object]) -> bool:
 
 
 def judge(path: str, rule: Rule, value: object) -> Sequence[str | Fault]:
-    """What a value of one of DeepSpeed's keys gives: nothing (it holds anyway), a note, or faults."""
+    """Return the notes or faults of a value, nothing if it holds anyway."""
     if value is None and rule.outcome != "only":
         return ()
     for agreed in rule.agrees:
@@ -408,7 +409,7 @@ def judge(path: str, rule: Rule, value: object) -> Sequence[str | Fault]:
 
 
 def unknown_words(path: str, section: dict[str, object]) -> list[Fault]:
-    """A fault for each key in the section at `path` that is none of its words; `amp` takes whatever Apex takes."""
+    """Return a fault for each key of the section that DeepSpeed does not know. `amp` takes any key, for Apex."""
     return _unknown(path, section, SECTION_WORDS[path]) if path in SECTION_WORDS else []
 
 
@@ -436,7 +437,7 @@ _TYPES = {
 
 
 def rule_schema(rule: Rule) -> dict[str, Any]:
-    """A key with no effect takes its type and "auto"; any other takes what changes nothing."""
+    """Return the JSON schema of a key: any value of its type or "auto" if it has no effect, else the legal values."""
     if rule.outcome == "no_effect":
         described = {"description": f"No effect here: {rule.reason}."}
         kind = _TYPES.get(rule.expected)

@@ -1,4 +1,4 @@
-"""Small helpers that scripts import from DeepSpeed's `runtime.utils`, `utils.torch`, `utils.timer` and the like."""
+"""Small helpers of DeepSpeed's `runtime.utils`, `utils.torch`, `utils.timer` and further modules."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .accelerator import get_accelerator
 
 
 class DummyOptim:
-    """Stands where an optimizer is expected and there is none."""
+    """A stand-in for an optimizer."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]
 
 
 class OnDevice:
-    """A context in which tensors are made on a device, and in a dtype."""
+    """A context that makes tensors on a device, in a dtype."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
@@ -38,7 +38,7 @@ class OnDevice:
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Whether torch is of a version from min_version to max_version, by its first two numbers."""
+    """Return whether torch is of a version from min_version to max_version, by the first two numbers."""
     own = _numbers(torch.__version__)
     at_least = min_version is None or own >= _numbers(str(min_version))
     return at_least and (max_version is None or own <= _numbers(str(max_version)))
@@ -50,25 +50,25 @@ def _numbers(version: str) -> tuple[int, int]:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None) -> Tensor:
-    """As torch's, of gradients of the caller's own; the engine clips its own by `gradient_clipping`."""
+    """Clip gradients as torch does. The engine clips its gradients by `gradient_clipping`."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """An attribute of an attribute: "a.b"."""
+    """Return a nested attribute like "a.b"."""
     for part in module_name.split("."):
         model = getattr(model, part)
     return model
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Sets such an attribute."""
+    """Set a nested attribute like "a.b"."""
     owner, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, owner) if owner else model, name, module)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A tensor, or lists, tuples and dictionaries of tensors, copied to the device: without the memory around views."""
+    """Copy all tensors in a nested structure to the device, without the storage around views."""
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
@@ -79,13 +79,13 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """How a call is written."""
-    given = [repr(one) for one in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    """Return the text of a call."""
+    given = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
     return f"{base}({', '.join(given)})"
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where each part begins, and the end: the first ones have one more where they do not divide."""
+    """Return the boundaries of `num_parts` parts. The first parts get an item more if they do not divide evenly."""
     size, rest = divmod(num_items, num_parts)
     starts = [0]
     for index in range(num_parts):
@@ -94,7 +94,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """Raises RuntimeError where they are not all the same."""
+    """Return the value that all items have. Raises RuntimeError if they differ."""
     found = set(items)
     if len(found) != 1:
         raise RuntimeError(f"expected one value, found {len(found)}: {found}")
@@ -123,7 +123,7 @@ class _Timer:
         self._total, self._count, self.started_ = 0.0, 0, False
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds."""
+        """Return the total milliseconds."""
         found = 1000 * self._total
         if reset:
             self.reset()
@@ -134,7 +134,7 @@ class _Timer:
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name, which wait for the device."""
+    """Named timers that synchronize with the device."""
 
     def __init__(self) -> None:
         self.timers: dict[str, _Timer] = {}
@@ -162,21 +162,20 @@ class SynchronizedWallClockTimer:
 
 
 class ThroughputTimer:
-    """`engine.tput_timer`: samples of each second, from the forward of a microbatch to its `step`.
+    """`engine.tput_timer`: samples per second, timed from the forward of a microbatch to its `step`.
 
-    It does not wait for the device, and leaves out the first two steps. `engine.train_batch` of a pipeline is one
-    microbatch of it. The monitors of the config have numbers of their own.
+    It does not synchronize with the device, and skips the first two steps. A call of a pipeline's `train_batch` counts
+    as a microbatch. The config's monitors have separate numbers.
     """
 
     _SKIPPED_STEPS = 2
 
     def __init__(self, batch_size: int) -> None:
-        """batch_size: samples of a step, which may be changed."""
+        """batch_size: samples of a step; may change."""
         self.batch_size = batch_size
         self.started = False
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time = 0.0
-        """Seconds."""
+        self.total_elapsed_time = 0.0  # seconds
         self._samples = 0
 
     def update_epoch_count(self) -> None:
@@ -187,7 +186,7 @@ class ThroughputTimer:
         self.started, self._began = True, time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """global_step: whether a step has ended. Nothing where it was not started."""
+        """Stop the timer, if it was started. global_step: whether a step has ended."""
         if not self.started:
             return
         self.started = False
@@ -198,5 +197,5 @@ class ThroughputTimer:
         self.global_step_count += global_step
 
     def avg_samples_per_sec(self) -> float:
-        """Minus infinity before the third step."""
+        """Return samples per second, minus infinity before the third step."""
         return self._samples / self.total_elapsed_time if self._samples else float("-inf")

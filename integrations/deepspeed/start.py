@@ -1,4 +1,4 @@
-"""`initialize`: an engine, and what scripts expect beside it."""
+"""`initialize`: make an engine from DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def initialize(
     mesh_param: Any = None,
     config_params: Source | None = None,
 ) -> Returned:
-    """(engine, optimizer, loader of `training_data` or None, scheduler or None).
+    """Return (engine, optimizer, loader of `training_data` or None, scheduler or None).
 
-    args: an object with `deepspeed_config`, where `config` is not given. model: a module, a `PipelineModule`, or a
-    callable that builds one, which no rank then holds as a whole. optimizer: one over parameters of the model, or a
-    callable from parameters to one; it goes before the config's. model_parameters: what is trained, parameters or
-    groups of them with options of their own; None: all that require a gradient. lr_scheduler: one of `optimizer`, or a
-    callable from an optimizer to one; it goes before the config's. mpu: of one rank of model parallelism; more are set
-    in the config (parallel). An engine that the model has already is destroyed; its parameters are whole on all ranks
-    meanwhile.
+    args: an object with `deepspeed_config`, if `config` is not given.
+    model: a module, a `PipelineModule`, or a callable that builds a module; no rank then holds all of it.
+    optimizer: over parameters of the model, or a callable from parameters to an optimizer; overrides the config's.
+    model_parameters: the trained parameters, or groups with options; None: all that require a gradient.
+    lr_scheduler: over `optimizer`, or a callable from an optimizer to a scheduler; overrides the config's.
+    mpu: must have a single rank of model parallelism; set `parallel` in the config for more.
 
-    Raises ConfigError, UsageError (where DeepSpeed asserts) and what lowtide.initialize raises.
+    If the model has an engine already, that engine is destroyed; all ranks hold the full parameters meanwhile.
+    Raises ConfigError, UsageError (for DeepSpeed's assertions) and the errors of lowtide.initialize.
     """
     if model is None:
         raise UsageError("deepspeed.initialize: expected a model, found none")
@@ -87,7 +87,7 @@ def initialize(
 
 @contextmanager
 def _values_later(model: Any) -> Iterator[Any]:
-    """The model, or one of which ranks have parts: by `zero.Init`, or layers. It stays so where no engine is made."""
+    """Yield the model, or a `LaterModel` if ranks hold parts of it. Restores the model if no engine is made."""
     with not_dividing():
         later: DividedModel | StagedModel | None = None
         if isinstance(model, PipelineModule) and model.built_by:
@@ -105,28 +105,28 @@ def _values_later(model: Any) -> Iterator[Any]:
 
 
 def _config_of(args: Any, config: Source | None) -> Source:
-    """What was given, in one of the three places. Raises UsageError for none, or two."""
+    """Return the config from `args` or the argument. Raises UsageError for none, or two."""
     named = None
     for key in ("deepscale_config", "deepspeed_config"):
         named = getattr(args, key, None) or named
     if named is not None and config is not None:
-        raise UsageError("config: found one in args.deepspeed_config and one passed to initialize; leave one out")
+        raise UsageError("config: found both args.deepspeed_config and a config passed to initialize. Leave one out")
     if named is None and config is None:
-        raise UsageError("config: expected initialize(config=...), or args with a deepspeed_config; found neither")
+        raise UsageError("config: expected initialize(config=...) or args with a deepspeed_config, found neither")
     found: Any = named if config is None else config
     source: Source = found
     return source
 
 
 def _cast_buffers(settings: DeepSpeedConfig, model: Any) -> None:
-    """To data_types.buffer_dtype, where it is given. Raises UsageError for a model that is not there yet."""
+    """Cast buffers to data_types.buffer_dtype, if it is given. Raises UsageError for a model that is not built yet."""
     dtype = settings.dtype_of_buffers
     if dtype is None:
         return
     if not isinstance(model, nn.Module):
         raise UsageError(
-            "data_types.buffer_dtype: expected a model, found a callable that builds it; cast the buffers there, and "
-            "remove the key"
+            "data_types.buffer_dtype: expected a model, found a callable that builds it. Cast the buffers in the "
+            "callable, and remove the key"
         )
     for buffer in model.buffers():
         if buffer.is_floating_point():
@@ -138,36 +138,36 @@ def _check_groups(mpu: Any, mesh_param: Any) -> None:
         size = getattr(mpu, call)() if hasattr(mpu, call) else 1
         if size > 1:
             raise NotImplementedError(
-                f"mpu: expected one rank of model parallelism, found {size}, whose groups are not taken over; lowtide "
-                'splits the layers itself: "parallel": {"tensor": ' + str(size) + "} in the config, and a whole model"
+                f"mpu: expected one rank of model parallelism, found {size}. lowtide splits the layers itself: pass a "
+                'whole model, and set "parallel": {"tensor": ' + str(size) + "} in the config"
             )
     if mesh_param is not None:
         raise NotImplementedError(
-            'mesh_param: expected none, found one; set "parallel": {"sequence": N} in the config in place of it'
+            'mesh_param: expected none, found one. Set "parallel": {"sequence": N} in the config instead'
         )
 
 
 def _check_settled(settings: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> None:
-    """Raises UsageError for what is still "auto", and for a scheduler whose optimizer is not known."""
+    """Raise UsageError for values that are still "auto", and for a scheduler without its optimizer."""
     if not settings.managed_gradient_accumulation and settings.resolved.parallel.pipeline > 1:
         raise UsageError(
-            "managed_gradient_accumulation: expected true with a pipeline, whose schedule has the microbatches of a "
-            "step, found false"
+            "managed_gradient_accumulation: expected true with a pipeline, found false. The schedule of a pipeline "
+            "contains the microbatches of a step"
         )
     if settings.resolved.planned_keys:
         raise UsageError(
-            f'config: expected values for {", ".join(settings.resolved.planned_keys)}, found "auto", which '
-            "`lowtide plan` chooses; write what it says into the config"
+            f'config: expected values for {", ".join(settings.resolved.planned_keys)}, found "auto". Run '
+            "`lowtide plan`, and write its values into the config"
         )
     if lr_scheduler is not None and not callable(lr_scheduler) and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"lr_scheduler: expected a callable from an optimizer to a scheduler, found a "
-            f"{type(lr_scheduler).__name__}, and its optimizer not beside it; pass that optimizer too, or a callable"
+            f"{type(lr_scheduler).__name__} without its optimizer. Pass its optimizer too, or a callable"
         )
 
 
 def _engine_config(settings: DeepSpeedConfig, model: Any, *, has_own: bool, has_optimizer: bool) -> Config:
-    """lowtide's config: the engine here divides losses and counts microbatches, but over a pipeline."""
+    """Return lowtide's config. Without a pipeline, the batch keys go: `DeepSpeedEngine` counts the microbatches."""
     resolved = settings.resolved
     update: dict[str, Any] = {"scheduler": None, "steps_per_print": 0}
     if has_own:
@@ -191,7 +191,7 @@ def _engine_config(settings: DeepSpeedConfig, model: Any, *, has_own: bool, has_
 def _scheduler_maker(
     settings: DeepSpeedConfig, basic: torch.optim.Optimizer | None, given: Any
 ) -> Callable[[torch.optim.Optimizer], SteppedScheduler] | None:
-    """From the engine's optimizer to the scheduler: the caller's, or the config's over `basic` where that is there."""
+    """Return a function from the engine's optimizer to the scheduler: the caller's, or the config's over `basic`."""
     section = settings.resolved.scheduler
     if given is None and section is None:
         return None
@@ -210,15 +210,15 @@ def _scheduler_maker(
 def _basic_optimizer(
     settings: DeepSpeedConfig, model: Any, optimizer: Any, model_parameters: Iterable[Any] | None
 ) -> torch.optim.Optimizer | None:
-    """The caller's, or one of the config's type over what the caller trains; None: as the config says, or none."""
+    """Return the caller's optimizer, or the config's over the caller's groups. None: lowtide makes it, or none."""
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
     if not isinstance(model, nn.Module):
         if optimizer is not None or model_parameters is not None:
             raise UsageError(
-                "initialize: expected no optimizer and no model_parameters beside a callable that builds the model, "
-                "found some; its parameters are not there yet: set the optimizer in the config"
+                "initialize: expected no optimizer and no model_parameters with a callable that builds the model: its "
+                "parameters do not exist yet. Set the optimizer in the config"
             )
         return None
     given = list(model.parameters() if model_parameters is None else model_parameters)
@@ -234,11 +234,11 @@ def _basic_optimizer(
     if found is not None:
         return found
     everything = {id(param) for param in model.parameters() if param.requires_grad}
-    if any(isinstance(one, Mapping) for one in groups) or {id(one) for one in groups} != everything:
+    if any(isinstance(group, Mapping) for group in groups) or {id(param) for param in groups} != everything:
         raise UsageError(
-            f'model_parameters: expected all parameters that require a gradient, without groups, for optimizer "'
-            f'{section.type}" with these params, found {len(groups)} groups or parameters of {len(everything)}; make '
-            "the optimizer over them yourself, and pass it"
+            f'model_parameters: optimizer "{section.type}" with these params needs all {len(everything)} parameters '
+            f"that require a gradient, without groups; found {len(groups)} groups or parameters. Make the optimizer "
+            "over them yourself, and pass it"
         )
     return None
 
@@ -255,26 +255,26 @@ def _of_type(
         return torch.optim.SGD(groups, **options)
     if kind == "adagrad":
         return torch.optim.Adagrad(groups, **options)
-    if kind == "lion" and any(isinstance(one, Mapping) for one in groups):
+    if kind == "lion" and any(isinstance(group, Mapping) for group in groups):
         return FusedLion(groups, **options)
     return None
 
 
 def _trained(given: list[Any]) -> list[Any]:
-    """Parameters or groups without the frozen ones, which are in no optimizer."""
+    """Return parameters or groups without the frozen parameters."""
     found: list[Any] = []
-    for one in given:
-        if not isinstance(one, Mapping):
-            found += [one] if one.requires_grad else []
+    for group in given:
+        if not isinstance(group, Mapping):
+            found += [group] if group.requires_grad else []
             continue
-        params = [one["params"]] if isinstance(one["params"], torch.Tensor) else list(one["params"])
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         if kept := [param for param in params if param.requires_grad]:
-            found.append({**one, "params": kept})
+            found.append({**group, "params": kept})
     return found
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds --deepspeed and --deepspeed_config, which `initialize(args=...)` reads, and returns the parser."""
+    """Add --deepspeed and --deepspeed_config, for `initialize(args=...)`, and return the parser."""
     group = parser.add_argument_group("DeepSpeed", "the engine, and its config")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script itself; the engine ignores it")
     group.add_argument("--deepspeed_config", type=str, default=None, help="the JSON config file")

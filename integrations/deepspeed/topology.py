@@ -1,6 +1,6 @@
-"""What scripts import as `deepspeed.runtime.pipe.topology`: ranks as places on named axes.
+"""`deepspeed.runtime.pipe.topology`: map ranks to coordinates on named axes.
 
-And as `deepspeed.utils.groups`: all ranks are data-parallel ones to them.
+Also `deepspeed.utils.groups`: all ranks are data-parallel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import comm
 
 
 class ProcessTopology:
-    """Ranks in the order of their coordinates, the last axis fastest."""
+    """A grid of ranks in the order of their coordinates, the last axis fastest."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = list(axes)
@@ -25,11 +25,11 @@ class ProcessTopology:
         self.mapping: dict[Any, int] = {make(*coord): rank for rank, coord in enumerate(coords)}
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Of a whole coordinate. Raises ValueError for a part of one, or one that there is not."""
+        """Return the rank of a full coordinate. Raises ValueError if an axis is missing or the rank does not exist."""
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(
-                f"get_rank: expected a number for each of {self.axes}, found {sorted(coord_kwargs)}; filter_match "
-                "takes some of them"
+                f"get_rank: expected a number for each of {self.axes}, found {sorted(coord_kwargs)}. Use filter_match "
+                "for some of the axes"
             )
         key = self.ProcessCoord(**coord_kwargs)
         if key not in self.mapping:
@@ -42,44 +42,44 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """ "model_01-expert_00": the coordinate of a rank on the other axes."""
+        """Return a rank's coordinate on the axes that are not omitted, as "model_01-expert_00"."""
         coord = self.get_coord(rank)
         kept = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
 
     def get_dim(self, axis: str) -> int:
-        """The ranks along an axis; 0 where there is no such."""
+        """Return the size of an axis, 0 if it does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Raises ValueError for a rank that there is not."""
+        """Return a rank's coordinate. Raises ValueError for a rank that does not exist."""
         found = next((coord for coord, number in self.mapping.items() if number == rank), None)
         if found is None:
             raise ValueError(f"get_coord: expected a rank below {self.world_size()}, found {rank}")
         return found
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The ranks that differ on this axis alone, for each place on the others."""
+        """Return the groups of ranks that differ only on this axis."""
         if axis not in self.axes:
             return []
-        others = [one for one in self.axes if one != axis]
+        others = [name for name in self.axes if name != axis]
         return [
             [
                 self.get_rank(**{axis: index}, **dict(zip(others, place, strict=True)))
                 for index in range(self.get_dim(axis))
             ]
-            for place in product(*(range(self.get_dim(one)) for one in others))
+            for place in product(*(range(self.get_dim(name)) for name in others))
         ]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks at these numbers of these axes."""
+        """Return the ranks with these coordinates on these axes."""
         wanted = filter_kwargs.items()
         return [
             rank for coord, rank in self.mapping.items() if all(getattr(coord, key) == value for key, value in wanted)
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at one number of an axis."""
+        """Return the ranks with the coordinate `idx` on an axis."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -90,21 +90,21 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages of a pipeline, and ranks with other data next to each other."""
+    """Pipeline stages outside, data-parallel ranks inside."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """As PipeDataParallelTopology, with ranks that share layers innermost."""
+    """Pipeline stages outside, then data-parallel ranks, then ranks that share layers."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
-    """Where this rank is in a topology. It makes no process groups: the engine has its own."""
+    """This rank's place in a topology. It makes no process groups: the engine has its groups."""
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
         self.global_rank = comm.get_rank() if comm.is_initialized() else 0
@@ -162,7 +162,7 @@ class PipelineParallelGrid:
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage at the same place of the other axes."""
+        """Return the rank of another stage with the same coordinates on all further axes."""
         place = {**self._topo.get_coord(self.global_rank)._asdict(), **kwargs, "pipe": stage_id}
         return self._topo.get_rank(**place)
 

@@ -94,7 +94,7 @@ def test_autocast_is_torchs_around_each_forward(ranks: RankPool) -> None:
         ),
         ({"gradient_allreduce_op": "max"}, 'gradient_allreduce_op: expected "mean" or "sum", found "max"'),
         ({"zero_optimization": {"mics_shard_size": 2, "shard_size": 2}}, 'means the same as "shard_size", which is gi'),
-        ({"zero_optimization": {"mics_shard_size": 0}}, "expected -1, or the ranks of a shard group, found 0"),
+        ({"zero_optimization": {"mics_shard_size": 0}}, "expected -1 or the ranks of a shard group, found 0"),
     ],
 )
 def test_what_does_not_go_is_an_error(raw: dict[str, Any], expected: str) -> None:

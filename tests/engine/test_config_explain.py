@@ -44,8 +44,8 @@ def leaves(values: dict[str, Any], path: str = "") -> dict[str, Any]:
         (
             {"zero_optimization": {"overlap_comm": True}},
             "zero_optimization.overlap_comm",
-            "zero_optimization.overlap_comm = true  (no effect: whether communication overlaps with computation is the "
-            "engine's choice)",
+            "zero_optimization.overlap_comm = true  (no effect: the engine chooses whether communication overlaps with "
+            "computation)",
         ),
         (
             {"zero_optimization": {"cpu_offload": True}},
@@ -118,7 +118,7 @@ def leaves(values: dict[str, Any], path: str = "") -> dict[str, Any]:
         (
             {"train_batch_size": 8, "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": True},
             "gradient_clipping",
-            "gradient_clipping = 0.0  (default: left out, so it is 0.0 here; DeepSpeed 0.19 has 1.0 then.",
+            "gradient_clipping = 0.0  (default: missing, so it is 0.0 here; in DeepSpeed 0.19 it is 1.0.",
         ),
     ],
 )

@@ -28,7 +28,7 @@ def test_words_of_deepspeed_are_parameters_sums_and_states_of_bf16() -> None:
     assert config.bf16.masters is False and config.data_types.grad_accum_dtype == "bf16"
     assert config.optimizer is not None and config.optimizer.state_dtype == "bf16"
     path = "bf16.bf16_master_weights_and_grads"
-    assert config.notes == (f"{path}: true is bf16.masters false here, which rounds updates at random",)
+    assert config.notes == (f"{path}: true is bf16.masters false here, with stochastic rounding of updates",)
     wide = Config.load({**ADAM, "bf16": {"enabled": True, **THEIRS}, "data_types": {"grad_accum_dtype": "fp32"}})
     assert wide.data_types.grad_accum_dtype == "fp32"
 
@@ -56,7 +56,7 @@ def test_words_of_deepspeed_are_parameters_sums_and_states_of_bf16() -> None:
         (
             {"bf16": {"enabled": True, **THEIRS}},
             "bf16.bf16_optimizer_states",
-            "needs an optimizer in the file, whose state_dtype it is: one that is passed has its own states",
+            "sets state_dtype of the optimizer in the file, which has none; an optimizer passed in keeps its own",
         ),
     ],
 )

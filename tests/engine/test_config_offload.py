@@ -146,7 +146,7 @@ def test_the_old_pin_switch_goes_with_the_old_switches() -> None:
     path = "zero_optimization.cpu_offload_use_pin_memory"
     assert Config.load(at(path, True)).notes == (
         f"{path}: true has no effect here: "
-        "it goes with cpu_offload and cpu_offload_params; the sections of today have pin_memory",
+        "it needs cpu_offload or cpu_offload_params; offload_optimizer and offload_param have pin_memory",
     )
     assert Config.load(at(path, None)).notes == ()
     assert faults_of(at(path, 2)) == [f"type: {path}: expected true or false, found 2"]
@@ -170,7 +170,7 @@ def test_short_and_new_names_work() -> None:
         (
             f"{OPTIMIZER}.pipeline_read",
             False,
-            "reading the next unit, updating this one and writing the last one always overlap",
+            "reading the next unit, updating this unit and writing the last unit always overlap",
         ),
         (f"{OPTIMIZER}.super_offload", True, '`overlap` "speculative" is the key for that here'),
         (
@@ -200,7 +200,7 @@ def test_keys_of_deepspeed_that_change_nothing_say_why(path: str, value: object,
         (
             f"{PARAM}.nvme_path_per_local_rank",
             ["a", "b"],
-            '["a", "b"] is not supported yet; set nvme_path: every rank has files of its own in it',
+            '["a", "b"] is not supported yet; set nvme_path: every rank has separate files in it',
         ),
         (
             "zero_optimization.zenflow",

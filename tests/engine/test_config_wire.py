@@ -40,7 +40,7 @@ def test_switches_of_zero_plus_plus_are_bits_at_stage_3() -> None:
 NOTES: list[tuple[dict[str, Any], str]] = [
     (
         {ZERO: {"stage": 2, "zero_quantized_gradients": True}, **CLIP},
-        f"{PATHS['gradients']}: true has no effect here: it is of stage 3; communication.gradient_bits 4, "
+        f"{PATHS['gradients']}: true has no effect here: it needs stage 3; communication.gradient_bits 4, "
         "communication.gradient_bits_in_host 4 acts at every stage",
     ),
     (
@@ -86,7 +86,7 @@ def test_what_has_no_effect_is_said(config: dict[str, Any], note: str) -> None:
         (
             {ZERO: {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
             f"{ZERO}.zeropp_loco_param",
-            "not supported yet; quantized gradients are rounded at random, without bias and without feedback",
+            "not supported yet; quantized gradients use unbiased stochastic rounding without feedback",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""What scripts import as `deepspeed.comm`: the collectives of torch.distributed, and how the process group is made.
+"""`deepspeed.comm`: the collectives of torch.distributed, and `init_distributed`.
 
-The process group is the default one of torch, made here or by the caller. It stays until `destroy_process_group`, as
-DeepSpeed's does: an engine that is closed does not end it.
+The process group is torch's default group, made here or by the caller. As in DeepSpeed, it lives until
+`destroy_process_group`: closing an engine does not end it.
 """
 
 from __future__ import annotations
@@ -117,27 +117,27 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Makes the default process group, unless there is one.
+    """Make the default process group, unless it exists.
 
-    dist_backend: "nccl", "gloo", ...; None: the one of the accelerator. init_method: as torch's; None: the variables of
-    the launcher, where there are none those of Open MPI, else a world of one. Raises RuntimeError where
-    `dist_init_required` is False and there is none.
+    dist_backend: "nccl", "gloo", ...; None: the accelerator's. init_method: as in torch; None: the launcher's
+    environment variables, else those of Open MPI, else a world of a single process. Raises
+    RuntimeError if `dist_init_required` is False and the group does not exist.
     """
     if is_initialized():
         return
     if dist_init_required is False:
         raise RuntimeError(
-            "init_distributed: expected a process group with dist_init_required=False, found none; call "
-            "deepspeed.init_distributed() or torch.distributed.init_process_group before, or leave the argument out"
+            "init_distributed: expected a process group with dist_init_required=False, found none. First call "
+            "deepspeed.init_distributed() or torch.distributed.init_process_group, or leave the argument out"
         )
     own = get_accelerator().communication_backend_name()
     backend = dist_backend or own
     if backend == "nccl" and not torch.cuda.is_available():
-        backend = "gloo"  # as a script for devices says it, where this machine has none
+        backend = "gloo"  # a script for GPUs on a machine without GPUs
     if init_method is None:
         _complete_environment(distributed_port, auto_mpi_discovery)
     if init_method is None and backend == own:
-        World.join(get_accelerator().device_name(), timeout.total_seconds())  # as an engine makes it
+        World.join(get_accelerator().device_name(), timeout.total_seconds())  # the same group as an engine's
         return
     torch_distributed.init_process_group(
         backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
@@ -147,7 +147,7 @@ def init_distributed(
 
 
 def _complete_environment(port: int, auto_mpi_discovery: bool) -> None:
-    """Fills in what no launcher has set: from Open MPI's variables, or for one process alone."""
+    """Set the variables that no launcher has set: from Open MPI's, or for a single process."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -161,8 +161,8 @@ def _complete_environment(port: int, auto_mpi_discovery: bool) -> None:
     }
     if by_mpi and found["WORLD_SIZE"] != "1" and "MASTER_ADDR" not in os.environ:
         raise RuntimeError(
-            f"init_distributed: expected MASTER_ADDR beside Open MPI's variables (rank {found['RANK']} of "
-            f"{found['WORLD_SIZE']}), found none; pass `mpirun -x MASTER_ADDR=HOST`, or start the script by "
+            f"init_distributed: expected MASTER_ADDR with Open MPI's variables (rank {found['RANK']} of "
+            f"{found['WORLD_SIZE']}), found none. Pass `mpirun -x MASTER_ADDR=HOST`, or start the script by "
             "`lowtide launch`"
         )
     os.environ.update(found)
@@ -182,19 +182,19 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Raises RuntimeError where there is no process group yet."""
+    """Return the rank in the group. Raises RuntimeError without a process group."""
     _check_initialized("get_rank")
     return torch_distributed.get_rank(group)
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Raises RuntimeError where there is no process group yet."""
+    """Return the size of the group. Raises RuntimeError without a process group."""
     _check_initialized("get_world_size")
     return torch_distributed.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """Of the process on its host, by LOCAL_RANK; 0 where no launcher has set it."""
+    """Return the rank on this host by LOCAL_RANK, 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -210,12 +210,12 @@ def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> i
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """By global rank."""
+    """Return the global ranks of a group."""
     return [get_global_rank(group, rank) for rank in range(get_world_size(group))]
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A device mesh of torch."""
+    """Make a device mesh of torch."""
     device = get_accelerator().device_name()
     return torch_distributed.init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
@@ -239,12 +239,12 @@ def has_coalescing_manager() -> bool:
 def _check_initialized(call: str) -> None:
     if not is_initialized():
         raise RuntimeError(
-            f"deepspeed.comm.{call}(): expected a process group, found none; call deepspeed.init_distributed() before"
+            f"deepspeed.comm.{call}(): expected a process group, found none. Call deepspeed.init_distributed() first"
         )
 
 
 def __getattr__(name: str) -> Any:
-    """Names of DeepSpeed's that are not here: see `names.find`."""
+    """Find a name of DeepSpeed that is not here: see `names.find`."""
     from ..names import find
 
     return find("comm", name)

@@ -98,7 +98,7 @@ def test_layers_of_a_pipeline_are_taken_over(
 ) -> None:
     saved = read_deepspeed(DATA / "pipeline")
     found = ranks(2, weights_of_layers, imported("pipeline"))[0]
-    assert "no optimizer states: load the weights alone" in capsys.readouterr().out
+    assert "no optimizer states: load only the weights" in capsys.readouterr().out
     assert found.keys() == saved.weights.keys()
     assert all(torch.equal(found[name], value) for name, value in saved.weights.items())
 
@@ -127,11 +127,11 @@ def test_nothing_in_a_file_is_called(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpointError, match=r"expected a checkpoint of DeepSpeed's, found none; name one by --tag"):
+    with pytest.raises(NoCheckpointError, match=r"expected a DeepSpeed checkpoint, found none. Choose one by --tag"):
         read_deepspeed(tmp_path)
-    with pytest.raises(NoCheckpointError, match=r"with the tag 'x', found global_step12; name one by --tag"):
+    with pytest.raises(NoCheckpointError, match=r"with the tag 'x', found global_step12. Choose one by --tag"):
         read_deepspeed(DATA / "stage0", "x")
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "mp_rank_00_model_states.pt").write_text(json.dumps({}))
-    with pytest.raises(CheckpointError, match=r"expected a file that torch.save has written"):
+    with pytest.raises(CheckpointError, match=r"expected a file written by torch.save"):
         read_deepspeed(tmp_path, "t")

@@ -10,15 +10,16 @@ from lowtide.deepspeed.rules import RULES
 from lowtide.engine.config.config import Config, _known_keys
 from lowtide.engine.config.translate import OWN_KEYS
 
-CLIPPING = "gradient_clipping: left out, so it is 0.0 here; DeepSpeed 0.19 has 1.0 then. Write the one you mean"
+CLIPPING = "gradient_clipping: missing, so it is 0.0 here; in DeepSpeed 0.19 it is 1.0. Write the value that you want"
 DECAY = (
-    "optimizer.params.weight_decay: left out, so it is 0.01 here; DeepSpeed 0.19 has 0.0 then. Write the one you mean"
+    "optimizer.params.weight_decay: missing, so it is 0.01 here; in DeepSpeed 0.19 it is 0.0. "
+    "Write the value that you want"
 )
 
 
 def others(values: dict[str, Any]) -> list[str]:
     """The keys whose other defaults have a note."""
-    return [note.split(": ")[0] for note in Config.load(values).notes if ": left out, " in note]
+    return [note.split(": ")[0] for note in Config.load(values).notes if ": missing, " in note]
 
 
 def test_each_such_key_has_one_note_when_the_file_is_loaded(tmp_path: Path) -> None:
@@ -34,8 +35,10 @@ def test_a_decaying_schedule_that_leaves_its_peak_out_has_a_note() -> None:
     """It would go to 50 times a configured 2e-5 in DeepSpeed, and goes to that here."""
     params: dict[str, Any] = {"total_num_steps": 9}
     values = {"train_batch_size": 8, "gradient_clipping": 1.0, "scheduler": {"type": "warmupdecaylr", "params": params}}
-    text = "scheduler.params.warmup_max_lr: left out, so it is null here; DeepSpeed 0.19 has 0.001 then. Write the one "
-    assert Config.load(values).notes == (text + "you mean",)
+    text = (
+        "scheduler.params.warmup_max_lr: missing, so it is null here; in DeepSpeed 0.19 it is 0.001. Write the value "
+    )
+    assert Config.load(values).notes == (text + "that you want",)
     params["warmup_max_lr"] = "auto"
     assert not others(values)
 

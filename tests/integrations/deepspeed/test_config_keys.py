@@ -290,7 +290,7 @@ def test_deepspeeds_own_defaults_load() -> None:
         (
             "pipeline.grad_partitioned",
             True,
-            "true has no effect here: what stages send is whole, there are no tensor-parallel ranks to divide it over",
+            "true has no effect here: stages send whole tensors, not divided over tensor-parallel ranks",
         ),
         ("data_types.keep_in_fp32_modules", "auto", ""),
         (
@@ -326,17 +326,17 @@ CHECKPOINT_OUTCOMES: list[tuple[str, object, str]] = [
     (
         "checkpoint.parallel_write",
         {"pipeline_stage": True},
-        '{"pipeline_stage": true} has no effect here: every rank writes its own part, all at the same time',
+        '{"pipeline_stage": true} has no effect here: every rank writes its part in parallel',
     ),
     (
         "zero_optimization.load_from_fp32_weights",
         False,
-        "false has no effect here: the fp32 master weights are what is saved and loaded",
+        "false has no effect here: saving and loading use the fp32 master weights",
     ),
     (
         "zero_optimization.pipeline_loading_checkpoint",
         True,
-        "true has no effect here: each rank reads only what it needs of a checkpoint",
+        "true has no effect here: each rank reads only its ranges of a checkpoint",
     ),
     (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",

@@ -230,13 +230,13 @@ def test_the_config_has_deepspeeds_defaults() -> None:
     assert monitors.checked.csv_monitor.job_name == "DeepSpeedJobName" and monitors.checked.wandb.project == "own"
     assert (found.dynamic_loss_scale, found.zero_overlap_comm, found.zero_offload_param) == (True, False, None)
     assert found.get_data_types == (torch.float32, torch.float32)
-    with pytest.raises(AttributeError, match="DeepSpeedConfig: no 'nothing'"):
+    with pytest.raises(AttributeError, match="DeepSpeedConfig has no attribute 'nothing'"):
         _ = found.nothing
 
 
 PEAK_NOTE = (
-    "scheduler.params.warmup_max_lr: left out, so it is DeepSpeed's default, 0.001, whatever the optimizer's lr is; "
-    'write the one you mean, or "auto" for that lr'
+    "scheduler.params.warmup_max_lr: missing, so DeepSpeed's default 0.001 is used instead of the optimizer's lr. "
+    'Write a value, or "auto" for that lr'
 )
 
 

@@ -1,0 +1,69 @@
+"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint, in a single process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.chunk_view import ChunkView
+from ..checkpoint.files import folder_path
+from ..checkpoint.folder import CheckpointFolder
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """Return the master weights and buffers of a checkpoint by the model's names, on the CPU. tag: None: the latest.
+
+    Reads lowtide's format; DeepSpeed's needs `lowtide checkpoint import` first. lazy_mode has no effect.
+    Raises NoCheckpointError, CheckpointError.
+    """
+    found = CheckpointFolder(folder_path(checkpoint_dir)).open(tag)
+    values: dict[str, Tensor] = {}
+    for name, info in found.weights.tensors.items():
+        flat = torch.empty(info.shape, dtype=info.dtype).view(-1)
+        found.weights.read([Fragment(name, tuple(info.shape), 0, flat)])
+        values[name] = flat.view(info.shape)
+    for alias, name in found.aliases.items():
+        values[alias] = values[name]
+    return values
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Move the model to the CPU, load the checkpoint's weights into it, and return it."""
+    model = model.cpu()
+    values, own = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), model.state_dict()
+    changed = {
+        name: value
+        for name, value in values.items()
+        if name not in own or own[name].dtype != value.dtype or not torch.equal(own[name], value)
+    }
+    # Equal tensors are not written again.
+    model.load_state_dict(changed, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    **ignored: Any,
+) -> None:
+    """Write the fp32 weights by torch.save as a single file, output_dir/pytorch_model.bin.
+
+    `lowtide export` writes safetensors.
+    """
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    os.makedirs(output_dir, exist_ok=True)
+    torch.save(values, os.path.join(output_dir, "pytorch_model.bin"))

@@ -1,4 +1,4 @@
-"""lowtide under the Trainer and the Accelerator of Hugging Face, and weights that stream from its folders."""
+"""lowtide for Hugging Face: Trainer, Accelerator, and weights that stream from model folders."""
 
 from .accelerator import Accelerator
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments

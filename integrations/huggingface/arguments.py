@@ -1,4 +1,4 @@
-"""TrainingArguments with the config of lowtide, what the others say of it, and which of them cannot hold beside it."""
+"""TrainingArguments with lowtide's config, the values they give to it, and arguments that lowtide refuses."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from .engine_config import EngineConfig, Said, Source
 
 _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
-HELP = (
-    "How lowtide divides the training over the ranks: the name of a preset such as zero3, the path of a JSON file, or "
-    "a dictionary."
-)
+HELP = "lowtide's config: the name of a preset such as zero3, the path of a JSON file, or a dictionary."
 
 HELP_OF_MEAN = (
-    "Whether eval_loss is the mean over all tokens with a label, which is the same on any number of ranks. Else it is "
+    "Whether eval_loss is the mean over all tokens with a label, the same on any number of ranks. The default is "
     "transformers': the mean over batches of each batch's mean."
 )
 
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """As transformers', with two more.
+    """transformers' arguments and two more.
 
-    lowtide: a preset's name, a path or a dictionary; None: the Trainer is given it. eval_token_mean: `eval_loss` is the
-    mean over all tokens with a label, and not over batches of each batch's mean.
+    lowtide: a preset's name, a path or a dictionary; None: the Trainer gets it. eval_token_mean: `eval_loss` is the
+    mean over all tokens with a label, not over batches of each batch's mean.
     """
 
     _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "lowtide"]  # noqa: RUF012 (as the base)
@@ -46,7 +43,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
 @dataclass
 class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
-    """As transformers', with `lowtide` and `eval_token_mean`; see `TrainingArguments`."""
+    """transformers' Seq2SeqTrainingArguments with `lowtide` and `eval_token_mean`: see `TrainingArguments`."""
 
     _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "lowtide"]  # noqa: RUF012 (as the base)
 
@@ -59,9 +56,9 @@ class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
 
 
 def config_of(source: Source, args: Any) -> EngineConfig:
-    """The config with the values of transformers.TrainingArguments; the steps of the schedule are filled later.
+    """Make the config with the values of transformers.TrainingArguments. `fill_steps` adds the schedule's steps later.
 
-    Raises ConfigError where the two contradict each other, and ValueError for arguments that cannot hold.
+    Raises ConfigError if config and arguments contradict each other, ValueError for arguments that lowtide refuses.
     """
     config = EngineConfig(source)
     refuse(args, config)
@@ -76,7 +73,7 @@ def config_of(source: Source, args: Any) -> EngineConfig:
 
 
 def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
-    """num_steps: optimizer steps of the training, which are known when its data are."""
+    """Fill in the schedule. num_steps: optimizer steps of the training, known once its data are."""
     config.say(Said("scheduler.params.total_num_steps", num_steps, "the number of steps"))
     warmup = max(1, args.get_warmup_steps(num_steps))
     config.say(Said("scheduler.params.warmup_num_steps", warmup, "warmup_steps"))
@@ -84,7 +81,7 @@ def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
 
 
 def said_by(args: Any) -> Iterator[Said]:
-    """What the arguments say, key by key."""
+    """Yield the values of the arguments by config key."""
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sizes = not args.auto_find_batch_size
     yield Said("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size", must_match=sizes)
@@ -108,14 +105,14 @@ def _whole_batch(args: Any, num_data_ranks: int) -> Said:
 
 
 def refuse(args: Any, config: EngineConfig) -> None:
-    """Raises ValueError for arguments of TrainingArguments that ask for something else than lowtide."""
+    """Raise ValueError for arguments that lowtide cannot follow."""
     found = [
         ("deepspeed", args.deepspeed, "there is one engine; leave it out"),
         ("fsdp", args.fsdp, "there is one engine; leave it out"),
-        ("parallelism_config", args.parallelism_config, "the config of lowtide says how the model is divided"),
-        ("ddp_broadcast_buffers", args.ddp_broadcast_buffers, "each rank keeps its own buffers; leave it out"),
+        ("parallelism_config", args.parallelism_config, "the config of lowtide divides the model"),
+        ("ddp_broadcast_buffers", args.ddp_broadcast_buffers, "each rank keeps its buffers; leave it out"),
         ("n_gpu", args.n_gpu if args.n_gpu > 1 else None, "start a process for each GPU, by `lowtide launch SCRIPT`"),
-        ("optim", args.optim if _is_in_backward(args.optim) else None, "it updates in the backward; take adamw_torch"),
+        ("optim", args.optim if _is_in_backward(args.optim) else None, "it updates in the backward; use adamw_torch"),
     ]
     if config.has("scheduler"):
         other = None if (name := _name(args.lr_scheduler_type)) == "linear" else name
@@ -124,10 +121,10 @@ def refuse(args: Any, config: EngineConfig) -> None:
         other = None if (name := _name(args.optim)) in _TORCH_ADAMW else name
         found.append(("optim", other, "the config has an optimizer; leave one of them out"))
     if args.save_on_each_node and args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
-        found.append(("save_on_each_node", True, "all hosts write one checkpoint, into a folder that they share"))
+        found.append(("save_on_each_node", True, "all hosts write one checkpoint into a shared folder"))
     for name, value, why in found:
         if value:
-            raise ValueError(f"TrainingArguments: expected no {name} under lowtide, found {name}={value}: {why}")
+            raise ValueError(f"TrainingArguments: expected no {name} with lowtide, found {name}={value}: {why}")
 
 
 def _is_in_backward(optim: Any) -> bool:
@@ -135,32 +132,32 @@ def _is_in_backward(optim: Any) -> bool:
 
 
 def _name(choice: Any) -> str:
-    """Of an enumeration's value, or of the text in its place."""
+    """Return the text of an enumeration's value or of a string."""
     return str(getattr(choice, "value", choice))
 
 
 def _refuse_with(args: Any, config: Config) -> None:
-    """What the arguments and the filled config cannot hold together."""
+    """Raise ValueError for arguments that contradict the filled config."""
     for name, is_on in (("bf16", config.bf16.enabled), ("fp16", config.fp16.enabled)):
         if getattr(args, f"{name}_full_eval") and not is_on:
             raise ValueError(
-                f"TrainingArguments: expected {name}_full_eval with {name} alone under lowtide, whose model has one "
-                f"compute type, found it without; set {name}=True, or leave {name}_full_eval out"
+                f"TrainingArguments: {name}_full_eval needs {name}=True: the model has one compute dtype. Set "
+                f"{name}=True, or leave {name}_full_eval out"
             )
     if config.zero_optimization.update_in_backward and args.max_grad_norm:
         raise ValueError(
-            f"TrainingArguments: expected max_grad_norm=0 with update_in_backward, found {args.max_grad_norm:g}: the "
-            "norm is known after all gradients; set one of them to 0 or false"
+            f"TrainingArguments: expected max_grad_norm=0 with update_in_backward, found {args.max_grad_norm:g}. The "
+            "norm is known only after all gradients: set max_grad_norm=0 or update_in_backward false"
         )
     if config.parallel.sequence > 1 and args.neftune_noise_alpha:
         raise ValueError(
             "TrainingArguments: expected no neftune_noise_alpha with parallel.sequence, found "
-            f"{args.neftune_noise_alpha:g}: the noise would be scaled by the length of a part of each sequence, and be "
-            "the same in all parts; leave it out"
+            f"{args.neftune_noise_alpha:g}. Each rank would scale the noise by the length of its part of the sequence, "
+            "and draw the same noise: leave it out"
         )
     if config.parallel.sequence > 1 and args.label_smoothing_factor:
         raise ValueError(
             "TrainingArguments: expected label_smoothing_factor=0 with parallel.sequence, found "
-            f"{args.label_smoothing_factor:g}: the Trainer smooths the labels of whole sequences, of which a rank has "
-            "the logits of a part"
+            f"{args.label_smoothing_factor:g}. The Trainer smooths labels of whole sequences, but a rank has the "
+            "logits of a part"
         )

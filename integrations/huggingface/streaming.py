@@ -1,17 +1,16 @@
-"""`from_pretrained` that reads nothing yet: values go from the files to the shards when an engine is made.
+"""`from_pretrained` that reads nothing: values go from files to shards when an engine is made.
 
 [Note: how weights stream]
-In the callable that is given to `lowtide.initialize` a model is built on the meta device, and what is done to its
-tensors is recorded, to be done again one parameter at a time (`engine/model/deferred.py`). So it is enough that what
-`from_pretrained` reads is a tensor on the meta device as well, into which the bytes of a mapped file are copied: that
-copy is recorded, and so is all that transformers makes of it, such as the experts that it puts into one tensor. What a
-rank has of a file is its mapping; of that it touches the pages of its own shards, and what is converted or cast is in
-memory for one parameter at a time.
+The callable given to `lowtide.initialize` builds the model on the meta device, with its tensor operations recorded, to
+be repeated a parameter at a time (`engine/model/deferred.py`). So `from_pretrained` only needs to read meta tensors
+into which the bytes of a mapped file are copied. That copy is recorded, and so is everything that transformers makes
+from it, for example experts stacked into a tensor. A rank maps each file and touches only the pages of its shards.
+Converted or cast values are in memory for a parameter at a time.
 
 [Note: the numbers of plain from_pretrained]
-transformers constructs on the meta device, where constructors draw nothing, and draws for what no file has alone. So
-what constructors would draw here is not recorded either (`_NoDraws`), and the new head of a model, or adapters
-that are put on it, have the bits that they have without lowtide.
+transformers constructs on the meta device, without draws by constructors, and then draws only for weights that no
+file has. So draws of constructors are not recorded (`_NoDraws`), and a new head or adapters have the same bits as
+without lowtide.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ _WHERE = "in the callable that is given to lowtide.initialize, or in the model_i
 
 
 class ReadAtOnceError(ValueError):
-    """A model would be read where it is built with memory."""
+    """`from_pretrained` was called outside the contexts that delay it."""
 
 
 def from_pretrained(model_class: Any, folder: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """`model_class.from_pretrained(folder, ...)` whose weights come when the engine is made, into the shards.
+    """Run `model_class.from_pretrained(folder, ...)` without reading: weights go to the shards when an engine is made.
 
-    model_class: `AutoModelForCausalLM`, or any other that has `from_pretrained`. folder, args, kwargs: as it takes
-    them, `dtype` too. Call it in the callable that is given to `lowtide.initialize`, or in a Trainer's `model_init`:
+    model_class: `AutoModelForCausalLM` or any class with `from_pretrained`. It gets folder, args and kwargs, also
+    `dtype`. Call it in the callable given to `lowtide.initialize`, or in a Trainer's `model_init`:
 
         engine = lowtide.initialize(lambda: from_pretrained(AutoModelForCausalLM, "folder"), config)
 
-    Raises ValueError elsewhere, and for files that are not safetensors and weights that are quantized.
+    Raises ValueError elsewhere, for files that are not safetensors, and for quantized weights.
     """
     with streaming():
         return model_class.from_pretrained(folder, *args, **kwargs)
@@ -55,12 +54,12 @@ def from_pretrained(model_class: Any, folder: str | os.PathLike[str], *args: Any
 
 @contextmanager
 def streaming() -> Iterator[None]:
-    """A context in which every `from_pretrained` of transformers reads its weights later; see `from_pretrained`."""
+    """Open a context in which every `from_pretrained` of transformers reads later: see `from_pretrained`."""
     if not torch.empty(0).is_meta:
         raise ReadAtOnceError(
-            "lowtide.huggingface.streaming: expected a model that is built without memory, found one that would be "
-            f"read at once; call it {_WHERE}. If the log says that this callable cannot be recorded, call "
-            "transformers' own from_pretrained in it"
+            "lowtide.huggingface.streaming: expected a model built on the meta device, found one with memory, which "
+            f"would be read at once. Call it {_WHERE}. If the log says that this callable cannot be recorded, call "
+            "transformers' from_pretrained in it instead"
         )
     from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
@@ -72,10 +71,10 @@ def streaming() -> Iterator[None]:
         return [*contexts(cls, *args, **kwargs), no_init_weights(), _NoDraws()]
 
     def finish(model: Any, load_config: Any, loading_info: Any) -> Any:
-        """What is missing in the files is made on the meta device too, and initialized there."""
+        """Make weights that no file has on the meta device too, and initialize them on it."""
         return finalize(model, _on_meta(load_config), loading_info)
 
-    # Without threads: what happens in others is not recorded.
+    # Without loader threads: only this thread is recorded.
     with (
         mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(_load)),
         mock.patch.object(PreTrainedModel, "_finalize_model_loading", staticmethod(finish)),
@@ -86,7 +85,7 @@ def streaming() -> Iterator[None]:
 
 
 class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What draws random numbers in it on the meta device is not recorded; see [Note: the numbers of plain ...]."""
+    """Does not record random draws on the meta device: see [Note: the numbers of plain from_pretrained]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +98,7 @@ class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        if func._schema.is_mutable:  # the kernels of some import torch's compiler, and leave the tensor as it is
+        if func._schema.is_mutable:  # some meta kernels import torch's compiler; the tensor stays as it is anyway
             return args[0]
         with _disable_current_modes():
             found = func(*args, **kwargs)
@@ -113,7 +112,7 @@ def _load(
     load_config: Any,
     expected_keys: Any = None,
 ) -> Any:
-    """What transformers does here, with tensors that are read later."""
+    """Load as transformers does, with tensors that are read later."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
     _check(type(model).__name__, checkpoint_files, load_config)
@@ -133,28 +132,28 @@ def _check(model: str, files: Sequence[str] | None, load_config: Any) -> None:
     others = [str(file) for file in files or ["no files"] if not str(file).endswith(".safetensors")]
     if others:
         raise ValueError(
-            f"{what}: expected safetensors files, found {others[0]}; save the model once by save_pretrained, or give "
-            "initialize the model itself"
+            f"{what}: expected safetensors files, found {others[0]}. Save the model once by save_pretrained, or pass "
+            "the model itself to initialize"
         )
     if load_config.hf_quantizer is not None:
         raise ValueError(
-            f"{what}: expected weights in a floating-point type, found quantized ones; give initialize the model itself"
+            f"{what}: expected floating-point weights, found quantized weights. Pass the model itself to initialize"
         )
     if load_config.device_map is not None:
-        raise ValueError(f"{what}: expected no device_map, found one: the config says where a model is; leave it out")
+        raise ValueError(f"{what}: expected no device_map, found one. The config places the model: leave it out")
 
 
 class _Later:
-    """A tensor in a file, of which transformers takes all, in the place of a slice of safetensors."""
+    """A tensor in a file, in place of a slice of safetensors. transformers always reads the full slice."""
 
     def __init__(self, place: TensorPlace, mapping: mmap.mmap) -> None:
-        """mapping: of the file, as long as it is read."""
+        """mapping: of the file; must stay open."""
         self._info = place.info
         self._offset = place.offset
         self._mapping = mapping
 
     def __getitem__(self, index: Any) -> Tensor:
-        """On the meta device; index: `...`."""
+        """Return a meta tensor with the recorded copy. index: `...`."""
         assert index is ..., index
         info = self._info
         later = torch.empty(info.shape, dtype=info.dtype)
@@ -170,6 +169,6 @@ class _Later:
 def _later_of(file: str) -> dict[str, _Later]:
     places = read_header(Path(file))
     with open(file, "rb") as opened:
-        # A private mapping: nothing that is done to a tensor comes to the file.
+        # A private mapping: writes to a tensor do not reach the file.
         mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     return {name: _Later(place, mapping) for name, place in places.items()}

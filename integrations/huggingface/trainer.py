@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face over an engine; and what makes one of any of its subclasses."""
+"""Hugging Face's Trainer on an engine, and the mixin that does the same for any of its subclasses."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ logger = logging.get_logger(__name__)
 
 
 class _TrainersAccelerator(Accelerator):
-    """The Trainer frees memory at the start of each of its loops, and goes on with its model and its optimizer."""
+    """Keeps engines open when the Trainer frees memory before its loops: it continues with its model and optimizer."""
 
     def free_memory(self, *objects: Any) -> Any:
-        return super(Accelerator, self).free_memory(*objects)  # as accelerate's; the engines stay
+        return super(Accelerator, self).free_memory(*objects)  # accelerate's, without closing engines
 
 
-_AnyTrainer: Any = object  # what the mixin stands before
+_AnyTrainer: Any = object  # the mixin's base class at run time is a Trainer
 
 
 class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of that class
-    """Before a Trainer, or what derives from it, in the bases of a class: `class Mine(LowtideMixin, SFTTrainer)`.
+    """A mixin for a Trainer or any subclass: `class Mine(LowtideMixin, SFTTrainer)`.
 
-    `self.model` is the model, `self.model_wrapped` its engine; the loop is the Trainer's own. The places at which it
-    would call DistributedDataParallel, or save and load what is whole there, are those of this class.
+    `self.model` is the model, `self.model_wrapped` its engine, and the loop is the Trainer's. This class overrides the
+    methods in which the Trainer would call DistributedDataParallel, or save and load whole states.
     """
 
-    # Of the Trainer, where this class sets them; mypy asks for them.
+    # Attributes of the Trainer that this class sets, for mypy.
     accelerator: Any
     gather_function: Any
     lr_scheduler: Any
@@ -59,29 +59,28 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     ) -> None:
         """lowtide: a preset's name, a path of a JSON file, or a dictionary. eval_token_mean: see `TrainingArguments`.
 
-        Either is asked of the arguments where it is None. Raises ConfigError and ValueError where the config and the
-        arguments cannot hold together.
+        If None, the arguments have it. Raises ConfigError and ValueError if the config contradicts the arguments.
         """
         self._given_lowtide = lowtide
         self._eval_token_mean = eval_token_mean
-        self._token_sums: torch.Tensor | None = None  # of an evaluation: the loss of all tokens, and how many they are
+        self._token_sums: torch.Tensor | None = None  # in an evaluation, (2,): sum of token losses, number of tokens
         self._lowtide: EngineConfig | None = None
         self._num_params = 0  # of the whole model, without embeddings
         super().__init__(*args, **kwargs)
 
-    # -- the accelerator, and the engine that it makes --------------------------------------------------------------
+    # -- accelerator and engine -----------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         before = getattr(self, "accelerator", None)
-        if isinstance(before, _TrainersAccelerator):  # another trial of a search, with other arguments
+        if isinstance(before, _TrainersAccelerator):  # another trial of a hyperparameter search
             self._release_engine()
-        super().create_accelerator_and_postprocess()  # which says with what to make it
+        super().create_accelerator_and_postprocess()  # calls `_build_accelerator_args`
         if self._lowtide is None:
-            logger.warning_once("no config of lowtide was given (lowtide=...): this Trainer is transformers' own")
+            logger.warning_once("no config of lowtide was given (lowtide=...): this is transformers' plain Trainer")
             return
         self.accelerator = _TrainersAccelerator(**self._made_with)
         if isinstance(before, _TrainersAccelerator):
-            self.accelerator.engines.extend(before.engines)  # of other models, which stay open
+            self.accelerator.engines.extend(before.engines)  # of models besides the trained, still open
         gathered = self.accelerator.gather_for_metrics
         self.gather_function = partial(gathered, use_gather_object=self.args.eval_use_gather_object)
 
@@ -96,12 +95,12 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         return made_with
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the Trainer's; where it calls lowtide's `from_pretrained`, values come when the engine is made."""
+        """Build the model as the Trainer does. With lowtide's `from_pretrained`, values come with the engine."""
         build = super().call_model_init
         if self._lowtide is None:
             return cast(nn.Module, build(trial))
         if hasattr(self, "model"):
-            self._release_engine()  # of the model of an earlier call
+            self._release_engine()  # of an earlier call's model
         before = torch.get_rng_state()
         try:
             return cast(nn.Module, build(trial))
@@ -112,12 +111,12 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
 
     @property
     def engine(self) -> Engine | None:
-        """That of the model, once it was made by `train`, `evaluate` or `predict`."""
+        """The model's engine, once `train`, `evaluate` or `predict` has made it."""
         accelerator = self.accelerator
         return accelerator.engine_of(self.model) if isinstance(accelerator, Accelerator) else None
 
     def add_callback(self, callback: Any) -> None:
-        """As the Trainer's. trl's callback that moves a reference model is given whole parameters."""
+        """Add a callback. trl's callback that updates a reference model gets full parameters."""
         synchronize = getattr(callback, "sync_target_model", None)
         if self._lowtide is not None and synchronize is not None:
             callback.sync_target_model = partial(self._synchronize, synchronize)
@@ -129,19 +128,19 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             synchronize(model, reference.module, alpha)
 
     def _release_engine(self) -> None:
-        """Closes the engine of the model. Other engines stay open, for example that of a reference model."""
+        """Close the model's engine. Engines of further models, like a reference model, stay open."""
         if (engine := self.engine) is not None:
             self.accelerator.release([engine])
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self._lowtide is None:  # else the engine takes what this rank needs of it
+        if self._lowtide is None:  # the engine moves this rank's part
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self._lowtide is None or not self._lowtide.has("optimizer") or self.optimizer is not None:
             return super().create_optimizer(*(() if model is None else (model,)))
         said = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay}
-        self.optimizer = DummyOptim(params=None, **said)  # the config's stands in its place when the model is prepared
+        self.optimizer = DummyOptim(params=None, **said)  # `prepare` replaces it by the config's optimizer
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -156,16 +155,16 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         fill_steps(self._lowtide, self.args, max_steps)
         if self._trained_engine is None:
-            self._release_engine()  # of an evaluation before
+            self._release_engine()  # of an earlier evaluation
         if self._trained_engine is None and isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self._count_params()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _prepare_early(self, config: EngineConfig) -> None:
-        """The engine of a training that comes later, for an evaluation before it.
+        """Make the training's engine early, for an evaluation before the training.
 
-        One without an optimizer would not do: where it is closed, values in 16 bits, or shards, are what is left.
+        An engine without optimizer would lose precision: closing it leaves 16-bit values or shards.
         """
         if config.has("scheduler"):
             fill_steps(config, self.args, self._num_steps())
@@ -186,39 +185,39 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         if self._lowtide is None:
             super()._update_auto_batch_size(batch_size)
-        self._train_batch_size = batch_size  # the engine takes batches of any size
+        self._train_batch_size = batch_size  # the engine takes any batch size
 
     @property
     def _trained_engine(self) -> Engine | None:
         engine = self.engine
         return engine if engine is not None and engine.optimizer.param_groups else None
 
-    # -- ranks that take the same data ------------------------------------------------------------------------------
+    # -- ranks with the same data ---------------------------------------------------------------------------------
 
     @property
     def _num_sharers(self) -> int:
         return self.accelerator.data_rank.num_sharers if self._lowtide is not None else 1
 
     def get_tp_size(self) -> int:
-        """How many ranks are given the same batches, by which the Trainer divides the world for its batch sizes."""
+        """Return how many ranks get the same batches. The Trainer divides the world size by it."""
         return self._num_sharers if self._lowtide is not None else super().get_tp_size()
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_num_items_in_batch(*args, **kwargs)
-        return found * self._num_sharers if isinstance(found, torch.Tensor) else found  # they were counted once
+        return found * self._num_sharers if isinstance(found, torch.Tensor) else found  # sharers were counted once
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         if self._num_sharers == 1:
             return super()._get_dataloader(*args, **kwargs)
         data, kind = self.accelerator.data_rank, type(self.args)
-        with (  # by which samplers divide, and workers are seeded
+        with (  # samplers and worker seeds read these
             mock.patch.object(kind, "world_size", data.size),
             mock.patch.object(kind, "process_index", data.rank),
         ):
             return super()._get_dataloader(*args, **kwargs)
 
     def _whole(self, output: Any, inputs: Any) -> Any:
-        """What a forward of the inputs gives, of all ranks that share it."""
+        """Return the output of a forward, assembled from all ranks that share it."""
         engine = self.engine
         if engine is None or self._num_sharers == 1:
             return output
@@ -226,7 +225,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         return engine.whole_output(output, tokens.shape[1] if tokens is not None and tokens.dim() > 1 else 0)
 
     def _count_params(self) -> None:
-        """Before an engine is made, whose model may have a part of them."""
+        """Count the model's parameters before an engine is made: it may leave this rank a part."""
         if self.engine is None and hasattr(self.model, "num_parameters"):
             self._num_params = self.model.num_parameters(exclude_embeddings=True)
 
@@ -234,7 +233,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         found = super().floating_point_ops(inputs)
         if self._lowtide is None or not self._num_params:
             return found
-        if not self.accelerator.data_rank.is_first:  # all ranks are added up
+        if not self.accelerator.data_rank.is_first:  # the Trainer sums over all ranks
             return 0
         return found // self.model.num_parameters(exclude_embeddings=True) * self._num_params
 
@@ -267,9 +266,9 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         if self._lowtide is not None:
             if self.engine is None and self.train_dataset is not None:
                 self._prepare_early(self._lowtide)
-            elif self.engine is None:  # transformers would not, where a reference model was prepared before
+            elif self.engine is None:  # transformers skips it if a reference model was prepared before
                 self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            # The engine computes in 16 bits already, or the arguments were refused.
+            # The engine computes in 16 bits already; `_refuse_with` has checked it.
             values = {"bf16_full_eval": False, "fp16_full_eval": False}
         wanted = self._eval_token_mean
         if not (getattr(self.args, "eval_token_mean", False) if wanted is None else wanted):
@@ -277,7 +276,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
                 return super().evaluation_loop(*given)
         self._token_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
-            with self._with_arguments(**values, average_tokens_across_devices=False):  # a loss is its batch's mean
+            with self._with_arguments(**values, average_tokens_across_devices=False):  # each loss: its batch's mean
                 output = super().evaluation_loop(*given)
             loss, count = self.accelerator.reduce(self._token_sums).tolist()
         finally:
@@ -304,18 +303,18 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         if self._token_sums is not None:
             labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
             count = inputs.get("shift_labels", labels).ne(-100).sum()
-            total = torch.where(count > 0, loss.double() * count, 0.0)  # a mean over no token is no number
+            total = torch.where(count > 0, loss.double() * count, 0.0)  # the mean over no token is NaN
             self._token_sums += torch.stack((total, count)).to(self._token_sums)
         return loss, logits, *others[1:]
 
     def _without_repeated_rows(self, inputs: Any) -> Any:
-        """The inputs, with labels of -100 in the rows that fill the last batches of an evaluation: they count once."""
+        """Set labels to -100 in rows that only fill up the last batches of an evaluation, so that they count once."""
         labels = inputs.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             found = "none" if labels is None else f"{type(labels).__name__} of numbers"
             raise ValueError(
-                "eval_token_mean: expected batches with a tensor of token numbers as `labels`, -100 where a token does "
-                f"not count, found {found}; leave eval_token_mean out for this model"
+                "eval_token_mean: expected batches with a tensor of token ids as `labels`, -100 for ignored tokens, "
+                f"found {found}. Leave eval_token_mean out for this model"
             )
         accelerator, rows = self.accelerator, labels.shape[0]
         state, rank = accelerator.gradient_state, accelerator.process_index // self._num_sharers
@@ -324,7 +323,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         if rows == 1 < self.args.eval_batch_size:
             raise ValueError(
                 f"eval_token_mean: expected a row of labels for each of {self.args.eval_batch_size} samples, found "
-                f"{tuple(labels.shape)}: which of its tokens repeat others is not known; use a collator that pads, or "
+                f"shape {tuple(labels.shape)}, which hides repeated samples. Use a collator that pads, or "
                 "per_device_eval_batch_size=1"
             )
         repeated = torch.arange(rows, device=labels.device) + rank * rows >= state.remainder
@@ -341,8 +340,8 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             super()._save(output_dir, state_dict=state_dict)
         elif isinstance(self.model, PeftModel) and not self.model.active_peft_config.is_prompt_learning:
             folder = self.args.output_dir if output_dir is None else output_dir
-            engine.export(folder, adapters_only=True)  # each rank its shards, where a state has all of the base
-            card = self.model.create_or_update_model_card  # what else peft would write
+            engine.export(folder, adapters_only=True)  # from the shards: a state dict would have the whole base
+            card = self.model.create_or_update_model_card  # the only further file of peft
             with mock.patch.object(self.model, "save_pretrained", lambda folder, **kwargs: card(folder)):
                 super()._save(folder, state_dict={})
         else:
@@ -365,8 +364,8 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         ):
             raise ValueError(
                 f"resume_from_checkpoint: expected a checkpoint of lowtide's Trainer, with a folder {_tag('N')}, found "
-                f"{OPTIMIZER_NAME} of another in {resume_from_checkpoint}; to begin anew with its weights, give it to "
-                "from_pretrained"
+                f"{OPTIMIZER_NAME} of another Trainer in {resume_from_checkpoint}. To start from its weights, pass it "
+                "to from_pretrained"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -374,11 +373,11 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         if engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        if _engine_folder(checkpoint) is None:  # save_only_model
-            logger.info("%s has no state of an optimizer: it begins anew", checkpoint)
+        if _engine_folder(checkpoint) is None:  # saved with save_only_model
+            logger.info("%s has no optimizer state: it begins anew", checkpoint)
             self._load_weights(engine, checkpoint)
             return
-        with same_random_state():  # the Trainer restores its own where an epoch begins
+        with same_random_state():  # the Trainer restores random states at the start of the epoch
             engine.load_checkpoint(checkpoint)
         scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
         if not isinstance(self.lr_scheduler, EngineSchedule) and os.path.isfile(scheduler):
@@ -393,12 +392,12 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         self._load_weights(engine, self.state.best_model_checkpoint)
 
     def _load_weights(self, engine: Engine, checkpoint: str) -> None:
-        """Those of a folder that `_save_checkpoint` has written."""
+        """Load the weights of a folder of `_save_checkpoint`."""
         saved = _engine_folder(checkpoint)
         if saved is not None:
             engine.load_weights(saved)
         elif isinstance(self.model, PeftModel):
-            # peft asks for the whole model's state, to know its names: shards will do
+            # peft reads the whole model's state dict for its names: shards are enough
             with engine.gathered(*_adapters_of(self.model), modify=True), torch._C.DisableTorchFunctionSubclass():
                 super()._load_from_checkpoint(checkpoint)
         else:
@@ -406,7 +405,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
 
 
 def _adapters_of(model: PeftModel) -> list[nn.Parameter]:
-    """What a file of an adapter may have: parts of the name of one, and what is trained beside these."""
+    """Return the parameters that an adapter file may have: by the adapter's name, and further trained parameters."""
     parts = set(model.peft_config)
     return [param for name, param in model.named_parameters() if param.requires_grad or parts & set(name.split("."))]
 
@@ -416,13 +415,13 @@ def _tag(step: object) -> str:
 
 
 def _engine_folder(checkpoint: str) -> Path | None:
-    """What the engine has saved into a checkpoint of the Trainer; None where only the model was saved."""
+    """Return the engine's folder in a Trainer checkpoint, None if only the model was saved."""
     return next(iter(sorted(Path(checkpoint).glob(_tag("*")))), None)
 
 
 class Trainer(LowtideMixin, transformers.Trainer):
-    """transformers.Trainer over an engine: `Trainer(model, args, lowtide="zero3")`; see `LowtideMixin`."""
+    """transformers.Trainer on an engine: `Trainer(model, args, lowtide="zero3")`. See `LowtideMixin`."""
 
 
 class Seq2SeqTrainer(LowtideMixin, transformers.Seq2SeqTrainer):
-    """transformers.Seq2SeqTrainer over an engine; `predict_with_generate` generates on all ranks in step."""
+    """transformers.Seq2SeqTrainer on an engine. `predict_with_generate` generates on all ranks in step."""

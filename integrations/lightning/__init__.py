@@ -1,12 +1,12 @@
-"""lowtide as strategies of Lightning's Trainer.
+"""lowtide's strategies for Lightning's Trainer.
 
     import lowtide.lightning
 
     trainer = Trainer(strategy="lowtide_stage_3")  # or LowtideStrategy(config="ds_config.json")
 
-The import registers the names of `NAMES`, in `lightning.pytorch`, and in `pytorch_lightning` where that was imported
-before: the two packages have classes of their own. `LowtideStrategy` is that of `lightning.pytorch`, unless
-`pytorch_lightning` alone was imported.
+The import registers the strategies of `NAMES` in `lightning.pytorch`, and in `pytorch_lightning` if that was imported
+before. The two packages have separate classes. `LowtideStrategy` is the class for `lightning.pytorch`, unless only
+`pytorch_lightning` was imported.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NAMES: dict[str, dict[str, Any]] = {
     "lowtide_stage_3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
     "lowtide_stage_3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"},
 }
-"""Name, as of Lightning's DeepSpeed strategy -> what `LowtideStrategy` is called with."""
+"""Strategy name, as for Lightning's DeepSpeed strategy -> arguments of `LowtideStrategy`."""
 
 
 def register(strategy: Any) -> None:
-    """strategy: a class of a Lightning package, in whose registry the names stand from then on."""
+    """Register the names. strategy: the class for a Lightning package."""
     registry = strategy.registry()
     for name, options in NAMES.items():
         if name not in registry:
@@ -45,7 +45,7 @@ def register(strategy: Any) -> None:
 
 
 def _chosen() -> list[Any]:
-    """The modules with our classes of the packages that are in use; those of the first are the public ones."""
+    """Return our modules for the imported packages. The first has the public classes."""
     used = [package for package in _PACKAGES if package in sys.modules] or ["lightning"]
     try:
         return [import_module(f".{_PACKAGES[package]}", __name__) for package in used]
@@ -53,8 +53,8 @@ def _chosen() -> list[Any]:
         if (error.name or "").split(".")[0] not in _PACKAGES:
             raise
         raise ModuleNotFoundError(
-            "lowtide.lightning: expected the package lightning 2.6 or newer, found none; "
-            'pip install "lowtide[lightning]". With pytorch_lightning, import that before lowtide.lightning',
+            "lowtide.lightning: expected the package lightning 2.6 or newer, found none. "
+            'pip install "lowtide[lightning]", or import pytorch_lightning before lowtide.lightning',
             name=error.name,
         ) from error
 

@@ -1,11 +1,11 @@
-"""Checkpoints of a Trainer: a folder with the engine's checkpoint, in whose client state the Trainer's own is.
+"""Checkpoints of a Trainer: a folder with the engine's checkpoint, with the Trainer's state as client state.
 
 epoch=3-step=400.ckpt/
-    latest, checkpoint/...                       all that a training is: any number of ranks goes on with it
+    latest, checkpoint/...                       the whole training; loads at any number of ranks
 weights.ckpt/                                    of ModelCheckpoint(save_weights_only=True):
-    model.safetensors, ..., trainer.ckpt         plain weights, and the Trainer's state beside them
+    model.safetensors, ..., trainer.ckpt         plain weights, and the Trainer's state
 
-`consolidate` and `read_whole` make of such a folder what Lightning reads: a dictionary, or one ordinary file.
+`consolidate` and `read_whole` convert this folder to Lightning's form: a file, or a dictionary.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..watch.log import logger
 TAG = "checkpoint"
 TRAINER_FILE = "trainer.ckpt"
 _KEY = "lightning"
-_IN_ENGINE = ("state_dict", "optimizer_states")  # of what the Trainer dumps, they are empty
-_FULL = "lr_schedulers"  # is in what the Trainer dumps, unless weights alone are wanted
+_IN_ENGINE = ("state_dict", "optimizer_states")  # empty in the Trainer's dump
+_FULL = "lr_schedulers"  # in the Trainer's dump, unless it wants only weights
 
 
 def save(engine: Engine, folder: str | os.PathLike[str], dumped: Mapping[str, Any], is_first: bool) -> None:
-    """A collective. dumped: by the Trainer. is_first: this is rank 0."""
+    """Save a checkpoint. A collective. dumped: the Trainer's dictionary. is_first: this is rank 0."""
     kept = {key: value for key, value in dumped.items() if key not in _IN_ENGINE}
     if _FULL in dumped:
         file = io.BytesIO()
@@ -51,7 +51,7 @@ def save(engine: Engine, folder: str | os.PathLike[str], dumped: Mapping[str, An
 def load(
     engine: Engine, path: str | os.PathLike[str], weights_only: bool | None, is_fit: bool, strict: bool
 ) -> dict[str, Any]:
-    """Puts values, and for a fit states, into the engine; returns what the Trainer dumped. A collective.
+    """Load weights, and for a fit states, into the engine; return the Trainer's dictionary. A collective.
 
     Raises CheckpointError, NoCheckpointError, and ValueError for values of another model.
     """
@@ -61,8 +61,8 @@ def load(
     if (path / TRAINER_FILE).is_file():
         engine.load_weights(path, strict)
         if is_fit:
-            _note(engine, f"{path} has weights alone, so the optimizer begins anew")
-        return dict(read_trainer_file(path, weights_only), state_dict={})
+            _note(engine, f"{path} has only weights, so the optimizer begins anew")
+        return dict(_read(path / TRAINER_FILE, weights_only), state_dict={})
     state = trainer_state(path, weights_only)
     if is_fit:
         engine.load_checkpoint(path)
@@ -72,33 +72,28 @@ def load(
 
 
 def trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What the Trainer dumped, of a checkpoint of ours. Raises CheckpointError where it has none."""
+    """Return the Trainer's dictionary of a checkpoint. Raises CheckpointError without it."""
     own = CheckpointFolder(path).open().own_state(0)
     client_state = decode(own["client_state"], "client_state")
     if _KEY not in client_state:
         raise CheckpointError(
-            f"{path}: expected a checkpoint that Lightning's Trainer has saved, found one of an engine alone; load it "
-            "by `trainer.strategy.engine.load_checkpoint(...)` in a hook of the fit"
+            f"{path}: expected a checkpoint of Lightning's Trainer, found a checkpoint of an engine alone. Load it by "
+            "`trainer.strategy.engine.load_checkpoint(...)` in a hook of the fit"
         )
     return _read(io.BytesIO(client_state[_KEY]), weights_only)
 
 
-def read_trainer_file(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What the Trainer dumped beside weights alone."""
-    return _read(folder / TRAINER_FILE, weights_only)
-
-
 def _load_file(engine: Engine, path: Path, weights_only: bool | None, is_fit: bool, strict: bool) -> dict[str, Any]:
-    """An ordinary checkpoint of Lightning's."""
+    """Load an ordinary checkpoint file of Lightning."""
     dumped = _read(path, weights_only)
     engine.load_state_dict(dumped["state_dict"], strict)
     if is_fit and dumped.get("optimizer_states"):
-        _note(engine, f"{path} is a file of Lightning's: the states of its optimizer are left out, and begin anew")
+        _note(engine, f"{path} is a file of Lightning: its optimizer states cannot be loaded, and begin anew")
     return dumped
 
 
 def _read(file: Any, weights_only: bool | None) -> dict[str, Any]:
-    """As Lightning reads its own: what is on this machine is trusted, unless the caller says otherwise."""
+    """Read as Lightning does: local files are trusted, unless weights_only is True."""
     found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=bool(weights_only))
     return found
 
@@ -109,20 +104,20 @@ def _note(engine: Engine, text: str) -> None:
 
 
 def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
-    """Writes what `LightningModule.load_from_checkpoint` reads: weights under the module's own names, hyperparameters.
+    """Write the file for `LightningModule.load_from_checkpoint`: weights by the module's names, hyperparameters.
 
-    folder: that a Trainer with LowtideStrategy has saved, on any number of ranks. No engine is needed, and memory for
-    the whole model. Raises NoCheckpointError and CheckpointError.
+    folder: saved by a Trainer with LowtideStrategy on any number of ranks. Needs no engine, but memory for the whole
+    model. Raises NoCheckpointError and CheckpointError.
     """
     torch.save(read_whole(folder), file)
 
 
 def read_whole(folder: str | os.PathLike[str], weights_only: bool | None = False) -> dict[str, Any]:
-    """What such a file has, without states of an optimizer. weights_only: of torch.load, for the Trainer's part."""
+    """Return the content of this file, without optimizer states. weights_only: of torch.load, for Trainer state."""
     path = Path(folder)
-    if (path / TRAINER_FILE).is_file():  # of save_weights_only
-        source = SafetensorsSource(path)
-        return {**read_trainer_file(path, weights_only), "state_dict": _values(source), "optimizer_states": []}
+    if (path / TRAINER_FILE).is_file():  # saved with save_weights_only
+        dumped, values = _read(path / TRAINER_FILE, weights_only), _values(SafetensorsSource(path))
+        return {**dumped, "state_dict": values, "optimizer_states": []}
     checkpoint = CheckpointFolder(path).open()
     dumped = trainer_state(path, weights_only)
     values = _values(checkpoint.weights)
@@ -137,7 +132,7 @@ def _values(source: Any) -> dict[str, Tensor]:
 
 
 def read_folders_in(saving: Any) -> None:
-    """saving: Lightning's module whose function reads the file of `load_from_checkpoint`; folders of ours too then."""
+    """Patch Lightning's `load_from_checkpoint` to read our folders too. saving: the module with its `pl_load`."""
     load = saving.pl_load
 
     @wraps(load)

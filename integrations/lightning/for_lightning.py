@@ -1,4 +1,4 @@
-"""The classes for the package `lightning`."""
+"""The strategy and precision classes for the package `lightning`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .strategy import EngineStrategy
 
 
 class LowtidePrecision(EnginePrecision, Precision):  # type: ignore[misc]  # the mixin is for two packages
-    """See `EnginePrecision`."""
+    """The precision plugin for `lightning`: see `EnginePrecision`."""
 
 
 class LowtideStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]  # the mixin is for two packages
-    """See `EngineStrategy`."""
+    """The strategy for `lightning`: see `EngineStrategy`."""
 
     precision_class = LowtidePrecision
     package = "lightning.pytorch"

@@ -1,4 +1,4 @@
-"""The classes for the package `pytorch_lightning`."""
+"""The strategy and precision classes for the package `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .strategy import EngineStrategy
 
 
 class PytorchLightningPrecision(EnginePrecision, Precision):  # type: ignore[misc]  # the mixin is for two packages
-    """See `EnginePrecision`."""
+    """The precision plugin for `pytorch_lightning`: see `EnginePrecision`."""
 
 
 class PytorchLightningStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]  # the mixin is for two packages
-    """See `EngineStrategy`."""
+    """The strategy for `pytorch_lightning`: see `EngineStrategy`."""
 
     precision_class = PytorchLightningPrecision
     package = "pytorch_lightning"
@@ -30,5 +30,5 @@ class PytorchLightningStrategy(EngineStrategy, DDPStrategy):  # type: ignore[mis
 
 read_folders_in(saving)
 
-# The names that `lowtide.lightning` asks each of its two packages for.
+# `lowtide.lightning` takes these names from either package's module.
 LowtidePrecision, LowtideStrategy = PytorchLightningPrecision, PytorchLightningStrategy

@@ -1,4 +1,4 @@
-"""What the strategy and the Trainer were given: the engine's config, and what it computes in."""
+"""Config and precision from the arguments of the strategy and the Trainer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..engine.engine import Engine
 Source = str | os.PathLike[str] | Mapping[str, object] | Config
 
 _NOT_OF_A_STEP = {
-    "pipeline": "a training_step runs whole on each rank, and not in stages",
-    "sequence": "a training_step computes a loss of whole sequences, of which a rank would have a part",
-    "tensor_sequence": "a training_step is one function, and ranks would have a part of the tokens within it",
+    "pipeline": "each rank runs a whole training_step, not a stage of it",
+    "sequence": "a training_step computes its loss from whole sequences",
+    "tensor_sequence": "a training_step computes its loss from all tokens",
 }
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """dtype: of the model's inputs. weights: the dtype that the module itself is turned to. section: of the config."""
+    """dtype: of the model's inputs. weights: dtype to convert the module to. section: of the config to enable."""
 
     dtype: torch.dtype = torch.float32
     weights: torch.dtype | None = None
@@ -44,29 +44,29 @@ MODES: Mapping[str, Mode] = {
     "bf16-mixed": Mode(torch.bfloat16, section="bf16"),
     "16-mixed": Mode(torch.float16, section="fp16"),
 }
-"""What each precision means.
+"""What each precision does.
 
-"...-mixed" computes in the narrow type with fp32 master weights in the optimizer, as the `bf16` and `fp16` sections of
-a config do, float16 with a loss scale; there is no autocast. "...-true" turns the module itself to that type; of bf16
-weights the engine has fp32 masters too.
+"...-mixed" computes in the narrow dtype with fp32 master weights, as the sections `bf16` and `fp16` of a config, with a
+loss scale for float16 and without autocast. "...-true" converts the module itself; for bf16 weights the engine has fp32
+master weights too.
 """
 
 _NO_FLOAT16 = (
-    "precision '16-true': expected a loss scale, without which small float16 gradients are 0, found none; use "
-    "'16-mixed', which has one, and computes in float16 all the same"
+    "precision '16-true': without a loss scale, small float16 gradients become 0. Use '16-mixed', which computes in "
+    "float16 with a loss scale"
 )
 
 
 class EnginePrecision:
-    """A precision plugin whose backward, clipping and step are those of the strategy's engine.
+    """A precision plugin with the engine's backward, clipping and step.
 
-    Mixed into the `Precision` of a Lightning package.
+    A mixin for the `Precision` of a Lightning package.
     """
 
     engine: Engine | None = None
 
     def __init__(self, precision: str = "32-true") -> None:
-        """Raises ValueError for a precision that the engine does not have."""
+        """Raises ValueError for an unknown precision."""
         if precision == "16-true":
             raise ValueError(_NO_FLOAT16)
         if precision not in MODES:
@@ -77,7 +77,7 @@ class EnginePrecision:
 
     @classmethod
     def like(cls, plugin: Any) -> EnginePrecision:
-        """For what the Trainer has made of its argument. Raises ValueError for a plugin with ways of its own."""
+        """Return the plugin for the Trainer's `precision`. Raises ValueError for a plugin with custom behaviour."""
         if isinstance(plugin, cls):
             return plugin
         known = {"Precision", "HalfPrecision", "DoublePrecision", "MixedPrecision"}
@@ -87,15 +87,15 @@ class EnginePrecision:
             found = name if name not in known else f"{name} with a {type(scaler).__name__}"
             raise ValueError(
                 f"precision plugin: expected one of {', '.join(map(repr, MODES))} as Trainer(precision=...), found "
-                f"{found}, whose casts and steps the engine would not make"
+                f"{found}. The engine would not run its casts and steps"
             )
         return cls("64-true" if name == "DoublePrecision" else str(plugin.precision))
 
     def needed_engine(self) -> Engine:
-        """Raises RuntimeError outside of a fit."""
+        """Return the engine. Raises RuntimeError outside a fit."""
         if self.engine is None:
             raise RuntimeError(
-                "LowtideStrategy: expected a call while Trainer.fit runs, found one without an engine; call it in a "
+                "LowtideStrategy: this call needs an engine, which exists only while Trainer.fit runs. Call it in a "
                 "hook of the fit"
             )
         return self.engine
@@ -126,25 +126,25 @@ class EnginePrecision:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """The LightningModule's own `backward`, of a loss of which the engine knows the value and sets the scale."""
+        """Call the LightningModule's `backward` with the loss times the engine's scale."""
         model.backward(self.needed_engine().scale(tensor), *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """The closure makes forward and backward, clipping follows, and then the engine's step."""
+        """Run the closure (forward and backward), then clip, then the engine's step."""
         if kwargs:
             raise ValueError(
-                f"optimizer.step(): expected no arguments, which the engine has no use for, found {', '.join(kwargs)}"
+                f"optimizer.step(): expected no arguments, found {', '.join(kwargs)}: the engine ignores them"
             )
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]  # of the package's class
-        if result is not None or not model.automatic_optimization:  # training_step returned None: no step, as in DDP
+        if result is not None or not model.automatic_optimization:  # None: training_step asked for no step, as in DDP
             self.needed_engine().step()
         return result
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Of the mean over ranks: by its norm, or each element."""
+        """Clip the gradients averaged over ranks, by norm or by value."""
         if not clip_val or clip_val <= 0:
             return
         engine = self.needed_engine()
@@ -171,7 +171,7 @@ def of_strategy(
     offload_parameters: str | None,
     nvme_path: str | None,
 ) -> Config:
-    """The checked config of `LowtideStrategy`'s arguments. Raises ValueError, or ConfigError."""
+    """Make the checked config from `LowtideStrategy`'s arguments. Raises ValueError or ConfigError."""
     given = {
         "stage": stage,
         "offload_optimizer": offload_optimizer,
@@ -182,8 +182,8 @@ def of_strategy(
     if config is not None:
         if said:
             raise ValueError(
-                f"LowtideStrategy: expected a config, or arguments in place of one, found both: config and {said[0]}; "
-                "write it into the config"
+                f"LowtideStrategy: expected either config or other arguments, found both: config and {said[0]}. "
+                f"Write {said[0]} into the config"
             )
         checked = Config.load(config)
         _check(checked)
@@ -197,53 +197,53 @@ def of_strategy(
 
 
 def _check(config: Config) -> None:
-    """Raises ValueError for keys whose place the Trainer has taken."""
+    """Raise ValueError for keys that the Trainer replaces."""
     for key in _BATCH:
         if getattr(config, key) not in (None, 1 if key == "gradient_accumulation_steps" else None):
             raise ValueError(
-                f'{key}: expected no batch sizes in the config of LowtideStrategy, or "auto", found '
-                f"{getattr(config, key)}; the DataLoader has the microbatch, and Trainer(accumulate_grad_batches=...) "
-                "says how many make a step"
+                f"{key}: expected no batch sizes in the config of LowtideStrategy, found {getattr(config, key)}. The "
+                'DataLoader sets the microbatch, and Trainer(accumulate_grad_batches=...) the accumulation; "auto" is '
+                "legal too"
             )
     alone = ParallelConfig()
     for axis, why in _NOT_OF_A_STEP.items():
         if (found := getattr(config.parallel, axis)) != getattr(alone, axis):
             raise ValueError(
                 f"parallel.{axis}: expected {getattr(alone, axis)} in the config of LowtideStrategy, found {found}: "
-                f"{why}; use lowtide.initialize, or parallel.tensor and parallel.expert"
+                f"{why}. Use lowtide.initialize, or parallel.tensor and parallel.expert"
             )
     if config.checkpoint.folder is not None:
         raise ValueError(
-            "checkpoint.folder: expected none in the config of LowtideStrategy, where ModelCheckpoint says when to "
-            f"save, found {config.checkpoint.folder}; what the engine would save there lacks the Trainer's own state"
+            f"checkpoint.folder: expected none in the config of LowtideStrategy, found {config.checkpoint.folder}. "
+            "ModelCheckpoint decides when to save, together with the Trainer's state"
         )
 
 
 def for_training(
     config: Config, precision: EnginePrecision, device: str, clip_val: float | None, by_value: bool = False
 ) -> Config:
-    """Raises ValueError where config and Trainer say different things."""
+    """Return the config completed by the Trainer's arguments. Raises ValueError for a contradiction."""
     clips = config.gradient_clipping
     if clips and clip_val is not None and (by_value or clip_val != clips):
         way = ', gradient_clip_algorithm="value"' if by_value else ""
         raise ValueError(
-            f"gradient_clipping: found {clips:g} (of the norm) in the config and "
-            f"Trainer(gradient_clip_val={clip_val:g}{way}); leave one of them out"
+            f"gradient_clipping: found both {clips:g} (by norm) in the config and "
+            f"Trainer(gradient_clip_val={clip_val:g}{way}). Leave one of them out"
         )
     update: dict[str, object] = {"device": device, "gradient_accumulation_steps": 1}
     section, found = precision.mode.section, _section_of(config)
     if section != found:
         if found:
             raise ValueError(
-                f'{found}: found it enabled in the config, and Trainer(precision="{precision.precision}"); expected '
-                f'"{"bf16-mixed" if found == "bf16" else "16-mixed"}" beside it, or the section left out'
+                f'{found}: enabled in the config, but Trainer(precision="{precision.precision}"). Set '
+                f'precision="{"bf16-mixed" if found == "bf16" else "16-mixed"}", or remove the section'
             )
         update[section] = BF16Config(enabled=True) if section == "bf16" else FP16Config(enabled=True)
     return config.model_copy(update=update)
 
 
 def for_evaluation(config: Config) -> Config:
-    """The same without what only a training has."""
+    """Return the config without the parts that only a training has."""
     zero = config.zero_optimization.model_copy(
         update={"offload_optimizer": OffloadOptimizerConfig(), "update_in_backward": False}
     )

@@ -1,4 +1,4 @@
-"""The strategy: what Lightning's Trainer asks of one, answered by an engine."""
+"""The strategy of Lightning's Trainer, implemented by an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .settings import EnginePrecision, Source, for_evaluation, for_training, of_
 if TYPE_CHECKING:
 
     class _OfPackage:
-        """The `DDPStrategy` of a Lightning package, of which there are two."""
+        """The `DDPStrategy` of a Lightning package."""
 
         def __init__(self, **options: Any) -> None: ...
 
@@ -36,7 +36,7 @@ _NAME = "_lowtide_holder"
 
 
 class _Holder:
-    """An attribute of a module, of which copies of the module have an empty one."""
+    """A module attribute that copies of the module get empty: a copy has no engine."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
@@ -49,7 +49,7 @@ class _Holder:
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """The open engine of an earlier call of a Trainer, of this one or another."""
+    """Return the module's open engine, made in an earlier call of any Trainer."""
     holder = module.__dict__.get(_NAME)
     if holder is None or holder.engine is None or not holder.engine.is_open:
         return None
@@ -57,19 +57,15 @@ def engine_of(module: nn.Module) -> Engine | None:
     return engine
 
 
-def hold(module: nn.Module, engine: Engine) -> None:
-    module.__dict__[_NAME] = _Holder(engine)
-
-
 class EngineStrategy(_OfPackage):
-    """Trains a LightningModule by lowtide's engine, on ranks that are launched as those of DDP are.
+    """Train a LightningModule by lowtide's engine, on ranks launched as for DDP.
 
         setup           configure_optimizers, then lowtide.initialize over the LightningModule
-        *_step          one forward of the engine: `engine.run`; with manual optimization the hooks on the model alone
-        backward, clip_gradients, optimizer_step      the precision plugin's: `EnginePrecision`
-        save, load      folders with a checkpoint of the engine and the Trainer's own state: `checkpoints`
+        *_step          a forward of the engine: `engine.run`; with manual optimization only the model's hooks
+        backward, clip_gradients, optimizer_step      by the precision plugin: `EnginePrecision`
+        save, load      folders with the engine's checkpoint and the Trainer's state: `checkpoints`
 
-    Mixed into the `DDPStrategy` of a Lightning package, of which processes, samplers and the reduction of metrics are.
+    A mixin for the `DDPStrategy` of a Lightning package, for processes, samplers and the reduction of metrics.
     """
 
     strategy_name = "lowtide"
@@ -89,29 +85,29 @@ class EngineStrategy(_OfPackage):
         deferred_init: bool | None = None,
         **options: Any,
     ) -> None:
-        """config: as `lowtide.initialize` takes it, without batch sizes. stage and the others: in place of one.
+        """config: as in `lowtide.initialize`, without batch sizes. stage and the next three replace a config.
 
-        offload_optimizer, offload_parameters: "cpu" or "nvme". nvme_path: the folder for the latter; None: /local_nvme.
-        deferred_init: whether all modules that `configure_model` makes have no memory until they are sharded; None: at
-        stage 3. Those that it makes on the meta device never have. options: of Lightning's own strategies: accelerator,
-        cluster_environment, parallel_devices, precision_plugin, process_group_backend, timeout. Raises ValueError, and
-        ConfigError.
+        offload_optimizer, offload_parameters: "cpu" or "nvme". nvme_path: default /local_nvme.
+        deferred_init: whether modules made by `configure_model` get memory only when they are sharded; None: at stage
+        3. Modules made on the meta device always do. options: of Lightning's strategies: accelerator,
+        cluster_environment, parallel_devices, precision_plugin, process_group_backend, timeout.
+        Raises ValueError and ConfigError.
         """
         self.config = of_strategy(config, stage, offload_optimizer, offload_parameters, nvme_path)
+        # Of the current or last fit. For an evaluation without a fit it has no optimizer.
         self.engine: Engine | None = None
-        """Of the fit that runs, or of the last one; of an evaluation without a fit, one that only computes."""
         self._defers = self.config.zero_optimization.stage == 3 if deferred_init is None else deferred_init
         self._recording: Recording | None = None  # of `configure_model`
         unknown = options.keys() - _OPTIONS
         if unknown:
             raise TypeError(
                 f"LowtideStrategy: unknown argument {sorted(unknown)[0]!r}; expected config, stage, offload_optimizer, "
-                f"offload_parameters, nvme_path, deferred_init, or one of {', '.join(sorted(_OPTIONS))}; what the "
-                "engine does is said in the config"
+                f"offload_parameters, nvme_path, deferred_init, or one of {', '.join(sorted(_OPTIONS))}. Write "
+                "settings of the engine into the config"
             )
         super().__init__(**options)
 
-    # -- what the Trainer puts together ---------------------------------------------------------------------------
+    # -- the Trainer's setup --------------------------------------------------------------------------------------
 
     @property
     def precision_plugin(self) -> Any:
@@ -130,14 +126,14 @@ class EngineStrategy(_OfPackage):
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
         raise ValueError(
-            f"plugins: expected no CheckpointIO, found a {type(io).__name__}; each rank writes its own shards, and "
+            f"plugins: expected no CheckpointIO, found a {type(io).__name__}. Each rank writes its shards; "
             '"checkpoint": {"async": true} in the config writes them in the background'
         )
 
     def connect(self, model: Any) -> None:
         if self.engine is not None and self.engine.module is not model:
             self._close()
-        self.engine = self.precision_plugin.engine = engine_of(model)  # of an evaluation or a fit, of any Trainer
+        self.engine = self.precision_plugin.engine = engine_of(model)  # of an earlier evaluation or fit
         if model.trainer.state.fn == _FITTING:
             _check_callbacks(model.trainer)
             if self.engine is not None:
@@ -149,7 +145,7 @@ class EngineStrategy(_OfPackage):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """By which data are divided: ranks that share layers (parallel.tensor) are one."""
+        """Arguments of samplers: ranks that share layers (parallel.tensor) get the same data."""
         given: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
         sharers = self.config.parallel.ranks_of_sample
         if faults := world_faults(self.config.parallel, given["num_replicas"]):
@@ -157,18 +153,18 @@ class EngineStrategy(_OfPackage):
         return {"num_replicas": given["num_replicas"] // sharers, "rank": given["rank"] // sharers}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDP's; in a sum, what ranks have that take the same data counts once."""
+        """Reduce as DDP. A sum counts ranks with the same data once."""
         is_sum = str(getattr(reduce_op, "name", reduce_op)).lower() == "sum"
         if isinstance(tensor, torch.Tensor) and is_sum and self.global_rank % self.config.parallel.ranks_of_sample:
-            tensor.zero_()  # the sum comes in its place
+            tensor.zero_()  # `reduce` works in place, so the sum replaces the 0
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
-    # -- the model, on its way into an engine ---------------------------------------------------------------------
+    # -- the model becomes an engine ------------------------------------------------------------------------------
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`: what it makes, or makes on the meta device, gets values when it is sharded."""
-        if self.engine is not None:  # of an earlier fit: the model has been made
+        """Wrap `configure_model`: deferred modules get their values when they are sharded."""
+        if self.engine is not None:  # of an earlier fit: the model exists
             yield
             return
         self._recording = Recording()
@@ -179,15 +175,15 @@ class EngineStrategy(_OfPackage):
             if not self._defers:
                 raise
             raise ValueError(
-                f"{error}. In a LightningModule: give LowtideStrategy deferred_init=False, or load weights after the "
-                "fit has begun, by `trainer.strategy.engine.load_weights(...)`"
+                f"{error}. In a LightningModule: pass deferred_init=False to LowtideStrategy, or load weights after "
+                "the start of the fit, by `trainer.strategy.engine.load_weights(...)`"
             ) from error
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == _FITTING
         if self.engine is not None:
-            self._take_up(self.engine)  # an evaluation of what was trained
+            self._take_up(self.engine)  # an evaluation of the trained model
             return
         module = self.lightning_module
         if is_fit and self._layer_sync:
@@ -205,41 +201,40 @@ class EngineStrategy(_OfPackage):
     def _take_up(self, engine: Engine) -> None:
         self.engine = self.precision_plugin.engine = engine
         self.model = self.lightning_module
-        hold(self.model, engine)
+        self.model.__dict__[_NAME] = _Holder(engine)
 
     def _training(self, trainer: Any, model: Any) -> Engine:
         by_value = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) == "value"
         config = for_training(self.config, self.precision_plugin, self._device, trainer.gradient_clip_val, by_value)
         self._check_uses_config(trainer)
         self.setup_optimizers(trainer)
-        own = [one for one in self.optimizers if type(one).__name__ != "_MockOptimizer"]
+        own = [optimizer for optimizer in self.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
         if len(own) > 1:
             raise ValueError(
-                f"configure_optimizers: expected one optimizer, found {len(own)}: a step of the engine updates all "
-                "shards with one clipped gradient; give one optimizer with a parameter group for each, or an engine "
-                "for each model (lowtide.initialize) and no Trainer"
+                f"configure_optimizers: expected one optimizer, found {len(own)}. A step of the engine updates all "
+                "shards with one clipped gradient: use parameter groups of one optimizer, or make an engine for each "
+                "model by lowtide.initialize, without a Trainer"
             )
         if not own and config.optimizer is None:
             raise ValueError(
-                "configure_optimizers: expected an optimizer, or one in the config of LowtideStrategy, found neither"
+                "configure_optimizers: expected an optimizer here or in the config of LowtideStrategy, found neither"
             )
         if own and config.optimizer is not None:
             raise ValueError(
-                f'optimizer: found one in the config ("{config.optimizer.type}") and the '
-                f"{type(own[0]).__name__} that configure_optimizers returns; leave one out: take it out of the config, "
-                "or return None"
+                f'optimizer: found both "{config.optimizer.type}" in the config and the {type(own[0]).__name__} of '
+                "configure_optimizers. Remove the key, or return None"
             )
         engine = initialize(model, config, optimizer=own[0] if own else None)
         if own:
-            own[0].add_param_group = engine.optimizer.add_param_group  # callbacks that unfreeze call the given one's
+            own[0].add_param_group = engine.optimizer.add_param_group  # unfreezing callbacks call the given optimizer's
         self.optimizers = own or [engine.optimizer]
         return engine
 
     def _check_uses_config(self, trainer: Any) -> None:
         if self.config.scheduler is not None and self.config.optimizer is None:
             raise ValueError(
-                f'scheduler: expected the optimizer beside it in the config, found "{self.config.scheduler.type}" '
-                "alone; return the scheduler from configure_optimizers"
+                f'scheduler: "{self.config.scheduler.type}" in the config needs an optimizer in the config. Return '
+                "the scheduler from configure_optimizers instead"
             )
 
     def _evaluation(self, model: Any) -> Engine:
@@ -263,10 +258,10 @@ class EngineStrategy(_OfPackage):
             parallel = self.config.parallel
             if parallel.tensor > 1 or parallel.expert > 1:
                 raise ValueError(
-                    "automatic_optimization: expected it with parallel.tensor and expert, whose ranks make one forward "
-                    "together, found manual optimization; return the loss, or use lowtide.initialize"
+                    "automatic_optimization: expected true with parallel.tensor or parallel.expert, whose ranks run "
+                    "each forward together, found manual optimization. Return the loss, or use lowtide.initialize"
                 )
-            return module.training_step(*args, **kwargs)  # it calls backward and step, each a call of the engine
+            return module.training_step(*args, **kwargs)  # calls backward and step itself
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context(), _no_grad():
@@ -281,7 +276,7 @@ class EngineStrategy(_OfPackage):
             return self._engine.run(self.lightning_module.predict_step, *args, **kwargs)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Around the backwards of a step but the last."""
+        """Wrap all backwards of a step but the last."""
         return self._engine.no_sync()
 
     @property
@@ -296,20 +291,20 @@ class EngineStrategy(_OfPackage):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        return False  # `load_checkpoint` has
+        return False  # `load_checkpoint` restores it
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}  # in the checkpoint of the engine
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder, which all ranks write. Raises TypeError for storage_options."""
+        """Save a folder, written by all ranks. Raises TypeError for storage_options."""
         if storage_options is not None:
-            raise TypeError("save_checkpoint: expected no storage_options, which no CheckpointIO would get")
+            raise TypeError("save_checkpoint: expected no storage_options: there is no CheckpointIO to use them")
         checkpoints.save(self._engine, self.broadcast(filepath), checkpoint, self.is_global_zero)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What the Trainer has saved, of a folder of ours or of an ordinary file of Lightning's."""
+        """Return the Trainer's state from our folder or an ordinary file of Lightning."""
         is_fit = self.lightning_module.trainer.state.fn == _FITTING
         return checkpoints.load(self._engine, self.broadcast(checkpoint_path), weights_only, is_fit, self._strict)
 
@@ -318,10 +313,10 @@ class EngineStrategy(_OfPackage):
         return bool(self.lightning_module.strict_loading)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Values are loaded by `load_checkpoint`."""
+        """Do nothing: `load_checkpoint` loads the weights."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """States are loaded by `load_checkpoint`."""
+        """Do nothing: `load_checkpoint` loads the states."""
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -332,7 +327,7 @@ class EngineStrategy(_OfPackage):
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """The engine stays open, for `save_checkpoint` and evaluations after a fit, until another model comes."""
+        """End the run. The engine stays open for `save_checkpoint` and evaluations, until another model comes."""
         module = self.lightning_module
         if module is not None and module._trainer is not None and self._layer_sync and self.engine is None:
             self._layer_sync.revert(module)
@@ -348,7 +343,7 @@ class EngineStrategy(_OfPackage):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Lightning calls it for the classes of its own package; ours are registered by `import lowtide.lightning`."""
+        """Do nothing: Lightning calls it for its strategies, and `import lowtide.lightning` registers ours."""
 
 
 _OPTIONS = {
@@ -362,26 +357,26 @@ _OPTIONS = {
 
 
 def _check_callbacks(trainer: Any) -> None:
-    """Raises ValueError for those that put other weights into the module, where the engine has shards of them."""
+    """Raise ValueError for callbacks that average the module's weights: the engine has shards of them."""
     for callback in trainer.callbacks:
         kinds = {kind.__name__ for kind in type(callback).__mro__}
         if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
             raise ValueError(
-                f"callbacks: expected none that averages the weights of the module, found a {type(callback).__name__}; "
-                "the engine averages shards: call `trainer.strategy.engine.ema(decay)` in on_fit_start, and evaluate "
-                "and export inside of `with trainer.strategy.engine.ema_weights():`"
+                f"callbacks: expected none that averages the module's weights, found a {type(callback).__name__}. "
+                "Call `trainer.strategy.engine.ema(decay)` in on_fit_start, and evaluate and export in "
+                "`with trainer.strategy.engine.ema_weights():`"
             )
 
 
 @contextmanager
 def _no_grad() -> Iterator[None]:
-    """In place of inference mode, in which what the engine gathers could not be used by a later backward."""
+    """Disable gradients without inference mode: a later backward cannot use its tensors."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _move_without_parameters(module: nn.Module, device: torch.device) -> None:
-    """What the engine does not place: metrics, and modules with buffers alone; and `LightningModule.device`."""
+    """Move modules without parameters, like metrics, and set `LightningModule.device`. The engine moves the rest."""
     if device.type == "cpu":
         return
     for part in module.modules():
@@ -391,7 +386,7 @@ def _move_without_parameters(module: nn.Module, device: torch.device) -> None:
 
 
 def _make_whole(engine: Engine) -> None:
-    """Gives the module parameters of its own again, with the values that are sharded over the ranks."""
+    """Replace the module's sharded parameters by full copies, and close the engine."""
     module = engine.module
     with engine.gathered(), torch.no_grad():
         made = {id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in module.parameters()}

@@ -1,4 +1,4 @@
-"""lowtide in the workers of Ray Train: `lowtide.initialize` as it is, and checkpoints of all workers together.
+"""Checkpoints of all workers together for Ray Train. `lowtide.initialize` works in it as everywhere.
 
 def train(config):
     engine = lowtide.initialize(model, config["engine"])  # joins the process group of TorchTrainer
@@ -26,12 +26,12 @@ def report(
     saves: bool = True,
     folder: str | os.PathLike[str] | None = None,
 ) -> None:
-    """`ray.train.report(metrics, checkpoint)` with a checkpoint of the engine, to which each worker writes its part.
+    """Call `ray.train.report(metrics, checkpoint)` with a checkpoint of the engine, written by all workers together.
 
-    All workers must call it, between steps. client_state: as of `engine.save_checkpoint`. saves: False reports metrics
-    alone. folder: where the workers write, before Ray takes the whole into its storage; every worker must see it; None:
-    the storage of the run (`RunConfig(storage_path=...)`), which must be a folder then. Raises CheckpointError, and
-    ValueError for a storage that is none.
+    All workers must call it, between steps. client_state: as in `engine.save_checkpoint`. saves: False reports only
+    metrics. folder: the workers write it before Ray uploads it; every worker must see it; None: the run's storage
+    (`RunConfig(storage_path=...)`), then a folder. Raises CheckpointError, and ValueError for a storage
+    that is no folder.
     """
     from ray import train
 
@@ -40,7 +40,7 @@ def report(
         return
     if engine.config.checkpoint.asynchronous:
         raise ValueError(
-            "checkpoint.async: expected false beside lowtide.ray.report, found true; Ray copies what is complete"
+            "checkpoint.async: expected false with lowtide.ray.report, found true. Ray copies only complete checkpoints"
         )
     place = Path(folder) if folder is not None else _storage()
     local = place / f".lowtide-step{engine.global_step}"
@@ -50,9 +50,9 @@ def report(
 
 
 def restore(engine: Engine) -> dict[str, Any] | None:
-    """Goes on from what the run reported last, on any number of workers; its client state, or None for a new run.
+    """Load the run's last reported checkpoint, on any number of workers, and return its client state. None: new run.
 
-    All workers must call it, after `lowtide.initialize`. Raises CheckpointError for a checkpoint of something else.
+    All workers must call it, after `lowtide.initialize`. Raises CheckpointError for a checkpoint of another kind.
     """
     from ray import train
 
@@ -70,8 +70,8 @@ def _storage() -> Path:
     kind = storage.storage_filesystem.type_name
     if kind != "local":
         raise ValueError(
-            f"lowtide.ray.report: expected a storage_path that is a folder which every worker sees, found one of "
-            f'"{kind}"; give report(..., folder=...) one, from which Ray uploads'
+            f'lowtide.ray.report: expected a storage_path that is a folder every worker sees, found "{kind}". Pass '
+            "such a folder by report(..., folder=...): Ray uploads from it"
         )
     return Path(storage.experiment_fs_path)
 

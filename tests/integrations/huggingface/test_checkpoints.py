@@ -109,7 +109,9 @@ def test_a_saved_model_alone_is_begun_with(ranks: RankPool, tmp_path: Path) -> N
 def test_a_checkpoint_of_another_trainer_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, run, str(tmp_path), None, EVERY_STEP)
     failed = ranks.fails(2, run, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-2"))
-    text = "expected a checkpoint of lowtide's Trainer, with a folder global_stepN, found optimizer.pt of another in"
+    text = (
+        "expected a checkpoint of lowtide's Trainer, with a folder global_stepN, found optimizer.pt of another Trainer"
+    )
     assert all(text in rank.text for rank in failed)
 
 

@@ -103,8 +103,8 @@ def refuse_the_mean(folder: str, collator: Any) -> str:
 @pytest.mark.parametrize(
     ("collator", "text"),
     [
-        (unlabelled, "expected batches with a tensor of token numbers as `labels`"),
-        (flattened, "expected a row of labels for each of 8 samples, found (1, 48)"),
+        (unlabelled, "expected batches with a tensor of token ids as `labels`"),
+        (flattened, "expected a row of labels for each of 8 samples, found shape (1, 48)"),
     ],
     ids=["no labels", "rows in one"],
 )

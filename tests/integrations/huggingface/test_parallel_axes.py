@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], str]] =
     "noise": ({"sequence": 2}, {"neftune_noise_alpha": 5.0}, {}, "expected no neftune_noise_alpha with parallel.seq"),
     "smoothing": ({"sequence": 2}, {"label_smoothing_factor": 0.1}, {}, "expected label_smoothing_factor=0 with para"),
     "loss function": ({"sequence": 2}, {}, {"compute_loss_func": summed_loss}, "expected labels among the inputs, or"),
-    "dispatch": ({"tensor": 2}, DISPATCH, {}, "expected no dispatch_batches where 2 ranks are given the same batches"),
+    "dispatch": ({"tensor": 2}, DISPATCH, {}, "expected no dispatch_batches if 2 ranks need the same batches"),
     "compiled": ({"tensor": 2}, {"torch_compile": True}, {}, "parallel.tensor: expected a model without torch.compile"),
     "degree": ({"tensor": 3}, {}, {}, "tensor(3) x data(?) = world size (2) does not hold"),
 }

@@ -86,7 +86,7 @@ def test_losses_metrics_and_weights_are_those_of_ddp(ranks: RankPool, tmp_path: 
         ),
         ({"tensor": 2, "tensor_sequence": True}, False, "parallel.tensor_sequence: expected False in the config of"),
         ({"tensor": 3}, False, "tensor(3) x data(?) = world size (2) does not hold"),
-        ({"tensor": 2}, True, "automatic_optimization: expected it with parallel.tensor and expert"),
+        ({"tensor": 2}, True, "automatic_optimization: expected true with parallel.tensor or parallel.expert"),
     ],
 )
 def test_what_a_step_of_lightning_cannot_divide_is_refused(

@@ -63,8 +63,8 @@ class _Engine:
 @pytest.mark.parametrize(
     ("is_async", "kind", "text"),
     [
-        (True, "local", "checkpoint.async: expected false beside lowtide.ray.report"),
-        (False, "s3", 'expected a storage_path that is a folder which every worker sees, found one of "s3"'),
+        (True, "local", "checkpoint.async: expected false with lowtide.ray.report"),
+        (False, "s3", 'expected a storage_path that is a folder every worker sees, found "s3"'),
     ],
 )
 def test_what_ray_could_not_take_up_is_refused(

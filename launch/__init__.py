@@ -1,1 +1,1 @@
-"""Starting the ranks of a job and watching them. Stands on the standard library and psutil, and imports no torch."""
+"""Start and watch the ranks of a job. Uses the standard library and psutil, and imports no torch."""

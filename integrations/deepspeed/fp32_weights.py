@@ -28,7 +28,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     values: dict[str, Tensor] = {}
     for name, info in found.weights.tensors.items():
         flat = torch.empty(info.shape, dtype=info.dtype).view(-1)
-        found.weights.read([Fragment(name, tuple(info.shape), 0, flat)])
+        found.weights.read([ChunkView(name, tuple(info.shape), 0, flat)])
         values[name] = flat.view(info.shape)
     for alias, name in found.aliases.items():
         values[alias] = values[name]

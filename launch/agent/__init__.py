@@ -1,1 +1,1 @@
-"""One host's side of a job: its agent, the guard above it, and the ranks below."""
+"""A host's side of a job: the agent, its guard, and the ranks."""

@@ -1,13 +1,13 @@
-"""The agent of one host: the only parent of the ranks there, and the launcher's hands and eyes.
+"""The agent of a host: the only parent of its ranks. It starts, watches and ends them for the launcher.
 
     python -P -m lowtide.launch.agent.agent (--stdio | --connect HOST:PORT,...) [--index I]
 
-The one of the launcher's own host is forked from the launcher: see `serve`.
+The launcher forks the agent of its host: see `serve`.
 
 [Note: backpressure]
-Output is sent only as far as the launcher has shown what was sent before, plus WINDOW_BYTES. A slow terminal so makes
-the agent stop reading the ranks' pipes, and a rank that prints more waits: memory stays bounded and no line is lost.
-Beats and other messages are not held up. What a rank printed last is sent all the same, so that its end can be told.
+The agent sends only WINDOW_BYTES of output beyond what the launcher has shown. So a slow terminal makes the agent stop
+reading the ranks' pipes, and a rank that prints more waits: memory stays bounded, and no line is lost. Beats and the
+remaining messages are not delayed. A rank's last output is sent in any case, so that its end can be reported.
 """
 
 import argparse
@@ -57,14 +57,14 @@ from .host_ranks import HostRanks
 from .process_tree import KILLED_SECONDS, guarded, kill_descendants, reap_all
 
 WINDOW_BYTES = 1 << 18
-SILENCE_SECONDS = 4.0  # of a peer that is taken for lost; what is left then has a second to be gone within five
+SILENCE_SECONDS = 4.0  # until a peer is lost; its processes then have a second, to be gone within five
 TOKEN_VARIABLE = "LOWTIDE_TOKEN"
 _PROGRESS_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
 
 
 class Agent:
-    """From the launcher's Welcome to its Leave, or to the loss of it; then nothing of the job is left here."""
+    """Serves a launcher from its Welcome to its Leave, or until it is lost. Then nothing of the job is left here."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class Agent:
         self._channel = Channel(
             loop, read_fd, write_fd, self._take, self._lose, silence_seconds, sends_beats=False, seal=seal
         )
-        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the launcher too
+        for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends them to the launcher too
             loop.on_signal(number, lambda: None)
         loop.on_signal(signal.SIGTERM, lambda: self._channel.send(Stopped(signal.SIGTERM)))
 
     def run(self) -> int:
-        """The exit status: that of the job, or 1 where the launcher was lost."""
+        """Serve, and return the exit status: that of the job, or 1 if the launcher was lost."""
         self._loop.run(lambda: self._status is not None)
         if self._channel.is_open:
             self._loop.run(lambda: self._channel.is_flushed or not self._channel.is_open, timeout=_FLUSH_SECONDS)
@@ -99,12 +99,12 @@ class Agent:
         return self._status or 0
 
     def lose_guard(self) -> None:
-        """The process above this one is gone: nobody would end the job here if this one were killed."""
+        """End the job here: without its guard, nothing would end it if this process were killed."""
         self._channel.send(Note("the guard of the agent was killed, so the agent ends"))
         self._end(1)
 
     def _printed(self, rank: int, shown: bytes) -> None:
-        """Sends what a rank has printed, and stops reading where the launcher is behind."""
+        """Send a rank's output, and stop reading if the launcher is behind."""
         if not shown:
             return
         self._channel.send(Output(rank, shown.decode("latin-1")))
@@ -113,7 +113,7 @@ class Agent:
             self._ranks.pause(self._may_send <= 0)
 
     def _note(self, text: str) -> None:
-        """Tells the user something."""
+        """Send a line for the user."""
         self._channel.send(Note(text))
 
     def _lose(self, reason: str) -> None:
@@ -175,7 +175,7 @@ class Agent:
             self._channel.send(Held(self._held.port))
 
     def _in_thread(self, work: Callable[[], Any], answer: Callable[[Any], Message]) -> None:
-        """For what may take long; it is over before Start comes, because the launcher waits for the answer."""
+        """Run slow work in a thread. It ends before Start comes: the launcher waits for the answer."""
 
         def call() -> None:
             result = work()
@@ -211,7 +211,7 @@ class Agent:
         def call() -> None:
             try:
                 found = stacks.collect_stacks(paths)
-            except OSError:  # the ranks have ended meanwhile, and their records are gone
+            except OSError:  # the ranks have ended, and their records are gone
                 return
             for rank, text in found.items():
                 self._loop.post(lambda rank=rank, text=text: self._channel.send(StackDump(rank, text)))  # type: ignore[misc]
@@ -220,12 +220,12 @@ class Agent:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line above; the exit status is that of `serve`."""
+    """Run the command line above, and return the exit status of `serve`."""
     parser = argparse.ArgumentParser(prog="lowtide agent", allow_abbrev=False)
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--stdio", action="store_true", help="stdin and stdout, after a line that marks the beginning")
+    way.add_argument("--stdio", action="store_true", help="use stdin and stdout, after a line that marks the beginning")
     way.add_argument("--connect", metavar="HOST:PORT", help="where the launcher listens")
-    parser.add_argument("--index", type=int, help="of this host among those of the job")
+    parser.add_argument("--index", type=int, help="index of this host in the job")
     parser.add_argument("--silence", type=float, default=SILENCE_SECONDS, help="seconds after which the peer is lost")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to try to connect")
     options = parser.parse_args(argv)
@@ -246,13 +246,12 @@ def serve(
     index: int | None = None,
     seal: Seal | None = None,
 ) -> int:
-    """Is the agent until the job has ended; the exit status is that of `Agent.run`. To be called in the main thread.
+    """Be the agent until the job has ended, and return the exit status of `Agent.run`. Call it in the main thread.
 
-    read_fd, write_fd: of the channel to the launcher. silence_seconds: None where the end of the channel tells enough:
-    on the launcher's own host, which may be stopped by Ctrl-Z, and we with it. seal: None where nobody else can speak
-    on the channel.
+    read_fd, write_fd: of the channel to the launcher. silence_seconds: None on the launcher's host: the end of the
+    channel is enough there, and Ctrl-Z may stop both. seal: None if nobody else can write to the channel.
     """
-    os.environ.pop(TOKEN_VARIABLE, None)  # the ranks have this environment, and their scripts may show it
+    os.environ.pop(TOKEN_VARIABLE, None)  # ranks inherit this environment, and their scripts may print it
 
     def work(guard_alive: int, signs_of_life: int) -> int:
         loop = Loop()
@@ -270,13 +269,13 @@ def _lose_guard(loop: Loop, fd: int, agent: Agent) -> None:
 
 
 def _give_signs(loop: Loop, fd: int) -> None:
-    with contextlib.suppress(OSError):  # the guard is gone, which its own pipe tells
+    with contextlib.suppress(OSError):  # the guard is gone, which its pipe tells
         os.write(fd, b".")
     loop.after(1.0, lambda: _give_signs(loop, fd))
 
 
 def _take_stdin() -> int:
-    """The channel's reading end; what runs here finds an empty stdin instead."""
+    """Return the channel's read end, and replace stdin by an empty file."""
     taken = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -285,7 +284,7 @@ def _take_stdin() -> int:
 
 
 def _take_stdout() -> int:
-    """The channel's writing end, with the mark of its beginning; what is printed here goes to stderr instead."""
+    """Return the channel's write end, after the mark of its beginning, and send prints to stderr instead."""
     taken = os.dup(1)
     os.dup2(2, 1)
     os.write(taken, b"\n" + MAGIC + b"\n")
@@ -297,7 +296,7 @@ def _say(text: str) -> None:
 
 
 def _names() -> tuple[str, ...]:
-    """What a launcher may call this host."""
+    """Return the names that a launcher may use for this host."""
     told = [os.environ.get(name) for name in ("SLURMD_NODENAME", "LSB_HOSTNAME")]
     found = [*told, platform.node(), socket.gethostname(), platform.node().split(".")[0]]
     return tuple(dict.fromkeys(name for name in found if name))

@@ -1,4 +1,4 @@
-"""The ranks of one host, from their start until nothing of them is left."""
+"""The ranks of one host: start, output, signals, and cleanup."""
 
 import contextlib
 import os
@@ -20,22 +20,22 @@ from ..wire.loop import Loop
 from ..wire.messages import Ended, Start
 from .process_tree import die_with_parent, kill_descendants
 
-KEPT_LINES = 20  # that a failed rank's box shows, and more where a traceback is longer
+KEPT_LINES = 20  # shown of a failed rank, or more if a traceback is longer
 _SEARCHED_LINES = 200
 _SHOWN_LINES = 80
-_LINE_BYTES = 4096  # that are kept of a line for the box
+_LINE_BYTES = 4096  # kept of each of these lines
 _CHUNK_BYTES = 1 << 16
-_UNENDED_BYTES = 1 << 20  # a line that is longer is passed on in pieces, each a line
+_UNENDED_BYTES = 1 << 20  # a longer line is passed on in pieces, each as a line
 _STARTS_OF_TRACEBACKS = ("Traceback (most recent call last)", "Fatal Python error")
 _BETWEEN_TRACEBACKS = ("During handling of the above exception", "The above exception was the direct cause")
 
 
 class RankOutput:
-    """Reads the pipe `fd`, which it owns, a chunk at a time.
+    """Reads and owns the pipe `fd`.
 
-    is_plain: bytes are passed on as they come (rank 0); else whole lines, each as a terminal would show it in the end.
-    log: takes everything unchanged; what was in it is overwritten unless `appends_log`. note: called with the reason
-    when the log cannot be written any more.
+    is_plain: pass bytes on at once (rank 0); else whole lines, each as a terminal finally shows it.
+    log: gets everything unchanged; `appends_log` keeps its old content. note: called with the
+    reason if the log cannot be written.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RankOutput:
         os.set_blocking(fd, False)
 
     def read(self) -> bytes | None:
-        """What is to be shown of the next chunk, b"" if nothing is there yet; None: the pipe has ended, see `close`."""
+        """Return the visible part of the next chunk, b"" if none has come yet, None at the end of the pipe."""
         try:
             chunk = os.read(self.fd, _CHUNK_BYTES)
         except BlockingIOError:
@@ -61,9 +61,9 @@ class RankOutput:
         return self._take(chunk) if chunk else None
 
     def read_what_is_there(self) -> bytes:
-        """All that the pipe holds now, at most its capacity."""
+        """Return the visible part of all that the pipe holds now, at most its capacity."""
         shown = []
-        for _ in range(_UNENDED_BYTES // _CHUNK_BYTES):  # somebody may go on writing
+        for _ in range(_UNENDED_BYTES // _CHUNK_BYTES):  # a process may keep writing
             try:
                 chunk = os.read(self.fd, _CHUNK_BYTES)
             except BlockingIOError:
@@ -74,7 +74,7 @@ class RankOutput:
         return b"".join(shown)
 
     def close(self) -> bytes:
-        """Closes pipe and log; what is to be shown of a last line without an end."""
+        """Close pipe and log, and return the visible part of a last line without a newline."""
         self.is_open = False
         os.close(self.fd)
         if self._log is not None:
@@ -83,7 +83,7 @@ class RankOutput:
         return b"" if self._is_plain or not rest else self._lines([rest])
 
     def last_lines(self) -> tuple[str, ...]:
-        """The last KEPT_LINES lines, oldest first, or from the beginning of the traceback that they end with."""
+        """Return the last KEPT_LINES lines, oldest first, or all from the start of a final traceback."""
         kept = [*self._last, *([_visible(self._rest)] if self._rest else [])]
         lines = [line.decode(errors="replace") for line in kept]
         start = min(max(0, len(lines) - KEPT_LINES), _start_of_traceback(lines))
@@ -115,14 +115,14 @@ class RankOutput:
             while chunk:
                 chunk = chunk[os.write(self._log, chunk) :]
         except OSError as error:
-            self._note(f"{self._log_path} is not written any more: {error.strerror}; the ranks go on")
+            self._note(f"{self._log_path} cannot be written: {error.strerror}. The ranks continue without this log")
             with contextlib.suppress(OSError):
                 os.close(self._log)
             self._log = None
 
 
 def _start_of_traceback(lines: list[str]) -> int:
-    """Where the last traceback begins, with those that it says it followed from; len(lines) if there is none."""
+    """Return the index of the last traceback, or of the first that it refers to; len(lines) without a traceback."""
     start = len(lines)
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith(_STARTS_OF_TRACEBACKS):
@@ -133,7 +133,7 @@ def _start_of_traceback(lines: list[str]) -> int:
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal shows in the end of a progress bar that goes back to the start of its line again and again."""
+    """Return the final state of a line with carriage returns, for example of a progress bar."""
     if b"\r" not in line:
         return line
     states = [state for state in line.split(b"\r") if state]
@@ -149,13 +149,12 @@ class _Rank:
 
 
 class HostRanks:
-    """Starts the ranks of `start` and watches them; the calling process is their only parent.
+    """Starts the ranks of `start` and watches them. This process is their only parent.
 
-    printed: called with a rank and what it has printed, as far as it is to be shown. ended: a rank is gone. note:
-    something is not as it should be.
+    printed: called with a rank and output to show. ended: called when a rank is gone. note: called with a warning.
 
-    To be made in the main thread while no other runs, see [Note: one thread] in loop.py; from then on every child of
-    the process is reaped here. Raises LaunchError, with nothing left behind, where they cannot be started.
+    Make it in the main thread, as the only thread: see `[Note: one thread]` in loop.py. From then on it reaps
+    every child of the process. Raises LaunchError, with nothing left behind, if the ranks cannot start.
     """
 
     def __init__(
@@ -176,8 +175,8 @@ class HostRanks:
             self._records = RecordFolder()
         except OSError as error:
             raise LaunchError(
-                f"the ranks cannot be started: expected a folder for their records in {memory_folder()}, found: "
-                f"{error}; free space there"
+                f"the ranks cannot be started: cannot make a folder for their records in {memory_folder()}: {error}. "
+                "Free space there"
             ) from error
         loop.on_signal(signal.SIGCHLD, self._reap)
         try:
@@ -194,16 +193,16 @@ class HostRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """In the order of the local ranks."""
+        """Process ids in the order of the local ranks."""
         return tuple(state.pid for state in self._ranks.values())
 
     @property
     def are_running(self) -> bool:
-        """Whether one is left."""
+        """Whether a rank still runs."""
         return any(state.is_running for state in self._ranks.values())
 
     def send_signal(self, number: int) -> None:
-        """To every rank that still runs, except a Ctrl-C that the terminal has sent to it already."""
+        """Send a signal to every running rank, except a Ctrl-C that the terminal has sent to it already."""
         for rank, state in self._ranks.items():
             has_it = rank == self._job.plain_rank and self._at_terminal and number == signal.SIGINT
             if state.is_running and not has_it:
@@ -211,7 +210,7 @@ class HostRanks:
                     os.kill(state.pid, number)
 
     def pause(self, paused: bool) -> None:
-        """Stops or goes on reading what they print; a rank whose pipe is full waits."""
+        """Stop or continue reading the ranks' output. A rank waits when its pipe is full."""
         if paused == self._is_paused:
             return
         self._is_paused = paused
@@ -224,16 +223,16 @@ class HostRanks:
                 self._loop.on_readable(state.output.fd, lambda rank=rank: self._read(rank))  # type: ignore[misc]
 
     def progress(self) -> tuple[RankProgress, ...]:
-        """What those that run, and say so, are doing."""
+        """Return the progress of running ranks that report it."""
         found = (read_progress(self._record(rank), rank) for rank, state in self._ranks.items() if state.is_running)
         return tuple(progress for progress in found if progress is not None)
 
     def stack_paths(self, ranks: tuple[int, ...]) -> Mapping[int, str]:
-        """For `stacks.collect_stacks`: of those of `ranks` that are here and run."""
+        """Return the record paths of those `ranks` that run here, for `stacks.collect_stacks`."""
         return {rank: self._record(rank) for rank in ranks if rank in self._ranks and self._ranks[rank].is_running}
 
     def close(self) -> None:
-        """Kills everything that the ranks have left, passes on what they have printed, and removes their records."""
+        """Kill everything that the ranks left, pass on their last output, and remove their records."""
         kill_descendants()
         for rank, state in self._ranks.items():
             if state.output is not None and state.output.is_open:
@@ -248,8 +247,8 @@ class HostRanks:
         reads_terminal = is_plain and self._at_terminal
         own = dict(plan.environment)
         if has_terminal and sys.stdout.isatty():
-            # Python writes whole lines to a terminal. Unbuffered, each piece of a print is a write, and other ranks'
-            # lines come between.
+            # To a terminal, Python writes whole lines. Unbuffered, it would write each piece of a print, and
+            # lines of more ranks could come between.
             own.pop("PYTHONUNBUFFERED", None)
         log = None
         if job.log_folder is not None:
@@ -272,12 +271,12 @@ class HostRanks:
                 stdout=write_fd,
                 stderr=write_fd,
                 process_group=None if reads_terminal else 0,
-                preexec_fn=_prepared(die_with_parent(), plan.cores),  # no other thread runs in this process
+                preexec_fn=_prepared(die_with_parent(), plan.cores),  # this process has a single thread
             )
         finally:
             if write_fd is not None:
                 os.close(write_fd)
-        process.returncode = 0  # it is reaped below, not by Popen
+        process.returncode = 0  # `_reap` reaps it, not Popen
         return _Rank(plan, process.pid, output)
 
     def _marks(self, rank: int) -> dict[str, str]:
@@ -288,12 +287,12 @@ class HostRanks:
 
     def _why_not(self, error: Exception) -> str:
         return (
-            f"the ranks cannot be started: {error}; the folder is {self._job.folder}, the command "
-            f"{' '.join(self._job.command)}: both must be there on every host"
+            f"the ranks cannot be started: {error}. The folder {self._job.folder} and the command "
+            f"{' '.join(self._job.command)} must exist on every host"
         )
 
     def _reap(self) -> None:
-        """Takes the exit status of every child that has ended: ranks, and orphans of theirs that came here."""
+        """Reap every child that has ended: ranks, and adopted orphans."""
         ranks = {state.pid: rank for rank, state in self._ranks.items()}
         clock = time.monotonic()
         with contextlib.suppress(ChildProcessError):
@@ -334,7 +333,7 @@ class HostRanks:
 
 
 def _prepared(bind: Callable[[], None], cores: tuple[int, ...]) -> Callable[[], None]:
-    """A `preexec_fn`: bound to the life of this process, and to `cores` where there are any."""
+    """Return a `preexec_fn`: bind to this process's life, and to `cores` if given."""
 
     def prepare() -> None:
         bind()

@@ -1,10 +1,10 @@
-"""What a job has left on a host where neither its agent nor the guard above that lives any more.
+"""Kill the remaining processes of a job on a host without living agent and guard.
 
     python -P -m lowtide.launch.agent.orphans IDENTITY
 
-kills every process there that has the job's LOWTIDE_JOB_ID in its environment, wherever it has gone in the process
-tree. The launcher starts this by a second way to the host when it has lost the first one; see `Sweeps`. What was
-started with another environment (`env -i`), or belongs to another user, is not found. Linux only.
+kills every process with the job's LOWTIDE_JOB_ID in its environment, anywhere in the process tree. The launcher runs it
+by a second connection to the host when it has lost the first: see `Sweeps`. It cannot find processes with another
+environment (`env -i`), or of another user. Linux only.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import psutil
 
 VARIABLE = "LOWTIDE_JOB_ID"
-MAGIC = "=== lowtide orphans ==="  # begins the one line of the answer; a remote shell may talk before
+MAGIC = "=== lowtide orphans ==="  # starts the line of the answer; a remote shell may print lines before
 _SECONDS = 2.0
 _POLL_SECONDS = 0.02
-_CLEAR_LOOKS = 2  # a process in the middle of its exec has no environment, for a moment
+_CLEAR_LOOKS = 2  # during its exec a process has no environment for a moment
 
 
 def kill_orphans(identity: str, seconds: float = _SECONDS) -> dict[int, str]:
-    """Sends SIGKILL to all processes of the job, until none is there or the time is over: id -> name of those met."""
+    """Send SIGKILL to all processes of the job until none is left or the time is over; return {id: name} of them."""
     import psutil  # see [Note: psutil is imported late] in process_tree.py: the launcher imports this module
 
     met: dict[int, str] = {}
@@ -37,7 +37,7 @@ def kill_orphans(identity: str, seconds: float = _SECONDS) -> dict[int, str]:
         found = _processes_of(identity)
         num_clear = 0 if found else num_clear + 1
         for process in found:
-            with contextlib.suppress(psutil.Error):  # it has ended by itself
+            with contextlib.suppress(psutil.Error):  # it has ended already
                 met.setdefault(process.pid, process.name())
                 process.kill()
         if time.monotonic() > deadline:
@@ -47,9 +47,9 @@ def kill_orphans(identity: str, seconds: float = _SECONDS) -> dict[int, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line above; prints MAGIC and the processes that it met, and gives 0."""
+    """Run the command line above: print MAGIC and the killed processes, and return 0."""
     arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) != 1 or not arguments[0]:  # an empty one would be that of no job
+    if len(arguments) != 1 or not arguments[0]:  # no job has an empty identity
         print(f"lowtide orphans: expected the identity of a job, found {list(arguments)}", file=sys.stderr)
         return 2
     met = kill_orphans(arguments[0])
@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _processes_of(identity: str) -> "list[psutil.Process]":
-    """Without those of other users, and zombies, which have no environment any more."""
+    """Return the job's processes. Zombies and foreign processes have no readable environment."""
     import psutil
 
     found = psutil.process_iter(["environ"])
-    return [one for one in found if (one.info["environ"] or {}).get(VARIABLE) == identity and one.pid != os.getpid()]
+    return [p for p in found if (p.info["environ"] or {}).get(VARIABLE) == identity and p.pid != os.getpid()]
 
 
 if __name__ == "__main__":

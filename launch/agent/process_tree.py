@@ -1,13 +1,13 @@
-"""The processes below this one: forked, bound to its life, found again when orphaned, and ended together.
+"""Fork processes, bind them to this process's life, adopt orphans, and kill descendants.
 
 [Note: psutil is imported late]
-A job that ends by itself leaves nothing to be killed, and the import would take a tenth of its launcher's start.
+A job that ends normally leaves nothing to kill, and the import would take a tenth of the launcher's start.
 
 [Note: the guard]
-An agent kills what its ranks have left when the launcher is gone. When the agent itself is killed, the kernel kills its
-ranks (parent-death signal), but not what they have started in sessions of their own. Such orphans go to the nearest
-ancestor that adopts them: the guard, which kills them, and removes the records of the ranks. It does nothing else, so
-nothing else can end it; should it be killed all the same, the agent notices by a pipe and ends the job on its host.
+If the launcher is gone, the agent kills all remaining processes of its ranks. If the agent itself is killed, the kernel
+kills its ranks (parent-death signal), but not their children in other sessions. Those are adopted by the nearest
+subreaper, the guard, which kills them and removes the ranks' records. It does nothing else, so that nothing else can
+end it. If it is killed, the agent notices by a pipe and ends the job on its host.
 """
 
 import contextlib
@@ -23,30 +23,30 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...watch.record import remove_dead_folders
 
-KILLED_SECONDS = 5.0  # how long the kernel may take to remove a killed process
+KILLED_SECONDS = 5.0  # for the kernel to remove a killed process
 _TICK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_FAULT_STATUS = 70  # of a child that ended with an exception
+_FAULT_STATUS = 70  # exit status of a child that raised an exception
 _POLL_SECONDS = 0.002
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent dies, so that none is lost. Linux only."""
+    """Make this process the parent of descendants whose parent dies, so that none is lost. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def be_called(name: str) -> None:
-    """How ps, top and killall name this process; at most 15 bytes. Linux only."""
+    """Set the name of this process in ps, top and killall, at most 15 bytes. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A `preexec_fn` with which a child is killed as soon as this process is gone, however it went. Linux only."""
+    """Return a `preexec_fn` that has a child killed when this process ends, in any way. Linux only."""
     parent = os.getpid()
 
     def bind() -> None:
@@ -59,15 +59,15 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def forked(work: Callable[[], int], kept: Collection[int]) -> int:
-    """Runs `work` in a child, whose exit status is what it gives, and comes back with the child's process id.
+    """Run `work` in a forked child, whose exit status it returns, and return the child's process id.
 
-    kept: the descriptors besides stdin, stdout and stderr that the child has. Signals that reach the child do nothing
-    until it has handlers of its own. To be called while no other thread runs.
+    kept: open descriptors of the child besides stdin, stdout and stderr. The child ignores signals until it sets
+    handlers. Call it in a process with a single thread.
     """
     assert threading.active_count() == 1, threading.enumerate()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with contextlib.suppress(OSError):  # what is unwritten now, the child would write a second time
+            with contextlib.suppress(OSError):  # the child would write buffered text a second time
                 stream.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
@@ -76,7 +76,7 @@ def forked(work: Callable[[], int], kept: Collection[int]) -> int:
         return pid
     status = _FAULT_STATUS
     try:
-        gc.freeze()  # an object of the parent that were collected here would close a descriptor that is ours by then
+        gc.freeze()  # collecting the parent's objects here could close a descriptor number that is now ours
         signal.set_wakeup_fd(-1)
         _close_all_but({0, 1, 2, *kept})
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -90,7 +90,7 @@ def forked(work: Callable[[], int], kept: Collection[int]) -> int:
 
 
 def reaped(pid: int, timeout_seconds: float) -> int | None:
-    """The exit status of a child, as Popen.returncode has it, when it has ended; None: it runs on after that time."""
+    """Wait for a child, and return its exit status as Popen.returncode; None if it still runs after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -102,9 +102,9 @@ def reaped(pid: int, timeout_seconds: float) -> int | None:
 
 
 def kill_descendants() -> None:
-    """Sends SIGKILL to every process below this one.
+    """Send SIGKILL to every process below this one.
 
-    Repeats until none is left that was not seen before: a process may start another while it is being ended.
+    Repeats until it finds no new process: a process may start another before it ends.
     """
     if not _has_children():
         return
@@ -122,7 +122,7 @@ def kill_descendants() -> None:
 
 
 def reap_all(timeout_seconds: float) -> None:
-    """Takes the exit status of every child, adopted ones too, until none is left or the time is over."""
+    """Reap every child, also adopted ones, until none is left or the time is over."""
     deadline = time.monotonic() + timeout_seconds
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
@@ -131,7 +131,7 @@ def reap_all(timeout_seconds: float) -> None:
 
 
 def _has_children() -> bool:
-    """Whether there is a child, alive or not; without one there is no descendant, where orphans are adopted."""
+    """Return whether this process has a child, alive or not. Without a child it has no descendant either."""
     if _LIBC is None:
         return True
     try:
@@ -144,16 +144,16 @@ def _has_children() -> bool:
 def _close_all_but(kept: Collection[int]) -> None:
     for name in os.listdir("/dev/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the descriptor of the listing
                 os.close(int(name))
 
 
 def guarded(work: Callable[[int, int], int], private: Sequence[int], silence_seconds: float | None) -> int:
-    """Runs `work` in a child and gives its exit status when it and all of its descendants are gone.
+    """Run `work` in a child, and return its exit status when it and all its descendants are gone. [Note: the guard]
 
-    work: takes a descriptor that ends with the guard, and one to which it writes a byte each second; after
-    `silence_seconds` without one the child is killed. private: descriptors for the child alone. To be called while no
-    other thread runs.
+    work: takes a descriptor that closes with the guard, and a descriptor to write a byte to each second. Without a byte
+    for `silence_seconds`, the child is killed. private: descriptors for the child alone.
+    Needs a single thread.
     """
     guard_alive, _held_by_guard = os.pipe()
     signs_of_life, written_by_work = os.pipe()
@@ -180,7 +180,7 @@ def guarded(work: Callable[[int, int], int], private: Sequence[int], silence_sec
 
 
 def _pass_on(pid: int, number: int) -> None:
-    if number == signal.SIGTERM:  # the others come from the terminal, which sends them to the launcher too
+    if number == signal.SIGTERM:  # the terminal sends SIGINT and SIGHUP to the launcher too
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -194,6 +194,6 @@ def _watch(pid: int, signs_of_life: int, silence_seconds: float | None) -> None:
                 return
         else:
             silent += _TICK_SECONDS
-            # A second later than the launcher, which can say what has happened.
+            # A second later than the launcher, so that the launcher reports the loss.
             if silence_seconds is not None and silent > silence_seconds + _TICK_SECONDS:
                 os.kill(pid, signal.SIGKILL)

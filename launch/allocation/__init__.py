@@ -1,1 +1,1 @@
-"""Where the hosts of a job come from: the user's own words, or one file a resource manager."""
+"""Find the hosts of a job: named by the user, or found by a file for each resource manager."""

@@ -1,4 +1,4 @@
-"""Pods of a Kubernetes job, in each of which lowtide was started: pod 0 launches, the others join it.
+"""Pods of a Kubernetes job that each start lowtide: pod 0 is the launcher, and all pods join it.
 
 | job | this pod | pods | where pod 0 is |
 |---|---|---|---|
@@ -7,8 +7,8 @@
 | TrainJob (Kubeflow Trainer 2) | PET_NODE_RANK | PET_NNODES | PET_MASTER_ADDR, PET_MASTER_PORT |
 | indexed Job, JobSet | JOB_COMPLETION_INDEX | JOB_COMPLETIONS or --num-hosts | name of pod 0 in the pod's own domain |
 
-RANK and WORLD_SIZE of a PyTorchJob mean pods; WORLD_SIZE is pods x nprocPerNode since training-operator 1.7, so that
-PET_NNODES, which came with it, goes first. PET_NPROC_PER_NODE sets the ranks on each pod where --nproc does not.
+RANK and WORLD_SIZE of a PyTorchJob count pods. Since training-operator 1.7 WORLD_SIZE is pods x nprocPerNode, so
+PET_NNODES, new in that version, comes first. PET_NPROC_PER_NODE sets the ranks on each pod, unless --nproc does.
 
 Sources: kubeflow/training-operator pkg/controller.v1/pytorch/{envvar,elastic}.go and pull request 1840;
 kubeflow/trainer pkg/runtime/framework/plugins/torch/torch.go; kubernetes.io, "Job with Pod-to-Pod Communication".
@@ -24,10 +24,10 @@ _LAST_NUMBER = re.compile(r"(.*[-.])?(\d+)")
 
 
 def find_pod(environ: Mapping[str, str], num_hosts: int | None, full_name: Callable[[], str]) -> Allocation | None:
-    """This pod's part in its job, or None outside of one.
+    """Return this pod's part in its job, or None outside a job.
 
-    num_hosts: of --num-hosts, goes over what the environment says. full_name: this pod's name with its domain, asked
-    for an indexed Job only. Raises LaunchError where the number of pods or the address of pod 0 is not known.
+    num_hosts: of --num-hosts, overrides the environment. full_name: returns this pod's name with its domain, only for
+    an indexed Job. Raises LaunchError if the number of pods or the address of pod 0 is unknown.
     """
     if "PET_NNODES" in environ or ("KUBERNETES_SERVICE_HOST" in environ and "WORLD_SIZE" in environ):
         return _kubeflow(environ, num_hosts)
@@ -46,10 +46,10 @@ def _kubeflow(environ: Mapping[str, str], num_hosts: int | None) -> Allocation |
     if not address:
         raise LaunchError(
             f"{source}: expected the address of pod 0 in MASTER_ADDR, PET_MASTER_ADDR or PET_RDZV_ENDPOINT, found "
-            "none; set MASTER_ADDR in the pods"
+            "none. Set MASTER_ADDR in the pods"
         )
     if environ.get("MASTER_ADDR", "") in ("localhost", "127.0.0.1") and _index(environ, source) == 0:
-        address = environ.get("HOSTNAME", address)  # older operators say this to the master pod alone
+        address = environ.get("HOSTNAME", address)  # older operators tell only the master pod localhost
     identity = f"{source} {environ.get('PET_RDZV_ID') or address}"
     given_port = environ.get("MASTER_PORT") or environ.get("PET_MASTER_PORT") or endpoint_port
     port = rendezvous_port(identity, {"MASTER_PORT": given_port} if given_port else {})
@@ -78,7 +78,7 @@ def _index(environ: Mapping[str, str], source: str) -> int:
     if match is None:
         raise LaunchError(
             f"{source}: expected this pod's number in PET_NODE_RANK, RANK, JOB_COMPLETION_INDEX or at the end of its "
-            f'name, found "{environ.get("HOSTNAME", "")}"; set PET_NODE_RANK'
+            f'name, found "{environ.get("HOSTNAME", "")}". Set PET_NODE_RANK'
         )
     return int(match[2])
 
@@ -87,8 +87,8 @@ def _indexed(environ: Mapping[str, str], num_hosts: int | None, full_name: Calla
     index = number(environ, "JOB_COMPLETION_INDEX", "indexed Job")
     if num_hosts is None and "JOB_COMPLETIONS" not in environ:
         raise LaunchError(
-            f"indexed Job, pod {index}: expected the number of pods, found none (Kubernetes does not tell it); "
-            "say --num-hosts N, or set JOB_COMPLETIONS in the pods"
+            f"indexed Job, pod {index}: the number of pods is unknown (Kubernetes does not tell it). Use --num-hosts "
+            "N, or set JOB_COMPLETIONS in the pods"
         )
     pods = num_hosts or number(environ, "JOB_COMPLETIONS", "indexed Job")
     address = environ.get("MASTER_ADDR") or _first_pod(full_name(), index, pods)
@@ -98,18 +98,18 @@ def _indexed(environ: Mapping[str, str], num_hosts: int | None, full_name: Calla
 
 
 def _first_pod(full_name: str, index: int, pods: int) -> str:
-    """`train-2.workers.default.svc` of pod 2 -> `train-0.workers.default.svc`."""
+    """Return pod 0's name: `train-2.workers.default.svc` of pod 2 -> `train-0.workers.default.svc`."""
     name, dot, domain = full_name.partition(".")
     if not name.endswith(f"-{index}") or (pods > 1 and not dot):
         raise LaunchError(
-            f'indexed Job, pod {index}: expected this pod\'s name as "JOB-{index}.SERVICE", found "{full_name}"; make '
-            "a headless service, name it as `subdomain` in the pod template, or set MASTER_ADDR in the pods"
+            f'indexed Job, pod {index}: expected this pod\'s name as "JOB-{index}.SERVICE", found "{full_name}". Make '
+            "a headless service and set it as `subdomain` in the pod template, or set MASTER_ADDR in the pods"
         )
     return f"{name[: -len(str(index))]}0{dot}{domain}"
 
 
 def _pod_names(address: str, pods: int) -> list[str]:
-    """Names to show, made from that of pod 0: train-master-0, train-worker-0, ...; x-node-0-0.x, x-node-0-1.x, ..."""
+    """Return names to show, from pod 0's: train-master-0, train-worker-0, ...; x-node-0-0.x, x-node-0-1.x, ..."""
     name, dot, domain = address.partition(".")
     if name.endswith("-master-0"):
         workers = name.removesuffix("-master-0") + "-worker-"
@@ -122,7 +122,8 @@ def _pod_names(address: str, pods: int) -> list[str]:
 def _joined(source: str, rendezvous: Rendezvous, names: list[str], nproc: int | None, notes: list[str]) -> Allocation:
     if rendezvous.index >= len(names):
         raise LaunchError(
-            f"{source}: this is pod {rendezvous.index}, but there are {len(names)}, numbered from 0; check --num-hosts"
+            f"{source}: this is pod {rendezvous.index}, but the job has {len(names)}, numbered from 0. "
+            "Check --num-hosts"
         )
     hosts = tuple(map(Host, names))
     if len(hosts) == 1:

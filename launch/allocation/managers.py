@@ -1,11 +1,11 @@
-"""Hosts of a SLURM or LSF job, and what all sources share whose processes someone else has started.
+"""Hosts of a SLURM or LSF job, and helpers for all jobs that lowtide did not start.
 
 [Note: meeting port]
-Launchers that someone else started on every host cannot tell each other a port that one of them has bound. It is
-computed from the job's name instead, below the range from which the kernel gives ports to others (32768 and up), so
-that two jobs on a host rarely meet, and MASTER_PORT overrules it.
+Launchers that run on every host cannot tell each other a port that a launcher has bound. So the port is a hash of the
+job's name, below the kernel's range of automatic ports (32768 and up): two jobs on a host rarely collide. MASTER_PORT
+overrides it.
 
-SLURM: this process stands beside the steps of its job, or is a task of one.
+SLURM: this process is next to the steps of its job, or a task of a step.
 
     where lowtide is started                     step     what it does
     sbatch script, shell of salloc               none     launches on all nodes of the job with srun
@@ -13,12 +13,12 @@ SLURM: this process stands beside the steps of its job, or is a task of one.
     `srun --ntasks-per-node=8 lowtide launch`    0, 1 ..  each is a rank already
     `srun --nodes=1 --ntasks=1 lowtide launch`   0, 1 ..  launches on this node alone
 
-Sources: sbatch(1), salloc(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; the step numbers that are none are those of
-slurm/slurm.h (SLURM_BATCH_SCRIPT and its neighbours). The shell of salloc may be an "interactive step", which has a
-number of that kind and a copy of the job's task counts.
+Sources: sbatch(1), salloc(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; slurm/slurm.h for the step numbers that are
+no steps (SLURM_BATCH_SCRIPT and its neighbours). The shell of salloc may be an "interactive step", with a number
+of that kind and a copy of the job's task counts.
 
-LSF counts slots in processors, so a host has as many ranks as accelerators unless --nproc says otherwise. On systems
-that put the script on a host of its own (Summit's kind: `batch5 1 h01 42 h02 42`) that host is left out.
+LSF counts slots in processors, so a host gets a rank for each accelerator unless --nproc says otherwise. Some systems
+(Summit's kind: `batch5 1 h01 42 h02 42`) run the script on a separate host. It is left out.
 
 Sources: IBM Spectrum LSF 10.1, "Environment variables set for job execution" and "Parallel jobs";
 github.com/olcf-tutorials/Batch-Script-Examples.
@@ -36,26 +36,26 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 
 def number(environ: Mapping[str, str], name: str, source: str) -> int:
-    """The value of a variable that `source` sets. Raises LaunchError where it is missing or no number."""
+    """Return the number in a variable that `source` sets. Raises LaunchError if it is missing or no number."""
     value = environ.get(name, "")
     if not value.isascii() or not value.isdigit():
         found = f'"{value}"' if name in environ else "nothing"
         raise LaunchError(
-            f"{source}: expected a number in the environment variable {name}, found {found}; "
-            "say the hosts with --hosts, or use --transport local for this machine alone"
+            f"{source}: expected a number in the environment variable {name}, found {found}. "
+            "Name the hosts with --hosts, or use --transport local for this machine alone"
         )
     return int(value)
 
 
 def rendezvous_port(identity: str, environ: Mapping[str, str]) -> int:
-    """Where host 0 of the job `identity` listens: MASTER_PORT where it is set. See [Note: meeting port]."""
+    """Return the port at which host 0 of the job `identity` listens. See [Note: meeting port]."""
     if environ.get("MASTER_PORT"):
         return number(environ, "MASTER_PORT", identity)
     return _FIRST_PORT + zlib.crc32(identity.encode()) % _NUM_PORTS
 
 
 def rank_variables(rank: int, size: int, local_rank: int, local_size: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank, from what another launcher said."""
+    """Return torchrun's variables of a rank that another launcher has started."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -71,7 +71,7 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def find_slurm(environ: Mapping[str, str]) -> Allocation | None:
-    """The job's hosts, or this task's part in its step; None outside of SLURM. Raises LaunchError for broken lists."""
+    """Return the job's hosts, or this task's part in its step; None outside SLURM. Raises LaunchError for bad lists."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job or not _nodes(environ):
         return None
@@ -82,17 +82,17 @@ def find_slurm(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def node_names(environ: Mapping[str, str]) -> list[str]:
-    """The nodes of the SLURM job that this process belongs to; none outside of SLURM."""
+    """Return the nodes of this process's SLURM job, [] outside SLURM."""
     return expand(_nodes(environ))
 
 
 def counts(text: str) -> list[int]:
-    """`8(x2),4` -> [8, 8, 4], as SLURM_TASKS_PER_NODE has it. Raises LaunchError for anything else."""
+    """Parse SLURM_TASKS_PER_NODE: `8(x2),4` -> [8, 8, 4]. Raises LaunchError for anything else."""
     result: list[int] = []
     for piece in text.split(","):
         match = _COUNT.fullmatch(piece.strip())
         if match is None:
-            raise LaunchError(f'expected counts as SLURM writes them, "8(x2),4", found "{text}"; say --hosts instead')
+            raise LaunchError(f'expected SLURM\'s form of counts, "8(x2),4", found "{text}". Use --hosts instead')
         result += [int(match[1])] * int(match[2] or 1)
     return result
 
@@ -112,9 +112,9 @@ def _job(environ: Mapping[str, str], source: str) -> Allocation:
 
 
 def _asked_tasks(environ: Mapping[str, str], num_nodes: int) -> list[int]:
-    """Tasks per node where the user has asked for them.
+    """Return tasks per node if the user asked for them, else 1 for each.
 
-    SLURM_TASKS_PER_NODE alone says nothing: without --ntasks and its kin it may count processors.
+    SLURM_TASKS_PER_NODE alone is not enough: without --ntasks and related options it may count processors.
     """
     per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
     if per_node.isdigit():
@@ -125,13 +125,13 @@ def _asked_tasks(environ: Mapping[str, str], num_nodes: int) -> list[int]:
     if len(tasks) != num_nodes:
         raise LaunchError(
             f"SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']} has {len(tasks)} nodes, "
-            f"SLURM_JOB_NODELIST={_nodes(environ)} has {num_nodes}; say the hosts with --hosts"
+            f"SLURM_JOB_NODELIST={_nodes(environ)} has {num_nodes}. Name the hosts with --hosts"
         )
     return tasks
 
 
 def _num_devices(environ: Mapping[str, str], index: int) -> int | None:
-    """The job's accelerators on node `index`: asked for on each, or counted on the first, where the script runs."""
+    """Return the job's accelerators on node `index`: as asked for, or counted on the first node, the script's."""
     asked = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # "8" or "a100:8"
     if asked.isdigit():
         return int(asked)
@@ -149,16 +149,18 @@ def _step(environ: Mapping[str, str], source: str) -> Allocation:
     hosts = tuple(Host(name) for name in names)
     if len(tasks) != len(names):
         raise LaunchError(
-            f"{source}: its {len(tasks)} task counts do not fit its {len(names)} nodes; start one task a node: "
+            f"{source}: its {len(tasks)} task counts do not match its {len(names)} nodes. Start a task on each node: "
             "srun --ntasks-per-node=1 lowtide launch ..."
         )
     if tasks == [1]:
         num_others = len(node_names(environ)) - 1
-        note = f"this step has 1 of the job's {num_others + 1} nodes; start lowtide outside of srun to use all"
+        note = f"this step has 1 of the job's {num_others + 1} nodes; start lowtide outside srun to use all"
         return Allocation(source, "local", hosts, notes=(note,) if num_others else ())
     index = number(environ, "SLURM_NODEID", source)
     if index >= len(names):
-        raise LaunchError(f"{source}: SLURM_NODEID={index} is outside of its {len(names)} nodes; say --hosts instead")
+        raise LaunchError(
+            f"{source}: SLURM_NODEID={index} is out of range for its {len(names)} nodes. Use --hosts instead"
+        )
     port = rendezvous_port(source, environ)
     if set(tasks) == {1}:
         rendezvous = Rendezvous(index, names[0], port, source)
@@ -167,7 +169,7 @@ def _step(environ: Mapping[str, str], source: str) -> Allocation:
     local_rank = number(environ, "SLURM_LOCALID", source)
     address = names[0] if len(names) > 1 else "127.0.0.1"
     variables = rank_variables(rank, sum(tasks), local_rank, tasks[index], address, port)
-    note = f"srun has started {sum(tasks)} tasks, of which this is rank {rank}: the script runs in its place"
+    note = f"srun has started {sum(tasks)} tasks, and this is rank {rank}: it runs the script itself"
     return Allocation(source, "join", hosts, notes=(note,), part="rank", rank_environment=variables)
 
 
@@ -175,7 +177,7 @@ _BATCH_HOST = re.compile(r"(batch|login|launch)\d*(\..*)?")
 
 
 def find_lsf(environ: Mapping[str, str]) -> Allocation | None:
-    """The job's hosts, or None outside of LSF. Raises LaunchError for lists that cannot be read."""
+    """Return the job's hosts, or None outside LSF. Raises LaunchError for unreadable lists."""
     job = environ.get("LSB_JOBID")
     if not job:
         return None
@@ -186,7 +188,7 @@ def find_lsf(environ: Mapping[str, str]) -> Allocation | None:
     names = list(slots)
     notes: list[str] = []
     if len(names) > 1 and _runs_only_the_script(slots, environ):
-        notes.append(f"{names[0]} is left out: it has one slot, for the script")
+        notes.append(f"{names[0]} is left out: its only slot is for the script")
         names = names[1:]
     most = max(slots[name] for name in names)
     if most > 1:
@@ -199,23 +201,23 @@ def find_lsf(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def host_names(environ: Mapping[str, str]) -> list[str]:
-    """The hosts of the LSF job that this process belongs to; none outside of LSF."""
+    """Return the hosts of this process's LSF job, [] outside LSF."""
     allocation = find_lsf(environ)
     return [host.name for host in allocation.hosts] if allocation else []
 
 
 def _slots(environ: Mapping[str, str]) -> dict[str, int]:
-    """Host -> slots, in LSF's order. LSB_HOSTS comes last: LSF leaves it out where it would be long."""
+    """Return host -> slots, in LSF's order. LSB_HOSTS comes last: LSF omits it if it would be long."""
     if text := environ.get("LSB_MCPU_HOSTS"):
         words = text.split()
         if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
-            raise LaunchError(f'LSB_MCPU_HOSTS: expected "hostA 4 hostB 4", found "{text}"; say --hosts instead')
+            raise LaunchError(f'LSB_MCPU_HOSTS: expected "hostA 4 hostB 4", found "{text}". Use --hosts instead')
         pairs = [(name, int(count)) for name, count in zip(words[::2], words[1::2], strict=True)]
     elif path := environ.get("LSB_DJOB_HOSTFILE"):
         try:
             pairs = [(name, 1) for name in Path(path).read_text(encoding="utf-8").split()]
         except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(f"cannot read LSB_DJOB_HOSTFILE={path}: {error}; say --hosts instead") from None
+            raise LaunchError(f"cannot read LSB_DJOB_HOSTFILE={path}: {error}. Use --hosts instead") from None
     else:
         pairs = [(name, 1) for name in environ.get("LSB_HOSTS", "").split()]
     slots: dict[str, int] = {}
@@ -225,6 +227,6 @@ def _slots(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def _runs_only_the_script(slots: Mapping[str, int], environ: Mapping[str, str]) -> bool:
-    first, *others = slots
+    first, *rest = slots
     named_so = _BATCH_HOST.fullmatch(first) is not None or "CSM_ALLOCATION_ID" in environ
-    return named_so and slots[first] == 1 and all(slots[other] > 1 for other in others)
+    return named_so and slots[first] == 1 and all(slots[name] > 1 for name in rest)

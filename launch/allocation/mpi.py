@@ -1,12 +1,12 @@
-"""This process as one that mpirun or torchrun has started: a launcher on its host, or a rank.
+"""This process as started by mpirun or torchrun: a launcher on its host, or a rank.
 
 | MPI | rank | size | rank on its host | size there |
 |---|---|---|---|---|
 | Open MPI, jsrun | OMPI_COMM_WORLD_RANK | ..._SIZE | ..._LOCAL_RANK | ..._LOCAL_SIZE |
 | MPICH, Intel MPI (Hydra) | PMI_RANK | PMI_SIZE | MPI_LOCALRANKID | MPI_LOCALNRANKS |
 
-MPI tells nobody the address of rank 0 by environment. Several hosts take it from MASTER_ADDR (`mpirun -x MASTER_ADDR`,
-`mpiexec -genv MASTER_ADDR ...`), or from the resource manager that mpirun stands in, whose first host has rank 0.
+MPI does not tell rank 0's address by environment. With several hosts it comes from MASTER_ADDR (`mpirun -x
+MASTER_ADDR`, `mpiexec -genv MASTER_ADDR ...`), or from mpirun's resource manager: its first host has rank 0.
 
 Sources: Open MPI 5.0 documentation, 11.1; the variables of MPICH and Intel MPI as libfabric's psm3 reads them;
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables.
@@ -29,14 +29,14 @@ _VARIABLES = {
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-# What names a run of mpirun equally on all hosts, where there is such a thing.
+# Variables that name a run of mpirun equally on all hosts.
 _IDENTITIES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "SLURM_JOB_ID", "LSB_JOBID")
 
 
 def find_mpi(environ: Mapping[str, str]) -> Allocation | None:
-    """This process's part in an MPI job; None outside of one, or where it is alone in it.
+    """Return this process's part in an MPI job; None outside a job, or if it is the only process.
 
-    Raises LaunchError where rank 0's address is not known.
+    Raises LaunchError if rank 0's address is unknown.
     """
     for name, variables in _VARIABLES.items():
         if not all(environ.get(variable) for variable in variables):
@@ -46,7 +46,7 @@ def find_mpi(environ: Mapping[str, str]) -> Allocation | None:
         if size == 1:
             return None
         if not 0 < local_size <= size:
-            raise LaunchError(f"{source}: {variables[3]}={local_size} is not between 1 and {size}; say --hosts instead")
+            raise LaunchError(f"{source}: {variables[3]}={local_size} is not between 1 and {size}. Use --hosts instead")
         return _part(name, source, (rank, size, local_rank, local_size), environ)
     return None
 
@@ -62,7 +62,7 @@ def _part(name: str, source: str, place: tuple[int, int, int, int], environ: Map
         hosts = tuple(Host(host) for host in _names(size, address, environ))
         return Allocation(source, "join", hosts, part="agent" if rank else "launcher", rendezvous=rendezvous)
     variables = rank_variables(rank, size, local_rank, local_size, address, port)
-    note = f"mpirun has started {size} processes, of which this is rank {rank}: the script runs in its place"
+    note = f"mpirun has started {size} processes, and this is rank {rank}: it runs the script itself"
     hosts = (Host("localhost"),)
     return Allocation(source, "join", hosts, notes=(note,), part="rank", rank_environment=variables)
 
@@ -72,26 +72,26 @@ def _address(source: str, environ: Mapping[str, str]) -> str:
     managed = node_names(environ) or host_names(environ)
     if not given and not managed:
         raise LaunchError(
-            f"{source}: several hosts, and MPI does not say which one has rank 0; expected MASTER_ADDR, found nothing. "
-            "Pass it (mpirun -x MASTER_ADDR=node1, mpiexec -genv MASTER_ADDR node1), or start lowtide once, outside of "
-            "mpirun: lowtide launch --transport mpirun --hosts node1,node2"
+            f"{source}: MPI does not tell the host of rank 0 among several, and MASTER_ADDR is not set. Pass it "
+            "(mpirun -x MASTER_ADDR=node1, mpiexec -genv MASTER_ADDR node1), or start lowtide once, outside mpirun: "
+            "lowtide launch --transport mpirun --hosts node1,node2"
         )
     return given or managed[0]
 
 
 def _names(size: int, address: str, environ: Mapping[str, str]) -> list[str]:
-    """Names to show: those of the resource manager where they are as many."""
+    """Return names to show: the resource manager's if their number matches."""
     managed = node_names(environ) or host_names(environ)
     return managed if len(managed) == size else [address, *(f"mpi-{rank}" for rank in range(1, size))]
 
 
 def find_torchrun(environ: Mapping[str, str]) -> Allocation | None:
-    """This process as a rank of the world that is there, or None. LOCAL_RANK tells it from a pod (kubernetes.py)."""
+    """Return this process as a rank of the running world, or None. Only LOCAL_RANK tells it from a pod."""
     if not all(environ.get(name) for name in _OF_A_RANK):
         return None
     starters = {"LOWTIDE_JOB_ID": "lowtide launch", "TORCHELASTIC_RUN_ID": "torchrun"}
     starter = next((starter for name, starter in starters.items() if name in environ), "the environment")
     source = f"{starter} (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set)"
     rank, size = number(environ, "RANK", source), number(environ, "WORLD_SIZE", source)
-    note = f"this process is rank {rank} of {size} already: the script runs in its place"
+    note = f"this process is already rank {rank} of {size}: it runs the script itself"
     return Allocation(source, "join", (Host("localhost"),), notes=(note,), part="rank")

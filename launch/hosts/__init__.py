@@ -1,1 +1,1 @@
-"""The machines of a job: how each is named, what they have, and what runs where."""
+"""The hosts of a job: names, resources, and the plan of the ranks."""

@@ -1,4 +1,4 @@
-"""The environment variables that a job's ranks get from the user: passed on by themselves, from files, and given."""
+"""The environment variables that ranks get from the user: passed on automatically, from files, and by --env."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from .host import LaunchError
 
-# What a user sets here and means for every rank. The rest of this environment (PATH, HOME, SSH_...) belongs to this
-# machine. Lists of what others pass on: DeepSpeed's EXPORT_ENVS, Open MPI's OMPI_*.
+# Variables that a user sets here for every rank. The rest of this environment (PATH, HOME, SSH_...) belongs to this
+# machine. Sources: DeepSpeed's EXPORT_ENVS, Open MPI's OMPI_*.
 PASSED_NAMES = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
@@ -41,7 +41,7 @@ PASSED_PREFIXES = (
     "WANDB_",
     "MLFLOW_",
 )
-# What lowtide sets for each rank, job or agent: never passed on, and refused where a user gives it.
+# Set by lowtide for each rank, job or agent: never passed on, and refused if the user gives them.
 OWN_NAMES = (
     "RANK",
     "LOCAL_RANK",
@@ -74,10 +74,10 @@ _URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 def job_environment(
     given: Sequence[str], files: Sequence[Path], environ: Mapping[str, str], inherited: bool
 ) -> dict[str, str]:
-    """What every rank gets: passed on by itself, then the files in order, then `given` (`K=V`, or `K`: from `environ`).
+    """Return the variables of every rank: passed on, then from files, then `given` (`K=V`, or `K` from `environ`).
 
-    inherited: the ranks are descendants of this process and have its environment anyway (transport "local"), so that
-    nothing is passed on by itself. Raises LaunchError for bad names, unset names and lines that cannot be read.
+    inherited: ranks inherit this process's environment (transport "local"), so that nothing needs passing on. Raises
+    LaunchError for bad names, unset names and unreadable lines.
     """
     result = {} if inherited else passed_on(environ)
     for file in files:
@@ -89,7 +89,7 @@ def job_environment(
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of `environ` goes to other hosts by itself: PASSED_NAMES and PASSED_PREFIXES, but not OWN_NAMES."""
+    """Return the variables that go to all hosts: PASSED_NAMES and PASSED_PREFIXES, without OWN_NAMES."""
     return {
         name: value
         for name, value in environ.items()
@@ -98,18 +98,18 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file for --env-file.
+    """Read the variables of a file for --env-file.
 
-    Lines are `K=V`, `export K=V`, or `K` (taken from `environ`); `#` starts a comment at the start of a line or after a
-    space. A value is taken as it is, without spaces at its ends; in '...' everything is; in "..." \\n, \\t, \\r, \\",
-    \\\\, \\$ and a backslash at the end of a line mean what they mean in a shell's $'...'. Both may go over several
-    lines. Nothing is expanded. Raises LaunchError with file and line.
+    Lines are `K=V`, `export K=V`, or `K` (from `environ`); `#` starts a comment at the start of a line or after a
+    space. A plain value is stripped; '...' is literal; in "..." the escapes \\n, \\t, \\r, \\", \\\\, \\$ and a
+    backslash at the end of a line work as in a shell's $'...'. Quoted values may span lines. Nothing is expanded.
+    Raises LaunchError with file and line.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise LaunchError(f"cannot read the environment file {path}: {reason}; check --env-file") from None
+        raise LaunchError(f"cannot read the environment file {path}: {reason}. Check --env-file") from None
     result: dict[str, str] = {}
     position = 0
     while position < len(text):
@@ -123,17 +123,17 @@ def read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of a variable or an option tells that its value is not to be shown."""
+    """Return whether a variable or option is secret, by its name."""
     return bool(set(re.split(r"[^A-Z0-9]+", name.upper())) & _SECRET_WORDS) or name.upper().endswith("APIKEY")
 
 
 def shown_value(name: str, value: str) -> str:
-    """`value` as a plan may print it: no secrets, no passwords in URLs."""
+    """Return `value` without secrets and passwords in URLs, for printing."""
     return "(hidden)" if is_secret(name) and value else _URL_PASSWORD.sub(r"\1***@", value)
 
 
 def _assignment(text: str, position: int, where: str) -> tuple[str, str | None, int]:
-    """Name, value (None: `K` alone) and where the next line starts."""
+    """Return (name, value (None: `K` alone), start of the next line)."""
     start = _ASSIGNMENT.match(text, position)
     if start is None:
         line = text[position:].splitlines()[0]
@@ -144,7 +144,7 @@ def _assignment(text: str, position: int, where: str) -> tuple[str, str | None, 
         if quote in ('"', "'"):
             match = (_DOUBLE_QUOTED if quote == '"' else _SINGLE_QUOTED).match(text, end)
             if match is None:
-                raise LaunchError(f"{where}: the value of {name} starts with {quote}, which is not closed; close it")
+                raise LaunchError(f"{where}: the value of {name} starts with an open {quote}: close it")
             value = _ESCAPE.sub(_unescaped, match[1]) if quote == '"' else match[1]
         else:
             match = _UNQUOTED.match(text, end)
@@ -155,7 +155,7 @@ def _assignment(text: str, position: int, where: str) -> tuple[str, str | None, 
     if rest is None:
         found = text[end:].splitlines()[0].strip()
         raise LaunchError(
-            f'{where}: expected the end of the line after {name}, found "{found}"; put the value in quotes'
+            f'{where}: expected the end of the line after {name}, found "{found}": put the value in quotes'
         )
     return name, value, rest.end()
 
@@ -165,19 +165,18 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 def _checked(name: str, value: str | None, environ: Mapping[str, str], where: str) -> str:
-    """The value of a variable, from `environ` where it is None."""
+    """Return the checked value of a variable, from `environ` if it is None."""
     if not _NAME.fullmatch(name):
         raise LaunchError(
-            f'{where}: expected the name of a variable, found "{name}"; letters, digits and "_" make one, the first is '
-            "no digit"
+            f'{where}: expected a variable name, found "{name}". Use letters, digits and "_", and no digit first'
         )
     if name in OWN_NAMES:
-        option = {"MASTER_PORT": "; use --master-port", "WORLD_SIZE": "; use --nproc"}.get(name, "; leave it out")
-        raise LaunchError(f"{where}: {name} is set by lowtide for every rank{option}")
+        option = {"MASTER_PORT": ": use --master-port", "WORLD_SIZE": ": use --nproc"}.get(name, ": leave it out")
+        raise LaunchError(f"{where}: lowtide sets {name} for every rank{option}")
     if value is None:
         if name not in environ:
-            raise LaunchError(f"{where}: {name} is not set here, so it cannot be passed on; write {name}=VALUE")
+            raise LaunchError(f"{where}: {name} is not set here, so it cannot be passed on: write {name}=VALUE")
         value = environ[name]
     if "\0" in value:
-        raise LaunchError(f"{where}: the value of {name} holds a zero byte, which no environment can; take it out")
+        raise LaunchError(f"{where}: the value of {name} has a zero byte, illegal in an environment: remove it")
     return value

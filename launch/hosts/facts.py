@@ -1,6 +1,4 @@
-"""What one host finds out about itself before ranks start there: facts and what the system said, no judgement.
-
-`preflight.faults` compares the facts of all hosts. How the launcher and the agents do it together:
+"""Collect facts about this host before ranks start, without judging them. `preflight.faults` compares all hosts.
 
     1. the agent of rank 0's host:  held = HeldPort(port or None)        -> its port goes to the launcher
     2. every agent, in parallel:    run_checks(request with that port)   -> list of CheckResult
@@ -8,18 +6,18 @@
 
 | name                        | value                                                             |
 |-----------------------------|-------------------------------------------------------------------|
-| `clock_start`, `clock_end`  | seconds since the epoch, before and after all others              |
-| `python`, `torch`, `lowtide`| versions as they are installed; "" where not                      |
+| `clock_start`, `clock_end`  | seconds since the epoch, before and after the checks              |
+| `python`, `torch`, `lowtide`| installed versions; "" if missing                                 |
 | `lowtide_source`            | eight hex digits of a hash of this package's files                |
 | `free_memory_bytes`         | see `free_memory_bytes`                                           |
 | `shared_memory_bytes`       | size of /dev/shm, and `free_shared_memory_bytes` of it            |
 | `locked_memory_bytes`       | RLIMIT_MEMLOCK; "unlimited"                                       |
-| `rdma_devices`              | how many InfiniBand and RoCE devices there are                    |
-| `folder`, `program`         | where they are                                                    |
-| `script`, `module`          | eight hex digits of the script's hash; where the module comes from|
-| `write_folder PATH`         | bytes free there                                                  |
-| `master_address`            | what the name resolves to                                         |
-| `master_port`               | seconds until the `HeldPort` there answered                       |
+| `rdma_devices`              | number of InfiniBand and RoCE devices                             |
+| `folder`, `program`         | their paths                                                       |
+| `script`, `module`          | eight hex digits of the script's hash; the module's origin        |
+| `write_folder PATH`         | its free bytes                                                    |
+| `master_address`            | its addresses                                                     |
+| `master_port`               | seconds until its `HeldPort` answered                             |
 """
 
 import hashlib
@@ -57,12 +55,12 @@ _V2_LEVELS = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """What a host is to look at.
+    """The checks that a host must run.
 
-    num_ranks: that the plan puts there. program: the first word of the ranks' command. script: a file, relative to
-    `folder`; module: what stands after -m; one of the two, or neither. write_folders: the ranks write there.
-    search_path: the folders of the PYTHONPATH that the ranks get. master_address, master_port: where rank 0's store
-    will be, held by a `HeldPort` now; None: not tried. limit_seconds: for the whole of the checks.
+    num_ranks: planned for the host. program: first word of the ranks' command. script: a file, relative to `folder`;
+    module: the word after -m; not both. write_folders: the ranks' output folders. search_path: the ranks' PYTHONPATH.
+    master_address, master_port: of rank 0's store, held by a `HeldPort` now; None: not tried. limit_seconds: for all
+    checks together.
     """
 
     num_ranks: int
@@ -79,7 +77,7 @@ class CheckRequest:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A fact. value: None where it could not be had, and then `error` is what the system said; units in the name."""
+    """A fact. value: None if the check failed; then `error` is the system's text. Names contain units."""
 
     name: str
     value: Value
@@ -87,16 +85,16 @@ class CheckResult:
 
 
 def run_checks(request: CheckRequest) -> list[CheckResult]:
-    """Looks at everything in parallel. Milliseconds; `limit_seconds` where a file system or the network is silent.
+    """Run all checks in parallel. Takes milliseconds; up to `limit_seconds` if a file system or the network is silent.
 
-    An agent calls it in a thread, so that its heartbeat goes on.
+    An agent calls it in a thread, so that its heartbeat continues.
     """
     start = time.time()
     deadline = time.monotonic() + request.limit_seconds
     probes = _probes(request)
     answers: queue.SimpleQueue[CheckResult] = queue.SimpleQueue()
     for name, probe in probes.items():
-        # A thread each, and left behind if need be: a dead network file system holds whoever asks it, for ever.
+        # A thread each, abandoned if need be: a dead network file system blocks its callers for ever.
         threading.Thread(target=_answer, args=(answers, name, probe), daemon=True).start()
     silent = f"no answer within {request.limit_seconds:g} s"
     found = {name: CheckResult(name, None, silent) for name in probes}
@@ -110,7 +108,7 @@ def run_checks(request: CheckRequest) -> list[CheckResult]:
 
 
 def versions() -> dict[str, str]:
-    """Of "python", "torch" and "lowtide", as they are installed for this interpreter; "" where they are not."""
+    """Return the installed versions of "python", "torch" and "lowtide"; "" if missing."""
     return {"python": _python(), **{name: _version(name) for name in PACKAGES}}
 
 
@@ -119,7 +117,7 @@ def _python() -> str:
 
 
 def _version(package: str) -> str:
-    import importlib.metadata  # 14 ms at every start of a job, and only hosts that are checked need it
+    import importlib.metadata  # late: it takes 14 ms, and only checked hosts need it
 
     try:
         return importlib.metadata.version(package)
@@ -138,12 +136,12 @@ def _outcome(name: str, probe: Probe) -> CheckResult:
         return CheckResult(name, None, str(error))
     except OSError as error:
         return CheckResult(name, None, error.strerror or str(error))
-    except Exception as error:  # whatever it is: one check that stumbles must not keep the others from being told
+    except Exception as error:  # a failing check must not hide the remaining results
         return CheckResult(name, None, f"{type(error).__name__}: {error}")
 
 
 def _probes(request: CheckRequest) -> dict[str, Probe]:
-    """Every check of the request by its name."""
+    """Return every check of the request by name."""
     folder = Path(request.folder)
     probes: dict[str, Probe] = {
         "python": _python,
@@ -174,11 +172,11 @@ def _probes(request: CheckRequest) -> dict[str, Probe]:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """What can be taken without swapping and without a limit of this process's control groups. root: of /sys and /proc.
+    """Return the bytes available without swapping and within this process's control groups. root: of /sys and /proc.
 
-    Page cache that nobody has used lately counts as free in both.
+    Inactive page cache counts as free.
     """
-    import psutil  # here: it would take a tenth of a launcher's start, which has no use for it
+    import psutil  # late: it takes a tenth of a launcher's start, unneeded there
 
     left: int = psutil.virtual_memory().available
     for folder, is_first_version in control_groups(root, "memory"):
@@ -187,7 +185,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
             limit = (folder / limit_name).read_text().strip()
             usage = int((folder / usage_name).read_text())
             lines = (folder / "memory.stat").read_text().splitlines()
-        except OSError:  # the root group has no limit, nor the files
+        except OSError:  # the root group has no limit and no files
             continue
         if limit != "max":
             cache = next((int(line.split()[1]) for line in lines if line.startswith(f"{cache_name} ")), 0)
@@ -196,9 +194,9 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def source_digest(root: Path = Path(__file__).parents[2]) -> str:
-    """Eight hex digits that differ where the sources of this package do. root: the folder of its subpackages."""
+    """Return eight hex digits of a hash of this package's sources. root: the folder of its subpackages."""
     digest = hashlib.sha256()
-    # In a checkout the package's folders stand beside others; lowtide/ has what site-packages has in the root.
+    # A checkout has more folders beside the package's; lowtide/ has what site-packages has in the root.
     folders = [
         path.parent for path in sorted(root.glob("*/__init__.py")) if path.parent.name not in ("tests", "lowtide")
     ]
@@ -209,7 +207,7 @@ def source_digest(root: Path = Path(__file__).parents[2]) -> str:
 
 
 def _file_system_bytes(path: Path) -> tuple[int, int]:
-    """Size, and what this user can still take."""
+    """Return (size, bytes that this user can still write)."""
     status = os.statvfs(path)
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
@@ -250,7 +248,7 @@ def _module_origin(name: str, folders: list[str]) -> str:
 
 
 def _free_after_writing(path: Path) -> int:
-    """Bytes free in a folder in which a small file could be written; in its parent, where it alone is missing."""
+    """Return the free bytes of a folder after writing a small file to it, or to its parent if it does not exist."""
     place = path if path.exists() else path.parent
     with tempfile.TemporaryFile(dir=place, prefix="lowtide-check-", buffering=0) as file:
         file.write(bytes(_PROBE_BYTES))

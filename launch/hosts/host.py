@@ -1,4 +1,4 @@
-"""The machines of a job: how each is named, what the job may use of it, what it reports, and who starts what there."""
+"""The hosts of a job: names, usable slots, reports, and the way to start a job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Literal
 AgentTransport = Literal["local", "ssh", "srun", "mpirun", "join"]
 Part = Literal["launcher", "agent", "rank"]
 
-# What a host reports of its environment: masks of accelerators, and what a plan sets only where it is not set.
+# Reported by a host: masks of accelerators, and variables that a plan sets only if they are unset.
 REPORTED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -22,16 +22,16 @@ REPORTED_VARIABLES = (
 
 
 class LaunchError(ValueError):
-    """A fault in the command line, a hostfile or the environment: its text is for the user, without a traceback."""
+    """A fault in the command line, a hostfile or the environment. The user sees its text without a traceback."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """name: as ssh, the resource manager or the name service knows it.
+    """A host. name: for ssh, the resource manager or the name service.
 
-    slots: local indexes, one rank each, (0, 1, 2, 3) for `slots=4`; None: as many as the host has accelerators, one
-    where it has none. excluded: indexes that are not used, also where `slots` is None. expected_devices: how many
-    accelerators the resource manager says the job has there, where it says so.
+    slots: local indexes of ranks, (0, 1, 2, 3) for `slots=4`; None: as many as accelerators, at least 1. excluded:
+    unused indexes, also if `slots` is None. expected_devices: accelerators that the resource manager gives the job;
+    None if it does not say.
     """
 
     name: str
@@ -44,8 +44,7 @@ class Host:
 class Device:
     """An accelerator.
 
-    identities: what a mask may call it, its index first ("0", "GPU-8c1e..."). node: its NUMA node. parts: the MIG
-    devices that it is cut into.
+    identities: its names in a mask, first the index ("0", "GPU-8c1e..."). node: its NUMA node. parts: its MIG devices.
     """
 
     identities: tuple[str, ...]
@@ -56,12 +55,11 @@ class Device:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host says about itself to whoever plans.
+    """A host's report for the plan.
 
-    kind: "cuda", "hip" or "none". devices: all that are there, masked or not. cores: the logical processors that a
-    process started there may use, those of one physical core next to each other, in groups. core_limit: how many of
-    them at a time (a quota), None: all. nodes: NUMA node -> its logical processors that may be used. environment: those
-    of REPORTED_VARIABLES that are set there.
+    kind: "cuda", "hip" or "none". devices: all, masked or not. cores: usable logical processors, grouped by physical
+    core. core_limit: the quota of processors at a time, None: all. nodes: NUMA node -> its usable logical
+    processors. environment: the values of REPORTED_VARIABLES.
     """
 
     kind: Literal["cuda", "hip", "none"]
@@ -73,17 +71,17 @@ class HostReport:
 
     @property
     def num_cores(self) -> int:
-        """How many logical processors a process started there may keep busy."""
+        """The number of logical processors that a process may keep busy."""
         allowed = sum(map(len, self.cores)) or 1
         return allowed if self.core_limit is None else max(1, min(allowed, self.core_limit))
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the parts of a job that someone else started on every host find each other (transport "join").
+    """How the parts of a job started on every host by something else find each other (transport "join").
 
-    index: this host's place among the hosts. The launcher of host 0 listens at `port` on all its addresses, the agents
-    of the others connect to `address`:`port`. identity: names the job, equal on all its hosts; no secret.
+    index: of this host. The launcher of host 0 listens at `port` on all addresses, and agents on the remaining hosts
+    connect to `address`:`port`. identity: names the job, equal on all hosts; no secret.
     """
 
     index: int
@@ -96,13 +94,11 @@ class Rendezvous:
 class Allocation:
     """The hosts of a job, in the order of their ranks.
 
-    source: where they come from, for the user ("hostfile hosts.txt", "SLURM job 4711"). nproc: ranks on each host,
-    None: one a slot. notes: what the user should know, such as flags that win over what a resource manager says.
+    source: their origin, for the user ("hostfile hosts.txt", "SLURM job 4711"). nproc: ranks on each host;
+    None: a rank for each slot. notes: for the user, for example flags that override a resource manager.
 
-    part: "launcher": start agents by `transport`, and with "join" listen at `rendezvous`. "agent": connect to
-    `rendezvous`.
-    "rank": this process is one rank of a job that is started already; run the command in its place, with
-    `rank_environment` set.
+    part: "launcher": start agents by `transport`; with "join" listen at `rendezvous`. "agent": connect to `rendezvous`.
+    "rank": this process is a rank of a running job: replace it by the command, with `rank_environment` set.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""The processors of this host that may be used, and which of them each rank gets."""
+"""The processors that this host may use, and their distribution over the ranks."""
 
 import itertools
 import math
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from .names import parse_numbers
 
-Cores = tuple[tuple[int, ...], ...]  # logical processors, those of one physical core in one group
+Cores = tuple[tuple[int, ...], ...]  # logical processors, grouped by physical core
 
 
 def allowed_processors() -> tuple[int, ...]:
-    """The logical processors that this process may run on: masks and cpusets of those above it count."""
+    """Return the logical processors that this process may use, limited by inherited masks and cpusets."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def physical_cores(root: Path, allowed: Sequence[int]) -> Cores:
-    """`allowed` in groups of one physical core each, in the order of their first; alone where /sys does not tell."""
+    """Group `allowed` by physical core, in the order of their first processor. Without /sys each is a group."""
     left, groups = set(allowed), []
     for processor in sorted(allowed):
         if processor not in left:
@@ -32,7 +32,7 @@ def physical_cores(root: Path, allowed: Sequence[int]) -> Cores:
 
 
 def numa_nodes(root: Path, allowed: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """NUMA node -> its processors that are in `allowed`, for nodes that have some; empty where /sys does not tell."""
+    """Return NUMA node -> its processors in `allowed`, without empty nodes; {} if /sys does not tell."""
     nodes: dict[int, tuple[int, ...]] = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
         processors = tuple(sorted(set(_read_list(path / "cpulist")) & set(allowed)))
@@ -42,9 +42,9 @@ def numa_nodes(root: Path, allowed: Sequence[int]) -> dict[int, tuple[int, ...]]
 
 
 def core_limit(root: Path) -> int | None:
-    """How many processors the control groups of this process let it keep busy at a time, rounded up; None: no limit.
+    """Return how many processors this process's control groups let it keep busy, rounded up; None: no limit.
 
-    Containers have such a quota (`docker --cpus`, `limits.cpu` of a pod) without a mask. Sources: the kernel's
+    Containers have a quota (`docker --cpus`, `limits.cpu` of a pod) without a mask. Sources: the kernel's
     cgroup-v2.rst, "cpu.max"; sched-bwc.rst for version 1.
     """
     limits = [limit for folder, _ in control_groups(root, "cpu") if (limit := _quota(folder)) is not None]
@@ -52,9 +52,9 @@ def core_limit(root: Path) -> int | None:
 
 
 def split(cores: Cores, count: int) -> list[tuple[int, ...]]:
-    """`cores` in `count` pieces next to each other, each core in one; the first ones get what does not divide.
+    """Split `cores` into `count` contiguous pieces. The first pieces are larger if they do not divide evenly.
 
-    Without a core for each, no piece has any.
+    With fewer cores than pieces, all pieces are empty.
     """
     if len(cores) < count:
         return [()] * count
@@ -67,7 +67,7 @@ def split(cores: Cores, count: int) -> list[tuple[int, ...]]:
 
 
 def rank_nodes(count: int, device_nodes: Sequence[int | None], nodes: Mapping[int, Sequence[int]]) -> list[int | None]:
-    """The NUMA node of each of `count` ranks: that of its device; without devices, in equal parts over all nodes."""
+    """Return the NUMA node of each rank: its device's; without devices, ranks are spread evenly over the nodes."""
     if device_nodes:
         return [node if node in nodes else None for node in device_nodes]
     names = list(nodes)
@@ -75,13 +75,13 @@ def rank_nodes(count: int, device_nodes: Sequence[int | None], nodes: Mapping[in
 
 
 def own_cores(cores: Cores, of_rank: Sequence[int | None], nodes: Mapping[int, Sequence[int]]) -> list[tuple[int, ...]]:
-    """A piece of `cores` for each rank, on its node where it has one: no core twice."""
+    """Give each rank a piece of `cores`, on its node if known, without overlap."""
     result: list[tuple[int, ...]] = [()] * len(of_rank)
     if None in of_rank:
         return split(cores, len(of_rank))
     for node in set(of_rank):
         assert node is not None
-        ranks = [rank for rank, its_node in enumerate(of_rank) if its_node == node]
+        ranks = [rank for rank, rank_node in enumerate(of_rank) if rank_node == node]
         there = tuple(group for group in cores if group[0] in nodes[node])
         for rank, piece in zip(ranks, split(there, len(ranks)), strict=True):
             result[rank] = piece
@@ -89,7 +89,7 @@ def own_cores(cores: Cores, of_rank: Sequence[int | None], nodes: Mapping[int, S
 
 
 def _read_list(path: Path) -> list[int]:
-    """`0-3,8` of a file in /sys; nothing where there is none."""
+    """Read a list such as `0-3,8` from /sys; [] without the file."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -98,10 +98,10 @@ def _read_list(path: Path) -> list[int]:
 
 
 def control_groups(root: Path, controller: str) -> list[tuple[Path, bool]]:
-    """Folders of this process's control groups for a controller and of those above them, the inner ones first.
+    """Return this process's control groups for a controller and their parents, innermost first.
 
-    The bool says whether a folder is of version 1. In a container the path may be that of the outer system; then the
-    mounted root is the container's own group. Where /proc does not tell, that root alone.
+    The bool says whether a folder is of version 1. In a container the path may be the host's; then the mounted root is
+    the container's group. Without /proc, returns that root alone.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -119,7 +119,7 @@ def control_groups(root: Path, controller: str) -> list[tuple[Path, bool]]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Processors that a control group may keep busy; None: no limit, or no such folder."""
+    """Return how many processors a control group may keep busy; None without limit or folder."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
@@ -128,4 +128,4 @@ def _quota(folder: Path) -> float | None:
             period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
-    return int(quota) / int(period) if quota.isdigit() else None  # "max" and -1: none
+    return int(quota) / int(period) if quota.isdigit() else None  # "max" and -1 mean no limit

@@ -1,9 +1,9 @@
-"""What runs where: every rank of a job with its host, device, cores and environment. Starts nothing.
+"""Plan a job: each rank with its host, device, cores and environment. Starts nothing.
 
 [Note: devices]
-A rank's device is the one that LOCAL_RANK numbers among those it sees, as scripts for torchrun expect it. So all ranks
-of a host get the same mask. It is set only where slots were chosen (`slots=`, --include, --exclude); else the ranks see
-what the host's own mask leaves, of which the first ones are used.
+A rank uses device LOCAL_RANK of those it sees, as scripts for torchrun expect. So all ranks of a host get the same
+mask. It is set only if slots were chosen (`slots=`, --include, --exclude). Otherwise the ranks see what the host's mask
+leaves, and use the first devices.
 """
 
 import shlex
@@ -20,7 +20,7 @@ from .report import Visible, visible
 Bind = Literal["auto", "none", "numa", "cores"]
 
 MAX_SHOWN_RANKS = 64
-LOCAL_RANK_WORD = "--local_rank=$LOCAL_RANK"  # in a command: each rank gets its number in this place
+LOCAL_RANK_WORD = "--local_rank=$LOCAL_RANK"  # in a command: replaced by each rank's number
 _NUMBERS = (
     "RANK",
     "LOCAL_RANK",
@@ -31,15 +31,15 @@ _NUMBERS = (
     "MASTER_ADDR",
 )
 _UNSET_DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-# Gathered units and gradients of several sizes come and go: memory that one has left is of use to the next. A new name
-# and an old one, which torch reads where the new one is not set. Source: torch's notes on CUDA, "Memory management".
+# Gathered units and gradients of several sizes come and go, and expandable segments let a size reuse the memory of the
+# last. torch reads the old name if the new one is unset. Source: torch's notes on CUDA, "Memory management".
 _ALLOCATOR, _OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _SEGMENTS = "expandable_segments:True"
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One process. environment: what is set for it alone, on top of its job's; cores: empty where it is not bound."""
+    """A rank. environment: set for it alone, over its job's. cores: empty if it is not bound."""
 
     rank: int
     local_rank: int
@@ -50,7 +50,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The ranks of one host, in the order of their local ranks."""
+    """The ranks of a host, by local rank."""
 
     name: str
     index: int
@@ -61,11 +61,11 @@ class HostPlan:
 class JobPlan:
     """A whole job.
 
-    source: where the hosts come from, for the user ("hostfile hosts.txt", "SLURM job 4711").
+    source: the origin of the hosts, for the user ("hostfile hosts.txt", "SLURM job 4711").
     transport: "local", "ssh", "srun", "mpirun" or "join".
-    environment: set for every rank (what the user passes on). folder: where the command runs.
-    master_address: where the ranks' store is, as the other hosts reach it; MASTER_ADDR of every rank. Its port, and so
-    MASTER_PORT, is known only when the host of rank 0 has bound it. notes: for the user, see Allocation.
+    environment: of every rank, from the user. folder: the working folder of the command.
+    master_address: of the ranks' store, as all hosts reach it; MASTER_ADDR of every rank. MASTER_PORT is known only
+    when rank 0's host has bound it. notes: for the user, see Allocation.
     """
 
     source: str
@@ -79,7 +79,7 @@ class JobPlan:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return sum(len(host.ranks) for host in self.hosts)
 
 
@@ -92,15 +92,15 @@ def make_plan(
     bind: Bind = "auto",
     master_address: str | None = None,
 ) -> JobPlan:
-    """The plan of a job.
+    """Plan a job.
 
-    reports: one per host of `allocation`, in its order. environment: as `job_environment` gives it. Each rank's own
-    environment has what torchrun sets (RANK ... MASTER_ADDR) but MASTER_PORT, the mask of its host's devices where
-    slots were chosen, and OMP_NUM_THREADS, PYTHONUNBUFFERED and PYTHONFAULTHANDLER unless set.
+    reports: of the hosts of `allocation`, in order. environment: see `job_environment`. A rank's environment gets
+    torchrun's variables (RANK ... MASTER_ADDR) except MASTER_PORT, its host's device mask if slots were chosen, and
+    OMP_NUM_THREADS, PYTHONUNBUFFERED and PYTHONFAULTHANDLER unless set.
 
-    bind: "numa" binds each rank to the cores of its device's NUMA node, "cores" to its own share of them, "auto" is
-    "numa" where accelerators tell their node and there is more than one. master_address: None: 127.0.0.1 for one host,
-    else where the job meets, or the first host's name. Raises LaunchError where a host has less than is asked of it.
+    bind: "numa": each rank to the cores of its device's NUMA node; "cores": to its share of these; "auto": "numa" if
+    the host has several and its accelerators tell theirs. master_address: None: 127.0.0.1 for a single host, else the
+    meeting or the first host's name. Raises LaunchError if a host has too few resources.
     """
     if len(reports) != len(allocation.hosts):
         raise LaunchError(f"{allocation.source} has {len(allocation.hosts)} hosts, {len(reports)} have reported")
@@ -111,7 +111,7 @@ def make_plan(
         ranks = _ranks_of_host(host, report, allocation.nproc, {**report.environment, **environment}, bind)
         hosts.append(HostPlan(host.name, index, ranks))
     if any(_ALLOCATOR in rank.environment for host in hosts for rank in host.ranks):
-        notes.append(f"ranks with a CUDA device have {_ALLOCATOR}={_SEGMENTS}, since it is not set")
+        notes.append(f"{_ALLOCATOR}={_SEGMENTS} is set for ranks with a CUDA device, since it was unset")
     plan = JobPlan(
         allocation.source,
         allocation.transport,
@@ -126,15 +126,15 @@ def make_plan(
 
 
 def command_of(command: Sequence[str], local_rank: str) -> list[str]:
-    """The command of one rank of its host: with its number where LOCAL_RANK_WORD stands."""
+    """Return the command of a rank, with its number for LOCAL_RANK_WORD."""
     return [f"--local_rank={local_rank}" if word == LOCAL_RANK_WORD else word for word in command]
 
 
 def printed_plan(plan: JobPlan) -> str:
-    """What `--print-plan` shows: a table of hosts, ranks, devices and cores, the command and the environment.
+    """Return the text of `--print-plan`: hosts, ranks, devices, cores, command and environment.
 
-    One row a rank, or one a host where there are more than MAX_SHOWN_RANKS. Values of variables and options whose name
-    tells of a secret are not shown.
+    It has a row for each rank, or for each host above MAX_SHOWN_RANKS. Secrets, by the name of the variable or option,
+    are hidden.
     """
     num_hosts = len(plan.hosts)
     lines = [
@@ -157,11 +157,11 @@ def printed_plan(plan: JobPlan) -> str:
 
 
 def printed_rank(allocation: Allocation, command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What `--print-plan` shows where this process is itself a rank (`Allocation.part`). environment: of the user."""
+    """Return the text of `--print-plan` if this process is itself a rank (`Allocation.part`)."""
     lines = [f"1 rank; from {allocation.source}", *(f"note: {note}" for note in allocation.notes)]
     lines += ["", f"command:  {shlex.join(_shown_command(command))}"]
     if variables := {**environment, **allocation.rank_environment}:
-        lines += ["environment beside what is set already:", *_shown_variables(variables)]
+        lines += ["variables added to the environment:", *_shown_variables(variables)]
     return "\n".join(lines)
 
 
@@ -178,7 +178,7 @@ def _master_address(allocation: Allocation) -> str:
 
 
 def _notes(hosts: Sequence[Host], reports: Sequence[HostReport], environment: Mapping[str, str]) -> list[str]:
-    """What looks as if it were not meant, but may be."""
+    """Return notes on settings that are possible but probably unintended."""
     notes: list[str] = []
     counts = [
         len(visible(report.kind, report.devices, {**report.environment, **environment}).entries) for report in reports
@@ -186,19 +186,19 @@ def _notes(hosts: Sequence[Host], reports: Sequence[HostReport], environment: Ma
     for host, count in zip(hosts, counts, strict=True):
         if host.expected_devices not in (None, count) and host.slots is None:
             notes.append(
-                f"{host.name}: the resource manager gives the job {host.expected_devices} accelerators, "
-                f"{count} can be used there"
+                f"{host.name}: the resource manager gives the job {host.expected_devices} accelerators, but a process "
+                f"can use {count}"
             )
     if 0 in counts and any(counts):
         without = [host.name for host, count in zip(hosts, counts, strict=True) if not count]
-        notes.append(f"{', '.join(without)}: no accelerator that a process may use, while other hosts have some")
+        notes.append(f"{', '.join(without)}: no usable accelerator, while other hosts have some")
     return notes
 
 
 def _ranks_of_host(
     host: Host, report: HostReport, nproc: int | None, environment: Mapping[str, str], bind: Bind
 ) -> tuple[RankPlan, ...]:
-    """The ranks of a host with what does not depend on the others: device, cores, mask, threads. Numbers are local."""
+    """Return a host's ranks with device, cores, mask and threads. Their numbers are local."""
     seen = visible(report.kind, report.devices, environment)
     slots = _slots(host, len(seen.entries), nproc)
     entries = [seen.entries[slot] for slot in slots] if seen.entries else []
@@ -219,7 +219,7 @@ def _ranks_of_host(
 
 
 def _slots(host: Host, num_devices: int, nproc: int | None) -> list[int]:
-    """Indexes of the slots that get a rank, in order; of devices where the host has any."""
+    """Return the slots that get a rank, in order: device indexes if the host has devices."""
     if host.slots is not None:
         slots = [slot for slot in host.slots if slot not in host.excluded]
     elif num_devices:
@@ -228,25 +228,25 @@ def _slots(host: Host, num_devices: int, nproc: int | None) -> list[int]:
         slots = [slot for slot in range(nproc or 1) if slot not in host.excluded]
     if not slots:
         raise LaunchError(
-            f"{host.name}: --exclude leaves no slot of {num_devices or 1}; exclude the whole host instead"
+            f"{host.name}: --exclude leaves none of {num_devices or 1} slots: exclude the whole host instead"
         )
     if nproc is not None and nproc > len(slots):
-        what = "slots" if host.slots is not None or not num_devices else "accelerators that a process may use"
+        what = "slots" if host.slots is not None or not num_devices else "usable accelerators"
         raise LaunchError(
-            f"{host.name}: --nproc {nproc} asks for more ranks than the host has {what}: {len(slots)}; lower --nproc, "
-            "raise the slots, or use no accelerators with --env CUDA_VISIBLE_DEVICES="
+            f"{host.name}: --nproc {nproc} is more than the host's {len(slots)} {what}. Lower --nproc, raise the "
+            "slots, or use no accelerators with --env CUDA_VISIBLE_DEVICES="
         )
     beyond = [slot for slot in slots if slot >= num_devices]
     if num_devices and beyond:
         raise LaunchError(
-            f"{host.name}: slot {beyond[0]} needs {beyond[0] + 1} accelerators, found {num_devices} that a process may "
-            "use there; lower the slots, change the mask, or use none with --env CUDA_VISIBLE_DEVICES="
+            f"{host.name}: slot {beyond[0]} needs {beyond[0] + 1} accelerators, found {num_devices} usable. Lower the "
+            "slots, change the mask, or use none with --env CUDA_VISIBLE_DEVICES="
         )
     return slots if nproc is None else slots[:nproc]
 
 
 def _host_variables(host: Host, seen: Visible, entries: Sequence[str]) -> dict[str, str]:
-    """The mask that all ranks of a host get. See [Note: devices]."""
+    """Return the mask for all ranks of a host. See [Note: devices]."""
     chosen = host.slots is not None or host.excluded
     return {seen.variable: ",".join(entries)} if entries and chosen else {}
 
@@ -254,7 +254,7 @@ def _host_variables(host: Host, seen: Visible, entries: Sequence[str]) -> dict[s
 def _cores(
     host: Host, report: HostReport, device_nodes: Sequence[int | None], count: int, bind: Bind
 ) -> list[tuple[int, ...]]:
-    """What each rank is bound to."""
+    """Return the cores that each rank is bound to."""
     if bind == "auto":
         told = any(node is not None for node in device_nodes)
         bind = "numa" if told and len(report.nodes) > 1 else "none"
@@ -262,7 +262,7 @@ def _cores(
         return [()] * count
     if bind == "numa" and not report.nodes:
         raise LaunchError(
-            f"{host.name}: --bind numa needs NUMA nodes, but the host tells none; use --bind cores or none"
+            f"{host.name}: --bind numa needs NUMA nodes, but the host reports none: use --bind cores or none"
         )
     nodes = rank_nodes(count, device_nodes, report.nodes)
     if bind == "cores":
@@ -271,22 +271,23 @@ def _cores(
 
 
 def _numbered(plan: JobPlan) -> tuple[HostPlan, ...]:
-    """The hosts of a plan with numbers over all of them, and the variables that say so."""
+    """Return the hosts with ranks numbered over all hosts, and the variables with these numbers."""
     hosts: list[HostPlan] = []
     first = 0
     for host in plan.hosts:
         ranks: list[RankPlan] = []
-        for its in host.ranks:
+        for local in host.ranks:
+            rank = first + local.local_rank
             variables = {
-                "RANK": str(first + its.local_rank),
-                "LOCAL_RANK": str(its.local_rank),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local.local_rank),
                 "WORLD_SIZE": str(plan.world_size),
                 "LOCAL_WORLD_SIZE": str(len(host.ranks)),
                 "GROUP_RANK": str(host.index),
                 "GROUP_WORLD_SIZE": str(len(plan.hosts)),
                 "MASTER_ADDR": plan.master_address,
             }
-            ranks.append(replace(its, rank=first + its.local_rank, environment={**its.environment, **variables}))
+            ranks.append(replace(local, rank=rank, environment={**local.environment, **variables}))
         hosts.append(replace(host, ranks=tuple(ranks)))
         first += len(host.ranks)
     return tuple(hosts)
@@ -316,7 +317,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _shown_command(command: Sequence[str]) -> list[str]:
-    """The command without the values of `--hf-token VALUE` and `--hf-token=VALUE`."""
+    """Return the command without the values of secrets: `--hf-token VALUE` and `--hf-token=VALUE`."""
     shown: list[str] = []
     for word in command:
         option, equals, value = word.partition("=")
@@ -330,7 +331,7 @@ def _shown_command(command: Sequence[str]) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """`value` for a shell, in one line and without bytes that would change the terminal."""
+    """Quote `value` for a shell, in a line and without bytes that would change the terminal."""
     if value.isprintable():
         return shlex.quote(value)
     escaped = value.encode("unicode_escape").decode("ascii").replace("'", "\\'")
@@ -338,7 +339,7 @@ def _quoted(value: str) -> str:
 
 
 def _own_variables(plan: JobPlan) -> list[tuple[str, dict[str, str]]]:
-    """What only some ranks get, but the numbers that all have: ranks with the same go together."""
+    """Return the variables of single ranks, without the numbers that all have, grouped by equal values."""
     groups: list[tuple[list[int], dict[str, str]]] = []
     for rank in (rank for host in plan.hosts for rank in host.ranks):
         own = {name: value for name, value in rank.environment.items() if name not in _NUMBERS}

@@ -1,14 +1,14 @@
-"""Before anything starts: are all hosts there, alike, and fit for what the plan puts on them?
+"""Check before the start that all hosts answer, are alike, and have the resources that the plan needs.
 
-How the launcher uses it, with agents as `facts.py` says:
+The launcher uses it with the agents' `facts.py`:
 
     requests = [request_for(plan, host, folders, master_port) for host in plan.hosts]     one Check message each
     checked = [HostChecks(host.name, results, report, clock_offset(results, sent, received)), ...]
-              HostChecks(host.name, error="Connection refused")                           for one that does not answer
+              HostChecks(host.name, error="Connection refused")                           if there is no answer
     found = faults(plan, checked)
     print(table(checked, found)) and each of `found`; start only if none of them is_fatal
 
-What makes a fault fatal: the job would fail, or hang, for certain. All else is a warning, and the job starts.
+A fault is fatal if the job would certainly fail or hang. All remaining faults are warnings, and the job starts.
 """
 
 import json
@@ -24,21 +24,21 @@ from .host import HostReport
 from .names import folded
 from .plan import HostPlan, JobPlan
 
-# Logs and files of several hosts can hardly be compared any more; tickets of a file system are refused sooner or later.
+# Above 1 s, logs and files of several hosts are hard to compare. Above 30 s, file systems may refuse tickets.
 CLOCK_WARNING_SECONDS = 1.0
 CLOCK_FAULT_SECONDS = 30.0
-LEAST_RANK_BYTES = 256 << 20  # what importing torch takes
+LEAST_RANK_BYTES = 256 << 20  # to import torch
 LOW_RANK_BYTES = 1 << 30
-LOW_SHARED_BYTES = 128 << 20  # Docker gives 64 MiB unless it is asked for more
-LOW_LOCKED_BYTES = 1 << 30  # systemd gives 8 MiB unless it is asked for more
+LOW_SHARED_BYTES = 128 << 20  # Docker's default is 64 MiB
+LOW_LOCKED_BYTES = 1 << 30  # systemd's default is 8 MiB
 _CONFIG_BYTES = 1 << 20  # a larger JSON file among the arguments is data
 
 
 @dataclass(frozen=True)
 class HostChecks:
-    """What one host answered. results: empty, and `error` says why (the words of ssh, say), where it did not.
+    """A host's answer. Without an answer, results is empty and `error` says why (for example ssh's text).
 
-    clock_offset_seconds: host's clock minus launcher's; None: not known.
+    clock_offset_seconds: the host's clock minus the launcher's; None: unknown.
     """
 
     host: str
@@ -48,15 +48,15 @@ class HostChecks:
     error: str = ""
 
     def value(self, name: str) -> Any:
-        """Of the result `name`; None where there is none."""
+        """Return the value of the result `name`, None without it."""
         return next((result.value for result in self.results if result.name == name), None)
 
 
 @dataclass(frozen=True)
 class HostFault:
-    """Something wrong on some hosts; str() is one line: where, expected, found, what to do.
+    """A fault of some hosts; str() is a line with place, expected, found and advice.
 
-    subject: in a word, for the table. is_fatal: the job would fail, so it does not start. Others are warnings.
+    subject: a word for the table. is_fatal: the job would fail, so it does not start. Else it is a warning.
     """
 
     subject: str
@@ -72,7 +72,7 @@ class HostFault:
 
 
 def faults(plan: JobPlan, checked: Sequence[HostChecks]) -> list[HostFault]:
-    """What is wrong, fatal faults first. checked: one per host of the plan, in its order."""
+    """Return all faults, fatal faults first. checked: for each host of the plan, in order."""
     there = [host for host in checked if not host.error]
     planned = {host.name: host for host in plan.hosts}
     found = [fault for host in checked if host.error for fault in [_no_answer(plan, host)]]
@@ -84,7 +84,7 @@ def faults(plan: JobPlan, checked: Sequence[HostChecks]) -> list[HostFault]:
 def request_for(
     plan: JobPlan, host: HostPlan, folders: Sequence[str] = (), master_port: int | None = None
 ) -> CheckRequest:
-    """What `host` is to look at. folders: `--check-folder` and `folders_of_config`; master_port: of the HeldPort."""
+    """Return the request for `host`. folders: `--check-folder` and `folders_of_config`. master_port: of HeldPort."""
     program, *rest = plan.command
     is_module = rest[:1] == ["-m"]
     environment = {**plan.environment, **(host.ranks[0].environment if host.ranks else {})}
@@ -103,10 +103,10 @@ def request_for(
 
 
 def folders_of_config(arguments: Sequence[str], folder: Path) -> tuple[str, ...]:
-    """The nvme_path of every section with "device": "nvme" in the JSON files among a script's arguments.
+    """Return the nvme_path of every section with "device": "nvme" in the JSON files among a script's arguments.
 
-    arguments: `train.json`, `--config=train.json`. folder: where relative names of the files start. A file that is not
-    there, is no JSON, or is larger than 1 MiB has none.
+    arguments: `train.json`, `--config=train.json`. folder: base of relative file names. Ignores files that are missing,
+    not JSON, or larger than 1 MiB.
     """
     found: dict[str, None] = {}
     for argument in arguments:
@@ -136,9 +136,10 @@ def _nvme_paths(node: Any) -> Iterator[str]:
 
 
 def clock_offset(results: Sequence[CheckResult], sent: float, received: float) -> float | None:
-    """The host's clock minus the launcher's, in seconds; sent, received: time.time() at the launcher around the checks.
+    """Return the host's clock minus the launcher's, in seconds, exact to half of the messages' time.
 
-    Exact to half of what the messages took; None without the clock among `results`. Source: RFC 5905 (NTP), section 8.
+    sent, received: time.time() of the launcher around the checks. None without a clock in `results`. Source: RFC 5905
+    (NTP), section 8.
     """
     clocks = {result.name: result.value for result in results}
     start, end = clocks.get("clock_start"), clocks.get("clock_end")
@@ -148,7 +149,7 @@ def clock_offset(results: Sequence[CheckResult], sent: float, received: float) -
 
 
 def table(checked: Sequence[HostChecks], found: Sequence[HostFault] = ()) -> str:
-    """One row a host: versions, devices, memory, clock, and what of `found` concerns it ("ok", or the subjects)."""
+    """Return a table with a row for each host: versions, devices, memory, clock, and its faults or "ok"."""
     folders = dict.fromkeys(name for host in checked for name in _folder_names(host))
     heads = ["host", "python", "torch", "lowtide", "devices", "free memory", "/dev/shm", "locked", "clock", "store"]
     rows = [[*heads, *(f"free in {folder}" for folder in folders), "state"]]
@@ -185,12 +186,12 @@ def _folder_names(host: HostChecks) -> list[str]:
 
 
 def _no_answer(plan: JobPlan, host: HostChecks) -> HostFault:
-    advice = f"`ssh {host.host} true` must work without a question" if plan.transport == "ssh" else "is it up?"
+    advice = f"`ssh {host.host} true` must work without a question" if plan.transport == "ssh" else "check if it is up"
     return HostFault("no answer", (host.host,), "an answer of its agent", host.error, f"{advice}, or leave it out")
 
 
 def _differences(checked: Sequence[HostChecks]) -> Iterator[HostFault]:
-    """What is not the same on all hosts and has to be; the most frequent value counts as right, else the first."""
+    """Yield a fault for each value that must be equal on all hosts. The most frequent value counts as right."""
 
     def of(name: str) -> Callable[[HostChecks], Any]:
         return lambda host: host.value(name)
@@ -213,7 +214,7 @@ def _differences(checked: Sequence[HostChecks]) -> Iterator[HostFault]:
 
 
 def _own_faults(plan: JobPlan, planned: HostPlan, host: HostChecks) -> Iterator[HostFault]:
-    """What is wrong with one host whatever the others are."""
+    """Yield the faults of a single host."""
     yield from _missing_things(plan, planned, host)
     yield from _scarce_things(planned, host)
     yield from _way_to_master(plan, host)
@@ -276,7 +277,7 @@ def _scarce_things(planned: HostPlan, host: HostChecks) -> Iterator[HostFault]:
 
 
 def _way_to_master(plan: JobPlan, host: HostChecks) -> Iterator[HostFault]:
-    """The ranks' store is on the first host: its name has to lead there, and its port has to be open."""
+    """Yield a fault if the host does not reach the ranks' store: by its name and its port on the first host."""
     master, address = plan.hosts[0].name, plan.master_address
     errors = {result.name: result.error for result in host.results}
     resolved = str(host.value("master_address") or "")
@@ -285,10 +286,10 @@ def _way_to_master(plan: JobPlan, host: HostChecks) -> Iterator[HostFault]:
         advice = "add it to the name service or /etc/hosts, or name the hosts by addresses"
         yield HostFault("name", (host.host,), f"an address of {address}", errors["master_address"], advice)
     elif is_loop and host.host != master:
-        advice = f"{address} must mean the host {master} everywhere: name it otherwise, or change /etc/hosts"
+        advice = f"{address} must mean the host {master} everywhere: use another name, or change /etc/hosts"
         yield HostFault("name", (host.host,), f"an address of {address} on the network", resolved, advice)
     elif errors.get("master_port"):
-        advice = f"open the ports between the hosts in the firewall, or name another way to {master}"
+        advice = f"open the ports between the hosts in the firewall, or use another address of {master}"
         expected = f"a way to the ranks' store at {address} on host {master}"
         yield HostFault("master", (host.host,), expected, errors["master_port"], advice)
 
@@ -300,7 +301,7 @@ def _unlike(
     advice: str,
     is_fatal: bool = True,
 ) -> Iterator[HostFault]:
-    """A fault for each value that is not the most frequent one. Hosts without the value ("" or None) are left out."""
+    """Yield a fault for each value but the most frequent. Ignores hosts without a value ("" or None)."""
     values = {host.host: value for host in checked if (value := value_of(host))}
     common = _most(values.values())
     alike = folded(host for host, value in values.items() if value == common)
@@ -311,13 +312,13 @@ def _unlike(
 
 
 def _majority(checked: Sequence[HostChecks], value_of: Callable[[HostChecks], Any]) -> list[HostChecks]:
-    """The hosts with the most frequent value."""
+    """Return the hosts with the most frequent value."""
     common = _most(value for host in checked if (value := value_of(host)))
     return [host for host in checked if value_of(host) == common]
 
 
 def _folded(found: Iterable[HostFault]) -> list[HostFault]:
-    """Faults that differ in the host alone become one."""
+    """Merge faults that differ only in their hosts."""
     hosts: dict[HostFault, tuple[str, ...]] = {}
     for fault in found:
         key = replace(fault, hosts=())
@@ -326,12 +327,12 @@ def _folded(found: Iterable[HostFault]) -> list[HostFault]:
 
 
 def _most(values: Iterable[Any]) -> Any:
-    """The most frequent value, the first of several; None of none."""
+    """Return the most frequent value, the first of several; None for no values."""
     return next((value for value, _ in Counter(values).most_common(1)), None)
 
 
 def _kind(host: HostChecks) -> str:
-    """cuda, hip or none; "" where the host has not said."""
+    """Return "cuda", "hip" or "none"; "" without a report."""
     return host.report.kind if host.report is not None else ""
 
 
@@ -340,7 +341,7 @@ def _num_devices(host: HostChecks) -> int:
 
 
 def device_names(host: HostChecks) -> str:
-    """2 x NVIDIA H100, 1 x NVIDIA A100; "" for none."""
+    """Return text like `2 x NVIDIA H100, 1 x NVIDIA A100`; "" without devices."""
     names = Counter(device.name for device in host.report.devices) if host.report is not None else Counter[str]()
     return ", ".join(f"{count} x {name}" for name, count in names.items())
 
@@ -350,7 +351,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """22.1 GiB, 64 MiB, 64 KiB"""
+    """Return text like `22.1 GiB`, `64 MiB`, `64 KiB`."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if nbytes >= 1024**power:
             return f"{nbytes / 1024**power:.3g} {unit}"

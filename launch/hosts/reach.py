@@ -1,4 +1,4 @@
-"""The port of rank 0's store, held before there is a rank 0, and the addresses at which hosts reach each other."""
+"""Hold the port of rank 0's store before rank 0 starts, and find the addresses at which hosts reach each other."""
 
 import contextlib
 import errno
@@ -12,26 +12,26 @@ from collections.abc import Mapping, Sequence
 from .host import LaunchError
 
 BANNER = b"lowtide holds this port\n"
-_BACKLOG = 1024  # every host of the job connects at the same time
+_BACKLOG = 1024  # all hosts connect at the same time
 _PATIENCE_SECONDS = 0.5
-_KEPT = 64  # connections that were answered and are still open
+_KEPT = 64  # answered connections kept open
 _TRY_SECONDS = 3.0
 
 
 class UnreachableError(Exception):
-    """Nobody holds the port for this job, or this host does not get there; the text says why, without the address."""
+    """No HeldPort of this job answers, or this host cannot reach it. The text says why, without the address."""
 
 
 class HeldPort:
-    """A port of this host that is taken until `release`: for rank 0's store, and for the others to try to reach.
+    """Holds a port of this host until `release`, for rank 0's store; all hosts try to reach it.
 
-    Whoever connects gets BANNER, by which it is known from other programs. Uses a thread.
+    Every connection gets BANNER, to tell it from foreign programs. Uses a thread.
     """
 
     def __init__(self, port: int | None = None, is_local: bool = False) -> None:
-        """port: None finds a free one. is_local: for this host alone, at its loopback address.
+        """port: None finds a free port. is_local: only at this host's loopback address.
 
-        Raises LaunchError where it is taken, with the process that has it.
+        Raises LaunchError if the port is taken, with the process that has it.
         """
         try:
             self._socket = _listen(port or 0, is_local)
@@ -42,15 +42,15 @@ class HeldPort:
         self._thread.start()
 
     def release(self) -> None:
-        """Frees the port; a store may listen there at once. To be called any number of times."""
+        """Free the port. A store may listen at it at once. May be called again."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
         self._socket.close()
         self._thread.join(2 * _PATIENCE_SECONDS)
 
     def _answer(self) -> None:
-        """Who closes first keeps the connection for a minute (TIME_WAIT): the other end has some time to be it."""
-        answered: deque[tuple[float, socket.socket]] = deque()  # one that stays does not hold up the next one
+        """Answer connections. The side that closes first keeps TIME_WAIT for a minute: give the peer time."""
+        answered: deque[tuple[float, socket.socket]] = deque()  # so an open connection does not delay the next
         while True:
             try:
                 self._socket.settimeout(_PATIENCE_SECONDS if answered else None)
@@ -71,14 +71,14 @@ class HeldPort:
 
 
 def seconds_to_reach(address: str, port: int, limit_seconds: float) -> float:
-    """How long the `HeldPort` at address:port took to answer this host. Raises UnreachableError."""
+    """Return how long the `HeldPort` at address:port took to answer. Raises UnreachableError."""
     start = time.monotonic()
     answer = b""
     try:
         with socket.create_connection((address, port), limit_seconds) as link:
             while len(answer) < len(BANNER) and (part := link.recv(len(BANNER) - len(answer))):
                 answer += part
-                link.settimeout(max(0.001, start + limit_seconds - time.monotonic()))  # of all of it together
+                link.settimeout(max(0.001, start + limit_seconds - time.monotonic()))  # a limit for all parts
     except TimeoutError as error:
         raise UnreachableError(f"no answer within {limit_seconds:g} s") from error
     except OSError as error:
@@ -89,7 +89,7 @@ def seconds_to_reach(address: str, port: int, limit_seconds: float) -> float:
 
 
 def _listen(port: int, is_local: bool) -> socket.socket:
-    """Where the store will: on all addresses, as torch does it, or on that of comm/rendezvous.py."""
+    """Listen as the store will: on all addresses, as torch does, or at the address of comm/rendezvous.py."""
     if is_local:
         return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
@@ -103,22 +103,22 @@ def _listen(port: int, is_local: bool) -> socket.socket:
 
 def _why(port: int | None, error: OSError) -> str:
     if port is None:
-        return f"expected a free port for the ranks' store, found none: {error.strerror}; wait until sockets are free"
+        return f"expected a free port for the ranks' store, found none: {error.strerror}. Wait until sockets are free"
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port}: expected it free for the ranks' store, found it taken by {_owner(port)}; name another "
-            "with --master-port, or leave it out and a free one is found"
+            f"port {port} for the ranks' store is taken by {_owner(port)}. Choose another with --master-port, or leave "
+            "it out to find a free port"
         )
-    advice = "ports below 1024 are for root; " if error.errno == errno.EACCES else ""
+    advice = "Ports below 1024 are for root. " if error.errno == errno.EACCES else ""
     return (
-        f"port {port}: expected it free for the ranks' store, found: {error.strerror}; {advice}name another with "
-        "--master-port, or leave it out and a free one is found"
+        f"port {port} for the ranks' store cannot be used: {error.strerror}. {advice}Choose another with "
+        "--master-port, or leave it out to find a free port"
     )
 
 
 def _owner(port: int) -> str:
-    """The process that listens there, as far as this user may know it."""
-    import psutil  # here, for the error alone: it would take a tenth of a launcher's start
+    """Return the process that listens at the port, as far as this user may know."""
+    import psutil  # late: it takes a tenth of a launcher's start
 
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
@@ -128,11 +128,11 @@ def _owner(port: int) -> str:
 
 
 def own_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Of the interfaces that are up, without loopback and link-local ones, IPv4 before IPv6.
+    """Return the addresses of interfaces that are up, IPv4 first, without loopback and link-local addresses.
 
-    The first is the one at which ssh has reached this host, where it has: others are likely to reach it there too.
+    If ssh started this process, its address comes first: more hosts are likely to reach it.
     """
-    import psutil  # here and below, because no job of one host needs it and it takes a tenth of its start
+    import psutil  # late: it takes a tenth of a launcher's start, and jobs on a single host do not need it
 
     found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -147,7 +147,7 @@ def own_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def reachable(addresses: Sequence[str], port: int) -> dict[str, str]:
-    """Those at which this job's HeldPort answers, each with the interface that leads there ("": not known)."""
+    """Return the addresses at which this job's HeldPort answers -> this host's interface towards it, "" if unknown."""
     found: dict[str, str] = {}
 
     def reach(address: str) -> None:
@@ -171,7 +171,7 @@ def _interface_towards(address: str, port: int) -> str:
             own = probe.getsockname()[0]
     except OSError:
         return ""
-    if ipaddress.ip_address(own.partition("%")[0]).is_loopback:  # to itself, by a name that leads nobody else here
+    if ipaddress.ip_address(own.partition("%")[0]).is_loopback:  # itself; no host but this can use that interface
         return ""
     import psutil
 

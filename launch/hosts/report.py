@@ -1,12 +1,10 @@
-"""What this host reports about itself: accelerators, processors, NUMA nodes, and the variables that concern them.
-
-Accelerators are found without torch.
+"""Report this host's accelerators, processors, NUMA nodes, and related variables. Needs no torch.
 
 [Note: masks]
-CUDA reads CUDA_VISIBLE_DEVICES from the left and stops at the first entry that is no device, so "0,-1,1" is device 0
-and an empty value none; a device that stands twice makes it none, as torch counts. Entries are indexes, GPU UUIDs or
-unique beginnings of them, or MIG devices, of which a process sees only one. HIP reads ROCR_VISIBLE_DEVICES first; its
-own mask, HIP_VISIBLE_DEVICES or else CUDA_VISIBLE_DEVICES, counts within what that leaves.
+CUDA reads CUDA_VISIBLE_DEVICES from the left and stops at the first entry that is no device: "0,-1,1" is device 0, and
+"" is none. With a duplicate, no device is visible, as in torch. Entries are indexes, GPU UUIDs or unique prefixes of
+them, or MIG devices; a process sees at most a single MIG device. HIP reads ROCR_VISIBLE_DEVICES first;
+HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, then counts within the devices left.
 
 Sources: CUDA C++ Programming Guide, "Environment Variables"; NVIDIA Multi-Instance GPU User Guide, "Device
 Enumeration"; ROCm documentation, "GPU isolation techniques"; torch/cuda/__init__.py, `_parse_visible_devices`.
@@ -26,16 +24,16 @@ from .numa import allowed_processors, core_limit, numa_nodes, physical_cores
 
 Kind = Literal["cuda", "hip", "none"]
 
-_NVIDIA_SMI_SECONDS = 30.0  # without a persistence daemon the driver starts each device for it
+_NVIDIA_SMI_SECONDS = 30.0  # without a persistence daemon the driver initializes each device first
 _GPU_LINE = re.compile(r"GPU (\d+): (.+?) \(UUID: (GPU-[^)]+)\)")
 _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
 
 @dataclass(frozen=True)
 class Visible:
-    """Devices that a process may use, in the order in which it numbers them.
+    """The devices that a process may use, in the process's numbering.
 
-    entries: what a mask calls each, in `variable`. nodes: their NUMA nodes.
+    entries: their names in the mask `variable`. nodes: their NUMA nodes.
     """
 
     variable: str
@@ -48,9 +46,9 @@ def report_host(
     root: Path = Path("/"),
     list_nvidia: Callable[[], str | None] | None = None,
 ) -> HostReport:
-    """The report of this host; takes as long as `nvidia-smi -L`, where there is one.
+    """Report this host. Takes as long as `nvidia-smi -L`, if that exists.
 
-    environ: None: that of this process. root: of /sys, /proc and /dev. list_nvidia: as for `find_devices`.
+    environ: None: this process's. root: of /sys, /proc and /dev. list_nvidia: see `find_devices`.
     """
     values = os.environ if environ is None else environ
     kind, devices = find_devices(root, list_nvidia)
@@ -66,9 +64,9 @@ def report_host(
 
 
 def find_devices(root: Path, list_nvidia: Callable[[], str | None] | None = None) -> tuple[Kind, tuple[Device, ...]]:
-    """All accelerators of this host, in the order of their indexes, whatever a mask says.
+    """Return all accelerators of this host by index, ignoring masks.
 
-    root: of /proc, /sys and /dev. list_nvidia: gives what `nvidia-smi -L` prints, None where that cannot be run.
+    root: of /proc, /sys and /dev. list_nvidia: returns the output of `nvidia-smi -L`, None if it cannot be run.
     """
     listed = (list_nvidia or nvidia_smi)()
     if nvidia := _nvidia(root, listed):
@@ -79,7 +77,7 @@ def find_devices(root: Path, list_nvidia: Callable[[], str | None] | None = None
 
 
 def nvidia_smi() -> str | None:
-    """What `nvidia-smi -L` prints; None without the program, without a driver, or after _NVIDIA_SMI_SECONDS."""
+    """Return the output of `nvidia-smi -L`; None without the program or a driver, or after _NVIDIA_SMI_SECONDS."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -91,7 +89,7 @@ def nvidia_smi() -> str | None:
 
 
 def visible(kind: Kind, devices: Sequence[Device], environment: Mapping[str, str]) -> Visible:
-    """What the masks in `environment` leave of `devices`. See [Note: masks]."""
+    """Return the devices that the masks in `environment` leave. See [Note: masks]."""
     if kind == "hip":
         return _visible_to_hip(devices, environment)
     mask = environment.get("CUDA_VISIBLE_DEVICES")
@@ -101,7 +99,7 @@ def visible(kind: Kind, devices: Sequence[Device], environment: Mapping[str, str
     if cut:
         entry, device = cut[0]
         chosen = [(entry if entry.startswith("MIG-") else device.parts[0], device)]
-    # Without a fixed order CUDA puts the fastest device first, which tells another node than the index does.
+    # Without a fixed order CUDA puts the fastest device first, so an index does not tell the NUMA node.
     known = (
         len({device.name for device in devices}) == 1
         or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -129,7 +127,7 @@ def _split(mask: str) -> list[str]:
 
 
 def _resolve(entries: Sequence[str], devices: Sequence[Device]) -> list[tuple[str, Device]]:
-    """Entry and device, up to the first entry that is none; nothing where a device stands twice."""
+    """Return (entry, device) up to the first invalid entry; nothing if a device appears twice."""
     chosen: list[tuple[str, Device]] = []
     for entry in entries:
         device = _device_of(entry, devices)
@@ -142,7 +140,7 @@ def _resolve(entries: Sequence[str], devices: Sequence[Device]) -> list[tuple[st
 
 def _device_of(entry: str, devices: Sequence[Device]) -> Device | None:
     if entry.startswith("MIG-"):
-        # Also the older form MIG-GPU-<uuid>/<gpu instance>/<compute instance>, which `nvidia-smi -L` no longer prints.
+        # Also the older form MIG-GPU-<uuid>/<gpu instance>/<compute instance>, which `nvidia-smi -L` does not print.
         parent = entry.removeprefix("MIG-").partition("/")[0]
         owners = [d for d in devices if any(part.startswith(entry) for part in d.parts) or parent in d.identities]
         return owners[0] if len(owners) == 1 else None
@@ -179,7 +177,7 @@ def _from_listing(root: Path, listed: str, files: Sequence[tuple[str, str, str]]
 
 
 def _nvidia_files(root: Path) -> list[tuple[str, str, str]]:
-    """UUID, name and PCI address of each device, in the order of the addresses, from the driver's own files."""
+    """Return (UUID, name, PCI address) of each device by address, from the driver's files."""
     found: list[tuple[str, str, str]] = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         try:
@@ -192,7 +190,7 @@ def _nvidia_files(root: Path) -> list[tuple[str, str, str]]:
 
 
 def _amd(root: Path) -> tuple[Device, ...]:
-    """Nodes of the kernel's compute driver that have SIMD units, and whose device file is here (not in a container)."""
+    """Return nodes of the kernel's compute driver with SIMD units whose device file exists (not so in a container)."""
     folder = root / "sys/class/kfd/kfd/topology/nodes"
     devices: list[Device] = []
     for path in sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name)):
@@ -213,7 +211,7 @@ def _amd(root: Path) -> tuple[Device, ...]:
 
 
 def _pci_node(root: Path, address: str) -> int | None:
-    """The NUMA node of a PCI device; None where the machine does not tell (-1)."""
+    """Return the NUMA node of a PCI device; None if unknown (-1)."""
     try:
         node = int((root / "sys/bus/pci/devices" / address.lower() / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):

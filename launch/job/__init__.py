@@ -1,1 +1,1 @@
-"""The launcher's side of a job: attempts, what is prepared, seen, and said of a failure."""
+"""The launcher's side of a job: attempts, preparation, display, and failures."""

@@ -1,10 +1,10 @@
-"""Restarts around attempts: on the hosts that are left, while there are enough of them and restarts are allowed.
+"""Run a job, with restarts on the remaining hosts while enough hosts and restarts are left.
 
-[Note: which hosts go on]
-A host whose agent was lost, or cannot be reached, is left out at once. A host on which a rank was the first to fail is
-left out when that happens twice in a row there, if enough hosts remain; until then the failure is taken for chance. The
-script goes on from its newest complete checkpoint where it loads `latest`; LOWTIDE_RESTART_COUNT tells it which attempt
-it is in, and LOWTIDE_FIRST_WORLD_SIZE for how many ranks its batch was meant. A signal never leads to a restart.
+[Note: remaining hosts]
+A host is excluded at once if its agent is lost or cannot be reached. A host with the rank that failed first is
+excluded after two such failures in a row, if enough hosts remain; a single failure counts as chance. A script that
+loads `latest` continues from its newest complete checkpoint. It can read the attempt from LOWTIDE_RESTART_COUNT, and
+the ranks that its batch was meant for from LOWTIDE_FIRST_WORLD_SIZE. After a signal there is no restart.
 """
 
 import signal
@@ -25,9 +25,9 @@ FAILURES_IN_A_ROW = 2
 
 
 class Attempts:
-    """Runs a job to its end, in as many attempts as it takes.
+    """Run a job to its end, in as many attempts as needed.
 
-    make_transport: a fresh one for an attempt on the hosts of an allocation.
+    make_transport: makes a new transport for the hosts of an attempt.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Attempts:
     ) -> None:
         if allocation.transport == "join" and request.max_restarts:
             raise LaunchError(
-                "--max-restarts needs a transport that can start agents again, found launchers that somebody else has "
-                "started on every host; let whoever started them do so again (a Kubernetes backoffLimit, requeueing "
-                "in SLURM), or start one launcher with --hosts, --hostfile or --transport srun"
+                "--max-restarts needs a transport that can start agents again, found launchers that were started on "
+                "every host by something else. Restart there (a Kubernetes backoffLimit, requeueing in SLURM), or "
+                "start one launcher with --hosts, --hostfile or --transport srun"
             )
         if request.min_hosts is not None and request.min_hosts > len(allocation.hosts):
             raise LaunchError(
-                f"--min-hosts {request.min_hosts} asks for more hosts than there are: {allocation.source} has "
-                f"{len(allocation.hosts)}; lower it, or name more hosts"
+                f"--min-hosts {request.min_hosts} is more than the {len(allocation.hosts)} hosts of "
+                f"{allocation.source}. Lower it, or name more hosts"
             )
         self._request = request
         self._make_transport = make_transport
@@ -53,21 +53,21 @@ class Attempts:
         self._hosts = list(allocation.hosts)
         self._most = min(request.max_hosts or len(self._hosts), len(self._hosts))
         self._least = min(request.min_hosts or self._most, self._most)
-        self._blamed: tuple[str, int] = ("", 0)  # the host of the last first failure, how often in a row
-        self._attempt = Attempt(str(uuid.uuid4()))  # without a first world size until the first attempt has a plan
+        self._blamed: tuple[str, int] = ("", 0)  # host of the last first failure, and how often in a row
+        self._attempt = Attempt(str(uuid.uuid4()))  # the first plan gives its first world size
 
     def run(self) -> int:
-        """The exit status for the shell. Raises LaunchError where an attempt cannot begin."""
+        """Run the job, and return the exit status for the shell. Raises LaunchError if an attempt cannot begin."""
         while True:
             outcome = self._run_once()
-            if outcome is None:  # hosts were not reached, and are left out
+            if outcome is None:  # unreachable hosts were excluded: try again
                 continue
             may_restart = outcome.was_started and self._attempt.restarts < self._request.max_restarts
             if outcome.failure is None or not may_restart:
                 return outcome.status
             self._leave_out(outcome)
             if len(self._hosts) < self._least:
-                say(f"no restart: {len(self._hosts)} of the hosts are left, the job needs at least {self._least}")
+                say(f"no restart: {len(self._hosts)} hosts are left, the job needs at least {self._least}")
                 return outcome.status
             self._attempt = replace(self._attempt, restarts=self._attempt.restarts + 1)
             names = ", ".join(host.name for host in self._hosts[: self._most])
@@ -85,7 +85,7 @@ class Attempts:
             self._drop(gone)
             if not (self._attempt.restarts and gone and len(self._hosts) >= self._least):
                 raise
-            say(f"{error}\nThe restart goes on without {', '.join(gone)}.")
+            say(f"{error}\nThe restart continues without {', '.join(gone)}.")
             return None
         finally:
             loop.close()
@@ -103,7 +103,7 @@ class Attempts:
             say(obituary(outcome.failure, size, has_many_hosts=many, ended=outcome.ended))
 
     def _leave_out(self, outcome: JobOutcome) -> None:
-        """See [Note: which hosts go on]."""
+        """Exclude hosts after a failure: see [Note: remaining hosts]."""
         if outcome.lost_hosts:
             self._drop(outcome.lost_hosts)
             self._blamed = ("", 0)
@@ -112,7 +112,7 @@ class Attempts:
         count = self._blamed[1] + 1 if host == self._blamed[0] else 1
         self._blamed = (host, count)
         if host and count >= FAILURES_IN_A_ROW and len(self._hosts) > self._least:
-            say(f"{host} is left out: the first failure was there {count} times in a row")
+            say(f"{host} is excluded: the first failure was on it {count} times in a row")
             self._drop([host])
 
     def _drop(self, names: Collection[str]) -> None:
@@ -120,7 +120,7 @@ class Attempts:
 
 
 def planned(request: Request, allocation: Allocation, transport: AgentTransport) -> JobPlan:
-    """What would run where: asks the hosts what they have, and starts no rank."""
+    """Ask the hosts for their resources and return the plan, without starting a rank."""
     loop = Loop()
     try:
         return Launcher(loop, request, allocation, transport, Attempt("")).only_plan()

@@ -1,6 +1,6 @@
-"""What the user sees of all ranks: written in a thread of its own, so that a slow terminal holds up nothing else.
+"""Show the output of all ranks, in a separate thread, so that a slow terminal delays nothing else.
 
-Equal lines of many ranks, said at about the same time, become one; no line is lost and no rank's order changes.
+Equal lines of several ranks at about the same time become a single line. No line is lost, and each rank's order stays.
 """
 
 import bisect
@@ -25,8 +25,8 @@ from .peers import Peer
 WINDOW_SECONDS = 0.2
 _HELD_LINES = 2000
 _COLOURS = (36, 33, 32, 35, 34, 31)
-# A plain line without an end is shown after these seconds on a terminal, where it is repeated below what comes between,
-# and in a file, where it would be cut, when it is longer than these bytes.
+# A plain line without a newline is shown after these seconds on a terminal, and redrawn below later lines. In a file it
+# would be cut, so it waits until it exceeds these bytes.
 _UNENDED_SECONDS = 0.2
 _UNENDED_BYTES = 1 << 20
 _CLEAR_LINE = b"\r\x1b[K"
@@ -35,16 +35,16 @@ _SHOWN_BYTES = 1 << 16
 
 @dataclass
 class Line:
-    """What `ranks` have said; first_seen: in seconds, of the first of them."""
+    """A line that `ranks` printed. first_seen: seconds, of the first rank."""
 
     text: bytes
     ranks: set[int]
     first_seen: float
-    number: int = field(repr=False)  # lines are numbered as they begin
+    number: int = field(repr=False)  # order of the lines
 
 
 class Folding:
-    """Holds each line for a moment, in which the other ranks (of `num_ranks` that take part) may say it too."""
+    """Holds each line for a moment, so that more ranks may print it too. num_ranks: ranks that take part."""
 
     def __init__(self, num_ranks: int, window_seconds: float = WINDOW_SECONDS) -> None:
         self._num_ranks = num_ranks
@@ -55,7 +55,7 @@ class Folding:
         self._numbers = itertools.count()
 
     def add(self, rank: int, text: bytes, now: float) -> None:
-        """`rank` has said `text`: joins the first equal line that comes after what this rank has said before."""
+        """Add a rank's line: join the first equal line after this rank's last line, or start a new line."""
         numbers = self._by_text.setdefault(text, [])
         place = bisect.bisect_right(numbers, self._last.get(rank, -1))
         if place < len(numbers):
@@ -68,7 +68,7 @@ class Folding:
         self._last[rank] = number
 
     def take(self, now: float, everything: bool = False) -> list[Line]:
-        """Removes and gives the lines that need not wait any more, in their order."""
+        """Remove and return the lines that are due, in order."""
         taken: list[Line] = []
         for line in self._held.values():
             is_due = now - line.first_seen >= self._window_seconds or len(line.ranks) >= self._num_ranks
@@ -84,18 +84,17 @@ class Folding:
         return taken
 
     def seconds_to_wait(self, now: float) -> float | None:
-        """Until `take` has something; None: nothing is held."""
+        """Return the seconds until `take` has lines; None if it holds none."""
         for line in self._held.values():
             return max(0.0, line.first_seen + self._window_seconds - now)
         return None
 
 
 class Display:
-    """Shows the output of ranks on stdout, and what the launcher says on stderr, in the order of the calls.
+    """Shows ranks' output on stdout and the launcher's lines on stderr, in the order of the calls.
 
-    hosts: rank -> name of its host. plain_rank: shown as it comes, without prefix. shown: called, from another thread,
-    with the rank and the number of bytes when they have been shown. ended: called from there when all is shown after
-    `finish`.
+    hosts: rank -> host name. plain_rank: shown at once, without prefix. shown: called from another thread with the rank
+    and the number of bytes shown. ended: called from that thread when all is shown after `finish`.
     """
 
     def __init__(
@@ -110,32 +109,32 @@ class Display:
         self._plain_rank = plain_rank
         self._shown = shown
         self._ended = ended
-        self.is_done = False  # whether all has been shown after `finish`
+        self.is_done = False  # whether all is shown after `finish`
         self._is_terminal = sys.stdout.isatty()
         self._has_colours = self._is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._folding = Folding(max(1, len(hosts) - 1))
-        self._plain_rest = b""  # of the plain rank's line: not shown yet
-        self._plain_open = b""  # of the plain rank's line: shown, and to be shown again when others come between
+        self._plain_rest = b""  # of the plain rank's last line: not shown yet
+        self._plain_open = b""  # the shown part, repeated when lines of more ranks come between
         self._plain_since = 0.0
-        self._is_stdout_bad = False  # and this was said
+        self._is_stdout_bad = False  # and the user knows
         self._queue: queue.SimpleQueue[tuple[int, bytes] | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def output(self, rank: int, data: bytes) -> None:
-        """Whole lines of a rank, or any bytes of the plain one."""
+        """Show whole lines of a rank, or any bytes of the plain rank."""
         self._queue.put((rank, data))
 
     def say(self, text: str) -> None:
-        """A word of the launcher."""
+        """Show a line of the launcher."""
         self._queue.put(text)
 
     def finish(self) -> None:
-        """Nothing more comes; what is there is still shown."""
+        """End the output, after the queued lines."""
         self._queue.put(None)
 
     def join(self) -> None:
-        """Waits for the end of the thread, which is a matter of moments once all has been shown."""
+        """Wait for the thread. It ends soon after all is shown."""
         self._thread.join()
 
     def _work(self) -> None:
@@ -181,7 +180,7 @@ class Display:
         ended, end, rest = (self._plain_rest + data).rpartition(b"\n")
         if end:
             self._show_plain(ended + end)
-        if b"\r" in rest or self._plain_open:  # a progress bar, or the rest of a line that is shown in part
+        if b"\r" in rest or self._plain_open:  # a progress bar, or the rest of a partly shown line
             self._show_plain(rest)
             rest = b""
         if rest and not self._plain_rest:
@@ -193,7 +192,7 @@ class Display:
             self._write(data)
             line = (self._plain_open + data).rpartition(b"\n")[2]
             head, returns, state = line.rpartition(b"\r")
-            self._plain_open = state or head.rpartition(b"\r")[2] + returns  # what the terminal shows of it
+            self._plain_open = state or head.rpartition(b"\r")[2] + returns  # as the terminal shows it
 
     def _end_plain_line(self) -> None:
         if self._plain_open:
@@ -218,7 +217,7 @@ class Display:
             self._write(text)
 
     def _write(self, content: bytes) -> None:
-        """To stdout. What it does not take (its reader is gone, its disk is full) is lost, as the ranks go on."""
+        """Write to stdout. If it fails (its reader is gone, the disk is full), the output is lost: the ranks go on."""
         try:
             _write(content)
         except BrokenPipeError:
@@ -227,8 +226,8 @@ class Display:
             if not self._is_stdout_bad:
                 self._is_stdout_bad = True
                 say(
-                    f"stdout cannot be written to: {error.strerror}; the ranks go on, and what they print is lost "
-                    "while that lasts"
+                    f"stdout cannot be written to: {error.strerror}. The ranks continue, and their output is lost "
+                    "meanwhile"
                 )
 
     def _prefix(self, ranks: set[int]) -> bytes:
@@ -242,54 +241,54 @@ class Display:
 
 
 def say(text: str) -> None:
-    """A word to the user on stderr; nothing where that cannot be written to, as the ranks go on."""
+    """Print a line for the user on stderr, if it can be written to."""
     with contextlib.suppress(OSError):
         print(f"lowtide launch: {text}", file=sys.stderr, flush=True)
 
 
 def _write(content: bytes) -> None:
-    """To stdout, however long it takes. Raises OSError where it cannot be written to."""
+    """Write all to stdout, however long it takes. Raises OSError if it cannot be written to."""
     rest = memoryview(content)
     while rest:
         try:
             rest = rest[os.write(1, rest) :]
-        except BlockingIOError:  # a rank may have set the terminal that it shares to this mode
+        except BlockingIOError:  # a rank may have made the shared terminal non-blocking
             select.select([], [1], [])
 
 
 class Screen:
-    """Agents send only so much that is not shown yet: each is told of what was, so many bytes at a time."""
+    """The display, with flow control: tells each agent how many of its bytes were shown, so that it may send more."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._display: Display | None = None
         self._peer_of: Mapping[int, Peer] = {}
-        self._owed: Counter[int] = Counter()  # host -> bytes that were shown and not told to its agent
+        self._owed: Counter[int] = Counter()  # host -> bytes shown that its agent does not know of
 
     def open(self, hosts: Mapping[int, str], peer_of: Mapping[int, Peer]) -> None:
-        """For ranks, of which 0 is shown without a prefix. hosts: rank -> name of its host; peer_of: -> agent there."""
+        """Begin to show ranks. Rank 0 has no prefix. hosts: rank -> host name; peer_of: rank -> its agent."""
         self._peer_of = peer_of
         self._display = Display(hosts, 0, self._note_shown, ended=lambda: self._loop.post(lambda: None))
 
     def output(self, rank: int, text: str) -> None:
-        """What a rank has printed, as its agent sends it."""
+        """Show a rank's output, as its agent sent it."""
         if self._display is not None:
             self._display.output(rank, text.encode("latin-1"))
 
     def say(self, text: str) -> None:
-        """A word of the launcher."""
+        """Show a line of the launcher."""
         if self._display is not None and not self._display.is_done:
             self._display.say(text)
         else:
             say(text)
 
     def close(self, stop: StopSignals) -> None:
-        """Waits until what the ranks have printed is shown; a signal ends that wait."""
+        """Wait until the ranks' output is shown, or a signal comes."""
         if self._display is not None:
             display, signals = self._display, stop.count
             display.finish()
             if self._loop.run(lambda: display.is_done or stop.count > signals) and display.is_done:
-                display.join()  # a restart forks, which is for processes of one thread
+                display.join()  # a restart forks, so it needs a single thread
 
     def _note_shown(self, rank: int, nbytes: int) -> None:
         self._loop.post(lambda: self._pay(self._peer_of[rank], nbytes))

@@ -1,11 +1,9 @@
-"""One attempt of a job: agents start, hosts are checked, ranks start, are watched, and end together.
+"""An attempt of a job: start agents, check hosts, start and watch ranks, and end all together.
 
     connect -> plan -> port and address of rank 0's store -> checks -> start -> watch -> stop -> leave
 
-Any of it may be cut short by a signal or by the loss of an agent. Whatever happens, `run` comes back only when every
-process of the job that can be reached is gone.
-
-`Sweeps` is the launcher's side of orphans.py: on a host whose agent is lost, what the job has left is killed.
+A signal or the loss of an agent may cut any of this short. In every case `run` returns only when all reachable
+processes of the job are gone.
 """
 
 import signal
@@ -39,10 +37,10 @@ from .peers import Peer, Peers
 from .preparation import Attempt, Preparation, Prepared, Request, plan_of
 from .stall import StallWatch
 
-_KILLED_SECONDS = 5.0  # how long the kernel may take to remove a killed process and close its pipes
-_STOP_AFTER_FAILURE_SECONDS = 3.0  # the ranks that are left cannot go on, and all is to be gone within five seconds
+_KILLED_SECONDS = 5.0  # for the kernel to remove a killed process and close its pipes
+_STOP_AFTER_FAILURE_SECONDS = 3.0  # the remaining ranks cannot continue, and all must be gone within five seconds
 _SECONDS = 3.0
-_SILENT_SECONDS = 1.0  # where the host itself may be gone; its agent, if it lives, hears nothing either and cleans up
+_SILENT_SECONDS = 1.0  # the host itself may be gone; a living agent also notices the silence and cleans up
 _POLL_SECONDS = 0.02
 
 
@@ -60,9 +58,9 @@ class _Sweep:
 
 
 class Sweeps:
-    """All hosts at once; each has its time from `begin` on. say: a line for the user.
+    """Kills the job's processes on hosts with lost agents, all at once, with orphans.py. say: shows the user a line.
 
-    A transport that has no second way to a host is left alone: see `AgentTransport.orphans_command`.
+    A transport without a second way to a host is left alone: see `AgentTransport.orphans_command`.
     """
 
     def __init__(self, loop: Loop, transport: AgentTransport, identity: str, say: Callable[[str], None]) -> None:
@@ -73,7 +71,7 @@ class Sweeps:
         self._sweeps: list[_Sweep] = []
 
     def begin(self, index: int, host: str, was_silent: bool) -> None:
-        """Starts to look on a host, and comes back at once."""
+        """Start to look on a host, without waiting."""
         command = self._transport.orphans_command(index, self._identity)
         if command is None:
             return
@@ -87,7 +85,7 @@ class Sweeps:
         self._sweeps.append(_Sweep(host, client, seconds, time.monotonic() + seconds, lines))
 
     def finish(self) -> None:
-        """Waits until all have ended or their time is over, and says what they have met."""
+        """Wait until all have ended or their time is over, and show their results."""
         for sweep in self._sweeps:
             while not self._loop.run(lambda sweep=sweep: sweep.is_over, _POLL_SECONDS):  # type: ignore[misc]
                 pass
@@ -95,7 +93,7 @@ class Sweeps:
                 sweep.client.kill()
                 how = f"no answer within {sweep.seconds:g} s"
             else:
-                how = sweep.client.epitaph()  # reads the rest of what it said
+                how = sweep.client.epitaph()  # reads the rest of its output
             sweep.client.close()
             self._tell(sweep, how)
         self._sweeps.clear()
@@ -105,17 +103,17 @@ class Sweeps:
         if answer is None:
             self._tell_failure(sweep.host, how)
         elif met := answer.removeprefix(MAGIC).strip():
-            self._say(f"{sweep.host}: what the job had left there was killed: {met}")
+            self._say(f"{sweep.host}: killed what the job had left there: {met}")
 
     def _tell_failure(self, host: str, how: str) -> None:
         self._say(
-            f"{host}: could not look there for processes that the job has left: {how}\nIf that host is alive, "
-            f"`grep -lz {VARIABLE}={self._identity} /proc/*/environ` finds them there."
+            f"{host}: could not look for processes that the job left there: {how}\nIf that host is alive, find them "
+            f"there by `grep -lz {VARIABLE}={self._identity} /proc/*/environ`."
         )
 
 
 class Launcher:
-    """The life of one attempt."""
+    """Runs an attempt."""
 
     def __init__(
         self, loop: Loop, request: Request, allocation: Allocation, transport: AgentTransport, attempt: Attempt
@@ -132,23 +130,23 @@ class Launcher:
         self._is_leaving = False
         self._prepared: Prepared | None = None
         self._pids: dict[int, int] = {}
-        self._stall: StallWatch | None = None  # from the start of the ranks on
+        self._stall: StallWatch | None = None  # once the ranks start
         self._endings = Endings()
         adopt_orphans()
         self._stop = StopSignals(loop, first=lambda number: self._peers.send(Signal(number)))
 
     @property
     def plan(self) -> JobPlan | None:
-        """None until the hosts have said what they have."""
+        """The plan, once the hosts have reported."""
         return None if self._prepared is None else self._prepared.plan
 
     @property
     def unreachable_hosts(self) -> tuple[str, ...]:
-        """Those from which no agent came."""
+        """The hosts without an agent."""
         return tuple(peer.name for peer in self._peers.all if peer.hello is None)
 
     def run(self) -> JobOutcome:
-        """The whole attempt. Raises LaunchError where it cannot begin."""
+        """Run the attempt. Raises LaunchError if it cannot begin."""
         status = 1  # of an attempt that cannot begin
         try:
             for stage in (self._connect, self._prepare, self._start):
@@ -162,7 +160,7 @@ class Launcher:
         return self._outcome()
 
     def only_plan(self) -> JobPlan:
-        """Asks the hosts what they have, and starts nothing there but agents, which leave again."""
+        """Return the plan: start agents, ask them, and end them."""
         try:
             self._connect()
             if self._stop.has_come:
@@ -183,7 +181,7 @@ class Launcher:
         self._prepared = preparation.run()
         if self._prepared is not None:
             for note in self._prepared.plan.notes:
-                if note not in self._allocation.notes:  # those were said before
+                if note not in self._allocation.notes:  # shown before
                     self._screen.say(note)
 
     @property
@@ -210,7 +208,7 @@ class Launcher:
         )
 
     def _watch(self) -> None:
-        """Until no rank is left: ended by themselves, after a failure or a signal by us."""
+        """Wait until no rank is left. After a failure or a signal, stop the ranks and then kill them."""
         self._loop.run(lambda: not self._are_running or self._is_cut_short)
         if not self._are_running:
             return
@@ -288,24 +286,24 @@ class Launcher:
             self._sweeps.begin(peer.index, peer.name, peer.channel.was_silent)
         many, count = len(self._peers.all) > 1, len(running)
         if many:
-            text += f"; its {count} rank{'s' if count > 1 else ''} are given up, and the others were stopped"
+            text += f"; its {count} rank{'s' if count > 1 else ''} are lost, and the other ranks were stopped"
         self._endings.add_failure(Failure(peer.channel.lost_at, 1, peer.name, text=text))
 
     def _take_stall(self, late: Sequence[int]) -> None:
         if self._request.on_stall == "stop":
-            text = f"{len(late)} rank{'s' if len(late) > 1 else ''} made no step in time; all ranks were stopped"
+            text = f"{len(late)} rank{'s' if len(late) > 1 else ''} finished no step in time; all ranks were stopped"
             self._endings.add_failure(Failure(time.monotonic(), 1, text=text))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _leave(self, status: int) -> None:
-        """Ends all agents with `status`, and waits until what the ranks have printed is shown; a signal ends that."""
+        """End all agents with `status`, and wait until the ranks' output is shown, or a signal comes."""
         self._is_leaving = True
         if self._stall is not None:
             self._stall.close()
         self._peers.leave(Leave(status), 2 * _KILLED_SECONDS)
         self._sweeps.finish()
-        kill_descendants()  # orphans that came here, should an agent and its guard have been killed together
+        kill_descendants()  # orphans are adopted here if an agent and its guard were killed together
         reap_all(_KILLED_SECONDS)
         self._screen.close(self._stop)
 

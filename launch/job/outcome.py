@@ -1,4 +1,4 @@
-"""How an attempt has ended: by which signal, or by which failure, in words."""
+"""The outcome of an attempt: a signal or the first failure, and the text about it."""
 
 import shutil
 import signal
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from ...watch.waiting import named
 from ..wire.loop import Loop
 
-_SAME_SIGNAL_SECONDS = 0.2  # a terminal, a resource manager and `timeout` may all send the same one
+_SAME_SIGNAL_SECONDS = 0.2  # a terminal, a resource manager and `timeout` may all send the same signal
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Those that have come to this process, or to an agent. first: is told of the first one.
+    """Signals that came to this process or to an agent. A second signal kills.
 
-    number: of the last one that counts, None before any. time: when the first came. A second one kills.
+    first: called with the first signal. number: the last signal that counts; None before any. time: of the first.
     """
 
     def __init__(self, loop: Loop, first: Callable[[int], None]) -> None:
@@ -29,6 +29,7 @@ class StopSignals:
             loop.on_signal(number, lambda number=number: self.take(number))  # type: ignore[misc]
 
     def take(self, number: int) -> None:
+        """Take a signal."""
         now = time.monotonic()
         self.count += 1
         if self.number is None:
@@ -52,10 +53,10 @@ _LEAST_WIDTH, _MOST_WIDTH = 40, 120
 
 @dataclass(frozen=True)
 class Failure:
-    """clock: when, by the launcher's time.monotonic(), as exact as `uncertainty` says, in seconds.
+    """clock: when, by the launcher's time.monotonic(), within `uncertainty` seconds.
 
-    rank: None: the whole host, or the launcher's own decision. status: as Popen.returncode has it. text: what happened,
-    where no status says it. last_lines: None: not known.
+    rank: None: the whole host, or the launcher's decision. status: as Popen.returncode. text: the event, if no
+    status says it. last_lines: None: unknown.
     """
 
     clock: float
@@ -69,14 +70,14 @@ class Failure:
 
     @property
     def exit_status(self) -> int:
-        """For the shell."""
+        """The exit status for the shell."""
         return 128 - self.status if self.status < 0 else self.status
 
 
 def first_of(failures: Sequence[Failure]) -> Failure | None:
-    """The one that the others are likely to follow from, of failures in the order in which they were heard of.
+    """Return the likely cause among failures, in the order of their messages.
 
-    The first that was heard of, unless another one was surely before it by the clocks.
+    It is the first message, unless by the clocks another failure surely came before.
     """
     first = None
     for failure in failures:
@@ -86,7 +87,7 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
 
 
 def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Sequence[int] = ()) -> str:
-    """The closing message. ended: the ranks that had ended with exit status 0 before the failure."""
+    """Return the closing message. ended: ranks that had ended with exit status 0 before the failure."""
     if failure.rank is None:
         return failure.text
     where = f"host {failure.host}, process {failure.pid}" if has_many_hosts else f"process {failure.pid}"
@@ -95,9 +96,9 @@ def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Seq
         text += "; the other ranks were stopped" if len(ended) < world_size - 1 else ""
     if ended:
         text += (
-            f". {named(ended)} had ended before, with exit status 0: if rank {failure.rank} still trained, the ranks "
-            "have different numbers of batches; put the loop into `with engine.join():`, let a DistributedSampler pad "
-            "them, or end all ranks at the smallest number. If it saved, every rank must call save_checkpoint"
+            f". {named(ended)} had ended before with exit status 0: if rank {failure.rank} still trained, the ranks "
+            "have different numbers of batches. Put the loop into `with engine.join():`, let a DistributedSampler pad "
+            "the batches, or end all ranks after the smallest number. If it saved, every rank must call save_checkpoint"
         )
     if failure.last_lines is None:
         return text + ". Its output is above."
@@ -108,7 +109,7 @@ def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Seq
 
 
 def box(title: str, lines: Sequence[str]) -> str:
-    """`lines`, whole ones, with a frame at their left, above and below."""
+    """Draw a frame at the left, above and below whole lines."""
     columns = shutil.get_terminal_size().columns
     width = max(_LEAST_WIDTH, min(_MOST_WIDTH, columns - 1, 4 + max(map(len, lines), default=0)))
     middle = "".join(f"\n│ {line}" for line in lines)
@@ -119,8 +120,8 @@ def _reason(status: int) -> str:
     text = f"failed with exit status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
     if status == -signal.SIGKILL:
         text += (
-            " before anything in this job had sent it: the kernel's out-of-memory killer is a usual cause (`dmesg` "
-            "shows it), so try less memory per rank"
+            " before this job sent it. A usual cause is the kernel's out-of-memory killer (see `dmesg`): try less "
+            "memory per rank"
         )
     return text
 
@@ -134,10 +135,10 @@ def _signal_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """status: for the shell. failure: the first, None where none was, or where a signal stopped the job.
+    """The outcome of an attempt. status: for the shell. failure: the first; None without, or after a signal.
 
-    lost_hosts: whose agents were lost. was_started: whether ranks ran. ended: those that had ended with exit status 0
-    before the failure.
+    lost_hosts: hosts with lost agents. was_started: whether ranks ran. ended: ranks with exit status 0 before
+    the failure.
     """
 
     status: int
@@ -149,7 +150,7 @@ class JobOutcome:
 
 
 class Endings:
-    """What has come to an end so far, in the order in which it was heard of."""
+    """Collects the ends of ranks and hosts, in the order of their messages."""
 
     def __init__(self) -> None:
         self._failures: list[Failure] = []
@@ -161,23 +162,23 @@ class Endings:
         return bool(self._failures)
 
     def add_failure(self, failure: Failure) -> None:
-        """One that ends the attempt."""
+        """Add a failure that ends the attempt."""
         self._failures.append(failure)
 
     def add_lost_host(self, name: str) -> None:
-        """Its agent is lost, whether or not the attempt goes on without it."""
+        """Add a host with a lost agent."""
         self._lost_hosts.append(name)
 
     def add_done(self, rank: int) -> None:
-        """It has ended with exit status 0."""
+        """Add a rank that ended with exit status 0."""
         if not self._failures:
             self._ended.append(rank)
 
     def outcome(self, stop: StopSignals, was_started: bool) -> JobOutcome:
-        """What becomes of it, if nothing more is heard of."""
+        """Return the outcome so far."""
         failure = first_of(self._failures)
         lost = tuple(self._lost_hosts)
-        # Where the clocks do not tell which came first, a rank has ended because it was told to.
+        # If the clocks do not tell whether the signal or a rank's end came first, the signal caused the end.
         latest = float("inf") if failure is None else failure.clock + failure.uncertainty
         if stop.number is not None and latest > stop.time and (failure is not None or not was_started):
             return JobOutcome(128 + stop.number, None, stop.number, lost, was_started)

@@ -1,4 +1,4 @@
-"""The agents of a job as the launcher has them: linked, known by their Hello, spoken to, and lost."""
+"""The launcher's connections to the agents of a job: connect, ask, send, and notice losses."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,9 @@ Answer = TypeVar("Answer", Held, Reached, Checked)
 
 @dataclass
 class Peer:
-    """One host. hello: None until its agent has spoken. lost: why there is no agent (any more).
+    """A host. hello: None until its agent has spoken. lost: why it has no agent.
 
-    running: the ranks there that have been started and have not ended.
+    running: its ranks that have started and not ended.
     """
 
     index: int
@@ -33,20 +33,20 @@ class Peer:
     running: set[int] = field(default_factory=set)
 
     def send(self, message: Message) -> None:
-        """To its agent, if there is one."""
+        """Send to its agent, if any."""
         if self.channel is not None:
             self.channel.send(message)
 
     @property
     def is_here(self) -> bool:
-        """Whether its agent can be spoken to."""
+        """Whether its agent can be reached."""
         return self.hello is not None and self.lost is None
 
 
 class Peers:
     """Connects to all hosts over a transport. received, lost: called for agents that have said Hello.
 
-    say: a line for the user.
+    say: shows the user a line.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Peers:
         self._say = say
         self._is_leaving = False
         self._answers: dict[int, Message] = {}
-        self._unknown: set[Channel] = set()  # linked, and of no host yet
+        self._unknown: set[Channel] = set()  # linked, but their host is not known yet
 
     def connect(self, timeout_seconds: float, is_stopped: Callable[[], bool]) -> None:
-        """Returns when every agent has said Hello, or `is_stopped`. Raises LaunchError where one does not come."""
+        """Wait until every agent has said Hello, or `is_stopped`. Raises LaunchError if an agent is missing."""
         try:
             self._transport.start(self._loop, [peer.name for peer in self.all], self)
         except FileNotFoundError as error:
             raise LaunchError(
-                f"the agents cannot be started: expected the program '{error.filename}' on the PATH of this host, "
-                "found none; install it, load its module, or choose another --transport"
+                f"the agents cannot be started: the program '{error.filename}' is not on the PATH of this host. "
+                "Install it, load its module, or choose another --transport"
             ) from error
         except OSError as error:
             raise LaunchError(f"the agents cannot be started: {error}") from error
@@ -99,12 +99,12 @@ class Peers:
             raise LaunchError(f"{many}; nothing was started:\n{reasons}\n{self._transport.advice}")
 
     def send(self, message: Message) -> None:
-        """To every agent that is there."""
+        """Send to every agent."""
         for peer in self.all:
             peer.send(message)
 
     def linked(self, link: Link) -> None:
-        """See Events."""
+        """Take a new link: see Events."""
         peer = None if link.index is None else self.all[link.index]
 
         def received(message: Message) -> None:
@@ -143,17 +143,17 @@ class Peers:
         channel.send(Welcome(wants_addresses=len(self.all) > 1))
 
     def unreachable(self, index: int | None, reason: str) -> None:
-        """See Events."""
+        """Note that a host will not connect: see Events."""
         for peer in self.all:
             if peer.hello is None and peer.lost is None and index in (None, peer.index):
                 peer.lost = reason
 
     def say(self, text: str) -> None:
-        """See Events."""
+        """Show the user a line: see Events."""
         self._say(text)
 
     def talk(self, host: str, line: str) -> None:
-        """See Events. Kept until the host is there: should it not come, its reason has the same lines."""
+        """Show a transport's line about a host. Lines are kept until its Hello: an error would repeat them."""
         peer = next((peer for peer in self.all if peer.name == host), None)
         if not line.strip():
             return
@@ -169,9 +169,9 @@ class Peers:
         is_cut_short: Callable[[], bool],
         is_complete: bool = True,
     ) -> dict[int, Answer]:
-        """The answers by index of host, as the questions are; some are missing where it was cut short.
+        """Ask the agents and return their answers by host index. Answers are missing if it was cut short.
 
-        Raises LaunchError where one does not come in time, unless it need not be complete.
+        Raises LaunchError if an answer is late, unless is_complete is False.
         """
         self._answers = {}
         for index, question in questions.items():
@@ -183,11 +183,11 @@ class Peers:
         return {index: answer for index, answer in self._answers.items() if isinstance(answer, kind)}
 
     def answered(self, peer: Peer, message: Message) -> None:
-        """To `ask`."""
+        """Take an answer to `ask`."""
         self._answers[peer.index] = message
 
     def leave(self, message: Leave, timeout_seconds: float) -> None:
-        """Sends `message` to all, waits for their end, then ends the channels and what the transport has started."""
+        """Send `message` to all agents, wait for them to end, then close the channels and the transport."""
         self._is_leaving = True
         for peer in self.all:
             if peer.channel is not None and not peer.is_here:
@@ -209,12 +209,12 @@ class Peers:
             self._received(peer, message)
 
     def _welcome(self, channel: Channel, hello: Hello, peer: Peer | None) -> Peer | None:
-        """Takes the agent for its host; None: it is none of this job's."""
+        """Assign the agent to its host, and return the host; None if it is no host of this job."""
         if peer is None:
             self._unknown.discard(channel)
             peer = host_of(hello, [other for other in self.all if other.channel is None])
             if peer is None:
-                self._refuse(channel, hello, "it is on no host of this job that waits for one")
+                self._refuse(channel, hello, "no host of this job waits for an agent from there")
                 return None
             peer.channel = channel
         peer.hello = hello
@@ -226,7 +226,7 @@ class Peers:
     def _refuse(self, channel: Channel, hello: Hello, why: str) -> None:
         self._unknown.discard(channel)
         self._loop.post(channel.close)
-        self._say(f"an agent ({', '.join(hello.names[:2])}, process {hello.pid}) was sent away: {why}")
+        self._say(f"an agent ({', '.join(hello.names[:2])}, process {hello.pid}) was refused: {why}")
 
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._is_leaving:
@@ -249,7 +249,7 @@ class Peers:
 
 
 def host_of(hello: Hello, waiting: Sequence[Peer]) -> Peer | None:
-    """The peer that the agent belongs to: by its index, by a name of its host, by an address, or the only one left."""
+    """Return the host of an agent: by its index, a host name, an address, or the only host left."""
     if hello.index is not None:
         return next((peer for peer in waiting if peer.index == hello.index), None)
     for peer in waiting:

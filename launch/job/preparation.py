@@ -1,7 +1,4 @@
-"""What a user asks of the launcher, apart from where, and what is settled with the agents before a rank starts.
-
-The plan, the place of rank 0's store, that all is well, and which attempt of the job this is.
-"""
+"""The user's request to the launcher, and the preparation of an attempt with the agents: plan, port, checks."""
 
 import sys
 import time
@@ -19,13 +16,12 @@ from .peers import ANSWER_SECONDS, Peers
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks of the launcher.
+    """The user's options, apart from the hosts.
 
-    command: of a rank, the interpreter first; arguments: those of the script. environment: as `job_environment` gives
-    it. grace_seconds: between asking a rank to stop and killing it. step_limit_seconds: None: as the ranks' config
-    says. connect_seconds: for the agents of all hosts to come.
-    max_restarts: 0: none. min_hosts: with fewer the job ends; None: all. max_hosts: the others wait in reserve.
-    notes_of_one_rank: what is said where the job has no more than one.
+    command: of a rank, starting with the interpreter. arguments: of the script. environment: see `job_environment`.
+    grace_seconds: between asking a rank to stop and killing it. step_limit_seconds: None: as in the ranks' config.
+    connect_seconds: limit for the agents of all hosts. min_hosts: the job ends with fewer; None: all. max_hosts:
+    further hosts wait in reserve. notes_of_one_rank: shown if the job has a single rank.
     """
 
     command: tuple[str, ...]
@@ -48,13 +44,13 @@ class Request:
     notes_of_one_rank: tuple[str, ...] = ()
 
 
-# gloo would listen at the address that the host's name leads to. "": its choice, where the name is not known.
+# By default gloo listens at the address of the host's name. "": keep that, if the interface's name is unknown.
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else ""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """port: of rank 0's store. interfaces: host -> its interface that leads there; "": not known."""
+    """port: of rank 0's store. interfaces: host index -> its interface towards the store, "" if unknown."""
 
     plan: JobPlan
     port: int
@@ -62,7 +58,7 @@ class Prepared:
 
 
 class Preparation:
-    """Asks the agents. is_cut_short: a signal or a loss has ended the attempt. say: a line for the user."""
+    """Prepares an attempt with the agents. is_cut_short: a signal or a loss ended it. say: shows the user a line."""
 
     def __init__(
         self,
@@ -79,7 +75,7 @@ class Preparation:
         self._say = say
 
     def run(self) -> Prepared | None:
-        """None where it was cut short. Raises LaunchError where the job cannot run like this."""
+        """Prepare, or return None if cut short. Raises LaunchError if the job cannot run like this."""
         plan = plan_of(self._peers, self._request, self._allocation)
         is_local = len(plan.hosts) == 1
         held = self._peers.ask({0: Hold(self._request.master_port, is_local)}, Held, self._is_cut_short)
@@ -98,7 +94,7 @@ class Preparation:
         return None if self._is_cut_short() else Prepared(plan, port, interfaces)
 
     def _rendezvous_point(self, plan: JobPlan, port: int) -> tuple[str, dict[int, str]]:
-        """The first address of rank 0's host that all others reach, and the interfaces that lead there."""
+        """Return the first address of rank 0's host that all hosts reach, and each host's interface towards it."""
         first, *others = self._peers.all
         assert first.hello is not None
         candidates = tuple(dict.fromkeys([plan.master_address, *first.hello.addresses]))
@@ -111,13 +107,13 @@ class Preparation:
                 return address, {index: _interface(found, address) for index, found in reached.items()}
         lines = [f"  {peer.name} reaches {', '.join(reached[peer.index].interfaces) or 'none'}" for peer in others]
         raise LaunchError(
-            f"no address of {first.name}, where rank 0's store is to be, can be reached from all other hosts; tried "
-            f"{', '.join(candidates)} at port {port}:\n" + "\n".join(lines) + "\nIs there a firewall between them? "
+            f"no address of {first.name}, the host of rank 0's store, can be reached from all hosts; tried "
+            f"{', '.join(candidates)} at port {port}:\n" + "\n".join(lines) + "\nCheck the firewall between the hosts. "
             "--master-port chooses a port that it lets through."
         )
 
     def _check(self, plan: JobPlan, port: int) -> None:
-        """Raises LaunchError after having shown what is wrong."""
+        """Check the hosts and show faults. Raises LaunchError for a fatal fault."""
         request = self._request
         folders = [*request.check_folders, *folders_of_config(request.arguments, Path(request.folder))]
         has_devices = any(peer.hello is not None and peer.hello.report.devices for peer in self._peers.all)
@@ -144,16 +140,16 @@ class Preparation:
         for fault in wrong:
             self._say(f"{'' if fault.is_fatal else 'warning: '}{fault}")
         if any(fault.is_fatal for fault in wrong):
-            raise LaunchError("nothing was started; mend what is said above, or disregard it with --no-preflight")
+            raise LaunchError("nothing was started. Fix the faults above, or skip the checks with --no-preflight")
 
 
 def _interface(found: Reached, address: str) -> str:
-    """That leads to `address`; rank 0's host itself may know it as a loopback address, and then any of its others."""
+    """Return the interface towards `address`. Rank 0's host may see it as loopback: then any of its interfaces."""
     return found.interfaces.get(address) or next(filter(None, found.interfaces.values()), "")
 
 
 def plan_of(peers: Peers, request: Request, allocation: Allocation, master_address: str | None = None) -> JobPlan:
-    """The plan for hosts that have all said Hello. Raises LaunchError where they have less than is asked."""
+    """Plan for hosts after the Hello of all agents. Raises LaunchError if they have too few resources."""
     reports = [peer.hello.report for peer in peers.all if peer.hello is not None]
     plan = make_plan(
         allocation,
@@ -169,9 +165,9 @@ def plan_of(peers: Peers, request: Request, allocation: Allocation, master_addre
 
 @dataclass(frozen=True)
 class Attempt:
-    """identity: of the job, the same in all attempts.
+    """An attempt of a job. identity: of the job, the same in all attempts.
 
-    restarts: how many attempts came before it; first_world_size: the ranks of the first one, None in that one itself.
+    restarts: number of attempts before. first_world_size: ranks of the first attempt; None in the first attempt.
     """
 
     identity: str
@@ -179,7 +175,7 @@ class Attempt:
     first_world_size: int | None = None
 
     def job(self, plan: JobPlan, request: Request, inherits_terminal: bool) -> Job:
-        """What every agent is told."""
+        """Return the message part that all agents get."""
         return Job(
             identity=self.identity,
             command=plan.command,
@@ -192,13 +188,13 @@ class Attempt:
         )
 
     def environment(self, port: int, world_size: int) -> dict[str, str]:
-        """Of every rank: what the plan cannot know. port: of rank 0's store."""
+        """Return the variables of every rank that the plan does not know. port: of rank 0's store."""
         return {
             "MASTER_PORT": str(port),
             "LOWTIDE_RESTART_COUNT": str(self.restarts),
             "LOWTIDE_FIRST_WORLD_SIZE": str(self.first_world_size or world_size),
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_RUN_ID": self.identity,
-            # Inside of a job of torchrun it is set, and rank 0 would look for torchrun's store instead of opening one.
+            # Inside a torchrun job it is set, and rank 0 would connect to torchrun's store instead of opening a store.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }

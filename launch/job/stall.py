@@ -1,4 +1,4 @@
-"""Notices when ranks make no step for too long, and collects who waits for whom and their Python stacks."""
+"""Notice ranks that finish no step for too long; report the waits between ranks, and Python stacks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +12,14 @@ from .peers import Peers
 
 _LOOK_SECONDS = 1.0
 _STACK_SECONDS = 5.0
-_ENDED = "ended with exit status 0"  # in the place of an activity
+_ENDED = "ended with exit status 0"  # shown as an activity
 
 
 class StallWatch:
-    """Looks each second at what the agents have reported of the ranks.
+    """Looks at the agents' reports each second.
 
-    limit_seconds: of a step; None: as the ranks' config says. report: called with a text for the user, once for each
-    stall. ended: called after it; the job may be stopped there.
+    limit_seconds: of a step; None: as in the ranks' config. report: called with a text for the user, once for each
+    stall. ended: called after it, and may stop the job.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StallWatch:
         self._report = report
         self._ended = ended
         self._newest: dict[int, RankProgress | None] = dict.fromkeys(hosts)
-        self._left: dict[int, tuple[float, RankProgress]] = {}  # when, and what was last heard
+        self._left: dict[int, tuple[float, RankProgress]] = {}  # rank -> when it ended, and its last report
         self._reported: set[int] = set()
         self._stacks: dict[int, str] = {}
         self._awaited: set[int] = set()
@@ -46,23 +46,23 @@ class StallWatch:
         self._look()
 
     def progress(self, message: ProgressReport) -> None:
-        """What an agent has said."""
+        """Take an agent's report."""
         self._newest.update({report.rank: report for report in message.ranks})
 
     def stack(self, message: StackDump) -> None:
-        """What an agent has answered."""
+        """Take an agent's answer."""
         self._stacks[message.rank] = message.text
         self._awaited.discard(message.rank)
 
     def gone(self, rank: int, has_ended: bool) -> None:
-        """A rank's process is gone. has_ended: with exit status 0; then others may still wait for it."""
+        """Note that a rank's process is gone. has_ended: with exit status 0; ranks may still wait for it."""
         report = self._newest.pop(rank, None)
         if report is not None and has_ended:
             self._left[rank] = time.monotonic(), replace(report, activity=_ENDED, unit="", microbatch=None, wait=None)
         self._awaited.discard(rank)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stop looking."""
         self._is_closed = True
 
     def _look(self) -> None:

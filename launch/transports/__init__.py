@@ -1,4 +1,4 @@
-"""How the agent of a host is started, and by what it is talked to."""
+"""Start the agents of hosts, and connect to them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,9 +16,9 @@ def transport_for(
     ssh_port: int | None = None,
     ssh_options: Sequence[str] = (),
 ) -> AgentTransport:
-    """A fresh one, for one attempt.
+    """Make a new transport for an attempt.
 
-    silence_seconds: after which an agent, or for it the launcher, is lost. needs_terminal: see LocalTransport.
+    silence_seconds: until an agent, or on its side the launcher, is lost. needs_terminal: see LocalTransport.
     """
     if allocation.transport == "ssh":
         return SshTransport(silence_seconds, ssh_port, ssh_options)

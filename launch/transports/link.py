@@ -1,4 +1,4 @@
-"""How agents are started and reached: what every transport gives, and what several of them share."""
+"""The interface of transports, which start agents and connect to them, and a client for several transports."""
 
 import contextlib
 import os
@@ -23,8 +23,8 @@ END_SECONDS = 2.0
 class Link:
     """A connection to an agent. index: of its host; None: the agent's Hello tells. has_talk: MAGIC comes first.
 
-    silence_seconds: see `Channel`; None where a loss is always told by the end of the stream. seal: None where nobody
-    else can speak on it: it is a pipe to a process that we have started.
+    silence_seconds: see `Channel`; None if the end of the stream always tells a loss. seal: None if nobody else can
+    write to it: a pipe to a process that we started.
     """
 
     index: int | None
@@ -36,62 +36,65 @@ class Link:
 
 
 class Events(Protocol):
-    """Whom a transport tells what happens; all in the loop's thread."""
+    """Receives a transport's events, in the loop's thread."""
 
     def linked(self, link: Link) -> None:
-        """An agent can be spoken to."""
+        """An agent is connected."""
 
     def unreachable(self, index: int | None, reason: str) -> None:
-        """No agent will come from this host; None: from any host that has none yet."""
+        """No agent will come from this host; None: from no further host."""
 
     def talk(self, host: str, line: str) -> None:
-        """Something on the way to the host, such as ssh, says this to the user."""
+        """A program on the way to the host, for example ssh, prints a line."""
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Show the user a line."""
 
 
-class AgentTransport(Protocol):
-    """Starts agents.
+class AgentTransport:
+    """Starts agents and connects to them. Methods have the defaults of a transport without that ability.
 
-    inherits_terminal: the agent of host 0 has this process's own stdin, stdout and stderr. advice: for the user, where
-    a host does not come.
+    inherits_terminal: whether the agent of host 0 has this process's stdin, stdout and stderr. advice: for the user, if
+    a host does not connect.
     """
 
-    inherits_terminal: bool
-    advice: str
+    inherits_terminal = False
+    advice = ""
 
     def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
-        """Starts an agent on every host, all at once, and comes back at once."""
+        """Start an agent on every host, all at once, without waiting."""
+        raise NotImplementedError
 
     def admit_no_more(self) -> None:
-        """Every host has its agent: no other connection is taken."""
+        """Refuse further connections: every host has its agent."""
 
     def why_lost(self, index: int) -> str:
-        """What is known about the end of a link; "" if nothing is. Waits a moment for the end of what held it."""
+        """Return the known reason for the end of a link, or "". Waits briefly for the program that held it."""
+        return ""
 
     def give_up(self, index: int) -> None:
-        """Ends what holds the link to a host that is not heard any more."""
+        """End the program that holds the link to a silent host."""
 
     def orphans_command(self, index: int, identity: str) -> list[str] | None:
-        """What runs orphans.py on a host whose agent is lost; None where only that agent's way leads there."""
+        """Return a command that runs orphans.py on a host with a lost agent; None without a second way there."""
+        return None
 
     def close(self) -> None:
-        """Ends whatever still connects to the agents; to be called when they have left, or are given up."""
+        """End all connections. Called when the agents have left or are given up."""
 
 
 def agent_command(*options: str, python: str = sys.executable) -> list[str]:
-    """The command line of an agent. -P: no file of the user's folder stands in for a module of the library."""
+    """Return an agent's command line. -P: files in the user's folder cannot replace modules of the library."""
     return module_command("agent.agent", *options, python=python)
 
 
 def module_command(module: str, *options: str, python: str = sys.executable) -> list[str]:
-    """The command line of a module of launch/, as for `agent_command`."""
+    """Return the command line of a module of launch/, as `agent_command` does."""
     return [python, "-P", "-m", f"lowtide.launch.{module}", *options]
 
 
 class Client:
-    """A program between us and agents (ssh, srun, mpirun): what it says is passed on, and it ends with this process.
+    """A program between this process and agents (ssh, srun, mpirun). It ends with this process.
 
     talk: called with `host` and each line of its stderr, and of its stdout unless that is the link.
     """
@@ -116,7 +119,7 @@ class Client:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if is_link else subprocess.STDOUT,
             env=None if environment is None else dict(environment),
-            process_group=0,  # a Ctrl-C is passed on to the ranks and must not cut the line to them
+            process_group=0,  # Ctrl-C goes to the ranks and must not cut the connection to them
             preexec_fn=die_with_parent(),  # only the main thread starts processes
         )
         said = self._process.stderr if is_link else self._process.stdout
@@ -127,7 +130,7 @@ class Client:
         loop.on_readable(self._said_fd, self._read)
 
     def link(self, index: int, silence_seconds: float) -> Link:
-        """Its stdin and stdout; the descriptors belong to whom they are given."""
+        """Return its stdin and stdout as a link. The caller owns the descriptors."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         read_fd, write_fd = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
@@ -137,16 +140,16 @@ class Client:
 
     @property
     def exit_status(self) -> int | None:
-        """None: it runs."""
+        """None while it runs."""
         return self._process.poll()
 
     def epitaph(self) -> str:
-        """How it has ended, and the last lines that it said; waits a moment for its end."""
+        """Return how it ended and its last lines. Waits briefly for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         self._read()
         status = self._process.poll()
-        name = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # a list, see above
+        name = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # `command` is a list
         if status is None:
             how = f"{name} still runs"
         elif status < 0:
@@ -156,11 +159,11 @@ class Client:
         return how + "".join(f"\n    {line}" for line in self._last)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill it."""
         self._process.kill()
 
     def close(self, seconds: float = END_SECONDS) -> None:
-        """Lets it end in so many seconds, and sees to it that it does."""
+        """Wait `seconds` for its end, then kill it."""
         self._forget()
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):

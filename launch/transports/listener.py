@@ -1,9 +1,8 @@
-"""The port at which agents connect, and what may happen there before they have proved that they have the token.
+"""The port for agents, protected against connections without the token.
 
-Everybody who reaches the port is a stranger first; [Note: nothing before proof] in handshake.py. One may have a
-connection for PROOF_SECONDS, whatever it sends meanwhile, and say ANSWER_BYTES. All strangers together may have
-MAX_STRANGERS connections: another one takes the place of the oldest of the address that has the most, so that an agent,
-which needs milliseconds, comes in beside a host that does nothing but connect.
+A new connection is a stranger: [Note: nothing before proof] in handshake.py. It may last PROOF_SECONDS and send
+ANSWER_BYTES. All strangers together may have MAX_STRANGERS connections. A further connection replaces the oldest of the
+address with the most, so an agent, within milliseconds, gets in beside a host that floods the port.
 """
 
 import contextlib
@@ -18,14 +17,14 @@ from .link import Events, Link
 
 MAX_STRANGERS = 128
 _SAY_SECONDS = 10.0
-_PAUSE_SECONDS = 0.5  # where the system gives no more connections
+_PAUSE_SECONDS = 0.5  # if the system has no more descriptors
 
 
 class Listener:
-    """Takes the connections of agents at a port of this host, and tells `events` of those that have the token."""
+    """Accepts agents at a port of this host, and passes those with the token to `events`."""
 
     def __init__(self, loop: Loop, port: int, token: str, events: Events, silence_seconds: float) -> None:
-        """port: 0 for a free one. silence_seconds: of a `Link`. Raises OSError where the port is taken."""
+        """port: 0: a free port. silence_seconds: of a `Link`. Raises OSError if the port is taken."""
         self._loop = loop
         self._token = token
         self._events = events
@@ -44,7 +43,7 @@ class Listener:
         loop.on_readable(self._socket.fileno(), self._accept)
 
     def close(self) -> None:
-        """Nobody may connect any more, and strangers are sent away. To be called any number of times."""
+        """Close the port and all strangers' connections. May be called again."""
         if not self._is_open:
             return
         self._is_open = False
@@ -58,7 +57,7 @@ class Listener:
     def _accept(self) -> None:
         try:
             connection, place = self._socket.accept()
-        except (BlockingIOError, ConnectionError):  # it is gone again
+        except (BlockingIOError, ConnectionError):  # it has disconnected
             return
         except OSError as error:
             self._pause(error)
@@ -66,12 +65,12 @@ class Listener:
         if len(self._strangers) >= MAX_STRANGERS:
             address = Counter(stranger.address for stranger in self._strangers).most_common(1)[0][0]
             oldest = next(stranger for stranger in self._strangers if stranger.address == address)
-            self._refuse(oldest, f"{MAX_STRANGERS} connections wait for their proof, and it is the oldest")
+            self._refuse(oldest, f"{MAX_STRANGERS} connections wait for their proof, and this is the oldest")
         address = str(place[0]).removeprefix("::ffff:")
         self._strangers.append(_Stranger(self._loop, connection, address, self._token, self._admit, self._refuse))
 
     def _pause(self, error: OSError) -> None:
-        """No descriptor is left, say: those of strangers are given back, and others wait in the queue for a moment."""
+        """Free the strangers' descriptors, and let new connections wait in the queue for a moment."""
         for stranger in [*self._strangers]:
             self._refuse(stranger, _none_left(error))
         self._loop.forget(self._socket.fileno())
@@ -93,10 +92,10 @@ class Listener:
 
 
 class _Stranger:
-    """A connection that has proved nothing. Ends with a call of `admit` or of `refuse`.
+    """A connection without proof. Ends with a call of `admit` or `refuse`.
 
-    admit: owns the descriptors that it is given, one to read and one to write. refuse: takes the reason, "" where it
-    has gone again without a word, as probes of ports do.
+    admit: takes over a descriptor to read and one to write. refuse: takes the reason, "" if it disconnected without a
+    word, as port scans do.
     """
 
     def __init__(
@@ -119,12 +118,12 @@ class _Stranger:
         loop.on_readable(connection.fileno(), self._read)
         in_time = f"it did not prove within {PROOF_SECONDS:g} s that it has this job's token"
         self._timer = loop.after(PROOF_SECONDS, lambda: refuse(self, in_time))
-        with contextlib.suppress(OSError):  # its end is read
+        with contextlib.suppress(OSError):  # `_read` notices that it has ended
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.send(self._handshake.greeting)
 
     def close(self) -> None:
-        """Sends it away."""
+        """Disconnect."""
         self._forget()
         self._connection.close()
 
@@ -155,7 +154,7 @@ class _Stranger:
             self._refuse(self, _none_left(error))
         else:
             self._forget()
-            with contextlib.suppress(OSError):  # the channel reads that it has ended
+            with contextlib.suppress(OSError):  # the channel notices that it has ended
                 self._connection.send(welcome)
             self._admit(self, (self._connection.detach(), write_fd), seal)
 
@@ -165,7 +164,7 @@ def _none_left(error: OSError) -> str:
 
 
 class _Refusals:
-    """Says who was sent away, and at most every _SAY_SECONDS: a flood of strangers must not become one of lines."""
+    """Reports refused connections, at most every _SAY_SECONDS, so that a flood of strangers does not flood the user."""
 
     def __init__(self, loop: Loop, say: Callable[[str], None]) -> None:
         self._loop = loop
@@ -175,20 +174,20 @@ class _Refusals:
         self._is_quiet = False
 
     def add(self, address: str, why: str) -> None:
-        """A connection from `address` was sent away."""
+        """Report a refused connection, now or later."""
         if self._is_quiet:
             self._num_unsaid += 1
             self._last = (address, why)
             return
-        self._say(f"a connection from {address} was sent away: {why}")
+        self._say(f"a connection from {address} was refused: {why}")
         self._is_quiet = True
         self._loop.after(_SAY_SECONDS, self._speak)
 
     def close(self) -> None:
-        """Says what is unsaid."""
+        """Report all refusals not reported yet."""
         if self._num_unsaid:
             address, why = self._last
-            self._say(f"{self._num_unsaid} more connections were sent away, the last from {address}: {why}")
+            self._say(f"{self._num_unsaid} more connections were refused, the last from {address}: {why}")
             self._num_unsaid = 0
 
     def _speak(self) -> None:

@@ -1,6 +1,6 @@
-"""Transports that start the agents of other hosts: "ssh" with a client each, "srun" and "mpirun" with one step.
+"""Transports that start agents on several hosts: "ssh" with a client for each, "srun" and "mpirun" with a single step.
 
-ssh's stdin and stdout are the channel. The agents of a step connect to this process; no MPI library is needed.
+ssh's stdin and stdout are the channel. The agents of a step connect to this process by TCP, without an MPI library.
 """
 
 import os
@@ -16,7 +16,7 @@ from ..agent.agent import TOKEN_VARIABLE
 from ..hosts.host import LaunchError
 from ..hosts.reach import own_addresses
 from ..wire.loop import Loop
-from .link import END_SECONDS, Client, Events, agent_command, module_command
+from .link import END_SECONDS, AgentTransport, Client, Events, agent_command, module_command
 from .listener import Listener
 
 CONNECT_SECONDS = 10
@@ -24,13 +24,12 @@ _VERSION_SECONDS = 20.0
 _POLL_SECONDS = 0.5
 
 
-class StepTransport:
-    """Listens, runs `command(agent's command line, hosts)` once, and takes whom it starts.
+class StepTransport(AgentTransport):
+    """Listens, runs `command(agent's command line, hosts)` once, and accepts the agents that it starts.
 
-    A random token comes to the agents by the environment, which the command passes on, and never by a command line.
+    Agents get a random token through the environment, passed on by the command, never by a command line.
     """
 
-    inherits_terminal = False
     advice = "The command that starts the agents must reach every host, and every host must reach this one by TCP."
 
     def __init__(self, command: Callable[[Sequence[str], Sequence[str]], list[str]], silence_seconds: float) -> None:
@@ -60,11 +59,8 @@ class StepTransport:
         """See Transport."""
         return "" if self._client is None or self._client.exit_status is None else self._client.epitaph()
 
-    def give_up(self, index: int) -> None:
-        """See Transport: the step goes on for the other hosts."""
-
-    def orphans_command(self, index: int, identity: str) -> None:
-        """See Transport: a second step might wait for the first one's place."""
+    # No give_up: the step continues for the other hosts. No orphans_command: a second step might wait for the resources
+    # of the first.
 
     def close(self) -> None:
         """See Transport."""
@@ -79,16 +75,15 @@ class StepTransport:
             events.unreachable(None, self._client.epitaph())
 
 
-class SshTransport:
-    """One OpenSSH client a host, all at once; its stdin and stdout are the channel.
+class SshTransport(AgentTransport):
+    """An OpenSSH client for each host, all at once. Its stdin and stdout are the channel.
 
-    port: None: as ssh's configuration says. options: `Name=Value` for -o, or arguments such as `-F FILE`.
+    port: None: as in ssh's configuration. options: `Name=Value` for -o, or arguments like `-F FILE`.
     """
 
-    inherits_terminal = False
     advice = (
         "Try `ssh HOST true` by hand: it must work without a password (keys, known_hosts). The same Python, with "
-        f"lowtide, must be there: {sys.executable}. Leave hosts out with --exclude."
+        f"lowtide, must exist there: {sys.executable}. Leave hosts out with --exclude."
     )
 
     def __init__(self, silence_seconds: float, port: int | None = None, options: Sequence[str] = ()) -> None:
@@ -106,9 +101,6 @@ class SshTransport:
             self._clients.append(client)
             events.linked(client.link(index, self._silence_seconds))
 
-    def admit_no_more(self) -> None:
-        """See Transport: nobody else can."""
-
     def why_lost(self, index: int) -> str:
         """See Transport."""
         return self._clients[index].epitaph()
@@ -123,20 +115,20 @@ class SshTransport:
 
     def close(self) -> None:
         """See Transport."""
-        deadline = time.monotonic() + END_SECONDS  # of all together: there may be hundreds
+        deadline = time.monotonic() + END_SECONDS  # for all together, maybe hundreds
         for client in self._clients:
             client.close(max(0.0, deadline - time.monotonic()))
 
     def _with_path(self, host: str, remote: Sequence[str]) -> list[str]:
-        """PYTHONPATH goes along, because the module imports lowtide."""
+        """Pass PYTHONPATH on, because the module imports lowtide."""
         path = os.environ.get("PYTHONPATH")
         before = ["env", f"PYTHONPATH={path}"] if path else []
         return self.command(host, [*before, *remote])
 
     def command(self, host: str, remote: Sequence[str]) -> list[str]:
-        """The client's command line; `remote` reaches the host word by word."""
+        """Return the client's command line. `remote` reaches the host word by word."""
         words = ["ssh"]
-        for option in self._options:  # ssh takes the first value of a name: what the user gives wins
+        for option in self._options:  # ssh takes the first value of a name, so the user's options come first
             words += shlex.split(option) if option.startswith("-") else ["-o", option]
         words += ["-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         words += [] if self._port is None else ["-p", str(self._port)]
@@ -144,11 +136,11 @@ class SshTransport:
 
 
 def mpirun_command(agent: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    """One agent a host, not bound to cores. Raises LaunchError where there is no mpirun, or one that is not known."""
+    """Return mpirun's command: an agent a host, not bound to cores. Raises LaunchError without a known mpirun."""
     program = shutil.which("mpirun") or shutil.which("mpiexec")
     if program is None:
         raise LaunchError(
-            "--transport mpirun needs mpirun or mpiexec in the path, found neither; load the MPI module of your "
+            "--transport mpirun needs mpirun or mpiexec on the PATH, found neither. Load the MPI module of your "
             "cluster, or use --transport ssh"
         )
     return [program, *_flags(_version(program), hosts), *agent]
@@ -163,7 +155,10 @@ def _version(program: str) -> str:
 
 
 def _flags(version: str, hosts: Sequence[str]) -> list[str]:
-    """Sources: mpirun(1) of Open MPI 4 and 5; the Hydra manual of MPICH; Intel MPI's mpiexec.hydra is the latter's."""
+    """Return the flags of this mpirun.
+
+    Sources: mpirun(1) of Open MPI 4 and 5; the Hydra manual of MPICH, which Intel MPI's mpiexec.hydra follows.
+    """
     count = str(len(hosts))
     if "Open MPI" in version or "OpenRTE" in version:
         places = ",".join(f"{host}:1" for host in hosts)
@@ -173,13 +168,13 @@ def _flags(version: str, hosts: Sequence[str]) -> list[str]:
         return ["-n", count, "-ppn", "1", "-hosts", names, "-bind-to", "none", "-genvlist", TOKEN_VARIABLE]
     first = version.strip().splitlines()[0] if version.strip() else "nothing"
     raise LaunchError(
-        f'expected the mpirun of Open MPI, MPICH (Hydra) or Intel MPI, found one that says "{first}" about its '
-        "version; use --transport ssh or srun"
+        f'expected the mpirun of Open MPI, MPICH (Hydra) or Intel MPI, found the version text "{first}". Use '
+        "--transport ssh or srun"
     )
 
 
 def srun_command(agent: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    """One task a node, which may use all that the job has there, also beside other steps of the job.
+    """Return srun's command: a task for each node, with all of the job's resources there, even during other steps.
 
     Source: SLURM's srun manual; --overlap since 20.11. Without --exact a step has all cores of its nodes.
     """

@@ -1,1 +1,1 @@
-"""What launcher and agents say to each other, and how it travels."""
+"""Messages between launcher and agents, and their transport."""

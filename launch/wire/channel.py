@@ -1,11 +1,11 @@
-"""The line between the launcher and one agent: messages both ways, a sign of life each second, and the clocks' offset.
+"""The connection between the launcher and an agent: messages, beats, and the offset of the clocks.
 
-The launcher sends a Beat each second and the agent answers it, so that each hears the other.
+The launcher sends a Beat each second and the agent answers it, so that both hear each other.
 
 [Note: silence]
-A peer that has ended is noticed at once, by the end of its stream; silence tells only of a cut link, of a host that
-lost its power, or of a process that is stopped. It is counted in ticks of this side's own timer and not by the clock,
-because a process that was stopped itself (Ctrl-Z, a laptop's sleep) would find everyone silent when it wakes.
+The end of a peer's stream tells at once that it has ended. Silence means a cut link, a host without power, or a stopped
+process. It is counted in ticks of this side's timer, not by the clock: a process that was itself stopped (Ctrl-Z, a
+laptop's sleep) would find every peer silent when it wakes.
 """
 
 import os
@@ -17,14 +17,14 @@ from .loop import Loop, Timer
 from .messages import Beat, Message, decode, encode
 
 CHUNK_BYTES = 1 << 16
-MAGIC = b"=== lowtide agent ==="  # what comes before this line from a remote shell is its own talk
+MAGIC = b"=== lowtide agent ==="  # a remote shell may print lines before this line
 _TICKS_PER_BEAT = 2
 _LINE_LIMIT_BYTES = 1 << 26
 TICK_SECONDS = 0.5
 
 
 class Silence:
-    """limit_seconds: None: it is never over. since: when the peer was last heard."""
+    """How long a peer was silent. limit_seconds: None: without limit. since: when it was last heard."""
 
     def __init__(self, limit_seconds: float | None) -> None:
         self.is_over = False
@@ -33,12 +33,12 @@ class Silence:
         self._limit_seconds = limit_seconds
 
     def heard(self) -> None:
-        """The peer has said something."""
+        """Note that the peer was heard."""
         self.since = time.monotonic()
         self.seconds = 0.0
 
     def tick(self) -> bool:
-        """Each TICK_SECONDS. Whether it has lasted for the limit, before this tick."""
+        """Count a tick of TICK_SECONDS. Returns whether the limit was reached before this tick."""
         if self._limit_seconds is None:
             return False
         if self.seconds >= self._limit_seconds:
@@ -49,7 +49,7 @@ class Silence:
 
 
 class Outgoing:
-    """Lines to a descriptor, which it owns. Never blocks: what is not taken now is sent when it is."""
+    """Sends lines to a descriptor without blocking, and owns it. It keeps lines that are not taken yet."""
 
     def __init__(self, loop: Loop, fd: int) -> None:
         self._loop = loop
@@ -61,11 +61,11 @@ class Outgoing:
 
     @property
     def num_bytes(self) -> int:
-        """That wait."""
+        """The number of waiting bytes."""
         return len(self._unsent)
 
     def put(self, line: bytes) -> None:
-        """line: without its end. Lost where the peer has gone."""
+        """Send a line, without its newline. It is lost if the peer is gone."""
         if not self._is_broken:
             self._unsent += line + b"\n"
             self._write()
@@ -81,7 +81,7 @@ class Outgoing:
         except BlockingIOError:
             self._wait(True)
             return
-        except OSError:  # what it said before may still be there to be read: the end of reading tells
+        except OSError:  # the peer's last lines may still be unread: the reading side reports the end
             self._is_broken = True
             self._unsent.clear()
         self._wait(False)
@@ -95,12 +95,12 @@ class Outgoing:
 
 
 class Channel:
-    """Sends and receives messages over two descriptors, which it owns.
+    """Sends and receives messages over two descriptors, and owns them.
 
-    received: called for each message but beats. lost: called once, with the reason, when the peer is gone; never after
-    `close`. silence_seconds: None: only the end of the stream tells, and before MAGIC too. sends_beats: the launcher's
-    side. talk: called for each line before MAGIC; None: the stream begins with messages. seal: of each line both ways;
-    None where nobody else can speak on the descriptors.
+    received: called for each message except beats. lost: called once with the reason when the peer is gone, never
+    after `close`. silence_seconds: None: only the end of the stream counts, as always before MAGIC. sends_beats: on
+    the launcher's side. talk: called for each line before MAGIC; None: without MAGIC. seal: None if nobody else
+    can write to the descriptors.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Channel:
         seal: Seal | None = None,
     ) -> None:
         self.clock_offset = 0.0  # the peer's time.monotonic() minus ours
-        self.clock_uncertainty = float("inf")  # of it, in seconds; infinite before an answer
-        self.lost_at = 0.0  # when the peer was gone, as far as that is known
+        self.clock_uncertainty = float("inf")  # of the offset, in seconds; infinite before an answer
+        self.lost_at = 0.0  # when the peer was lost, as far as known
         self._loop = loop
         self._read_fd = read_fd
         self._received = received
@@ -136,7 +136,7 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer may still say something."""
+        """Whether the peer may still send."""
         return self._open
 
     @property
@@ -146,17 +146,17 @@ class Channel:
 
     @property
     def was_silent(self) -> bool:
-        """Whether the peer was lost by silence, and not by the end of its stream."""
+        """Whether the peer was lost by silence, not by the end of its stream."""
         return self._silence.is_over
 
     def send(self, message: Message) -> None:
-        """Never blocks; what the peer does not take now is kept and sent when it does. Nothing once it is gone."""
+        """Send a message without blocking. Keeps bytes not taken yet. Does nothing once the peer is lost."""
         if self._open:
             line = encode(message)
             self._outgoing.put(line if self._seal is None else self._seal.signed(line))
 
     def close(self) -> None:
-        """Ends the stream both ways."""
+        """Close both directions."""
         if not self._open:
             return
         self._open = False
@@ -201,7 +201,7 @@ class Channel:
             self._lose(str(error))
             return
         except ValueError as error:
-            self._lose(f"it does not speak this launcher's protocol ({error}); is its lowtide of the same version?")
+            self._lose(f"it does not speak this launcher's protocol ({error}). Use the same lowtide on all hosts")
             return
         if isinstance(message, Beat):
             self._take_beat(message)
@@ -216,7 +216,7 @@ class Channel:
             self._take_clock(beat.sent, beat.clock, now)
 
     def _take_clock(self, sent: float, answered: float, received: float) -> None:
-        """answered: by the peer's clock. The quicker the answer, the more exact the offset."""
+        """Update the clock offset. answered: by the peer's clock. A quicker answer is more exact."""
         if (received - sent) / 2 < self.clock_uncertainty:
             self.clock_uncertainty = (received - sent) / 2
             self.clock_offset = answered - (sent + received) / 2

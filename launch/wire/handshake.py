@@ -1,4 +1,4 @@
-"""How the two ends of a TCP connection prove to each other that they have the job's token, and seal what follows.
+"""Prove the job's token on both ends of a TCP connection, and sign all that follows.
 
     launcher -> agent    lowtide 2 NONCE
     agent -> launcher    NONCE PROOF
@@ -6,12 +6,11 @@
     both ways            TAG LINE, again and again
 
 [Note: nothing before proof]
-Whoever reaches the port may connect, and whoever listens there first may be taken for the launcher. So until the other
-end has proved that it has the token, each end takes no more than one line of fixed length, parses nothing else, and
-does nothing. Every proof and every key is made of the token, of what it is for, and of the nonces of both ends: a proof
-that was heard elsewhere, or that the other end has made itself, does not fit. Somebody in between may pass a proof on,
-but has no key: whatever is then added, changed, repeated, left out or turned around has a tag that does not fit, and
-ends the connection. It can be read, though: nothing is encrypted.
+Anybody who reaches the port may connect, and anybody who listens first may pose as the launcher. So until the peer
+has proved that it has the token, each end reads at most one line of fixed length, parses nothing else, and does
+nothing. Every proof and key is derived from the token, its purpose, and both nonces. So a proof that was overheard or
+that the peer has sent itself is invalid. A man in the middle may relay a proof but has no key: any line that is
+added, changed, repeated, dropped or reflected has an invalid tag: it ends the connection. Lines are not encrypted.
 """
 
 import hmac
@@ -24,10 +23,10 @@ from collections.abc import Callable
 
 from ..hosts.host import LaunchError
 
-PROOF_SECONDS = 10.0  # that each end has for its part, however slowly it speaks
+PROOF_SECONDS = 10.0  # for each end's part
 _NONCE_BYTES = 32
-_HEX = 64  # of a nonce, a proof and a tag
-_GREETING = b"lowtide 2 "  # the number changes with what is said here
+_HEX = 64  # length of a nonce, a proof and a tag
+_GREETING = b"lowtide 2 "  # the number is the version of this protocol
 GREETING_BYTES = len(_GREETING) + _HEX + 1
 ANSWER_BYTES = _HEX + 1 + _HEX + 1
 WELCOME_BYTES = _HEX + 1
@@ -38,13 +37,13 @@ _STRANGER = "it does not have this job's token"
 
 
 class HandshakeError(ValueError):
-    """The other end has not proved what it must; the text says why, and has no word of it."""
+    """The peer has not proved the token. The text does not quote it."""
 
 
 class Seal:
-    """Signs each line that one end of a connection sends, and verifies each that it receives.
+    """Signs each line that an end of a connection sends, and verifies each line that it receives.
 
-    A tag is HMAC-SHA256 of the line's number and the line, with the key of its direction.
+    A tag is the HMAC-SHA256 of the line's number and the line, with the key of its direction.
     """
 
     def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
@@ -54,22 +53,22 @@ class Seal:
         self._num_received = 0
 
     def signed(self, line: bytes) -> bytes:
-        """The next line to send, with its tag in front. Lines are without their ends."""
+        """Return the line with its tag in front. Lines have no newline."""
         tag = _tag(self._sending_key, self._num_sent, line)
         self._num_sent += 1
         return tag + b" " + line
 
     def verified(self, line: bytes) -> bytes:
-        """The next line that was received, without its tag. Raises HandshakeError where that does not fit."""
+        """Return the received line without its tag. Raises HandshakeError if the tag is invalid."""
         tag, space, rest = line[:_HEX], line[_HEX : _HEX + 1], line[_HEX + 1 :]
         if space != b" " or not hmac.compare_digest(tag, _tag(self._receiving_key, self._num_received, rest)):
-            raise HandshakeError("a line has no valid tag: somebody has changed or added it on the way")
+            raise HandshakeError("a line has no valid tag: it was changed or added on the way")
         self._num_received += 1
         return rest
 
 
 class LauncherHandshake:
-    """The launcher's end of one connection."""
+    """The launcher's end of a connection."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -77,14 +76,14 @@ class LauncherHandshake:
 
     @property
     def greeting(self) -> bytes:
-        """Comes first, GREETING_BYTES."""
+        """The first message, GREETING_BYTES."""
         return _GREETING + self._nonce + b"\n"
 
     def welcome(self, answer: bytes) -> tuple[bytes, Seal]:
-        """What is to be sent, WELCOME_BYTES, and the seal. answer: ANSWER_BYTES. Raises HandshakeError."""
+        """Return the answer to send, WELCOME_BYTES, and the seal. answer: ANSWER_BYTES. Raises HandshakeError."""
         nonce, proof = answer[:_HEX], answer[_HEX + 1 : -1]
         if answer != nonce + b" " + proof + b"\n" or len(answer) != ANSWER_BYTES:
-            raise HandshakeError("it does not speak this launcher's protocol; is its lowtide of the same version?")
+            raise HandshakeError("it does not speak this launcher's protocol. Use the same lowtide on all hosts")
         keys = _keys(self._token, self._nonce, nonce)
         if not hmac.compare_digest(proof, keys("proof of the agent").hex().encode()):
             raise HandshakeError(_STRANGER)
@@ -93,7 +92,7 @@ class LauncherHandshake:
 
 
 class AgentHandshake:
-    """The agent's end of one connection. token: not empty."""
+    """The agent's end of a connection. token: not empty."""
 
     def __init__(self, token: str) -> None:
         assert token
@@ -101,23 +100,23 @@ class AgentHandshake:
         self._nonce = secrets.token_hex(_NONCE_BYTES).encode()
 
     def answer(self, greeting: bytes) -> bytes:
-        """What is to be sent, ANSWER_BYTES. greeting: GREETING_BYTES. Raises HandshakeError."""
+        """Return the answer to send, ANSWER_BYTES. greeting: GREETING_BYTES. Raises HandshakeError."""
         nonce = greeting.removeprefix(_GREETING)[:-1]
         if greeting != _GREETING + nonce + b"\n" or len(nonce) != _HEX:
-            raise HandshakeError("it does not speak this agent's protocol; is its lowtide of the same version?")
+            raise HandshakeError("it does not speak this agent's protocol. Use the same lowtide on all hosts")
         self._keys = _keys(self._token, nonce, self._nonce)
         return self._nonce + b" " + self._keys("proof of the agent").hex().encode() + b"\n"
 
     def seal(self, welcome: bytes) -> Seal:
-        """The seal. welcome: WELCOME_BYTES, after `answer`. Raises HandshakeError."""
+        """Return the seal. welcome: WELCOME_BYTES, after `answer`. Raises HandshakeError."""
         if not hmac.compare_digest(welcome, self._keys("proof of the launcher").hex().encode() + b"\n"):
             raise HandshakeError(_STRANGER)
         return Seal(self._keys("agent to launcher"), self._keys("launcher to agent"))
 
 
 def _keys(token: str, launcher_nonce: bytes, agent_nonce: bytes) -> Callable[[str], bytes]:
-    """From what a proof or a key of a connection is for, to the proof or the key."""
-    nonces = launcher_nonce + agent_nonce  # of fixed length, so that no other pair gives the same bytes
+    """Return a function from a purpose to the proof or key of this connection."""
+    nonces = launcher_nonce + agent_nonce  # of fixed length, so that no second pair has the same bytes
     return lambda purpose: hmac.digest(os.fsencode(token), f"lowtide {purpose} ".encode() + nonces, "sha256")
 
 
@@ -126,15 +125,15 @@ def _tag(key: bytes, number: int, line: bytes) -> bytes:
 
 
 def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], None]) -> tuple[int, Seal]:
-    """A connection to the launcher, which may start later than its agents, and the seal of what is said on it.
+    """Connect to the launcher, which may start later than its agents; return the connection and its seal.
 
-    peers: HOST:PORT, several with commas. Others that listen there are told to the user and tried again, as they may
-    have taken the launcher's place for a while. Raises LaunchError when the wait is over.
+    peers: HOST:PORT, separated by commas. If another program listens at the port, tell the user and try again: it may
+    hold the launcher's port for a while. Raises LaunchError when the time is over.
     """
     if not token:
         raise LaunchError(
-            "the agent has no token to know its launcher by: expected one in LOWTIDE_TOKEN, found nothing; what starts "
-            "the agents (srun, mpirun) must pass its environment on"
+            "the agent has no token to recognize its launcher: LOWTIDE_TOKEN is not set. The command that starts the "
+            "agents (srun, mpirun) must pass its environment on"
         )
     deadline = time.monotonic() + wait_seconds
     say_next = time.monotonic() + _SAY_SECONDS
@@ -147,11 +146,11 @@ def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], 
             now = time.monotonic()
             if now > deadline:
                 raise LaunchError(
-                    f"there is no launcher at {peers} after {wait_seconds:g} s ({error}); has it been started on the "
-                    "first host, and does this host reach it?"
+                    f"no launcher at {peers} after {wait_seconds:g} s ({error}). Check that it runs on the first host, "
+                    "and that this host reaches it"
                 ) from error
             if now > say_next or (is_other and not has_met_others):
-                what = f"what listens at {peer} is not obeyed" if is_other else f"waiting for the launcher at {peer}"
+                what = f"ignoring the program at {peer}" if is_other else f"waiting for the launcher at {peer}"
                 say(f"{what} ({error})")
                 say_next = now + _SAY_SECONDS
             has_met_others |= is_other
@@ -160,7 +159,7 @@ def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], 
 
 
 def _proved(peer: str, token: str) -> tuple[int, Seal]:
-    """Raises OSError and HandshakeError."""
+    """Connect and prove. Raises OSError and HandshakeError."""
     address, _, port = peer.rpartition(":")
     connection = socket.create_connection((address.strip("[]"), int(port)), timeout=_TRY_SECONDS)
     try:
@@ -177,7 +176,7 @@ def _proved(peer: str, token: str) -> tuple[int, Seal]:
 
 
 def _received(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """Exactly so many bytes, and not one more: what follows is sealed."""
+    """Receive exactly `nbytes`: the next bytes are sealed."""
     said = b""
     while len(said) < nbytes:
         left = deadline - time.monotonic()
@@ -189,6 +188,6 @@ def _received(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
         except TimeoutError:
             continue
         if not part:
-            raise HandshakeError("it ended the connection without a proof; is LOWTIDE_TOKEN the same on all hosts?")
+            raise HandshakeError("it ended the connection without a proof. LOWTIDE_TOKEN must be the same on all hosts")
         said += part
     return said

@@ -1,7 +1,7 @@
-"""One thread that waits for everything at once: descriptors, timers, signals, and words from other threads.
+"""An event loop in a single thread: descriptors, timers, signals, and calls from all threads.
 
 [Note: one thread]
-The kernel ties a child's parent-death signal to the thread that started it, and a fork while other threads hold locks
+The kernel binds a child's parent-death signal to the thread that started it, and a fork while more threads hold locks
 can hang. So launcher and agent start processes from a main thread that never blocks, and that does all their work.
 """
 
@@ -19,23 +19,23 @@ Call = Callable[[], None]
 
 
 class Timer:
-    """A call at a time to come."""
+    """A call in the future."""
 
     def __init__(self, call: Call) -> None:
         self.call: Call | None = call
 
     def cancel(self) -> None:
-        """It will not be called."""
+        """Cancel the call."""
         self.call = None
 
 
 class Loop:
-    """Takes the calls that are due, in the main thread, while `run` lasts."""
+    """Makes the calls that are due, in the main thread, during `run`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Timer]] = []
-        self._numbers = itertools.count()  # timers of the same moment come in the order of their making
+        self._numbers = itertools.count()  # order of timers with the same time
         self._posted: deque[Call] = deque()
         self._handlers: dict[int, Call] = {}
         self._before: dict[int, object] = {}
@@ -46,7 +46,7 @@ class Loop:
         self.on_readable(self._wake_read, self._wake)
 
     def close(self) -> None:
-        """Gives signals back to those who had them before."""
+        """Restore the signal handlers from before."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
@@ -55,45 +55,45 @@ class Loop:
         os.close(self._wake_write)
 
     def on_readable(self, fd: int, call: Call) -> None:
-        """Calls whenever `fd` can be read, or has ended."""
+        """Call whenever `fd` can be read, or has ended."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def on_writable(self, fd: int, call: Call) -> None:
-        """Calls whenever `fd` takes bytes."""
+        """Call whenever `fd` takes bytes."""
         self._selector.register(fd, selectors.EVENT_WRITE, call)
 
     def forget(self, fd: int) -> None:
-        """Does not look at `fd` any more; to be called before it is closed."""
+        """Stop watching `fd`. Call it before closing `fd`."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
 
     def on_signal(self, number: signal.Signals, call: Call) -> None:
-        """Calls when this process receives the signal. A child that is exec'ed has the default action again."""
+        """Call when this process receives the signal. An exec'ed child has the default action again."""
         self._handlers[number] = call
-        before = signal.signal(number, lambda number, frame: None)  # the wakeup descriptor tells the loop
+        before = signal.signal(number, lambda number, frame: None)  # the wakeup descriptor tells `_wake`
         self._before.setdefault(number, before)
 
     def after(self, seconds: float, call: Call) -> Timer:
-        """Calls once, in `seconds`."""
+        """Call once, in `seconds`."""
         timer = Timer(call)
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), timer))
         return timer
 
     def post(self, call: Call) -> None:
-        """Calls soon; from any thread."""
+        """Call soon. May be used from any thread."""
         self._posted.append(call)
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it wakes anyway; closed: nobody waits
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the loop wakes anyway; closed: nobody waits
             os.write(self._wake_write, b"\0")
 
     def run(self, until: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Takes calls until the condition holds or the time is over, and says whether it holds."""
+        """Make calls until the condition holds or the time is over. Returns whether it holds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not until():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
             for key, _ in self._selector.select(self._seconds_to_wait(left)):
-                if self._selector.get_map().get(key.fd) is key:  # no call before has taken it away
+                if self._selector.get_map().get(key.fd) is key:  # an earlier call may have removed it
                     key.data()
             self._call_timers()
         return True

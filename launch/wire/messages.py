@@ -1,12 +1,10 @@
-"""What launcher and agents say to each other: one JSON object a line, `kind` and the fields of a dataclass below.
+"""Messages between launcher and agents: a JSON object a line, with `kind` and the fields of a dataclass below.
 
     launcher -> agent    Welcome, Hold, Reach, Check, Start, Signal, Kill, Stacks, Shown, Beat, Leave
-    agent -> launcher    Hello, Held, Reached, Checked, Started, Refused, Output, Ended, Stopped, Progress, StackDump,
-                         Note, Beat
+    agent -> launcher    Hello, Held, Reached, Checked, Started, RanksRefused, Output, Ended, Stopped, ProgressReport,
+                         StackDump, Note, Beat
 
-On a TCP connection handshake.py comes before, and seals every line.
-
-Bytes that ranks print travel as text in which each byte is the character of its number (latin-1).
+On a TCP connection handshake.py comes first, and seals every line. Bytes that ranks print travel as latin-1 text.
 """
 
 import dataclasses
@@ -25,7 +23,7 @@ from ..hosts.plan import HostPlan
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses and mappings become objects, tuples and lists become lists."""
+    """Convert to JSON's types: dataclasses and mappings to dictionaries, tuples to lists."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -36,10 +34,9 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """The `kind` that `to_plain` made `value` of; a dataclass, tuple, mapping, union or plain type.
+    """Convert the result of `to_plain` back to a dataclass, tuple, mapping, union or plain type.
 
-    Fields that `kind` does not have are left out, so that a newer lowtide can be understood as far as it is the same.
-    Raises ValueError where `value` is something else.
+    Unknown fields are ignored, so that messages of a newer lowtide can be read. Raises ValueError for illegal values.
     """
     if dataclasses.is_dataclass(kind):
         return _from_object(kind, value)
@@ -113,11 +110,11 @@ def _hints(kind: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """What all hosts of a job are told. identity: a UUID that stands in the environment of each of its processes.
+    """The common part of a job for all hosts. identity: a UUID in the environment of each of its processes.
 
-    environment: set for every rank; over that of the agent. plain_rank: the rank whose output is shown as it comes;
-    where `inherits_terminal` it has the agent's own stdin, stdout and stderr (where nothing is logged). sends_output:
-    whether the other ranks' output is wanted. appends_logs: to those of the attempts before this one.
+    environment: set for every rank, over the agent's. plain_rank: its output is shown at once; if `inherits_terminal`
+    and nothing is logged, it has the agent's stdin, stdout and stderr. sends_output: whether the remaining ranks'
+    output is wanted. appends_logs: to the logs of earlier attempts.
     """
 
     identity: str
@@ -133,9 +130,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The first message of a launcher; the answer is Hello.
+    """The launcher's first message. The answer is Hello.
 
-    wants_addresses: false where no other host is to reach this one.
+    wants_addresses: whether any host must reach this host.
     """
 
     wants_addresses: bool = True
@@ -143,9 +140,9 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Hold:
-    """Take `port` (None: a free one) for the ranks' store and keep it until Start; the answer is Held.
+    """Hold `port` (None: a free port) for the ranks' store until Start. The answer is Held.
 
-    is_local: no other host has ranks.
+    is_local: whether all ranks are on this host.
     """
 
     port: int | None
@@ -154,7 +151,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Reach:
-    """Try which of `addresses` can be reached at the held `port` of rank 0's host; the answer is Reached."""
+    """Try which `addresses` can be reached at the held `port` of rank 0's host. The answer is Reached."""
 
     addresses: tuple[str, ...]
     port: int
@@ -162,14 +159,14 @@ class Reach:
 
 @dataclass(frozen=True)
 class Check:
-    """Look at the host; the answer is Checked."""
+    """Check the host. The answer is Checked."""
 
     request: CheckRequest
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start the host's ranks; the answer is Started or Refused. environment: set for each; defaults: where not set."""
+    """Start the host's ranks. The answer is Started or RanksRefused. environment: of each rank. defaults: if unset."""
 
     host: HostPlan
     job: Job
@@ -179,35 +176,35 @@ class Start:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send the signal `number` to every rank that runs."""
+    """Send the signal `number` to every running rank."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to everything that the ranks have left; Ended follows for each rank that still ran."""
+    """Send SIGKILL to everything that the ranks left. Ended follows for each rank that still ran."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Ask these ranks for the Python stacks of all their threads; a StackDump each."""
+    """Ask these ranks for the Python stacks of all their threads. The answer is a StackDump for each."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """So many bytes of Output have been shown: as many more may be sent. See [Note: backpressure] in agent.py."""
+    """This many bytes of Output were shown, so as many more may be sent. See [Note: backpressure] in agent.py."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life. sent: the launcher's clock, which the agent's answer repeats; clock: the agent's, in an answer.
+    """A sign of life. sent: the launcher's clock, which the agent's answer repeats. clock: the agent's, in an answer.
 
-    Both in seconds of time.monotonic() of the host.
+    Both are time.monotonic() of the host, in seconds.
     """
 
     sent: float
@@ -216,18 +213,17 @@ class Beat:
 
 @dataclass(frozen=True)
 class Leave:
-    """Kill what is left, and end with the exit status of the job."""
+    """Kill all that is left, and end with the job's exit status."""
 
     status: int
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of an agent.
+    """The agent's first message.
 
-    index: of its host among those of the job, where it was told; else names: those that the host may be known by.
-    pid: of the agent. addresses: those of the host's interfaces, and first the one at which the launcher has reached it
-    where that is known; none where none was wanted.
+    index: of its host in the job, if it was told; else `names` identify the host. pid: of the agent. addresses: of the
+    host's interfaces, the address that the launcher used first if known; empty if none was wanted.
     """
 
     index: int | None
@@ -239,7 +235,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Held:
-    """The port that is held, or why not."""
+    """The held port, or the error."""
 
     port: int
     error: str = ""
@@ -247,14 +243,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Reached:
-    """The addresses of Reach that answered, each with the interface of this host that leads there ("" if unknown)."""
+    """The addresses of Reach that answered, each with this host's interface towards it ("" if unknown)."""
 
     interfaces: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the host has found out about itself."""
+    """The facts about the host."""
 
     results: tuple[CheckResult, ...]
 
@@ -268,14 +264,14 @@ class Started:
 
 @dataclass(frozen=True)
 class RanksRefused:
-    """The ranks cannot be started; none is left. text: why, for the user."""
+    """The ranks cannot be started, and none is left. text: the reason for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a rank printed: whole lines, or for the plain rank any bytes, in latin-1."""
+    """Output of a rank: whole lines, or any bytes of the plain rank, in latin-1."""
 
     rank: int
     text: str
@@ -283,9 +279,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank is gone. status: as Popen.returncode has it; clock: when, by the agent's time.monotonic().
+    """A rank is gone. status: as Popen.returncode. clock: when, by the agent's time.monotonic().
 
-    last_lines: of its output, oldest first; None where the output was not read (it has the terminal).
+    last_lines: of its output, oldest first; None if it writes to the terminal itself.
     """
 
     rank: int
@@ -296,14 +292,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The agent has received the signal `number`, from a resource manager, say: the whole job is meant."""
+    """The agent received the signal `number`, for example from a resource manager. It is meant for the whole job."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """What the ranks of the host that say so are doing."""
+    """The progress of the host's ranks that report it."""
 
     ranks: tuple[RankProgress, ...]
 
@@ -318,7 +314,7 @@ class StackDump:
 
 @dataclass(frozen=True)
 class Note:
-    """A line for the user: something on the host is not as it should be, and the job goes on."""
+    """A line for the user: a problem on the host that does not end the job."""
 
     text: str
 
@@ -352,17 +348,17 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message
 
 
 def encode(message: Message) -> bytes:
-    """One line without its end. Text that is no Unicode (surrogates of odd file names) travels unchanged too."""
+    """Encode a message as a line without newline. Surrogates (in odd file names) travel unchanged."""
     plain = {"kind": type(message).__name__, **to_plain(message)}
     return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 def decode(line: bytes) -> Message:
-    """The message that `encode` made `line` of. Raises ValueError where it is none."""
+    """Decode a line of `encode`. Raises ValueError for anything else."""
     try:
         plain = json.loads(line.decode("utf-8", "surrogatepass"))
     except RecursionError as error:
-        raise ValueError("lists in lists without end") from error
+        raise ValueError("lists nested too deeply") from error
     kind = plain.get("kind") if isinstance(plain, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"expected a message of the launcher's protocol, found {line[:80]!r}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lowtide.launch.hosts.report import report_host
-from lowtide.launch.transports.link import Events, Link
+from lowtide.launch.transports.link import AgentTransport, Events, Link
 from lowtide.launch.wire.channel import Channel
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Hello, Message
@@ -64,13 +64,12 @@ def install(folder: Path, name: str, source: str) -> dict[str, str]:
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
-class ScriptedTransport:
+class ScriptedTransport(AgentTransport):
     """A transport whose agents live in this process: what each answers is a function of the host and the message.
 
     answer: gives the agent's message, or None for silence; Beats are answered always.
     """
 
-    inherits_terminal = False
     advice = "This is the advice."
 
     def __init__(self, answer: Callable[[str, Message], Message | None]) -> None:
@@ -84,18 +83,9 @@ class ScriptedTransport:
             self._channels.append(self._agent(loop, host, theirs))
             events.linked(Link(index, ours, os.dup(ours), False, None))
 
-    def admit_no_more(self) -> None:
-        """See Transport."""
-
     def why_lost(self, index: int) -> str:
         """See Transport."""
         return "this is what is known"
-
-    def give_up(self, index: int) -> None:
-        """See Transport."""
-
-    def orphans_command(self, index: int, identity: str) -> None:
-        """See Transport."""
 
     def close(self) -> None:
         """See Transport."""

@@ -60,7 +60,7 @@ def test_the_transport_can_be_chosen(transport: str) -> None:
 def test_flags_win_over_a_resource_manager_with_a_note() -> None:
     found = find(SLURM, hosts="n1,x:2")
     assert (found.source, found.transport) == ("--hosts n1,x:2", "ssh")
-    assert found.notes == ("--hosts wins over SLURM job 7 with n1, n2, n3",)
+    assert found.notes == ("--hosts overrides SLURM job 7 with n1, n2, n3",)
 
 
 def test_hosts_of_the_slurm_job_are_reached_by_srun() -> None:
@@ -70,13 +70,13 @@ def test_hosts_of_the_slurm_job_are_reached_by_srun() -> None:
 def test_transport_local_is_this_machine_in_a_job_too() -> None:
     found = find(SLURM, transport="local", nproc=2)
     assert (found.hosts, found.transport, found.nproc) == ((Host("localhost"),), "local", 2)
-    assert found.notes == ("--transport local wins over SLURM job 7 with n1, n2, n3",)
+    assert found.notes == ("--transport local overrides SLURM job 7 with n1, n2, n3",)
 
 
 def test_a_rank_of_torchrun_runs_the_script() -> None:
     found = find(TORCHRUN)
     assert (found.part, found.rank_environment) == ("rank", {})
-    assert found.notes == ("this process is rank 3 of 4 already: the script runs in its place",)
+    assert found.notes == ("this process is already rank 3 of 4: it runs the script itself",)
 
 
 def test_a_rank_of_lowtide_is_known_as_such() -> None:
@@ -95,7 +95,7 @@ def test_a_part_of_the_variables_of_a_rank_makes_none(missing: str) -> None:
 
 def test_a_job_within_a_rank_says_so() -> None:
     found = find(TORCHRUN, transport="local", nproc=2)
-    assert found.part == "launcher" and found.notes[0].startswith("--transport local wins over torchrun (RANK, LOCAL_")
+    assert found.part == "launcher" and found.notes[0].startswith("--transport local overrides torchrun (RANK, LOCAL_")
 
 
 @pytest.mark.parametrize(("index", "part"), [(0, "launcher"), (1, "agent"), (2, "agent")])
@@ -118,40 +118,44 @@ def test_one_host_by_hand_is_local() -> None:
 @pytest.mark.parametrize(
     ("environ", "request_", "error"),
     [
-        ({}, {"hosts": "a", "hostfile": Path("h")}, "--hosts a and --hostfile h both name hosts; keep one"),
+        ({}, {"hosts": "a", "hostfile": Path("h")}, "--hosts a and --hostfile h both name hosts: remove either"),
         ({}, {"nproc": 0}, "--nproc must be at least 1, found 0"),
         ({}, {"num_hosts": -1}, "--num-hosts must be at least 1, found -1"),
-        ({}, {"num_hosts": 2}, "--num-hosts 2 is not what this machine has: 1; drop it"),
-        (SLURM, {"num_hosts": 2}, "--num-hosts 2 is not what SLURM job 7 has: 3; drop it"),
+        ({}, {"num_hosts": 2}, "--num-hosts 2 contradicts the 1 hosts of this machine: remove it"),
+        (SLURM, {"num_hosts": 2}, "--num-hosts 2 contradicts the 3 hosts of SLURM job 7: remove it"),
         (
             {},
             {"host_index": 1},
-            "--host-index needs --num-hosts and --meet HOST:PORT with it, found no --num-hosts and",
+            "--host-index needs --num-hosts and --meet HOST:PORT, found no --num-hosts and",
         ),
-        ({}, {"num_hosts": 2, "meet": "a:1"}, "found no --host-index; they are for a launcher that you start on every"),
+        ({}, {"num_hosts": 2, "meet": "a:1"}, "found no --host-index. These options are for a launcher that you"),
         (
             {},
             {"num_hosts": 2, "host_index": 2, "meet": "a:1"},
-            "--host-index 2 is not between 0 and 1; --num-hosts is 2",
+            "--host-index 2 is not between 0 and 1, for --num-hosts 2",
         ),
         (
             {},
             {"num_hosts": 2, "host_index": 0, "meet": "a"},
-            '--meet: expected HOST:PORT, such as node1:23456, found "a"',
+            '--meet: expected HOST:PORT, for example node1:23456, found "a"',
         ),
         ({}, {"num_hosts": 2, "host_index": 0, "meet": "a:99999"}, 'found "a:99999"'),
-        ({}, {"num_hosts": 2, "host_index": 0, "meet": "a:1", "hosts": "a,b"}, "leave --hosts and --hostfile out"),
-        ({}, {"hosts": "localhost:2,b:2"}, '"localhost" stands beside other hosts, which cannot reach it by that name'),
-        ({}, {"transport": "ssh"}, "--transport ssh needs hosts, found none; name them with --hosts or --hostfile"),
-        ({}, {"hosts": "a,b", "transport": "local"}, "--transport local is for one host, found 2 (a, b); leave it out"),
+        ({}, {"num_hosts": 2, "host_index": 0, "meet": "a:1", "hosts": "a,b"}, "remove --hosts and --hostfile"),
+        ({}, {"hosts": "localhost:2,b:2"}, 'other hosts cannot reach "localhost" by that name'),
+        ({}, {"transport": "ssh"}, "--transport ssh needs hosts, found none. Name them with --hosts or --hostfile"),
+        (
+            {},
+            {"hosts": "a,b", "transport": "local"},
+            "--transport local is for a single host, found 2 (a, b): leave it out",
+        ),
         ({}, {"hosts": "a,b", "transport": "join"}, "--transport join is for launchers that are started on every host"),
-        ({}, {"include": "b"}, '--include b: no host "b"; there are localhost'),
+        ({}, {"include": "b"}, '--include b: no host "b": there are localhost'),
         (
             TORCHRUN,
             {"nproc": 2},
-            "--nproc plans ranks, but this process is a rank already: torchrun (RANK, LOCAL_RANK,",
+            "--nproc plans ranks, but this process is already a rank: torchrun (RANK, LOCAL_RANK,",
         ),
-        (TORCHRUN, {"include": "a"}, "--include plans ranks, but this process is a rank already"),
+        (TORCHRUN, {"include": "a"}, "--include plans ranks, but this process is already a rank"),
         (TORCHRUN | {"RANK": "x"}, {}, 'expected a number in the environment variable RANK, found "x"'),
     ],
 )

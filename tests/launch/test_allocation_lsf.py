@@ -55,7 +55,7 @@ def test_the_host_that_only_runs_the_script_is_left_out(hosts: str, left: list[s
 
 def test_what_is_left_out_is_noted_and_is_not_here() -> None:
     found = find({"LSB_JOBID": "12", "LSB_MCPU_HOSTS": "batch5 1 h01 42"})
-    assert found.notes[0] == "batch5 is left out: it has one slot, for the script"
+    assert found.notes[0] == "batch5 is left out: its only slot is for the script"
     assert found.transport == "ssh"
 
 
@@ -74,7 +74,7 @@ def test_a_job_without_hosts_is_this_machine() -> None:
 @pytest.mark.parametrize(
     ("environ", "error"),
     [
-        ({"LSB_MCPU_HOSTS": "a 4 b"}, 'LSB_MCPU_HOSTS: expected "hostA 4 hostB 4", found "a 4 b"; say --hosts instead'),
+        ({"LSB_MCPU_HOSTS": "a 4 b"}, 'LSB_MCPU_HOSTS: expected "hostA 4 hostB 4", found "a 4 b". Use --hosts instead'),
         ({"LSB_MCPU_HOSTS": "a b"}, 'expected "hostA 4 hostB 4", found "a b"'),
         ({"LSB_DJOB_HOSTFILE": "/no/such"}, "cannot read LSB_DJOB_HOSTFILE=/no/such: "),
     ],

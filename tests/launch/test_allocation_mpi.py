@@ -35,7 +35,7 @@ def test_one_process_a_host_joins(mpi: str, rank: int, part: str) -> None:
 def test_a_process_a_rank_runs_the_script(mpi: str) -> None:
     found = find(process(mpi, 5, 8, 1, 4) | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
     assert found.part == "rank"
-    assert found.notes == ("mpirun has started 8 processes, of which this is rank 5: the script runs in its place",)
+    assert found.notes == ("mpirun has started 8 processes, and this is rank 5: it runs the script itself",)
     assert found.rank_environment == {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -74,20 +74,20 @@ def test_tasks_of_srun_that_speak_pmi_are_slurms() -> None:
         (
             process("openmpi", 0, 2, 0, 1),
             {},
-            "MPI does not say which one has rank 0; expected MASTER_ADDR, found nothing.",
+            "MPI does not tell the host of rank 0 among several, and MASTER_ADDR is not set.",
         ),
         (
             process("mpich", 1, 4, 1, 2),
             {},
-            "mpiexec -genv MASTER_ADDR node1), or start lowtide once, outside of mpirun",
+            "mpiexec -genv MASTER_ADDR node1), or start lowtide once, outside mpirun",
         ),
         (
             process("openmpi", 0, 2, 0, 3),
             {},
-            "OMPI_COMM_WORLD_LOCAL_SIZE=3 is not between 1 and 2; say --hosts instead",
+            "OMPI_COMM_WORLD_LOCAL_SIZE=3 is not between 1 and 2. Use --hosts instead",
         ),
         (process("mpich", 0, 2, 0, 2) | {"PMI_RANK": "x"}, {}, 'in the environment variable PMI_RANK, found "x"'),
-        (process("mpich", 0, 2, 0, 2), {"nproc": 2}, "--nproc plans ranks, but this process is a rank already: MPICH"),
+        (process("mpich", 0, 2, 0, 2), {"nproc": 2}, "--nproc plans ranks, but this process is already a rank: MPICH"),
     ],
 )
 def test_what_cannot_be_is_explained(environ: dict[str, str], request_: dict[str, object], error: str) -> None:

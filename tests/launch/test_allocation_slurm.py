@@ -109,7 +109,7 @@ def test_a_task_a_rank_runs_the_script() -> None:
     step = {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     found = find(STEP | step | {"MASTER_PORT": "1234"})
     assert found.part == "rank"
-    assert found.notes == ("srun has started 3 tasks, of which this is rank 1: the script runs in its place",)
+    assert found.notes == ("srun has started 3 tasks, and this is rank 1: it runs the script itself",)
     assert found.rank_environment == {
         "RANK": "1",
         "WORLD_SIZE": "3",
@@ -128,45 +128,45 @@ def test_ranks_on_one_node_meet_at_home() -> None:
 def test_a_step_of_one_task_launches_on_its_node_and_says_so() -> None:
     found = find(STEP | {"SLURM_STEP_NODELIST": "gpu09", "SLURM_STEP_TASKS_PER_NODE": "1"})
     assert (found.transport, found.hosts) == ("local", (Host("gpu09"),))
-    assert found.notes == ("this step has 1 of the job's 3 nodes; start lowtide outside of srun to use all",)
+    assert found.notes == ("this step has 1 of the job's 3 nodes; start lowtide outside srun to use all",)
 
 
 @pytest.mark.parametrize(
     ("environ", "request_", "error"),
     [
-        (BATCH | {"SLURM_JOB_NODELIST": "a[1-"}, {}, 'found "a[1-": a bracket without its other half'),
+        (BATCH | {"SLURM_JOB_NODELIST": "a[1-"}, {}, 'found "a[1-" with an unmatched bracket'),
         (
             BATCH | {"SLURM_NTASKS": "9", "SLURM_TASKS_PER_NODE": "3(x4)"},
             {},
-            "SLURM_TASKS_PER_NODE=3(x4) has 4 nodes, SLURM_JOB_NODELIST=gpu[08-09],login1 has 3; say the hosts with",
+            "SLURM_TASKS_PER_NODE=3(x4) has 4 nodes, SLURM_JOB_NODELIST=gpu[08-09],login1 has 3. Name the hosts with",
         ),
         (
             STEP | {"SLURM_STEP_TASKS_PER_NODE": "x"},
             {},
-            'expected counts as SLURM writes them, "8(x2),4", found "x"; say --hosts instead',
+            'expected SLURM\'s form of counts, "8(x2),4", found "x". Use --hosts instead',
         ),
         (
             STEP | {"SLURM_STEP_TASKS_PER_NODE": "1"},
             {},
-            "its 1 task counts do not fit its 2 nodes; start one task a node",
+            "its 1 task counts do not match its 2 nodes. Start a task on each node",
         ),
-        (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM job 4711, step 2: SLURM_NODEID=2 is outside of its 2 nodes"),
+        (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM job 4711, step 2: SLURM_NODEID=2 is out of range for its 2 nodes"),
         (STEP | {"SLURM_NODEID": ""}, {}, 'expected a number in the environment variable SLURM_NODEID, found ""'),
         (STEP | {"MASTER_PORT": "x"}, {}, 'expected a number in the environment variable MASTER_PORT, found "x"'),
         (
             STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
             {"nproc": 4},
-            "--nproc plans ranks, but this process is a rank already: SLURM job 4711, step 2. Start one lowtide a host",
+            "--nproc plans ranks, but this process is already a rank: SLURM job 4711, step 2. Start lowtide",
         ),
         (
             STEP,
             {"transport": "ssh"},
-            "--transport ssh starts agents from one launcher, but someone else has started one on every host: SLURM",
+            "--transport ssh starts agents from a single launcher, but launchers run on every host: SLURM",
         ),
         (
             STEP,
             {"exclude": "gpu09"},
-            "--include and --exclude cannot leave out hosts on which someone else has started",
+            "--include and --exclude cannot leave out hosts that run lowtide already",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_stranger_is_told_apart(loop: Loop) -> None:
     with left:
         left.sendall(b"GET / HTTP/1.1\r\n")
         assert loop.run(lambda: bool(got), timeout=60)
-    assert "it does not speak this launcher's protocol" in got[0][1] and "of the same version?" in got[0][1]
+    assert "it does not speak this launcher's protocol" in got[0][1] and "Use the same lowtide" in got[0][1]
 
 
 def test_talk_before_the_mark_is_no_message(loop: Loop) -> None:

@@ -80,7 +80,7 @@ def test_the_help_of_each_command_has_examples(name: str, capsys: pytest.Capture
         (["--max-hosts", "0", __file__], "--max-hosts must be at least 1, found 0"),
         (["--lost-after", "1", __file__], "--lost-after must be at least 2 seconds"),
         (["--min-hosts", "3", "--max-hosts", "2", __file__], "--min-hosts (3) must not be more than --max-hosts (2)"),
-        (["--hosts", "a:2", "--hostfile", "b", __file__], "keep one"),
+        (["--hosts", "a:2", "--hostfile", "b", __file__], "remove either"),
         (["--nproc", "1"], "the following arguments are required: SCRIPT"),
     ],
 )
@@ -114,7 +114,7 @@ def test_the_executable_says_when_lowtide_is_not_installed(tmp_path: Path) -> No
 
 def test_more_hosts_than_there_are_cannot_be_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["--transport", "local", "--max-restarts", "1", "--min-hosts", "5", __file__]) == 1
-    assert "--min-hosts 5 asks for more hosts than there are: this machine has 1; lower it" in capsys.readouterr().err
+    assert "--min-hosts 5 is more than the 1 hosts of this machine. Lower it" in capsys.readouterr().err
 
 
 OF_A_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -127,7 +127,7 @@ def test_a_plan_inside_of_a_rank_is_that_rank(
         monkeypatch.setenv(name, value)
     assert launch(["--print-plan", "--env", "NOTE=two words", __file__, "--api-key", "abc"]) == 0
     shown = capsys.readouterr().out
-    assert "note: this process is rank 1 of 2 already: the script runs in its place" in shown
+    assert "note: this process is already rank 1 of 2: it runs the script itself" in shown
     assert f"{__file__} --api-key '(hidden)'" in shown and "  NOTE='two words'" in shown
 
 

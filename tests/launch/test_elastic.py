@@ -53,7 +53,7 @@ def test_a_lost_host_is_left_out_at_once(tmp_path: Path) -> None:
 def test_without_min_hosts_all_of_them_are_needed(tmp_path: Path) -> None:
     source = SAYS + "if host == 'b': os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
     status, _, err = on_hosts(tmp_path, source, "a:1,b:1", "--max-restarts", "3").finish()
-    assert status == 1 and "no restart: 1 of the hosts are left, the job needs at least 2" in err
+    assert status == 1 and "no restart: 1 hosts are left, the job needs at least 2" in err
 
 
 def test_a_reserve_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_host_that_fails_twice_in_a_row_is_left_out(tmp_path: Path) -> None:
     source = SAYS + "if host == 'b': sys.exit(6)\ntime.sleep(60 if int(attempt) < 2 else 0)"
     status, _, err = on_hosts(tmp_path, source, "a:1,b:1", "--max-restarts", "2", "--min-hosts", "1").finish()
     assert status == 0, err
-    assert "b is left out: the first failure was there 2 times in a row" in err and "2 a 0 of 1" in said(tmp_path)
+    assert "b is excluded: the first failure was on it 2 times in a row" in err and "2 a 0 of 1" in said(tmp_path)
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
@@ -79,4 +79,4 @@ def test_a_host_that_cannot_be_reached_any_more_is_left_out_of_restarts_only(tmp
     job = Job(tmp_path, source, *where, "--max-restarts", restarts, variables=variables)
     status, _, err = job.finish()
     assert status == (1 if restarts == "0" else 0), err
-    assert ("The restart goes on without b." in err) == (restarts == "1")
+    assert ("The restart continues without b." in err) == (restarts == "1")

@@ -76,15 +76,15 @@ def test_a_file_is_read_as_it_is_meant(tmp_path: Path, text: str, values: dict[s
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("A=1\n2B=x", 'line 2: expected the name of a variable, found "2B"; letters, digits and "_" make one'),
-        ("A-B=x", 'line 1: expected the name of a variable, found "A-B"'),
+        ("A=1\n2B=x", 'line 2: expected a variable name, found "2B". Use letters, digits and "_"'),
+        ("A-B=x", 'line 1: expected a variable name, found "A-B"'),
         ("=x", 'line 1: expected NAME=VALUE, found "=x"'),
-        ("A=1\n\nB='x\nC=2", "line 3: the value of B starts with ', which is not closed; close it"),
-        ('B="x\\"', 'the value of B starts with ", which is not closed'),
-        ("A='x' y", 'expected the end of the line after A, found "y"; put the value in quotes'),
+        ("A=1\n\nB='x\nC=2", "line 3: the value of B starts with an open ': close it"),
+        ('B="x\\"', 'the value of B starts with an open "'),
+        ("A='x' y", 'expected the end of the line after A, found "y": put the value in quotes'),
         ("A B C", 'expected the end of the line after A, found "B C"'),
-        ("NOT_HERE", "line 1: NOT_HERE is not set here, so it cannot be passed on; write NOT_HERE=VALUE"),
-        ("RANK=3", "line 1: RANK is set by lowtide for every rank; leave it out"),
+        ("NOT_HERE", "line 1: NOT_HERE is not set here, so it cannot be passed on: write NOT_HERE=VALUE"),
+        ("RANK=3", "line 1: lowtide sets RANK for every rank: leave it out"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, error: str) -> None:
@@ -97,19 +97,19 @@ def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, e
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         read_env_file(tmp_path / "no", {})
-    expected = f"cannot read the environment file {tmp_path / 'no'}: No such file or directory; check --env-file"
+    expected = f"cannot read the environment file {tmp_path / 'no'}: No such file or directory. Check --env-file"
     assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ("A B=1", '--env A B: expected the name of a variable, found "A B"'),
-        ("=1", '--env : expected the name of a variable, found ""'),
-        ("UNSET", "--env UNSET: UNSET is not set here, so it cannot be passed on; write UNSET=VALUE"),
-        ("WORLD_SIZE=8", "--env WORLD_SIZE: WORLD_SIZE is set by lowtide for every rank; use --nproc"),
-        ("MASTER_PORT=1", "MASTER_PORT is set by lowtide for every rank; use --master-port"),
-        ("A=x\0y", "--env A: the value of A holds a zero byte, which no environment can; take it out"),
+        ("A B=1", '--env A B: expected a variable name, found "A B"'),
+        ("=1", '--env : expected a variable name, found ""'),
+        ("UNSET", "--env UNSET: UNSET is not set here, so it cannot be passed on: write UNSET=VALUE"),
+        ("WORLD_SIZE=8", "--env WORLD_SIZE: lowtide sets WORLD_SIZE for every rank: use --nproc"),
+        ("MASTER_PORT=1", "lowtide sets MASTER_PORT for every rank: use --master-port"),
+        ("A=x\0y", "--env A: the value of A has a zero byte, illegal in an environment: remove it"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_explained(given: str, error: str) -> None:

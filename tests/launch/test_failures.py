@@ -120,7 +120,7 @@ def test_a_command_that_cannot_run_is_explained(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("")
     status, _, err = Job(tmp_path, "", "--nproc", "1", "--log-dir", "folder/logs").finish()
     assert status == 1
-    assert "the ranks cannot be started: " in err and "folder/logs" in err and "must be there on every host" in err
+    assert "the ranks cannot be started: " in err and "folder/logs" in err and "must exist on every host" in err
 
 
 MISSES_RANK_1 = """
@@ -133,4 +133,4 @@ sys.exit(os.environ["RANK"] == "0")
 def test_a_rank_that_ended_before_another_failed_is_told(tmp_path: Path) -> None:
     status, _, err = Job(tmp_path, MISSES_RANK_1, "--nproc", "2").finish()
     assert status == 1
-    assert "failed with exit status 1. rank 1 had ended before, with exit status 0: if rank 0 still trained, " in err
+    assert "failed with exit status 1. rank 1 had ended before with exit status 0: if rank 0 still trained, " in err

@@ -90,7 +90,7 @@ def test_lines_both_ways_arrive_as_they_were_sent() -> None:
 def test_what_somebody_did_on_the_way_is_noticed(meddle: Callable[[list[bytes]], list[bytes]]) -> None:
     launcher, agent = sealed()
     lines = [launcher.signed(b"first"), launcher.signed(b"second")]
-    with pytest.raises(HandshakeError, match="a line has no valid tag: somebody has changed or added it on the way"):
+    with pytest.raises(HandshakeError, match="a line has no valid tag: it was changed or added on the way"):
         for line in meddle(lines):
             agent.verified(line)
 

@@ -71,8 +71,8 @@ def test_a_taken_port_is_refused_with_its_owner() -> None:
     with socket.create_server(("", 0)) as other, pytest.raises(LaunchError) as caught:
         HeldPort(other.getsockname()[1])
     text = str(caught.value)
-    assert f": expected it free for the ranks' store, found it taken by process {os.getpid()} (" in text
-    assert text.endswith("; name another with --master-port, or leave it out and a free one is found")
+    assert f" for the ranks' store is taken by process {os.getpid()} (" in text
+    assert text.endswith(". Choose another with --master-port, or leave it out to find a free port")
 
 
 def test_a_port_that_the_system_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,7 @@ def test_a_port_that_the_system_refuses_is_told(monkeypatch: pytest.MonkeyPatch)
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    with pytest.raises(
-        LaunchError, match=r"port 80: expected it free .* found: Permission denied; ports below 1024 are"
-    ):
+    with pytest.raises(LaunchError, match=r"port 80 for .* cannot be used: Permission denied. Ports below 1024 are"):
         HeldPort(80)
     with pytest.raises(LaunchError, match="expected a free port for the ranks' store, found none: Permission denied"):
         HeldPort()

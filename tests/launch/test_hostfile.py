@@ -34,22 +34,22 @@ def test_a_hostfile_has_the_syntax_of_deepspeed_and_of_mpi(text: str, hosts: lis
     [
         (
             "a\nb slot=8",
-            'hosts.txt, line 2: expected "slots=N" or "max_slots=M" after the host, found "slot=8"; did you',
+            'hosts.txt, line 2: expected "slots=N" or "max_slots=M" after the host, found "slot=8": did you',
         ),
-        ("a 8", 'found "8"; write "node1 slots=8"'),
-        ("a slots=0", 'expected a number of slots of at least 1, found "0" in "slots=0"; write "node1 slots=8"'),
+        ("a 8", 'found "8": write "node1 slots=8"'),
+        ("a slots=0", 'expected a number of slots of at least 1, found "0" in "slots=0": write "node1 slots=8"'),
         ("a slots=-1", 'found "-1" in "slots=-1"'),
         ("a slots=x", 'found "x" in "slots=x"'),
         ("a slots=", 'found "" in "slots="'),
         ("a:", 'expected a number of slots after ":" in "a:"'),
-        ("a slots=1 slots=2", '"slots" stands there twice; keep one'),
-        ("a:4 slots=4", '"a:4" and "slots=4" both give slots; keep one'),
-        ("a max_slots=4", '"max_slots" stands there without "slots"'),
-        ("a slots=4 max_slots=2", "slots=4 is more than max_slots=2; lower slots"),
-        ("# x\na slots=8\n\na slots=8", 'line 4: host "a" stands here and in line 2; write one line with the sum'),
-        ("n[1-2]\nn2", 'line 2: host "n2" stands here and in line 1'),
+        ("a slots=1 slots=2", '"slots" appears twice: remove either'),
+        ("a:4 slots=4", '"a:4" and "slots=4" both set slots: remove either'),
+        ("a max_slots=4", '"max_slots" needs "slots"'),
+        ("a slots=4 max_slots=2", "slots=4 is more than max_slots=2: lower slots"),
+        ("# x\na slots=8\n\na slots=8", 'line 4: host "a" is also in line 2: write a single line with the sum'),
+        ("n[1-2]\nn2", 'line 2: host "n2" is also in line 1'),
         ("n[2-1] slots=1", 'hosts.txt, line 1: the range "2-1" in "n[2-1]" ends before it starts'),
-        ("\n# nothing\n", "hosts.txt names no host; write one a line, such as node1 slots=8"),
+        ("\n# nothing\n", "hosts.txt has no host: write a line for each, like node1 slots=8"),
     ],
 )
 def test_a_mistake_in_a_hostfile_is_named_with_its_line(text: str, error: str) -> None:
@@ -73,7 +73,7 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
     with pytest.raises(LaunchError) as caught:
         read_hostfile(path)
     assert f"cannot read the hostfile {path}: " in str(caught.value) and reason in str(caught.value)
-    assert str(caught.value).endswith("check --hostfile")
+    assert str(caught.value).endswith("Check --hostfile")
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_hosts_are_named_on_the_command_line(text: str, hosts: list[Host]) -> No
     ("text", "error"),
     [
         ("a:x", '--hosts a:x: expected a number of slots of at least 1, found "x" in "a:x"'),
-        ("a:4,b,a:2", '--hosts a:4,b,a:2: host "a" stands there twice; name it once, with all its slots'),
-        (",", '--hosts names no host; expected such as "node1:8,node2:8"'),
-        ("a b", '--hosts a b: expected the name of a host, found "a b"'),
+        ("a:4,b,a:2", '--hosts a:4,b,a:2: host "a" appears twice: name it once, with all its slots'),
+        (",", '--hosts has no host: expected a list like "node1:8,node2:8"'),
+        ("a b", '--hosts a b: expected a host name, found "a b"'),
     ],
 )
 def test_a_mistake_in_hosts_is_explained(text: str, error: str) -> None:
@@ -135,14 +135,14 @@ def test_a_host_with_a_user_is_chosen_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("include", "exclude", "error"),
     [
-        ("v1", None, '--include v1: no host "v1"; did you mean "w1"?'),
-        (None, "zzz", '--exclude zzz: no host "zzz"; there are w0, w1, w2'),
-        ("w0:7", None, '--include w0:7: host "w0" has no slot 7; its slots are 0, 1, 2, 3'),
-        ("w0:1,1", None, '"w0:1,1" names a slot twice; name it once'),
-        ("w0:0@w0:1", None, 'host "w0" stands there twice; write all its slots in one place'),
-        ("w0:x", None, 'expected numbers and ranges such as "0-3,7", found "x" in "x"'),
-        ("@", None, '--include names no host; expected such as "node1@node2:0,2"'),
-        ("w0", "w0", "--include w0 and --exclude w0 leaves no host; the hosts are w0, w1, w2"),
+        ("v1", None, '--include v1: no host "v1": did you mean "w1"?'),
+        (None, "zzz", '--exclude zzz: no host "zzz": there are w0, w1, w2'),
+        ("w0:7", None, '--include w0:7: host "w0" has no slot 7. Its slots are 0, 1, 2, 3'),
+        ("w0:1,1", None, '"w0:1,1" has a slot twice: name it once'),
+        ("w0:0@w0:1", None, 'host "w0" appears twice: write all its slots together'),
+        ("w0:x", None, 'expected numbers and ranges like "0-3,7", found "x" in "x"'),
+        ("@", None, '--include has no host: expected a list like "node1@node2:0,2"'),
+        ("w0", "w0", "--include w0 and --exclude w0 leaves no host of w0, w1, w2"),
         (None, "w[0-2]", "--exclude w[0-2] leaves no host"),
     ],
 )

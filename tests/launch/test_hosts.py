@@ -34,17 +34,17 @@ def test_what_is_folded_expands_to_the_same(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("n[1-", 'expected "node[01-03,07]", found "n[1-": a bracket without its other half; close it'),
-        ("n1]", 'found "n1]": a bracket without its other half'),
-        ("n[[1-2]]", "a bracket without its other half"),
-        ("n[3-1]", 'the range "3-1" in "n[3-1]" ends before it starts; swap its ends'),
-        ("n[a-b]", 'expected numbers and ranges such as "0-3,7", found "a-b" in "n[a-b]"'),
-        ("n[]", 'expected numbers and ranges such as "0-3,7", found "" in "n[]"'),
-        ("n[0-99999999]", 'the range "0-99999999" in "n[0-99999999]" has more than 65536 numbers; check it'),
-        ("n[0-999][0-999]", '"n[0-999][0-999]" is 1000000 hosts; at most 65536 are allowed'),
-        ("-oProxyCommand=x", 'expected the name of a host, found "-oProxyCommand=x"'),
-        ("a;b", 'expected the name of a host, found "a;b": letters, digits, ".", "-" and "_" make one'),
-        ("$(id)", 'expected the name of a host, found "$(id)"'),
+        ("n[1-", 'expected "node[01-03,07]", found "n[1-" with an unmatched bracket: close it'),
+        ("n1]", 'found "n1]" with an unmatched bracket'),
+        ("n[[1-2]]", "an unmatched bracket"),
+        ("n[3-1]", 'the range "3-1" in "n[3-1]" ends before it starts: swap its ends'),
+        ("n[a-b]", 'expected numbers and ranges like "0-3,7", found "a-b" in "n[a-b]"'),
+        ("n[]", 'expected numbers and ranges like "0-3,7", found "" in "n[]"'),
+        ("n[0-99999999]", 'the range "0-99999999" in "n[0-99999999]" has more than 65536 numbers: check it'),
+        ("n[0-999][0-999]", '"n[0-999][0-999]" is 1000000 hosts, more than the limit of 65536'),
+        ("-oProxyCommand=x", 'expected a host name, found "-oProxyCommand=x"'),
+        ("a;b", 'expected a host name, found "a;b". Use letters, digits, ".", "-" and "_"'),
+        ("$(id)", 'expected a host name, found "$(id)"'),
     ],
 )
 def test_what_is_no_list_of_names_is_explained(text: str, error: str) -> None:

@@ -74,7 +74,7 @@ def test_a_killed_guard_leaves_nothing_on_any_host(job: HostsJob) -> None:
     job.wait_until_gone(GONE_SECONDS)
     result = job.finish()
     assert result.status == 1
-    assert "lost host n2: " in result.err and "its 2 ranks are given up, and the others were stopped" in result.err
+    assert "lost host n2: " in result.err and "its 2 ranks are lost, and the other ranks were stopped" in result.err
 
 
 def test_killed_ssh_leaves_nothing_on_any_host(job: HostsJob) -> None:
@@ -92,7 +92,7 @@ def test_a_cut_link_ends_both_sides_and_the_host_is_named(job: HostsJob) -> None
     result = job.finish()
     assert result.status == 1
     assert "lost host n1: nothing was heard from it for 4 s" in result.err
-    assert "its 2 ranks are given up, and the others were stopped" in result.err
+    assert "its 2 ranks are lost, and the other ranks were stopped" in result.err
 
 
 def test_a_launcher_that_is_cut_off_ends_with_all_its_hosts(hosts: Network, tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_a_killed_host_ends_the_job(hosts: Network, tmp_path: Path) -> None:
     job.wait_until_gone(CUT_SECONDS - 2)
     result = job.finish()
     assert result.status == 1 and "lost host n2: nothing was heard from it for 2 s" in result.err
-    assert result.err.count("n2: could not look there for processes that the job has left: no answer within 1 s") == 1
-    assert "If that host is alive, `grep -lz LOWTIDE_JOB_ID=" in result.err
-    assert "/proc/*/environ` finds them there." in result.err
+    assert result.err.count("n2: could not look for processes that the job left there: no answer within 1 s") == 1
+    assert "If that host is alive, find them there by `grep -lz LOWTIDE_JOB_ID=" in result.err
+    assert "/proc/*/environ`." in result.err
 
 
 def test_a_stopped_agent_is_a_lost_one(hosts: Network, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_agent_and_guard_that_are_killed_together_leave_nothing(hosts: Network, 
     job.wait_until_gone(GONE_SECONDS)
     result = job.finish()
     assert result.status == 1 and "lost host n2: " in result.err
-    assert "n2: what the job had left there was killed: sleep (process " in result.err
+    assert "n2: killed what the job had left there: sleep (process " in result.err
     assert result.err.count("sleep (process ") == 2 and "could not look" not in result.err
     assert records(hosts, "n1") == records(hosts, "n2") == []
 
@@ -41,4 +41,4 @@ def test_both_hosts_are_swept_at_the_same_time(hosts: Network, tmp_path: Path) -
     job.wait_until_gone(GONE_SECONDS)
     result = job.finish()
     assert result.status == 1
-    assert all(f"{host}: what the job had left there was killed: " in result.err for host in ("n1", "n2"))
+    assert all(f"{host}: killed what the job had left there: " in result.err for host in ("n1", "n2"))

@@ -101,7 +101,7 @@ def is_sent_away(stranger: socket.socket) -> bool:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (b"GET / HTTP/1.1\r\n", "it does not speak this launcher's protocol; is its lowtide of the same version?"),
+        (b"GET / HTTP/1.1\r\n", "it does not speak this launcher's protocol. Use the same lowtide on all hosts"),
         (encode(Kill()) + b"\n", "it does not speak this launcher's protocol"),
         (b'{"kind":"Hello","pid":' + b"9" * 400 + b"}\n", "it does not speak this launcher's protocol"),
         (b"\x1b]0;owned\x07\x1b[2J\n", "it does not speak this launcher's protocol"),
@@ -114,7 +114,7 @@ def test_a_wrong_word_ends_the_connection(hall: Hall, words: bytes, why: str) ->
     stranger = hall.visit(words[: 1 << 16])
     assert hall.loop.run(lambda: is_sent_away(stranger), PATIENCE)
     (line,) = hall.lines
-    assert line.startswith(f"a connection from 127.0.0.1 was sent away: {why}") and line.isprintable()
+    assert line.startswith(f"a connection from 127.0.0.1 was refused: {why}") and line.isprintable()
     assert hall.links == []
 
 
@@ -137,7 +137,7 @@ def test_an_agent_with_another_token_is_told_to_compare_them(hall: Hall) -> None
     thread.start()
     assert hall.loop.run(lambda: bool(errors), PATIENCE)
     thread.join()
-    assert "it ended the connection without a proof; is LOWTIDE_TOKEN the same on all hosts?" in str(errors[0])
+    assert "it ended the connection without a proof. LOWTIDE_TOKEN must be the same on all hosts" in str(errors[0])
     assert hall.links == []
 
 
@@ -164,9 +164,9 @@ def test_an_agent_comes_in_beside_idle_strangers_of_which_few_are_kept(hall: Hal
     hall.admit().close()
     kept = [stranger for stranger in hall.strangers if not is_sent_away(stranger)]
     assert 0 < len(kept) <= MAX_STRANGERS and kept[-1] is hall.strangers[-1]
-    assert len(hall.lines) == 1 and "128 connections wait for their proof, and it is the oldest" in hall.lines[0]
+    assert len(hall.lines) == 1 and "128 connections wait for their proof, and this is the oldest" in hall.lines[0]
     hall.listener.close()
-    assert len(hall.lines) == 2 and "more connections were sent away, the last from 127.0.0.1" in hall.lines[1]
+    assert len(hall.lines) == 2 and "more connections were refused, the last from 127.0.0.1" in hall.lines[1]
 
 
 def test_where_no_descriptor_is_left_strangers_give_theirs_back(hall: Hall) -> None:
@@ -183,7 +183,7 @@ def test_where_no_descriptor_is_left_strangers_give_theirs_back(hall: Hall) -> N
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert is_sent_away(hall.strangers[0]) and not is_sent_away(waiting)
     assert hall.lines == [
-        "a connection from 127.0.0.1 was sent away: this host gives no more connections (Too many open files)"
+        "a connection from 127.0.0.1 was refused: this host gives no more connections (Too many open files)"
     ]
     hall.admit().close()
 

@@ -29,7 +29,7 @@ def said(folder: Path, *options: str) -> str:
 def test_notes_of_the_plan_are_said_once(tmp_path: Path) -> None:
     err = said(tmp_path)
     for host in ("a", "b"):
-        note = f"lowtide launch: {host}: the resource manager gives the job 4 accelerators, 0 can be used there\n"
+        note = f"lowtide launch: {host}: the resource manager gives the job 4 accelerators, but a process can use 0\n"
         assert err.count(note) == 1
 
 

@@ -34,12 +34,12 @@ def test_a_signal_without_a_name_is_told_by_its_number() -> None:
         (
             2,
             [1],
-            "1. rank 1 had ended before, with exit status 0: if rank 0 still trained, the ranks have different num",
+            "1. rank 1 had ended before with exit status 0: if rank 0 still trained, the ranks have different num",
         ),
         (
             4,
             [1, 2],
-            "1; the other ranks were stopped. ranks 1-2 had ended before, with exit status 0: if rank 0 still ",
+            "1; the other ranks were stopped. ranks 1-2 had ended before with exit status 0: if rank 0 still ",
         ),
     ],
 )
@@ -47,8 +47,8 @@ def test_ranks_that_had_ended_are_told_with_what_to_do(world_size: int, ended: l
     text = obituary(failure(0, 1.0), world_size, has_many_hosts=False, ended=ended)
     assert text.startswith(f"rank 0 of {world_size} (process 10) failed with exit status {told}")
     assert text.endswith(
-        "let a DistributedSampler pad them, or end all ranks at the smallest number. If it saved, every rank must call "
-        "save_checkpoint. It printed nothing."
+        "let a DistributedSampler pad the batches, or end all ranks after the smallest number. If it saved, every rank "
+        "must call save_checkpoint. It printed nothing."
     )
 
 

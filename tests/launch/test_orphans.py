@@ -94,7 +94,7 @@ class Ways(ScriptedTransport):
         super().__init__(lambda host, message: None)
         self._commands = commands
 
-    def orphans_command(self, index: int, identity: str) -> list[str] | None:  # type: ignore[override]
+    def orphans_command(self, index: int, identity: str) -> list[str] | None:
         """See Transport."""
         return self._commands[index]
 
@@ -121,17 +121,17 @@ def prints(text: str, status: int = 0) -> list[str]:
 def test_only_hosts_with_something_left_are_told() -> None:
     found = prints(f"good morning\n{orphans.MAGIC} sleep (process 7)")
     said, _ = swept(found, prints(f"good morning\n{orphans.MAGIC} "), None)
-    assert said == ["h0: what the job had left there was killed: sleep (process 7)"]
+    assert said == ["h0: killed what the job had left there: sleep (process 7)"]
 
 
 def test_a_host_that_is_not_reached_is_told_with_the_reason() -> None:
     said, _ = swept(prints("ssh: No route to host", 255), ["/nowhere/ssh"])
     program = os.path.basename(sys.executable)
-    advice = "\nIf that host is alive, `grep -lz LOWTIDE_JOB_ID=J /proc/*/environ` finds them there."
+    advice = "\nIf that host is alive, find them there by `grep -lz LOWTIDE_JOB_ID=J /proc/*/environ`."
     assert sorted(said) == [
-        "h0: could not look there for processes that the job has left: "
+        "h0: could not look for processes that the job left there: "
         f"{program} left with exit status 255\n    ssh: No route to host{advice}",
-        "h1: could not look there for processes that the job has left: "
+        "h1: could not look for processes that the job left there: "
         f"[Errno 2] No such file or directory: '/nowhere/ssh'{advice}",
     ]
 

@@ -153,7 +153,7 @@ def test_a_full_disk_of_logs_is_told_and_the_ranks_go_on(tmp_path: Path) -> None
     (tmp_path / "logs/rank1.log").symlink_to("/dev/full")
     status, out, err = Job(tmp_path, SAYS, "--nproc", "2", "--log-dir", "logs").finish()
     assert status == 0 and "[rank 1] err 1" in out
-    assert "logs/rank1.log is not written any more: No space left on device; the ranks go on" in err
+    assert "logs/rank1.log cannot be written: No space left on device. The ranks continue" in err
 
 
 def test_a_full_disk_of_stdout_is_told_once_and_the_ranks_go_on(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_full_disk_of_stdout_is_told_once_and_the_ranks_go_on(tmp_path: Path) 
         command = [*LAUNCH, "--nproc", "2", "script.py"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=30)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("stdout cannot be written to: No space left on device; the ranks go on") == 1
+    assert done.stderr.count("stdout cannot be written to: No space left on device. The ranks continue") == 1
 
 
 def test_logs_go_on_after_a_restart(tmp_path: Path) -> None:

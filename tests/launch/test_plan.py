@@ -206,28 +206,28 @@ def test_ranks_are_bound_as_asked(
             Host("h"),
             GPUS,
             {"nproc": 5},
-            "h: --nproc 5 asks for more ranks than the host has accelerators that a process may use",
+            "h: --nproc 5 is more than the host's 4 usable accelerators",
         ),
         (
             Host("h"),
             masked("1"),
             {"nproc": 2},
-            "may use: 1; lower --nproc, raise the slots, or use no accelerators with",
+            "1 usable accelerators. Lower --nproc, raise the slots, or use no accelerators with",
         ),
         (
             Host("h", (0, 1)),
             CPU,
             {"nproc": 3},
-            "--nproc 3 asks for more ranks than the host has slots: 2; lower --nproc",
+            "--nproc 3 is more than the host's 2 slots. Lower --nproc",
         ),
         (
             Host("h", (0, 4)),
             GPUS,
             {},
-            "h: slot 4 needs 5 accelerators, found 4 that a process may use there; lower the slots",
+            "h: slot 4 needs 5 accelerators, found 4 usable. Lower the slots",
         ),
         (Host("h", (0, 1)), masked("2"), {}, "h: slot 1 needs 2 accelerators, found 1"),
-        (Host("h", None, (0,)), CPU, {}, "h: --exclude leaves no slot of 1; exclude the whole host instead"),
+        (Host("h", None, (0,)), CPU, {}, "h: --exclude leaves none of 1 slots: exclude the whole host instead"),
         (
             Host("h"),
             HostReport("none", (), CPU.cores),
@@ -249,7 +249,7 @@ def test_every_host_must_report() -> None:
         make_plan(Allocation("a test", "ssh", (Host("a"), Host("b"))), [CPU], [], "/", {})
 
 
-SEGMENTS = "ranks with a CUDA device have PYTORCH_ALLOC_CONF=expandable_segments:True, since it is not set"
+SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True is set for ranks with a CUDA device, since it was unset"
 
 
 def test_notes_name_hosts_that_are_not_as_expected() -> None:
@@ -257,8 +257,8 @@ def test_notes_name_hosts_that_are_not_as_expected() -> None:
     allocation = Allocation("x", "srun", hosts, notes=("before",))
     assert make_plan(allocation, [GPUS, GPUS, CPU], [], "/", {}).notes == (
         "before",
-        "a: the resource manager gives the job 8 accelerators, 4 can be used there",
-        "c: no accelerator that a process may use, while other hosts have some",
+        "a: the resource manager gives the job 8 accelerators, but a process can use 4",
+        "c: no usable accelerator, while other hosts have some",
         SEGMENTS,
     )
 
@@ -279,8 +279,8 @@ def test_the_plan_is_printed() -> None:
     assert printed_plan(make_plan(allocation, [GPUS, CPU], command, "/home", environment)) == (
         """2 hosts, 3 ranks; hosts from hostfile h.txt; transport ssh
 note: --hostfile wins
-note: n2: no accelerator that a process may use, while other hosts have some
-note: ranks with a CUDA device have PYTORCH_ALLOC_CONF=expandable_segments:True, since it is not set
+note: n2: no usable accelerator, while other hosts have some
+note: PYTORCH_ALLOC_CONF=expandable_segments:True is set for ranks with a CUDA device, since it was unset
 
 host  ranks  local  device  cores
 n1    0      0      1       0-3,8-11

@@ -139,7 +139,7 @@ def test_equal_and_fit_hosts_have_no_fault() -> None:
         (
             {"master_address": "127.0.1.1"},
             "host b: expected an address of a on the network, found 127.0.1.1; a must mean the host a everywhere: "
-            "name it otherwise, or change /etc/hosts",
+            "use another name, or change /etc/hosts",
             True,
         ),
     ],
@@ -185,7 +185,7 @@ def test_a_host_that_is_other_or_unfit_is_named(values: dict[str, Any], text: st
             "master_port",
             "No route to host",
             "expected a way to the ranks' store at a on host a, found No route to host; open the ports between the "
-            "hosts in the firewall, or name another way to a",
+            "hosts in the firewall, or use another address of a",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_checks_that_do_not_come_are_told_and_nothing_is_started(loop: Loop, mon
             asked.append(host)
         return well(host, message)
 
-    with pytest.raises(LaunchError, match=r"^nothing was started; mend what is said above, or disregard"):
+    with pytest.raises(LaunchError, match=r"^nothing was started. Fix the faults above, or skip"):
         prepared(loop, answer, said)
     assert sorted(asked) == list(HOSTS)
     assert any("no answer within 30 s" in line for line in said)
@@ -119,8 +119,8 @@ def test_no_address_that_all_reach_names_who_reaches_what(loop: Loop) -> None:
     with pytest.raises(LaunchError) as raised:
         prepared(loop, answer, [])
     assert str(raised.value) == (
-        "no address of n1, where rank 0's store is to be, can be reached from all other hosts; tried n1, 10.0.0.1 at "
-        "port 2345:\n  n2 reaches n1\n  n3 reaches none\nIs there a firewall between them? --master-port chooses a "
+        "no address of n1, the host of rank 0's store, can be reached from all hosts; tried n1, 10.0.0.1 at "
+        "port 2345:\n  n2 reaches n1\n  n3 reaches none\nCheck the firewall between the hosts. --master-port chooses a "
         "port that it lets through."
     )
 
@@ -139,6 +139,6 @@ def test_the_meeting_port_of_join_is_taken(tmp_path: Path) -> None:
         by_hand = ("--num-hosts", "2", "--host-index", "0", "--meet", f"127.0.0.1:{port}", "--nproc", "1")
         status, out, err = Job(tmp_path, "print('started')", *by_hand).finish()
     assert (status, out) == (1, "")
-    assert f"the agents of the other hosts are to connect to port {port} of this one, which cannot be listened" in err
-    assert "Address already in use; end the program that has it, or choose another one for all hosts" in err
+    assert f"cannot listen for agents at port {port}: " in err
+    assert "Address already in use. End the program that has the port, or choose another port for all hosts" in err
     assert "(MASTER_PORT, or --meet HOST:PORT)" in err

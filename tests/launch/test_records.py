@@ -71,7 +71,7 @@ def test_ranks_without_a_place_for_records_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("lowtide.launch.agent.host_ranks.RecordFolder", full)
     start = Start(HostPlan("a", 0, ()), JobMessage("id", ("true",), "/", {}), {}, {})
     loop = Loop()
-    with pytest.raises(LaunchError, match=r"expected a folder for their records in .*No space left on device; free"):
+    with pytest.raises(LaunchError, match=r"cannot make a folder for their records in .*No space left on device. Free"):
         HostRanks(loop, start, Mock(), Mock(), Mock())
     loop.close()
 

@@ -51,7 +51,7 @@ def test_the_job_is_stopped_where_that_is_asked(tmp_path: Path) -> None:
     status, _, err = Job(tmp_path, STALLS, *options, arguments=("600",)).finish()
     assert status == 1
     assert "in where_it_hangs" in err
-    assert "2 ranks made no step in time; all ranks were stopped" in err
+    assert "2 ranks finished no step in time; all ranks were stopped" in err
 
 
 def test_without_a_limit_nothing_is_said(tmp_path: Path) -> None:

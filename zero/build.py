@@ -62,12 +62,12 @@ class GroupMemories:
 
     def units(self, plan: ModelPlan, hosts: Hosts) -> list[Unit]:
         """Build the units of a plan. The parameters keep their old memory until `fill`."""
-        groups = dict(zip((one.name for one in plan.groups), self.groups(plan.groups), strict=True))
-        gradients = self.gradients([(one, groups[one.name]) for one in plan.trained], hosts)
+        groups = dict(zip((group.name for group in plan.groups), self.groups(plan.groups), strict=True))
+        gradients = self.gradients([(group, groups[group.name]) for group in plan.trained], hosts)
         of_group = {id(gradient.group): gradient for gradient in gradients}
         units = []
         for unit, group_plans in plan.units:
-            own = [groups[one.name] for one in group_plans]
+            own = [groups[group.name] for group in group_plans]
             trained = [of_group[id(group)] for group in own if id(group) in of_group]
             units.append(Unit(unit.name, unit.module, own, trained, unit.is_end))
         return units
@@ -120,7 +120,7 @@ class GroupMemories:
         if axes == plan.sharding.first and len(plan.levels) > 1:
             states, last = plan.sharding.states, plan.sharding.last
             parts = [
-                [parallel_dims.place(one, states) for one in parallel_dims.ranks(rank, last)] for rank in axis.ranks
+                [parallel_dims.place(peer, states) for peer in parallel_dims.ranks(rank, last)] for rank in axis.ranks
             ]
         if bits is None or axis.size == 1:
             return Codec(axis, plan.reduce_dtype, parts)
@@ -137,7 +137,9 @@ class GroupMemories:
     def _common_sums(self, trained: Sequence[GroupPlan]) -> dict[str, Tensor]:
         """Allocate the gradient sums that replicas on a host share, by name of the group."""
         found: dict[str, Tensor] = {}
-        for axes, plans in _by_axes([one for one in trained if not one.sharding.tied], lambda one: one.replicas):
+        for axes, plans in _by_axes(
+            [plan for plan in trained if not plan.sharding.tied], lambda sharding: sharding.replicas
+        ):
             route = self._mesh.over(axes).route
             if self._shares_gradients and route.copies_are_shared:
                 specs = [(plan.layout.shard_numel, plan.accumulation_dtype) for plan in plans]

@@ -218,8 +218,8 @@ class QuantizedCodec(Codec):
     def _swap(self, given: Sequence[Tensor | None], got: Sequence[Tensor], what: str) -> Pending:
         """Exchange messages. given: to each rank, None to itself. got: from each rank; not changed for this rank."""
         own, size = self.axis.rank, self.axis.size
-        sent = [0 if one is None else one.numel() for one in given]
-        taken = [0 if rank == own else one.numel() for rank, one in enumerate(got)]
+        sent = [0 if message is None else message.numel() for message in given]
+        taken = [0 if rank == own else message.numel() for rank, message in enumerate(got)]
         # A transport reads only this rank's column of the other rows.
         numels = [[0] * size for _ in range(size)]
         numels[own] = sent
@@ -227,13 +227,15 @@ class QuantizedCodec(Codec):
             numels[rank][own] = taken[rank]
         numels[own][own] = 0
         whole = torch.empty(sum(taken), dtype=torch.uint8, device=got[own].device)
-        pending = self.axis.route.swap(whole, torch.cat([one for one in given if one is not None]), numels, what)
+        pending = self.axis.route.swap(
+            whole, torch.cat([message for message in given if message is not None]), numels, what
+        )
 
         def collect() -> None:
             pending.wait()
-            for one, part in zip(got, torch.split(whole, taken), strict=True):
+            for message, part in zip(got, torch.split(whole, taken), strict=True):
                 if part.numel():
-                    one.copy_(part)
+                    message.copy_(part)
 
         return Pending(collect)
 

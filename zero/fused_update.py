@@ -123,7 +123,7 @@ class FusedUpdate:
 
     def takes(self, options: Options) -> bool:
         """Whether a parameter group may have these options: the same states and the same update."""
-        needed, kept = (self.optimizer.states_for(one) for one in (options, self.options))
+        needed, kept = (self.optimizer.states_for(group_options) for group_options in (options, self.options))
         return needed == kept and takes_options(self.optimizer, options)
 
     def can_take(self, kind: str, states: Collection[str]) -> bool:
@@ -144,9 +144,9 @@ class FusedUpdate:
     ) -> None:
         """Update all parts of a shard with its gradient, (shard_numel,). parts: each call yields them again."""
         shard.memory.make()
-        for one in self._updates(shard, parts(), gradient, terms):
+        for shard_update in self._updates(shard, parts(), gradient, terms):
             update_shards(
-                self.optimizer, [one], terms.step, terms.gradient_scale, skip=terms.skip, backend=self.backend
+                self.optimizer, [shard_update], terms.step, terms.gradient_scale, skip=terms.skip, backend=self.backend
             )  # fmt: skip
 
     def update_together(

@@ -73,8 +73,8 @@ class GatherRing:
         self._lacked = {self._units[number] for number in proposal.wanted}
         while True:
             proposals = self._gather_values(proposal)
-            top = max([one.round for one in proposals])
-            self._start(top, [one for one in proposals if one.round is top])
+            top = max([other.round for other in proposals])
+            self._start(top, [other for other in proposals if other.round is top])
             if top is proposal.round:
                 return proposals
             if top is Round.FLUSH:  # this rank has nothing left to reduce
@@ -127,7 +127,7 @@ class GatherRing:
         self._issued.clear()
 
     def _start(self, kind: Round, proposals: Sequence[Proposal]) -> None:
-        wanted = set[int]().union(*[one.wanted for one in proposals])
+        wanted = set[int]().union(*[proposal.wanted for proposal in proposals])
         numbers = sorted(wanted, reverse=kind is not Round.FORWARD)
         if kind is Round.BACKWARD and len(set(proposals)) == 1:
             # All ranks use the units alike: gather them in the order of the backward.

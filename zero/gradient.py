@@ -95,7 +95,7 @@ class GroupGradient:
         """Yield the tensors that `held_bytes` counts."""
         kept = () if self.low_rank is None else self.low_rank.held()
         tensors = (self.shard, self._local.flat, *(param.grad for param in self.group.params), *kept)
-        return (one for one in tensors if one is not None)
+        return (tensor for tensor in tensors if tensor is not None)
 
     @property
     def held_bytes(self) -> int:

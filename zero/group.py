@@ -96,7 +96,8 @@ class ShardedGroup:
     def bytes_beside(self) -> int:
         """Bytes of the memory at rest that is not a part of `full`."""
         memory = {
-            one.data_ptr(): one.nbytes() for one in (self._memory.own.untyped_storage(), self.shard.untyped_storage())
+            storage.data_ptr(): storage.nbytes()
+            for storage in (self._memory.own.untyped_storage(), self.shard.untyped_storage())
         }
         memory.pop(self.full.untyped_storage().data_ptr(), None)
         return sum(memory.values())

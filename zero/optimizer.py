@@ -168,8 +168,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         index_of = {id(p): index for index, group in param_groups.items() for p in group["params"]}
         shards = self._placements.make_shards(gradients, index_of, self._update)
         if isinstance(self._update, SignUpdate):
-            for one in gradients:
-                one.sum_if(lambda: self.sums_gradients)
+            for gradient in gradients:
+                gradient.sum_if(lambda: self.sums_gradients)
         return shards
 
     def register_groups(self, param_group: dict[str, Any], shards: Sequence[ShardState]) -> None:
@@ -216,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._are_here and isinstance(self._update, FusedUpdate) and not self._update.waits_for_norm:
             self._update.update_together(self.shards, terms, on_updated)
         else:
-            due = deque([(one, one.gradient.shard) for one in self.shards if one.gradient.shard is not None])
+            due = deque([(shard, shard.gradient.shard) for shard in self.shards if shard.gradient.shard is not None])
             self._placements.window.expect([shard.offloadable for shard, _ in due])
             self._update_all(due, terms, self._update_shard, on_updated)
         if skip is None:

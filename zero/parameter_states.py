@@ -113,7 +113,9 @@ class ParameterStates:
             if low_rank is not None:
                 low_rank.make_errors(self._counts.num_steps)
                 kept = [(i, (scalars.get(name) or {}).get(FACTOR)) for i, name in enumerate(shard.group.layout.names)]
-                low_rank.factors = {i: one.to(shard.group.full.device) for i, one in kept if isinstance(one, Tensor)}
+                low_rank.factors = {
+                    i: factor.to(shard.group.full.device) for i, factor in kept if isinstance(factor, Tensor)
+                }
 
     def reset(self, params: Mapping[str, nn.Parameter], what: str) -> None:
         """Reset the states of these parameters to those before the first step. Raises ValueError.

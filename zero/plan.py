@@ -353,7 +353,7 @@ def _plan_groups(
         members.setdefault(key, []).append((name, param))
     for (dtype, role, copies, portioned, has_matrices), params in members.items():
         kind = f"{str(dtype).removeprefix('torch.')}{'' if role is Role.UPDATED else f', {role.value}'}"
-        kind += "".join(f", on {one.axis} {', '.join(map(str, one.places))}" for one in copies)
+        kind += "".join(f", on {replica.axis} {', '.join(map(str, replica.places))}" for replica in copies)
         kind += "".join(f", split over {axis}" for axis in portioned)
         kind += ", matrices" if has_matrices else ""
         own = replace(sharding.within(portioned), copies=(*unit.copies, *copies))

@@ -72,24 +72,26 @@ class ThinLayout:
             rank = min(low_rank.rank, rows, columns)
             if (rows + columns) * rank * low_rank.min_compression_rate < param_view.numel:
                 thin.append(Thin(index, param_view.offset_in_flat, rows, columns, rank))
-        edges = [0, *(edge for one in thin for edge in (one.start, one.end)), layout.padded_numel]
+        edges = [0, *(edge for param in thin for edge in (param.start, param.end)), layout.padded_numel]
         plain = (slice(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True))
-        return cls(tuple(thin), tuple(one for one in plain if one.start < one.stop))
+        return cls(tuple(thin), tuple(gap for gap in plain if gap.start < gap.stop))
 
     @property
     def num_first(self) -> int:
         """Elements of the first message: all P, and the ranges that are sent unchanged."""
-        return sum(one.rows * one.rank for one in self.thin) + sum(int(one.stop - one.start) for one in self.plain)
+        return sum(param.rows * param.rank for param in self.thin) + sum(
+            int(region.stop - region.start) for region in self.plain
+        )
 
     @property
     def num_second(self) -> int:
         """Elements of the second message: all Q."""
-        return sum(one.columns * one.rank for one in self.thin)
+        return sum(param.columns * param.rank for param in self.thin)
 
     @property
     def num_thin(self) -> int:
         """Elements of the matrices."""
-        return sum(one.rows * one.columns for one in self.thin)
+        return sum(param.rows * param.columns for param in self.thin)
 
     def kept_numel(self, low_rank: PowerSGDOptions) -> int:
         """Elements that are kept between steps: errors and Q."""
@@ -170,28 +172,28 @@ class PowerSGDReducer(GradientReducer):
             yield from super().sum(axis, message, shard, has_shard, boundary, counts)
             return
         matrices = self._matrices(message)
-        factors = [self._factor(one) for one in self._layout.thin]
+        factors = [self._factor(thin) for thin in self._layout.thin]
         first = [(matrix @ q).reshape(-1) for matrix, q in zip(matrices, factors, strict=True)]
-        sent = torch.cat([*first, *(message[one] for one in self._layout.plain)])
+        sent = torch.cat([*first, *(message[region] for region in self._layout.plain)])
         low = 0
         summed = self._summed(sent)
         bases = []
-        for one in self._layout.thin:
-            bases.append(orthogonal(summed[low : low + one.rows * one.rank].view(one.rows, one.rank)))
-            low += one.rows * one.rank
+        for thin in self._layout.thin:
+            bases.append(orthogonal(summed[low : low + thin.rows * thin.rank].view(thin.rows, thin.rank)))
+            low += thin.rows * thin.rank
         for region in self._layout.plain:
             message[region] = summed[low : low + region.stop - region.start]
             low += region.stop - region.start
         second = [(matrix.T @ p).reshape(-1) for matrix, p in zip(matrices, bases, strict=True)]
         summed = self._summed(torch.cat(second))
         low = 0
-        for one, matrix, p in zip(self._layout.thin, matrices, bases, strict=True):
-            q = summed[low : low + one.columns * one.rank].view(one.columns, one.rank)
-            low += one.columns * one.rank
+        for thin, matrix, p in zip(self._layout.thin, matrices, bases, strict=True):
+            q = summed[low : low + thin.columns * thin.rank].view(thin.columns, thin.rank)
+            low += thin.columns * thin.rank
             product = p @ q.T
             # A rank's distance to the mean is an error too: the paper's algorithm 2.
-            self._tried[one.index] = matrix.sub_(product, alpha=1 / axis.size), q.clone()
-            message[one.start : one.end] = product.reshape(-1)
+            self._tried[thin.index] = matrix.sub_(product, alpha=1 / axis.size), q.clone()
+            message[thin.start : thin.end] = product.reshape(-1)
         self._finish(axis, message, shard, counts)
 
     def accept(self, unit: float) -> None:
@@ -215,8 +217,8 @@ class PowerSGDReducer(GradientReducer):
         if self._axis.size > 1 and num_steps > self._low_rank.start_step and self._low_rank.error_feedback:
             device = self._group.full.device
             self.errors = {
-                one.index: torch.zeros(one.rows, one.columns, dtype=self._wide, device=device)
-                for one in self._layout.thin
+                thin.index: torch.zeros(thin.rows, thin.columns, dtype=self._wide, device=device)
+                for thin in self._layout.thin
             }
 
     def rank_states(self) -> Iterator[tuple[ParamShard, str, Tensor]]:
@@ -230,21 +232,21 @@ class PowerSGDReducer(GradientReducer):
 
     def _matrices(self, message: Tensor) -> list[Tensor]:
         found = []
-        for one in self._layout.thin:
-            matrix = message[one.start : one.end].view(one.rows, one.columns)
-            error = self.errors.get(one.index)
+        for thin in self._layout.thin:
+            matrix = message[thin.start : thin.end].view(thin.rows, thin.columns)
+            error = self.errors.get(thin.index)
             found.append(matrix.clone() if error is None else torch.add(matrix, error, alpha=1 / self.unit()))
         return found
 
-    def _factor(self, one: Thin) -> Tensor:
+    def _factor(self, thin: Thin) -> Tensor:
         """Return the first Q, (columns, rank), the same on all ranks."""
-        if one.index in self.factors:
-            return orthogonal(self.factors[one.index])
+        if thin.index in self.factors:
+            return orthogonal(self.factors[thin.index])
         name = zlib.crc32(
-            self._group.layout.names[one.index].encode()
+            self._group.layout.names[thin.index].encode()
         )  # seeded by name, so that it does not depend on the group
         drawn = torch.Generator().manual_seed(self._low_rank.seed + self.step() * 1_000_003 + name)
-        q = torch.randn(one.columns, one.rank, generator=drawn, dtype=torch.float64)
+        q = torch.randn(thin.columns, thin.rank, generator=drawn, dtype=torch.float64)
         return orthogonal(q).to(self._group.full.device, self._wide)
 
     def _finish(self, axis: Axis, total: Tensor, shard: Tensor, counts: bool) -> None:

@@ -73,8 +73,8 @@ class ReducedGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _CLEARING:  # `zero_grad(set_to_none=False)`
-            for one in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-                one.cleared.add(id(one))
+            for placeholder in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                placeholder.cleared.add(id(placeholder))
             return args[0] if isinstance(args[0], Tensor) else None
         if func == Tensor.nbytes.__get__:  # type: ignore[attr-defined]  # a descriptor: mypy takes it for its value
             return 0

@@ -242,7 +242,7 @@ def gates(order: Sequence[int], proposals: Sequence[Proposal], num_units: int, l
     """
     places = {number: place for place, number in enumerate(order)}
     needed = [0] * num_units
-    for uses in {one.uses for one in proposals}:
+    for uses in {proposal.uses for proposal in proposals}:
         count = 0
         until = dict[int, int]()
         for number in reversed(uses):

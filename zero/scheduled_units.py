@@ -162,8 +162,8 @@ class ScheduledUnits:
         pending = [
             self._mesh.peers.exchange(gradient.shard, part, place, _TIED_TAG, what) for place, part in parts.items()
         ]
-        for one in pending:
-            one.wait()
+        for message in pending:
+            message.wait()
         total = None
         for place in reversed(copies.places):
             part = gradient.shard if place == own else parts[place]

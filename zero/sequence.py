@@ -483,7 +483,7 @@ class UnitSequence:
         wanted = tuple([n for n, unit in enumerate(self.units) if n in used and n and not unit.is_full])
         proposals = self._ring.begin(Proposal(Round.BACKWARD, wanted, uses, self._lag))
         order = [self._numbers[unit] for unit in self._ring.order]
-        self._lag = max(one.lag for one in proposals)
+        self._lag = max(proposal.lag for proposal in proposals)
         made = gates(order, proposals, len(self.units), self._lag)
         # The first gather of the round overlaps with the backward of the last block.
         self._ring.go_ahead()
@@ -496,7 +496,7 @@ class UnitSequence:
             # Learned for the next backward: see [Note: canonical order].
             self._lag = max(self._lag, self._turns.lag)
             kind = Round.FLUSH if self._turns.has_left_over else Round.END
-            if max(one.round for one in self._ring.begin(Proposal(kind))) is Round.END:
+            if max(proposal.round for proposal in self._ring.begin(Proposal(kind))) is Round.END:
                 return
             self._turns.flush()
 

@@ -374,7 +374,7 @@ class ShardPlacements:
         self, gradients: Sequence[GroupGradient], options_index_of: Mapping[int, int], kept: Kept
     ) -> list[ShardState]:
         """Take memory for masters and states of groups. Arguments: see `ShardState`. Raises OffloadError."""
-        numels = self.offloaded.plan.resident_numels([one.group.layout.shard_numel for one in gradients])
+        numels = self.offloaded.plan.resident_numels([gradient.group.layout.shard_numel for gradient in gradients])
         shards = [
             ShardState(gradient, numel, options_index_of, kept, self)
             for gradient, numel in zip(gradients, numels, strict=True)

@@ -71,7 +71,7 @@ class ShardingSpec:
     @property
     def tied(self) -> tuple[Replicas, ...]:
         """Copies whose gradients are added up."""
-        return tuple(one for one in self.copies if one.are_added)
+        return tuple(copies for copies in self.copies if copies.are_added)
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class ShardingAxes:
         """Collectives between the ranks along some axes, for updates that need more of a parameter than its shard."""
         self.is_counted = _is_first(mesh, sharding.copies)
         """Whether this rank counts and saves the group, among the ranks with equal copies."""
-        self.is_first_of_layers = _is_first(mesh, tuple(one for one in sharding.copies if not one.are_added))
+        self.is_first_of_layers = _is_first(mesh, tuple(copies for copies in sharding.copies if not copies.are_added))
         """The same among the ranks of a pipeline stage."""
         self.is_tied = bool(sharding.tied)
         """Whether gradients of copies are added after the sum over ranks."""
@@ -117,4 +117,4 @@ class ShardingAxes:
 
 
 def _is_first(mesh: Mesh, copies: tuple[Replicas, ...]) -> bool:
-    return all(mesh.axes[one.axis].rank == one.places[0] for one in copies)
+    return all(mesh.axes[each.axis].rank == each.places[0] for each in copies)

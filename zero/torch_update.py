@@ -33,7 +33,7 @@ def record_like(optimizer: torch.optim.Optimizer) -> Optimizer | None:
         return None
     # AdamW is Adam with a different default of an option, so the options decide between them.
     alike = [record for twin, record in twins.items() if issubclass(twin, updates) or issubclass(updates, twin)]
-    fitting = (one for one in alike if all(takes_options(one, options) for options in optimizer.param_groups))
+    fitting = (record for record in alike if all(takes_options(record, options) for options in optimizer.param_groups))
     record = next(fitting, None)
     if record is None:
         return None

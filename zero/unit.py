@@ -172,7 +172,7 @@ class OpenForwards:
         """Return the forwards of the next backward: those without a backward, or else all with a live graph."""
         alive = list(self.known.values())
         # If every live graph has had its backward, a retained graph runs again.
-        return [one for one in alive if not one.is_done or one in self.of_backward] or alive
+        return [forward for forward in alive if not forward.is_done or forward in self.of_backward] or alive
 
     def count(self, units: Sequence[Unit]) -> None:
         """Set `first_use` and `num_uses` of each unit from the expected forwards."""

@@ -155,7 +155,9 @@ class WholeUpdate(FusedUpdate):
             return super().can_take(kind, states)
         if self._whole.factors((1, 1)) and kind != self.name:
             return False  # elementwise states do not show which optimizer they are from
-        return not states or set(states) == {s.name for one in self.by_group for s in self.optimizer.states_for(one)}
+        return not states or set(states) == {
+            s.name for group in self.by_group for s in self.optimizer.states_for(group)
+        }
 
     def update(
         self, shard: ShardState, parts: Callable[[], Iterable[StateView]], gradient: Tensor, terms: UpdateTerms
@@ -169,22 +171,22 @@ class WholeUpdate(FusedUpdate):
         numel, dtype = gradient.numel(), torch.promote_types(shard.form.master_dtype, torch.float32)
         direction = torch.empty(numel, dtype=dtype, device=gradient.device)
         norms = _Norms(shard)
-        for low, one in _with_offsets(self._updates(shard, parts(), gradient, terms)):
-            part = direction[low : low + one.numel]
-            part.copy_(one.master if one.remainder is None else with_remainder(one.master, one.remainder))
+        for low, update in _with_offsets(self._updates(shard, parts(), gradient, terms)):
+            part = direction[low : low + update.numel]
+            part.copy_(update.master if update.remainder is None else with_remainder(update.master, update.remainder))
             if self._whole.ratio is not None:
                 norms.add(0, part, low)
-            moments = dataclasses.replace(one, master=part, out=None, rounding=None, remainder=None)
+            moments = dataclasses.replace(update, master=part, out=None, rounding=None, remainder=None)
             self._run(self.optimizer, moments, terms, terms.gradient_scale)
             if not moves:
                 norms.add(1, part, low)
         if moves:
             self._change_matrices(shard, direction, terms)
         ratios = self._ratios(shard, norms, terms)
-        for low, one in _with_offsets(self._updates(shard, parts(), direction, terms)):
-            runs = list(_runs(shard, ratios, terms, low, one.numel))
+        for low, update in _with_offsets(self._updates(shard, parts(), direction, terms)):
+            runs = list(_runs(shard, ratios, terms, low, update.numel))
             ends, steps = [(end, options) for end, options, _ in runs], [step for _, _, step in runs]
-            finish = dataclasses.replace(one, states=(), runs=ends, steps=steps)
+            finish = dataclasses.replace(update, states=(), runs=ends, steps=steps)
             self._run(self._finish, finish, terms, 1.0)
 
     # -- states of matrices that are not elementwise ---------------------------------------------------------------
@@ -203,7 +205,7 @@ class WholeUpdate(FusedUpdate):
             shapes = self._whole.factors(group.layout.param_views[index].shape)
             if trip.owners[index] == trip.exchange.place and shapes.keys() <= kept.keys():
                 dtype = torch.promote_types(shard.form.master_dtype, torch.float32)
-                shard.memory.factors[index] = {one: kept[one].to(device, dtype).clone() for one in shapes}
+                shard.memory.factors[index] = {factor: kept[factor].to(device, dtype).clone() for factor in shapes}
 
     def reset_states(self, shard: ShardState, index: int) -> None:
         super().reset_states(shard, index)
@@ -234,7 +236,7 @@ class WholeUpdate(FusedUpdate):
         """The update of the parameters that are not matrices."""
         if self._whole.beside is None:
             return None
-        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return FusedUpdate(**{**fields, "optimizer": self._whole.beside, "by_group": ()})
 
     def _moves(self, shard: ShardState) -> bool:
@@ -262,10 +264,10 @@ class WholeUpdate(FusedUpdate):
             shard.memory.factors[index] = {name: like.new_zeros(shape) for name, shape in shapes.items()}
         return shard.memory.factors[index]
 
-    def _run(self, optimizer: Optimizer, one: ShardUpdate, terms: UpdateTerms, scale: float | Tensor) -> None:
-        if one.is_used:
+    def _run(self, optimizer: Optimizer, update: ShardUpdate, terms: UpdateTerms, scale: float | Tensor) -> None:
+        if update.is_used:
             update_shards(
-                optimizer, [one], terms.step, scale, backend="auto" if self.backend == "triton" else self.backend
+                optimizer, [update], terms.step, scale, backend="auto" if self.backend == "triton" else self.backend
             )
 
     def _ratios(self, shard: ShardState, norms: _Norms, terms: UpdateTerms) -> Ratios:
@@ -279,7 +281,7 @@ class WholeUpdate(FusedUpdate):
                 terms.options[shard.runs.options_index(index)],
                 step,
                 param_views[index].numel,
-                *(math.sqrt(one[index]) for one in found),
+                *(math.sqrt(sums[index]) for sums in found),
             )
             for index, step in steps.items()
         }
@@ -327,19 +329,21 @@ def _by_block(values: Tensor, start: int) -> Tensor:
 def _with_offsets(updates: Iterator[ShardUpdate]) -> Iterator[tuple[int, ShardUpdate]]:
     """Yield each update with the index of its first element in the shard."""
     low = 0
-    for one in updates:
-        yield low, one
-        low += one.numel
+    for update in updates:
+        yield low, update
+        low += update.numel
 
 
 def _runs(
     shard: ShardState, ratios: Ratios, terms: UpdateTerms, low: int, numel: int
 ) -> Iterator[tuple[int, Mapping[str, Any], int]]:
     """Yield (end, options, step) of each parameter in elements [low, low + numel) of the shard, without gaps."""
-    param_shards: Sequence[ParamShard] = [one for one in shard.param_shards if low <= one.offset_in_shard < low + numel]
+    param_shards: Sequence[ParamShard] = [
+        part for part in shard.param_shards if low <= part.offset_in_shard < low + numel
+    ]
     if not param_shards:
         return
-    ends = [one.offset_in_shard - low for one in param_shards[1:]] + [numel]
+    ends = [part.offset_in_shard - low for part in param_shards[1:]] + [numel]
     if param_shards[0].offset_in_shard > low:  # padding
         yield param_shards[0].offset_in_shard - low, terms.options[0], 0
     for param_shard, end in zip(param_shards, ends, strict=True):

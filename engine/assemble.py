@@ -1,4 +1,4 @@
-"""From a blueprint to an engine: ranks are connected, memory is taken and filled."""
+"""Build an engine from a blueprint: connect the ranks, take memory, fill it, change the module."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from .model.recomputed import checkpoint_activations
 from .model.sequences import Sequences
 from .planner import planner
 from .step.added_groups import AddedParameterGroups
+from .step.batch import ModelCall
 from .step.features import StepFeatures
 from .step.join import Join
 from .step.learning_rates import LearningRates, scheduler_for
 from .step.lr_schedule import betas_at, schedule_of
-from .step.model_call import ModelCall
 from .step.model_runner import ModelRunner
 from .step.parts import Parts, Prediction
 from .step.pipeline_runner import MicrobatchTurns, PipelineRunner
@@ -75,10 +75,10 @@ def assemble(
     rows_per_microbatch: int | None,
     trial: Trial | None,
 ) -> Engine:
-    """The engine of a blueprint that all ranks have alike. A collective.
+    """Build the engine of a blueprint, which all ranks have alike. A collective.
 
-    prepared: of which the blueprint was made. trial: for which the engine is made, where it is.
-    Raises OffloadError and CollectiveError where there is no room.
+    prepared: the model of the blueprint. trial: of `lowtide tune`, if any. Raises OffloadError and CollectiveError if
+    memory or storage is too small.
     """
     module, patches = prepared.module, prepared.patches
     config = blueprint.config
@@ -124,7 +124,7 @@ def assemble(
 
 
 def _reserve_store(blueprint: Blueprint, world: World) -> ShardStore | None:
-    """Where shards are that are not with the model, with room for them. A collective, where they are not."""
+    """Reserve room for shards that are offloaded. A collective, if they are; else return None."""
     if blueprint.offload_plan.parameters is Placement.MODEL:
         return None
     with no_rank_alone(world, "lowtide.initialize"):
@@ -135,7 +135,7 @@ def _reserve_store(blueprint: Blueprint, world: World) -> ShardStore | None:
 
 @dataclass(frozen=True)
 class _States:
-    """The memory of parameters, gradients and states, and what updates it."""
+    """The memory of parameters, gradients and optimizer states, and their optimizer."""
 
     memories: GroupMemories
     units: list[Unit]
@@ -145,7 +145,7 @@ class _States:
 
     @classmethod
     def of(cls, blueprint: Blueprint, mesh: Mesh, shard_store: ShardStore | None, lr_scheduler: Any) -> _States:
-        """Takes it. A collective."""
+        """Take the memory. A collective."""
         own = blueprint.places[blueprint.place_of(mesh.world.rank)]
         host = host_update(blueprint.config, blueprint.offload_plan, mesh.world)
         memories = GroupMemories(
@@ -170,7 +170,7 @@ class _States:
 def _model_call(
     blueprint: Blueprint, mesh: Mesh, prepared: PreparedModel, loss_fn: LossFn, rows_per_microbatch: int | None
 ) -> ModelCall:
-    """Puts on the model what ranks exchange that share layers, experts or sequences."""
+    """Split layers, experts and sequences of the model over ranks."""
     config, module, patches = blueprint.config, prepared.module, prepared.patches
     splits = _split_layers(blueprint, mesh, module, prepared.tiled, patches)
     _split_experts(blueprint, mesh, patches)
@@ -192,7 +192,9 @@ def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
         compiled.want(blocks, partial(torch.compile, **options))
     num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_root])
     if num_divided and not world.rank:
-        logger.info("torch.compile: what holds blocks is compiled block by block, and part by part beside them")
+        logger.info(
+            "torch.compile: modules with blocks are compiled block by block, and the remaining parts separately"
+        )
 
 
 def _connect(blueprint: Blueprint, world: World) -> Mesh:
@@ -207,13 +209,13 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
     )
     partition = blueprint.config.zero_optimization.partition_size
     if partition > 1 and mesh.over(blueprint.sharding.states).route.copies_are_shared and not world.rank:
-        why = "its ranks share the memory of one host, which has one copy of the parameters that nobody gathers"
+        why = "its ranks share the memory of a host, with a single copy of the parameters, so nothing is gathered"
         logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
     wire = blueprint.config.communication
     if world.size > 1 and blueprint.route == "shared_memory" and not world.rank:
         for key in ("weight_bits", "frozen_weight_bits", "gradient_bits"):
             if (bits := getattr(wire, key)) is not None:
-                why = "ranks of one host share memory, and send each other nothing"
+                why = "ranks of the same host share memory, and send nothing"
                 logger.info("config: communication.%s: %d has no effect here: %s", key, bits, why)
     return mesh
 
@@ -223,7 +225,7 @@ def _optimizer(
 ) -> ShardedOptimizer:
     config, offload_plan, plan = blueprint.config, blueprint.offload_plan, blueprint.optimizer
     if plan.fused is not None and (host is not None or world.device.type == "cpu"):
-        cpu_kernel()  # built now rather than in the first step, which would seem to hang for a second
+        cpu_kernel()  # build it now: in the first step the wait would look like a hang
     offloaded = offloaded_states(config, offload_plan, world)
     gradients = [one for unit in units for one in unit.gradients if one.group.plan.role is Role.UPDATED]
     return ShardedOptimizer(
@@ -249,7 +251,7 @@ def _runner(
     sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, patches, on_block)
-    if mesh.world.device.type == "cpu":  # elsewhere the copy that it saves costs less than its Python
+    if mesh.world.device.type == "cpu":  # elsewhere the saved copy is cheaper than this Python code
         make_gradients_in_place(sequence, module.modules(), patches)
     return ModelRunner(module, sequence, hooks, model_call, mesh, patches)
 
@@ -257,16 +259,16 @@ def _runner(
 def _fill(
     module: nn.Module, units: list[Unit], optimizer: ShardedOptimizer, mesh: Mesh, values: Values, blueprint: Blueprint
 ) -> None:
-    """Puts the model's values into the shards; the model's own memory is given back on the way."""
+    """Write the model's values into the shards. The model's memory is freed parameter by parameter."""
     writer = FullValues(module, units, optimizer, mesh)
     share_of, dtypes = shares_of(blueprint.tensor, blueprint.experts, mesh.place), blueprint.dtypes
     place = {id(p): (group, i) for unit in units for group in unit.groups for i, p in enumerate(group.params)}
     with torch.no_grad():
         for param, value in values:
-            if id(param) in place:  # else it is of another stage of the pipeline
+            if id(param) in place:  # else it belongs to another stage
                 group, index = place[id(param)]
                 writer.write(group, index, value)
-            # Of another stage too: what is not here still tells the dtype in which it is computed.
+            # Parameters of other stages too: their dtype is still read.
             nothing = torch.zeros((), dtype=dtypes.of(param), device=mesh.world.device)
             move(param, nothing.expand(share_of(param).tensor_shard.shape))
         _prepare_buffers(module, mesh)
@@ -280,7 +282,7 @@ def _fill(
 def _split_layers(
     blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, patches: ModelPatches
 ) -> SplitSelfCheck | None:
-    """What layers take in and give out is exchanged, where they are split over ranks. Returns what is to be tried."""
+    """Split layers over ranks, and exchange their inputs and outputs. Return the check of the split layers."""
     if blueprint.tensor is None:
         return None
     exchange = mesh.exchange((TENSOR,))
@@ -297,19 +299,19 @@ def _split_layers(
     if trial.left_out and not mesh.world.rank:
         for why in dict.fromkeys(trial.left_out.values()):
             logger.warning(
-                "parallel.tensor: it is not tried whether split layers compute what they do as a whole in %s, which %s",
+                "parallel.tensor: no check that split layers compute the same as whole layers in %s, which %s",
                 ", ".join(f"'{name or '(the model)'}'" for name, other in trial.left_out.items() if other == why),
                 why,
             )
     if blueprint.tensor.left_whole and not mesh.world.rank:
         names = ", ".join(blueprint.tensor.left_whole)
         logger.warning(
-            "parallel.tensor: these large layers are whole on all %d ranks, since nothing says how to split them: %s; "
-            'name them in "tensor_parallel": {"plan": {...}}, or "whole" there',
+            "parallel.tensor: these large layers are whole on all %d ranks, since no plan says how to split them: %s; "
+            'name them in "tensor_parallel": {"plan": {...}}, or in "whole" there',
             blueprint.tensor.degree,
             names,
         )
-    randomness = Randomness(exchange, mesh.world.device)  # always: who draws in a way that is not seen draws the same
+    randomness = Randomness(exchange, mesh.world.device)  # also for random numbers that `draws` does not see
     if blueprint.tensor.regions:
         in_tiles = frozenset(id(one) for _, one in tiled.modules)
         parts = SequenceParallelRegions(_regions_of(blueprint, mesh), in_tiles, module, exchange, randomness, patches)
@@ -319,7 +321,7 @@ def _split_layers(
 
 
 def _regions_of(blueprint: Blueprint, mesh: Mesh) -> tuple[SequenceParallelRegion, ...]:
-    """Of a pipeline each stage's blocks: between stages tokens are whole."""
+    """Return the sequence-parallel regions; in a pipeline cut into stages, since tokens are whole in between."""
     assert blueprint.tensor is not None
     if blueprint.pipeline is None:
         return blueprint.tensor.regions
@@ -328,14 +330,14 @@ def _regions_of(blueprint: Blueprint, mesh: Mesh) -> tuple[SequenceParallelRegio
 
 
 def _split_experts(blueprint: Blueprint, mesh: Mesh, patches: ModelPatches) -> None:
-    """Tokens go to the ranks that have their experts."""
+    """Send tokens to the ranks with their experts."""
     if blueprint.experts is None:
         return
     if blueprint.experts.left_whole and not mesh.world.rank:
         names = ", ".join(blueprint.experts.left_whole)
         logger.warning(
-            "parallel.expert: these experts are whole on all ranks, since they are neither one module nor a list of "
-            "modules of one shape: %s",
+            "parallel.expert: these experts are whole on all ranks, since they are neither a single module nor a list "
+            "of modules of equal shapes: %s",
             names,
         )
     exchange = mesh.exchange((EXPERT,))
@@ -345,7 +347,7 @@ def _split_experts(blueprint: Blueprint, mesh: Mesh, patches: ModelPatches) -> N
 
 
 def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
-    """Rank 0's buffers, on the device. They keep their types: an angle or a running mean in bf16 is another one."""
+    """Copy rank 0's buffers to the device, with their dtypes: an angle or a running mean is wrong in bf16."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -357,20 +359,20 @@ def _casts_inputs(config: Config) -> bool:
 
 
 def _cast_inputs(blueprint: Blueprint, module: nn.Module, patches: ModelPatches) -> None:
-    """Inputs of blocks are cast as those of the model where buffers may be wider."""
+    """Cast the inputs of blocks too, if float32 buffers may widen activations."""
     dtype = blueprint.dtypes.compute
     if dtype is not None and _casts_inputs(blueprint.config) and _has_wide_buffers(module):
         cast_inputs([unit.module for unit in blueprint.units if not unit.is_root], dtype, patches)
 
 
 def _has_wide_buffers(module: nn.Module) -> bool:
-    """Whether what is computed with a buffer may be float32 though the parameters are not."""
+    """Return True if a float32 buffer may widen what is computed with half-precision parameters."""
     owners = (part for part in module.modules() if not isinstance(part, _NormBase))
     return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
 
 
 def _autocast(module: nn.Module, config: Config, device: torch.device, patches: ModelPatches) -> None:
-    """Each forward of the model runs under torch.autocast, in evaluations too."""
+    """Run each forward of the model under torch.autocast, also in evaluations."""
     if not config.torch_autocast.enabled:
         return
     inner, dtype = module.forward, getattr(torch, config.torch_autocast.dtype)
@@ -386,7 +388,7 @@ def _autocast(module: nn.Module, config: Config, device: torch.device, patches: 
 def _offload_activations(
     blueprint: Blueprint, world: World, module: nn.Module, units: Sequence[Unit]
 ) -> tuple[ActivationOffload | None, Sequence[Callable[[], None]]]:
-    """What moves activations, and what is to be closed at the end. A collective, where they are moved."""
+    """Return what offloads activations, and what to close at the end. A collective, if they are offloaded."""
     if blueprint.offload_plan.activations is Placement.MODEL:
         return None, ()
     with no_rank_alone(world, "lowtide.initialize"):
@@ -398,9 +400,9 @@ def _offload_activations(
 
 
 def _memory_prediction(blueprint: Blueprint, module: nn.Module, loss_fn: LossFn, world: World) -> Prediction | str:
-    """For a memory report; or why there is none."""
+    """Return the prediction for a memory report, or why it cannot be predicted."""
     if blueprint.config.memory_report.folder is None:
-        return "memory_report.folder is not set, which asks for the prediction of a step"
+        return "memory_report.folder is not set in the config"
     try:
         found: Prediction = planner().memory_prediction(blueprint, module, loss_fn, world.rank)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""From a config and a model to an engine: a blueprint, and what is assembled of it.
+"""`initialize`: from a config and a model to an engine.
 
-[Note: what few trainings use]
-A module takes 40 KiB of each process, a package such as the planner megabytes. What only a key of the config or a call
-of few needs is imported there, not at the head of a file: `test_training_imports_neither_a_compiler_nor_a_planner`.
+[Note: what few trainings use] A module takes 40 KiB of each process, a package such as the planner megabytes. Code
+that only some config keys or calls need is imported there, not at the top of a file. Test:
+`test_training_imports_neither_a_compiler_nor_a_planner`.
 """
 
 from __future__ import annotations
@@ -50,32 +50,29 @@ def initialize(
     sample_batch: Any = None,
     fill: Mapping[str, object] | None = None,
 ) -> Engine:
-    """An engine that trains `model` as the config says.
+    """Return an engine that trains `model` as the config says.
 
-    model: a module, or a callable without arguments that builds one; then no rank ever holds the whole, or, where its
-    constructors cannot be recorded, a host has it once in a memory-mapped file.
-    config: a JSON file, the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`. Where it says "auto"
-    for a degree or a place, as the preset "auto" does everywhere, `lowtide.plan` chooses; the log says what, and why.
-    loss_fn(output, batch) -> loss; without it the model's output is the loss, or has it as .loss, ["loss"] or [0].
-    optimizer: in place of the config's: an optimizer over parameters of the model, a torch optimizer class, or a
-    callable from parameters to an optimizer; it must treat every element by itself. Parameters that no group has are
-    not updated; where they require a gradient, it counts in the norm. Those of a group may be frozen and unfrozen
-    between steps (`requires_grad_`), also from the beginning. None, and none in the config: an engine that computes
-    and does not train, as of a teacher; its parameters are frozen until it is closed.
-    lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
-    optimizer.
-    sample_batch: a batch, small or not, with which a pipeline sees how the model runs, and a plan what it keeps: needed
-    for pipeline.balance "time", and for "auto" where the model is not one of tokens.
-    fill: values for keys that say "auto" in the config, by path: {"scheduler.params.total_num_steps": 1000}. What says
-    something else stays as it is.
+    model: a module, or a callable without arguments that builds a module. With a callable no rank ever holds the whole
+    model; if its constructors cannot be recorded, each host has it once in a memory-mapped file. config: a JSON file,
+    the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`. If a degree or placement is "auto", as
+    in the preset "auto", `lowtide.plan` chooses it and logs why. loss_fn(output, batch) -> loss. Without it the
+    model's output is the loss, or has it as .loss, ["loss"] or [0]. optimizer: replaces the config's: an optimizer
+    over parameters of the model, a torch optimizer class, or a callable from parameters to an optimizer. It must be
+    elementwise. Parameters outside of its groups are not updated; if they require a gradient, it counts in the norm.
+    Parameters of a group may be frozen and unfrozen between steps (`requires_grad_`), also from the start. Without any
+    optimizer the engine computes but does not train, as for a teacher; its parameters are frozen until it is closed.
+    lr_scheduler: replaces the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
+    optimizer. sample_batch: a batch of any size that shows a pipeline how the model runs, and a plan which activations
+    it keeps. Needed for pipeline.balance "time", and for "auto" unless the model takes tokens. fill: values for keys
+    that are "auto" in the config, by path: {"scheduler.params.total_num_steps": 1000}. Other keys keep their values.
 
-    Raises ConfigError (config), ValueError (model, optimizer), OffloadError (room for what is offloaded) and
-    RuntimeError (ranks that do not fit together). What one rank cannot do is an error on all.
+    Raises ConfigError (config), ValueError (model, optimizer), OffloadError (no room for offloaded states) and
+    RuntimeError (ranks that do not agree). An error of a rank is raised on all ranks.
     """
     if isinstance(model, Engine):
         raise ValueError(
-            "model: expected an nn.Module or a callable that builds one, found an engine; close it and pass the model "
-            "that it was made of, engine.module"
+            "model: expected an nn.Module or a callable that builds a module, found an engine; close it and pass its "
+            "model, engine.module"
         )
     trial = Trial.asked(config, optimizer, fill)
     checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
@@ -103,16 +100,18 @@ def initialize(
         return engine
     except BaseException:
         patches.close()
-        world.leave()  # the others hear of it where they wait for this rank, and the next engine starts anew
+        world.leave()  # ranks that wait for this rank get an error, and the next engine starts anew
         raise
 
 
 def _planned(
     config: Config, model: Model, world: World, trial: Trial | None, loss_fn: LossFn, sample_batch: Any
 ) -> Config:
-    """The config with what "auto" is; a trial that only asks for a plan ends here. A collective."""
+    """Return the config with values for "auto". A trial that only asks for a plan ends here. A collective."""
     described = model.module if isinstance(model, LaterModel) else model
-    _log_notes(world, [trial.note] if trial is not None else [])  # in any case, so that what the planner says is seen
+    _log_notes(
+        world, [trial.note] if trial is not None else []
+    )  # also without notes: it sets the log up for the planner
     if trial is not None and trial.request.task == "plan":
         trial.plan(config, described, world, loss_fn, sample_batch)
     if not config.planned_keys:
@@ -122,7 +121,7 @@ def _planned(
 
 
 def _take_optimizer(optimizer: OptimizerChoice, blueprint: Blueprint, world: World, prepared: PreparedModel) -> None:
-    """The caller's own gives its options alone from now on; without any the model is frozen. A collective."""
+    """Check that ranks agree on the caller's optimizer; without an optimizer freeze the model. A collective."""
     if optimizer is not None:
         check_optimizers_agree(world, prepared.module, blueprint.optimizer)
     if not blueprint.optimizer.trains:
@@ -136,7 +135,7 @@ def _step_in_its_place(
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> None:
-    """A hook on the caller's own optimizer: the engine's step comes first, and leaves no gradient for its update."""
+    """Run the engine's step in a hook of the caller's optimizer. It leaves no gradient for that optimizer."""
     engine, name = reference(), f"{type(optimizer).__name__}.step()"
     if engine is None or any(one is not None for one in (*args[1:], *kwargs.values())):  # the first is the optimizer
         raise StateError(BY_HAND.format(what=name))
@@ -144,13 +143,13 @@ def _step_in_its_place(
     engine.step()
     if engine.global_step == before:
         raise StateError(
-            f"{name}: expected the last microbatch of a step before it, found an earlier one: call it after the last "
-            "one, or engine.step() after each, which acts after the last one"
+            f"{name}: expected a call after the last microbatch of a step, found an earlier microbatch: call it after "
+            "the last, or engine.step() after each, which acts after the last"
         )
 
 
 def _freeze(module: nn.Module, patches: ModelPatches) -> None:
-    """Without an optimizer no gradient of a parameter would ever be used."""
+    """Freeze all parameters until the ledger is closed: their gradients would never be used."""
     for param in module.parameters():
         if param.requires_grad:
             param.requires_grad_(False)
@@ -158,7 +157,7 @@ def _freeze(module: nn.Module, patches: ModelPatches) -> None:
 
 
 def _prepare_process(config: Config, world: World) -> Config:
-    """What the config says of the process itself; returns the config for this world."""
+    """Apply process settings of the config, and return the config resolved for this world."""
     if world.device.type == "cpu":
         keep_heap()
     resolved = config.resolve(world.size, first_world_size(os.environ, world.size))
@@ -178,7 +177,7 @@ def _blueprint(
     lr_scheduler: Any,
     sample_batch: Any,
 ) -> Blueprint:
-    """The same on all ranks. A collective."""
+    """Return the blueprint, the same on all ranks. A collective."""
     batch = sample_batch
     sample = None if batch is None else lambda model: loss_of(call(model, batch), batch, loss_fn)
     split = agreed_split(world, config, module, sample)
@@ -195,20 +194,20 @@ def _blueprint(
         )
         if lr_scheduler is not None and not blueprint.optimizer.trains:
             raise ValueError(
-                "lr_scheduler: expected an optimizer beside it, in the config or passed to initialize(..., "
-                "optimizer=...); found neither"
+                "lr_scheduler: expected an optimizer too, in the config or passed to initialize(..., optimizer=...), "
+                "found neither"
             )
         if lr_scheduler is not None and config.scheduler is not None:
             raise ValueError(
-                f'scheduler: found one in the config ("{config.scheduler.type}") and one passed to initialize; '
-                "leave one out"
+                f'scheduler: expected a single scheduler, found "{config.scheduler.type}" in the config and another '
+                "passed to initialize; remove either"
             )
     _log_notes(world, blueprint.offload_plan.notes)
     return blueprint
 
 
 def alone_note(world: World) -> list[str]:
-    """What to say to somebody who may have meant to start ranks."""
+    """Return a note for a user who may have forgotten the launcher."""
     if not world.began_alone:
         return []
     script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "SCRIPT"
@@ -224,7 +223,7 @@ def alone_note(world: World) -> list[str]:
 
 
 def _log_notes(world: World, notes: Sequence[str]) -> None:
-    """What of the config has no effect here, and what an "auto" is."""
+    """Log settings that have no effect here, and values of "auto"."""
     if world.rank == 0:
         configure()
     for note in notes if world.rank == 0 else ():

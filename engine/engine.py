@@ -1,4 +1,4 @@
-"""The engine: a model, its sharded optimizer, and the steps of training."""
+"""The engine: the public object of a training."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .step.steps import NO_BACKWARD
 
 
 class Engine(ModuleFacade):
-    """Trains one model as its config says.
+    """Trains a model as its config says.
 
         train_step(batch) = [forward, backward] x gradient_accumulation_steps, then step
 
-    backward: unit by unit, gradients are reduced as they come (`zero.sequence`); at the accumulation boundary they
-    are final. step: the exact global norm, clip factor, update of the shards, and new parameters for the next forward.
-    Made by `lowtide.initialize`.
+    backward: gradients are reduced unit by unit as they arrive (`zero.sequence`); after the last microbatch they are
+    final. step: exact global norm, clip factor, update of the shards, and new parameters for the next forward. Made by
+    `lowtide.initialize`.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -93,14 +93,14 @@ class Engine(ModuleFacade):
     @module.setter
     def module(self, other: object) -> None:
         raise AttributeError(
-            f"engine.module: expected the model that was given to lowtide.initialize, found a {type(other).__name__} "
-            "in its place, which the engine would not run; compile it by engine.module.compile(...), and for another "
-            "model call initialize again"
+            f"engine.module: expected the model of lowtide.initialize, found an assigned {type(other).__name__}, "
+            "which the engine would not run; compile the model by engine.module.compile(...), or call initialize with "
+            "the new model"
         )
 
     @property
     def is_open(self) -> bool:
-        """Until `close`, or an error on the way out of `with`."""
+        """Return True until `close`, or until an error leaves the `with` block."""
         return not self._call_guard.is_over
 
     @property
@@ -113,12 +113,12 @@ class Engine(ModuleFacade):
 
     @property
     def data_size(self) -> int:
-        """The number of data-parallel ranks, by which data are divided. Without splits that is the world size."""
+        """The number of data-parallel ranks, over which data are divided. Without splits it is the world size."""
         return self._mesh.data_size
 
     @property
     def data_rank(self) -> int:
-        """Whose share of the data this rank takes; ranks of one pipeline take the same."""
+        """The index of this rank's share of the data. The ranks of a pipeline take the same share."""
         return self._mesh.data_rank
 
     @property
@@ -127,7 +127,7 @@ class Engine(ModuleFacade):
 
     @property
     def global_step(self) -> int:
-        """Steps so far, skipped ones too."""
+        """The number of steps so far, also skipped steps."""
         return self._state.global_step
 
     @global_step.setter
@@ -136,8 +136,9 @@ class Engine(ModuleFacade):
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """Saved with every checkpoint and restored with it: numbers, strings, ..., or what has a `state_dict()` and a
-        `load_state_dict()`, such as a loader that knows its place in the data."""
+        """State that is saved and restored with each checkpoint: numbers, strings, and objects with `state_dict()` and
+        `load_state_dict()`, such as a loader that knows its position in the data.
+        """
         return self._state.client_state
 
     @client_state.setter
@@ -151,28 +152,28 @@ class Engine(ModuleFacade):
 
     @property
     def loss_scale(self) -> float:
-        """By which losses are multiplied; 1 but in float16."""
+        """The factor of losses in float16; else 1."""
         return self._steps.scale.loss_scaler.scale
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that was passed to `initialize`; None where the config has one."""
+        """The scheduler that was passed to `initialize`; None if the config has it."""
         return self._state.learning_rates.scheduler
 
     def memory(self) -> ModelStateBytes:
-        """Bytes of parameters, gradients and optimizer states on this rank, as they are now."""
+        """Return the bytes of parameters, gradients and optimizer states on this rank now."""
         return measure(self._runner.passes.units, self.optimizer)
 
     def record_memory(self) -> AbstractContextManager[None]:
-        """A context whose steps are recorded, operation by operation, for `memory_report`; of several the last one.
+        """Record the steps in this context, operation by operation, for `memory_report`. The last step counts.
 
-        Enter and leave it between steps. A recorded step takes several times as long, and computes the same.
-        Raises ValueError at its end where there was no step in it.
+        Enter and leave it between steps. A recorded step takes several times as long, and computes the same. Raises
+        ValueError at its end if it had no step.
         """
         return self._features.get(MemoryReports).recording()
 
     def memory_report(self) -> MemoryReport:
-        """What this rank holds now, and of a recorded step the most, when, and who held it, beside what was predicted.
+        """Return what this rank holds now, the peak of a recorded step (when, held by what), and the prediction.
 
         A step is recorded by `record_memory`, or by the section `memory_report` of the config.
         """
@@ -182,10 +183,10 @@ class Engine(ModuleFacade):
 
     @exclusive
     def train_step(self, batch: Any) -> StepResult:
-        """One optimizer step on this rank's share of a global batch, or on an iterator of microbatches.
+        """Run an optimizer step on this rank's share of a global batch, or on an iterator of microbatches.
 
-        Raises NonFiniteGradientError where a gradient is not finite (float16: the step is skipped instead). After an
-        error of all ranks alike the next call is a step of its own: no gradient of the failed one is left.
+        Raises NonFiniteGradientError if a gradient is not finite (float16 skips the step instead). If all ranks raise
+        the same error, the next call begins a new step: no gradient of the failed step remains.
         """
         self._check_trains("engine.train_step")
         try:
@@ -198,19 +199,19 @@ class Engine(ModuleFacade):
 
     @exclusive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, with inputs on the device and in the compute dtype."""
+        """Run the model's forward, with inputs on the device and in the compute dtype."""
         refuse_to_be_traced("an engine")
         with self._mesh.error_broadcast.passes():
             return self._runner.forward(self._steps, args, kwargs)
 
     @exclusive
     def backward(self, loss: Tensor) -> None:
-        """Computes gradients of the mean loss over microbatches and ranks, and reduces them as the ZeRO stage says.
+        """Compute gradients of the mean loss over microbatches and ranks, and reduce them as the ZeRO stage says.
 
-        Inputs and leaves that are not the engine's parameters get the gradient of `loss` itself.
-        An error in it ends the step: its gradients are forgotten, and the next microbatch is the first of a new one.
-        `loss.backward()` does the same, for any graph through what the engine has returned, of several engines too;
-        only the loss in the result of the step is not known then (None): see `scale`.
+        Inputs, and leaves outside of the engine, get the gradient of `loss` itself. An error ends the step: its
+        gradients are forgotten, and the next microbatch is the first of a new step. `loss.backward()` does the same
+        for any graph through the output of the engine, also of several engines; but then the result of the step has no
+        loss (None): see `scale`.
         """
         self._check_trains("engine.backward")
         self._runner.backward(self._steps, loss)
@@ -218,9 +219,9 @@ class Engine(ModuleFacade):
 
     @exclusive
     def step(self) -> StepResult:
-        """Updates the parameters at the accumulation boundary; before it, only returns the last result.
+        """Update the parameters after the last microbatch of a step; before it, only return the last result.
 
-        Raises StateError without a backward since the last step, or where none gave a parameter a gradient.
+        Raises StateError without a backward since the last step, or if no parameter got a gradient.
         """
         self._check_trains("engine.step")
         if not self.microbatches_done:
@@ -236,8 +237,6 @@ class Engine(ModuleFacade):
             state = self._state
             self._steps.end(state.global_step, by_hand)
             result = self._steps.last
-            if not result.skipped:
-                state.learning_rates.advance()
             state.global_step += 1
             self._mesh.world.progress.end_step(state.global_step)
             try:
@@ -253,10 +252,10 @@ class Engine(ModuleFacade):
     @exclusive
     @torch.no_grad()
     def eval_step(self, batch: Any) -> Tensor:
-        """The loss of a batch of any size, averaged over the ranks, without gradients and in eval mode.
+        """Return the loss of a batch of any size, averaged over the ranks, without gradients and in eval mode.
 
-        All ranks must call it. One rank alone evaluates by `engine(...)` under torch.no_grad(), at stage 3 inside of
-        `with engine.gathered():`.
+        All ranks must call it. To evaluate on a single rank, call `engine(...)` under torch.no_grad(), at stage 3
+        inside of `with engine.gathered():`.
         """
         for feature in self._features.before_call:
             feature("engine.eval_step()", Access.LOOKS)
@@ -282,75 +281,78 @@ class Engine(ModuleFacade):
 
     @exclusive
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `function(*args, **kwargs)` returns, all of which is one forward of the engine.
+        """Return function(*args, **kwargs), which is a forward of the engine as a whole.
 
-        For trainers whose step calls the model, or parts of it, as it likes, and computes the loss itself: a method of
-        the module, as Lightning's `training_step`. Inputs are passed as they are: on the device and in the dtype that
-        the model computes in. Ranks that share layers (parallel.tensor) are given the same. Raises ValueError with
-        parallel.pipeline, sequence and tensor_sequence, where a rank has a part of the model or of its inputs.
+        For trainers whose step calls the model, or parts of it, in any way, and computes the loss itself: a method of
+        the module, such as Lightning's `training_step`. Inputs are passed unchanged: give them on the device and in
+        the compute dtype. Ranks that share layers (parallel.tensor) must get the same inputs. Raises ValueError with
+        parallel.pipeline, sequence and tensor_sequence: there a rank has a part of the model or of its inputs.
         """
         refuse_to_be_traced("an engine")
         parallel = self.config.parallel
         if parallel.sequence > 1 or parallel.tensor_sequence:
             found = "sequence" if parallel.sequence > 1 else "tensor_sequence"
             raise ValueError(
-                f"engine.run(): expected a config without parallel.{found}, whose ranks have parts of the inputs, "
-                "found it; call engine(...) with the inputs of the model"
+                f"engine.run(): expected a config without parallel.{found}, found it: its ranks have parts of the "
+                "inputs; call engine(...) with the inputs of the model"
             )
         with self._mesh.error_broadcast.passes():
             return self._runner.run(self._steps, function, args, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, whose `backward()` is that of the engine: with float16's loss scale from the loss on, and with the
-        loss in the result of the step. Its value is that of `loss`. Raises ValueError for what is no loss, ().
+        """Return the loss, whose `backward()` then does the same as `engine.backward`.
+
+        So float16's loss scale applies from the loss on, and the result of the step has the loss. Its value does not
+        change. Raises ValueError if it is no loss, ().
         """
         return self._runner.scale(self._steps, loss)
 
     def sequence_part(self, x: Tensor, fill: float = 0) -> Tensor:
-        """This rank's part of x, (rows, tokens, ...), where ranks share sequences (`parallel.sequence`); else x.
+        """Return this rank's part of x, (rows, tokens, ...), if ranks share sequences (`parallel.sequence`); else x.
 
-        What `engine(...)` returns stands beside it: with it a loop computes a loss of its own from the part's logits.
-        Labels are to stand where they are predicted (shifted by one, -100 for none). fill: of the tokens that are added
-        where the ranks do not divide them. Ask for it before the forward, which needs no labels then.
+        The part has the tokens of the output of `engine(...)`, so a loop can compute its loss from the part's logits.
+        Shift labels first: each label at the token that predicts it, -100 for no label. fill: value of added tokens if
+        the ranks do not divide the number of tokens. Call it before the forward, which then needs no labels.
         """
         return self._runner.model_call.own(x, fill)
 
     @exclusive
     def whole_output(self, output: Any, tokens: int) -> Any:
-        """What `engine(...)` has returned, as one process has it, without gradients: for metrics and predictions.
+        """Return the output of `engine(...)` as a single process has it, without gradients, for metrics.
 
-        Logits of `parallel.tensor` that are in parts come as a tensor; of `parallel.sequence`, what has a rank's tokens
-        along dimension 1 has those of all, and a loss, (), is the sum of the ranks' parts. Anything else is as it is.
-        tokens: of the whole sequences, in dimension 1. Ranks that are given the same batch must all call it.
+        With `parallel.tensor`, vocab-parallel logits become a whole tensor. With `parallel.sequence`, tensors with a
+        rank's tokens in dimension 1 get all tokens, and a loss, (), is summed over the ranks' parts. Anything else is
+        unchanged. tokens: of the whole sequences. All ranks with the same batch must call it.
         """
         return self._runner.model_call.whole_output(output, tokens)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backwards are not the last of their step: `accumulate(last=False)`, as DDP calls it."""
+        """A context whose backwards do not complete the step: `accumulate(last=False)`, under DDP's name."""
         return self.accumulate(last=False)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """A context that says whether its backwards are the last of their step, after which `step` acts.
+        """A context that says whether its backwards complete the step, after which `step` updates.
 
-        For loops that count by themselves; a backward outside of any is then the last. Gradients are divided by
-        gradient_accumulation_steps all the same: leave it at 1 and weigh the losses.
+        For loops that count microbatches themselves. A backward outside of such a context then completes the step.
+        Gradients are still divided by gradient_accumulation_steps: leave it at 1 and weigh the losses.
         """
         return self._steps.accumulated.accumulate(last)
 
     @property
     def microbatches_done(self) -> int:
-        """How many backwards there were since the last step; without any `step` is an error."""
+        """The number of backwards since the last step. If it is 0, `step` is an error."""
         return self._steps.accumulated.num_microbatches
 
     @property
     def is_step_complete(self) -> bool:
-        """Whether the last backward was the last of its step, so that `step` updates."""
+        """Whether the last backward completed the step, so that `step` updates."""
         return self._steps.accumulated.is_complete
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backwards may be the last of their step. As DDP's: it may be set before each forward, in the
-        place of `accumulate(last=...)`. False holds until it is set again, True until the step has ended."""
+        """Whether the next backwards may complete the step. As in DDP, it may be set before each forward instead of
+        `accumulate(last=...)`. False holds until it is set again, True until the step has ended.
+        """
         return self._steps.accumulated.may_be_last
 
     @require_backward_grad_sync.setter
@@ -358,16 +360,16 @@ class Engine(ModuleFacade):
         self._steps.accumulated.say(last=bool(value))
 
     def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
-        """From now on `is_last()` says before each backward, `loss.backward()` too, whether it is the last of its step.
+        """Let `is_last()` say before each backward, also `loss.backward()`, whether it completes the step.
 
-        For loops that count by calls of their own. accumulation: the microbatches of a step, for messages; gradients
-        are divided as the config says.
+        For loops that count by their calls. accumulation: microbatches of a step, for messages; gradients are divided
+        as the config says.
         """
         self._steps.accumulated.count_by(is_last, accumulation)
 
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets what the backwards since the last step have added up, on all ranks; `step` does so by itself."""
+        """Forget the gradients since the last step, on all ranks. `step` does so itself."""
         if self._steps.accumulated.num_microbatches:
             self._steps.join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")
@@ -375,7 +377,7 @@ class Engine(ModuleFacade):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """A context in which no parameter of the engine requires a gradient; that of its inputs is computed."""
+        """A context in which no parameter of the engine requires a gradient. Inputs still get gradients."""
         trained = [param for param in self.module.parameters() if param.requires_grad]
         for param in trained:
             param.requires_grad_(False)
@@ -387,17 +389,17 @@ class Engine(ModuleFacade):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """For data that end earlier on some ranks: who leaves the loop goes on at the end of the context, without data.
+        """A context for data that end earlier on some ranks: a rank that leaves the loop takes part without data.
 
             with engine.join():
                 for batch in loader:  # of another length on each rank
                     engine.train_step(batch)
 
-        Ranks without data take part in the steps of the others until all have run out. Gradient and loss are the mean
-        over the microbatches that there were. All ranks must enter it; `train_step`, forward, `backward`,
-        `clip_grad_norm_`, `step`, `eval_step` and `agree` may be in it, and what the config saves. Raises ValueError
-        over a pipeline, layer by layer, or where ranks share layers, sequences or experts, StateError for other calls
-        of all ranks in it, for those of other engines, and where another engine's is open.
+        Ranks without data take part in the steps until all ranks have run out. Gradient and loss are the mean over the
+        existing microbatches. All ranks must enter it. `train_step`, forward, `backward`, `clip_grad_norm_`, `step`,
+        `eval_step` and `agree` may be in it, and saves by the config. Raises ValueError over a pipeline, layer by
+        layer, and if ranks share layers, sequences or experts. Raises StateError for other collective calls inside it,
+        for those of other engines, and inside of another engine's join.
         """
         self._call_guard.check("engine.join()")
         if not self._mesh.has_whole or self._mesh.axes[SEQUENCE].size > 1:
@@ -428,9 +430,9 @@ class Engine(ModuleFacade):
 
     @exclusive
     def agree(self, flag: bool | Tensor, how: Literal["any", "all"] = "any") -> bool:
-        """Whether `flag` is true on any rank, or on all of them: the same answer everywhere. All ranks must call it.
+        """Return whether `flag` is true on any rank, or on all: the same answer everywhere. All ranks must call it.
 
-        if engine.agree(loss < best_so_far + 0.01):  # some rank wants to stop: all do
+        if engine.agree(loss < best_so_far + 0.01):  # if any rank wants to stop, all do
             break
         """
         if how not in ("any", "all"):
@@ -440,7 +442,7 @@ class Engine(ModuleFacade):
         return count == num_ranks if how == "all" else count > 0
 
     def _count(self, flag: bool) -> int:
-        """On how many ranks. A collective."""
+        """Return on how many ranks the flag is true. A collective."""
         mine = torch.tensor([flag], dtype=torch.int64, device=self._mesh.world.device)
         return int(self._mesh.sum_small(mine, "engine.agree()"))
 
@@ -450,14 +452,14 @@ class Engine(ModuleFacade):
     def gathered(self, *params: nn.Parameter, modify: bool = False) -> Iterator[None]:
         """A context in which the given parameters (none: all) are full. All ranks must enter it.
 
-        Until a step changes them, each rank may run the model in it by itself, or not.
-        modify: they may also be changed, on every rank alike; the changes reach shards and master weights at the end.
-        Without it a change raises ValueError on every rank at the end.
+        Each rank may run the model inside it alone, until a step changes the parameters. modify: parameters may be
+        changed inside, on every rank alike; the changes reach shards and master weights at the end. Without it a
+        change raises ValueError on every rank at the end.
         """
         values = self._archive.values
         what = f"engine.gathered({'modify=True' if modify else ''}) (zero.GatheredParameters in lowtide.deepspeed)"
         if modify:
-            # What is changed is in the engine when its turn has ended.
+            # The order matters: the changes must be in the engine before its turn ends.
             with (
                 self._call_guard.of(what),
                 self._mesh.error_broadcast.call(f"{BODY}{what}", is_context=True),
@@ -476,18 +478,18 @@ class Engine(ModuleFacade):
 
     @exclusive
     def state_dict(self) -> dict[str, Tensor]:
-        """Full parameters and buffers under the model's own names, on the CPU, on rank 0; empty on other ranks.
+        """Return full parameters and buffers under the model's names, on the CPU, on rank 0; {} on other ranks.
 
-        All ranks must call it. Gathered and copied unit by unit.
+        All ranks must call it. Gathers and copies unit by unit.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             return self._archive.state_dict()
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes over rank 0's full parameters and buffers, as `state_dict` gives them; other ranks may pass {}.
+        """Load rank 0's full parameters and buffers, in the form of `state_dict`; other ranks may pass {}.
 
-        All ranks must call it. Raises ValueError as `load_weights`, which reads files, and each rank its own part.
+        All ranks must call it. Raises ValueError as `load_weights`, which reads files, each rank only its shards.
         """
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
@@ -503,13 +505,13 @@ class Engine(ModuleFacade):
         adapters_only: bool = False,
         merged: bool = False,
     ) -> None:
-        """Writes parameters and persistent buffers as safetensors in the model's own names; `from_pretrained` reads it.
+        """Write parameters and persistent buffers as safetensors under the model's names, for `from_pretrained`.
 
-        dtype: "fp32", "bf16", "fp16", "fp64", a torch dtype, or None: as each parameter is computed. shard_bytes: of
-        one file, also "500MB". All ranks must call it; each writes its own shards, nothing is gathered.
-        adapters_only: one file that `PeftModel.from_pretrained` reads; of adapters that are not PEFT's, what is
-        trained. merged: the model that PEFT has put adapters on, with them in its weights; gathers unit by unit.
-        Raises CheckpointError on every rank where one could not write; an earlier export is as it was then.
+        dtype: "fp32", "bf16", "fp16", "fp64", a torch dtype, or None: the compute dtype of each parameter.
+        shard_bytes: of a file, also "500MB". All ranks must call it; each writes its shards, and nothing is gathered.
+        adapters_only: a single file for `PeftModel.from_pretrained`; without PEFT it has the trained parameters.
+        merged: the base model of PEFT with the adapters merged into its weights; gathers unit by unit. Raises
+        CheckpointError on every rank if a rank could not write; then an earlier export is unchanged.
         """
         if adapters_only and merged:
             raise ValueError("engine.export(): expected adapters_only or merged, found both; call it twice")
@@ -525,10 +527,10 @@ class Engine(ModuleFacade):
 
     @exclusive
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Takes over the tensors of safetensors files, or of a checkpoint; each rank reads only what its shards hold.
+        """Load the tensors of safetensors files, or of a checkpoint. Each rank reads only the ranges of its shards.
 
-        All ranks must call it. Raises ValueError, with all that is missing, extra or misshaped, before anything is
-        changed; without `strict` missing and extra ones are logged. CheckpointError where a file cannot be read.
+        All ranks must call it. Raises ValueError, with all missing, extra and misshaped tensors, before any change;
+        without `strict` missing and extra tensors are only logged. Raises CheckpointError if a file cannot be read.
         """
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
@@ -536,36 +538,35 @@ class Engine(ModuleFacade):
 
     # -- single parameters ----------------------------------------------------------------------------------------
 
-    # By the parameter itself or by its name in the model. `state` is an optimizer state that has the shape of its
-    # parameter, such as "exp_avg" and "exp_avg_sq". Without it the master weights are meant: float32 where parameters
-    # are computed in half precision, else the parameter itself. All of it is in the master weights' dtype, also where
-    # states have 8 bits, and wherever it rests.
+    # A parameter is given by itself or by its name in the model. `state` is an optimizer state with the shape of its
+    # parameter, such as "exp_avg" and "exp_avg_sq". Without `state` the calls are about master weights: float32 for
+    # parameters that are computed in half precision, else the parameter itself. Values have the master weights' dtype,
+    # also of 8-bit states, and wherever they are stored.
 
     @exclusive
     def full(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
-        """All of a parameter's master weights, or of a state, as a new tensor of its shape on every rank.
+        """Return all of a parameter's master weights, or of a state, as a new tensor of its shape on every rank.
 
-        All ranks must call it. Raises ValueError for what is no parameter, and for a state that it does not have.
+        All ranks must call it. Raises ValueError if it is no parameter, or lacks the state.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             return self._archive.parameters.full(param, state, _what("full", "get_full", state))
 
     @exclusive
     def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
-        """Sets what `full` shows to rank 0's `value`, of the parameter's shape and any dtype.
+        """Set the value that `full` shows to rank 0's `value`, of the parameter's shape and any dtype.
 
-        All ranks must call it. What is computed with follows on all ranks. Raises ValueError as `full`, and for another
-        shape.
+        All ranks must call it. Compute copies follow on all ranks. Raises ValueError as `full`, and for another shape.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.parameters.set_full(param, value, state, _what("set_full", "set_full", state))
 
     @exclusive
     def local(self, param: nn.Parameter | str, state: str | None = None) -> Tensor:
-        """As `full`, but only what lies in this rank's shard, (n,), in the order of the flattened parameter.
+        """Return the part of `full` in this rank's shard, (n,), in the order of the flattened parameter.
 
-        Nothing is moved between ranks; only where updates run in the background (`overlap` "delayed") must all ranks
-        call it. n is 0 where the parameter does not reach into this rank's shard.
+        Moves nothing between ranks. All ranks must call it only if updates run in the background (`overlap`
+        "delayed"). n is 0 if this rank's shard has no part of the parameter.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
             return self._archive.parameters.local(param, state, _what("local", "get_local", state))
@@ -581,11 +582,11 @@ class Engine(ModuleFacade):
 
     @exclusive
     def reset_states(self, *params: nn.Parameter | str) -> None:
-        """Forgets the optimizer's states of these parameters, and their steps: the next step is their first one.
+        """Reset the optimizer's states and step counts of these parameters: the next step is their first.
 
-        As where their entries of a torch optimizer's `state` are deleted: for restarts of some weights, as in ReLoRA.
-        Weights, and learning rates, stay as they are. All ranks must call it with the same, between steps: StateError
-        at any other time. Raises ValueError for what is not trained, and with 1-bit optimizers.
+        As if their entries of a torch optimizer's `state` were deleted: for restarts of some weights, as in ReLoRA.
+        Weights and learning rates do not change. All ranks must call it with the same parameters, between steps:
+        StateError at any other time. Raises ValueError for frozen parameters, and with 1-bit optimizers.
         """
         self._steps.check_between("engine.reset_states()")
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
@@ -593,38 +594,38 @@ class Engine(ModuleFacade):
 
     @exclusive
     def gradient(self, param: nn.Parameter | str, local: bool = False) -> Tensor | None:
-        """The gradient with which the step will update: the mean over microbatches and ranks, before clipping.
+        """Return the gradient of the coming update: the mean over microbatches and ranks, before clipping.
 
-        Of the parameter's shape on every rank, then all ranks must call it; or only what lies in this rank's shard,
-        (n,), as `local` cuts it. In the master weights' dtype, without float16's loss scale. None of a parameter that
-        is not trained. To be called between a backward and `engine.step()`. Between the microbatches of a step it is
-        of those so far; what is not summed over the ranks yet (stages 0 and 1, replicas) the call sums, but `local`
-        raises StateError. StateError at any other time, and with `update_in_backward`: gradients are not held there.
+        It has the parameter's shape on every rank, and all ranks must call it; or with `local` it is the part in this
+        rank's shard, (n,). It has the master weights' dtype, without float16's loss scale. None for a frozen
+        parameter. Call it between a backward and `engine.step()`. Between the microbatches of a step it has the
+        microbatches so far: the call sums terms that are not reduced yet (stages 0 and 1, replicas), but `local`
+        raises StateError. StateError at any other time, and with `update_in_backward`, which keeps no gradients.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             return self._gradients.gradient(param, local)
 
     @exclusive
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, local: bool = False) -> None:
-        """Sets what `gradient` shows: the norm of the step, its clipping and its update are of what was set.
+        """Set the value that `gradient` shows. Norm, clipping and update of the step use it.
 
-        value: of the parameter's shape and any dtype, rank 0's; or with `local` this rank's part, (n,), ranks that hold
-        the same part (replicas) with equal values; or None: the step leaves the parameter as it is, as torch does where
-        `param.grad` is None. All ranks must call it, at the times of `gradient`, and before `clip_grad_norm_`:
-        StateError at any other time. Raises ValueError for another shape, and for what is not trained.
+        value: rank 0's, of the parameter's shape and any dtype; or with `local` this rank's part, (n,), equal on
+        replicas; or None: the step leaves the parameter unchanged, as torch does if `param.grad` is None. All ranks
+        must call it, at the times of `gradient`, and before `clip_grad_norm_`: StateError at any other time. Raises
+        ValueError for another shape, and for a frozen parameter.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             self._gradients.set_gradient(param, value, local)
 
     @exclusive
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clips the gradients of the coming step to `max_norm`, and returns their total norm over all ranks, ().
+        """Clip the gradients of the coming step to `max_norm`, and return their total norm over all ranks, ().
 
-        They are multiplied by max_norm / (norm + 1e-6), where that is below 1. torch's own clip_grad_norm_ over
-        `engine.parameters()` is this call. norm_type: 2 or inf. The norm is NaN where a gradient is not finite,
-        RuntimeError with `error_if_nonfinite`. All ranks must call it, between the backward of the last microbatch and
-        `engine.step()`: StateError at any other time, and with `update_in_backward`. ValueError where
-        `gradient_clipping` of the config clips to another norm.
+        They are multiplied by max_norm / (norm + 1e-6), if that is below 1. torch's clip_grad_norm_ over
+        `engine.parameters()` is this call. norm_type: 2 or inf. If a gradient is not finite, the norm is NaN; with
+        `error_if_nonfinite` RuntimeError. All ranks must call it, between the backward of the last microbatch and
+        `engine.step()`: StateError at any other time, and with `update_in_backward`. ValueError if `gradient_clipping`
+        of the config clips to another norm.
         """
         return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -638,11 +639,11 @@ class Engine(ModuleFacade):
 
     @exclusive
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Makes each element of the gradients of the coming step at most `clip_value`, and at least -clip_value.
+        """Clamp each element of the gradients of the coming step to [-clip_value, clip_value].
 
-        As torch.nn.utils.clip_grad_value_, of the mean over microbatches and ranks. All ranks must call it, between the
-        backward of the last microbatch and `engine.step()`, and before `clip_grad_norm_`: StateError at any other time,
-        and with `update_in_backward`.
+        Like torch.nn.utils.clip_grad_value_, on the mean over microbatches and ranks. All ranks must call it, between
+        the backward of the last microbatch and `engine.step()`, and before `clip_grad_norm_`: StateError at any other
+        time, and with `update_in_backward`.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             self._gradients.clip_values(float(clip_value))
@@ -659,15 +660,15 @@ class Engine(ModuleFacade):
         *,
         within_step: bool = False,
     ) -> str:
-        """Saves all that the training is into folder/tag, and makes `latest` name it; returns the tag.
+        """Save the whole state of the training into folder/tag, let `latest` name it, and return the tag.
 
-        tag: "global_step100" and so on where none is given; rank 0's counts. client_state: saved beside
-        `engine.client_state`. latest: False leaves the file `latest` as it is. within_step: it may also be called
-        between the microbatches of a step, whose gradients are not saved: after a load that step begins anew. Call it
-        on all ranks. With `checkpoint.async` it returns when the values are copied; a failure is raised at the next
-        step, save or close.
+        tag: default "global_step100" and so on; rank 0's counts. client_state: saved in addition to
+        `engine.client_state`. latest: False leaves the file `latest` unchanged. within_step: allow the call between
+        the microbatches of a step, whose gradients are not saved: after a load that step begins again. All ranks must
+        call it. With `checkpoint.async` it returns when the values are copied; a failure is raised at the next step,
+        save or close.
 
-        Raises CheckpointError on every rank if any fails (what was saved before is intact), and ValueError between the
+        Raises CheckpointError on every rank if any fails (earlier checkpoints are intact), and ValueError between the
         microbatches of a step without `within_step`.
         """
         return self._save_checkpoint(folder, tag, client_state, latest, within_step)
@@ -686,8 +687,8 @@ class Engine(ModuleFacade):
             pause("engine.save_checkpoint()")
         if self._steps.accumulated.num_microbatches and not within_step:
             raise ValueError(
-                f"save_checkpoint: expected a whole step, found {self._steps.accumulated.done}; gradients are not "
-                "saved, so call it after engine.step() has acted"
+                f"save_checkpoint: expected a call between steps, found {self._steps.accumulated.done}; gradients are "
+                "not saved, so call it after engine.step() has updated"
             )
         self._steps.refuse_more("engine.save_checkpoint()")  # what the step's last backward has updated already
         if any(forbids("checkpoint") for forbids in self._features.forbids_files):
@@ -695,21 +696,21 @@ class Engine(ModuleFacade):
         for flush in self._features.before_save:
             flush()
         with self._steps.apart(Activity.SAVING, Access.READS):
-            self._archive.values.make_copies_exact()  # so that who goes on from here has the bits of this training
+            self._archive.values.make_copies_exact()  # so that a continued training has the same bits
             state = {**self.client_state, **(client_state or {})}
             training = self._state.described()
             return self._archive.checkpoints.save(folder, tag, state, self.global_step, training, latest)
 
     @exclusive
     def load_checkpoint(self, folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
-        """Goes on where a checkpoint was saved, whatever its number of ranks and ZeRO stage; returns its client state.
+        """Continue from a checkpoint, whatever its number of ranks and ZeRO stage, and return its client state.
 
-        tag: None for the latest. What stands in `engine.client_state` is restored in place. Options of the optimizer
-        are those of the group that a parameter was in, except those that the config now says otherwise. With another
-        number of ranks the random generators go on as they are, and the client state is that of rank 0.
+        tag: None for the latest. Values in `engine.client_state` are restored in place. A parameter gets the optimizer
+        options of its saved group, except options whose value in the config has changed. With another number of ranks
+        the random generators are not restored, and the client state is that of rank 0.
 
-        Raises NoCheckpointError where there is none; CheckpointError where a file is missing, truncated or altered, or
-        the checkpoint is of another model.
+        Raises NoCheckpointError without a checkpoint, and CheckpointError if a file is missing, truncated or changed,
+        or the checkpoint is of another model.
         """
         self._steps.forget()
         with self._steps.apart(Activity.LOADING, Access.REPLACES):
@@ -721,10 +722,10 @@ class Engine(ModuleFacade):
         return restored.client_state
 
     def close(self) -> None:
-        """Takes the hooks off and leaves the process group, where an engine made it. No call is possible then.
+        """Remove the hooks, and leave the process group if an engine made it. No call is possible afterwards.
 
-        A checkpoint that is being written is waited for, and an update that is made in the background; raises
-        CheckpointError or OffloadError if it failed.
+        Waits for a checkpoint that is being written, and for a background update; raises CheckpointError or
+        OffloadError if these failed.
         """
         if not self._call_guard.is_over:
             for feature in self._features.before_call:
@@ -747,76 +748,76 @@ class Engine(ModuleFacade):
         if error is None:
             self.close()
         elif not self._call_guard.is_over:
-            self._archive.checkpoints.wait_alone()  # the other ranks may be lost: nothing is waited for together
+            self._archive.checkpoints.wait_alone()  # other ranks may be lost: no collective
             self._closing.close()
 
     # -- calls between steps --------------------------------------------------------------------------------------
 
     @exclusive
     def offload_states(self, include: Collection[str] | None = None, pin_memory: bool = True) -> int:
-        """Takes states from the device to host memory until `reload_states`; returns the bytes that it frees.
+        """Move states from the device to host memory until `reload_states`; return the freed bytes.
 
-        include: of "optimizer" (its states, master weights, averages), "gradients" (what is kept of them between steps)
-        and "parameters" (this rank's shards, where the stage frees parameters after use); None: all that there are.
-        What rests on the host anyway stays there. pin_memory: of the copies. All ranks must call it, between steps.
-        Until `reload_states` a training call, a change and a save raise StateError; without "parameters" the model can
-        be run. Raises ValueError for other kinds, and OffloadError where the host has not enough memory.
+        include: of "optimizer" (states, master weights, averages), "gradients" (kept between steps) and "parameters"
+        (this rank's shards, if the stage frees parameters after use); None: all that exist. States that are offloaded
+        already stay. pin_memory: of the copies. All ranks must call it, between steps. Until `reload_states` a
+        training call, a change and a save raise StateError; without "parameters" the model can run. Raises ValueError
+        for other kinds, and OffloadError if the host lacks memory.
         """
         return self._features.get(OffloadedStates).offload(include, pin_memory)
 
     @exclusive
     def reload_states(self) -> None:
-        """What `offload_states` has taken is on the device again; without it nothing happens. Waits for the device.
+        """Move the states of `offload_states` back to the device, if there are any. Waits for the device.
 
-        Raises torch's own error where the device has not enough memory; free some, and call it again.
+        Raises torch's error if the device lacks memory; free some, and call it again.
         """
         self._features.get(OffloadedStates).reload()
 
     @exclusive
     def ema(self, decay: float = 0.999) -> None:
-        """From now on each step that is not skipped updates an average: decay x average + (1 - decay) x weight.
+        """Keep an average from now on: each step that is not skipped computes decay x average + (1 - decay) x weight.
 
-        The numbers of torch's AveragedModel with get_ema_multi_avg_fn(decay): the first step copies the weights. Master
-        weights are averaged where there are any, in their dtype, and at least float32; buffers are not. Call it once,
-        on all ranks, after `initialize`, and before `load_checkpoint` to go on with averages that were saved. Takes
-        that much memory, which `memory()` counts with the optimizer. Raises ValueError for a decay that is not from 0
-        to 1, and where it was called before.
+        The numbers are those of torch's AveragedModel with get_ema_multi_avg_fn(decay): the first step copies the
+        weights. Master weights are averaged if they exist, in their dtype, and at least float32; buffers are not. Call
+        it once, on all ranks, after `initialize`, and before `load_checkpoint` to continue saved averages. `memory()`
+        counts the averages with the optimizer. Raises ValueError for a decay outside of [0, 1], and for a second call.
         """
         self._features.get(AveragedWeights).keep(decay)
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """A context in which the averages are the weights: for `eval_step`, forwards, `state_dict` and `export`.
 
-        All ranks must enter and leave it. In the end every weight has the bits that it had before. Raises ValueError
-        where `ema` was not called; what would change the weights in it (`backward`, `step`, `gathered(modify=True)`,
-        `load_weights`, ...) or leave them as those of the training (`save_checkpoint`, `close`) raises
+        All ranks must enter and leave it. At the end every weight has its bits of before. Raises ValueError without
+        `ema`. Calls inside it that would change the weights (`backward`, `step`, `gathered(modify=True)`,
+        `load_weights`, ...) or save the averages as weights of the training (`save_checkpoint`, `close`) raise
         StateError.
         """
         return self._features.get(AveragedWeights).shown(self._call_guard, self._archive.swap)
 
     def profile(self, steps: int = 1) -> StepProfile:
-        """What the next `steps` steps do is recorded: a trace, each collective, operations by module.
+        """Record the next `steps` steps: a trace, each collective, operations by module.
 
-        They take several times as long. The result has `is_done` after them, `table()` and `save(folder)`. Raises
-        ValueError where a profile is being made.
+        They take several times as long. The result has `is_done` afterwards, `table()` and `save(folder)`. Raises
+        ValueError during another profile.
         """
         return StepProfile(self._parts, self.global_step, steps)
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _check_trains(self, call: str) -> None:
-        """Raises ValueError in an engine without an optimizer."""
+        """Raise ValueError if the engine has no optimizer."""
         if not self.optimizer.param_groups:
             raise ValueError(
-                f"{call}: expected an engine with an optimizer, found one without; put one into the config, or give it "
-                "to lowtide.initialize(..., optimizer=...). This one computes: engine(...), engine.eval_step(batch)"
+                f"{call}: expected an engine with an optimizer, found an engine without; put an optimizer into the "
+                "config, or pass it to lowtide.initialize(..., optimizer=...). Without it engine(...) and "
+                "engine.eval_step(batch) work"
             )
 
     def _register_groups(self, frozen: FrozenValues) -> None:
         """What knows the groups of parameters as they are now. frozen: what is known of the values."""
         units, whole, features = self._runner.passes.units, self._runner.whole, self._features
 
-        def note_exact() -> None:  # without self: hooks on the model reach it, and the engine goes with its last name
+        def note_exact() -> None:  # without self: hooks on the model reach it, and must not keep the engine alive
             for feature in features.after_refresh:
                 feature()
 
@@ -826,12 +827,12 @@ class Engine(ModuleFacade):
         self._gradients = StepGradients(self.config, self._mesh, self._steps, self._archive.parameters)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
-        """What `engine.optimizer.add_param_group` does."""
+        """Do `engine.optimizer.add_param_group`."""
         with self._call_guard.of(ADDING):
             self._check_trains(ADDING)
             self._steps.check_between(ADDING)
             with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
-                self._archive.checkpoints.wait()  # what is being saved is of the groups of before
+                self._archive.checkpoints.wait()  # a pending save reads the old groups
                 self._added_groups.add(param_group, self._state.learning_rates.check_takes)
                 self._steps.register_groups()
                 self._register_groups(self._archive.frozen)
@@ -843,6 +844,6 @@ class Engine(ModuleFacade):
 
 
 def _what(call: str, safe: str, state: str | None) -> str:
-    """How users read a call, in lowtide.deepspeed too."""
+    """Return the name of a call for users, in lowtide.deepspeed too."""
     values = "fp32_param" if state is None else "optimizer_state"
     return f"engine.{call}() (safe_{safe}_{values} in lowtide.deepspeed)"

@@ -1,4 +1,4 @@
-"""What an engine offers of the module that it trains, as a wrapper of torch's would."""
+"""The interface of the wrapped module on an engine, as wrappers of torch have it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TARGETS: dict[str, Any] = {
     "to_empty": "memory without values",
     "share_memory": "shared memory",
 }
-"""Methods of a module that put its parameters elsewhere -> where to."""
+"""Methods that cast or move a module -> their target."""
 _DEVICES = ("cpu", "cuda", "xpu", "ipu", "mtia")
 
 
 class ModuleFacade:
-    """The module's own parameters, buffers and submodules, and any attribute that the engine has none of.
+    """The module's parameters, buffers and submodules, and any other attribute that the engine lacks.
 
-    Names are the module's, without a prefix. Values of parameters are there as `engine.module` has them: at stage 3 a
-    parameter is released between uses, and `engine.full` and `engine.gathered` show it.
+    Names are the module's, without a prefix. Values of parameters are those of `engine.module`: at stage 3 a parameter
+    is released between uses, and `engine.full` and `engine.gathered` show it.
     """
 
     module: nn.Module
@@ -71,8 +71,8 @@ class ModuleFacade:
         return self.module.named_children()
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the module: `generate`, `encode`. Asked for only where the engine has none of the name."""
-        module = self.__dict__.get("_module")  # none, while the engine is made
+        """Return an attribute of the module, such as `generate`, if the engine has no such attribute."""
+        module = self.__dict__.get("_module")  # missing while the engine is made
         if module is None or name.startswith("__"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         if name in _TARGETS:
@@ -81,35 +81,35 @@ class ModuleFacade:
             return getattr(module, name)
         except AttributeError:
             raise AttributeError(
-                f"neither the engine nor its module has an attribute '{name}': expected one of lowtide.Engine or of "
-                f"{type(module).__name__}"
+                f"neither the engine nor its module has an attribute '{name}': expected an attribute of lowtide.Engine "
+                f"or {type(module).__name__}"
             ) from None
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """As the module's own. Values of parameters may be changed in it only inside of `gathered(modify=True)`."""
+        """Call the module's `apply`. Values of parameters may change in it only inside of `gathered(modify=True)`."""
         self.module.apply(fn)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As the module's own."""
+        """Call the module's `requires_grad_`."""
         self.module.requires_grad_(requires_grad)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The engine itself, which stays as it is. Raises ValueError for another device, and for another dtype.
+        """Return the engine unchanged. Raise ValueError for another device or dtype.
 
-        So do `cpu`, `cuda`, `float`, `double`, `half`, `bfloat16`, `type`, `to_empty` and `share_memory`.
+        The same holds for `cpu`, `cuda`, `float`, `double`, `half`, `bfloat16`, `type`, `to_empty` and `share_memory`.
         """
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if memory_format is not None:
             raise ValueError(
-                f"engine.to(): expected no memory_format, found {memory_format}, which would give parameters other "
-                "memory than the engine updates; call it on the model before lowtide.initialize, and on its inputs"
+                f"engine.to(): expected no memory_format, found {memory_format}, which would move parameters out of "
+                "the engine's memory; call it on the model before lowtide.initialize, and on its inputs"
             )
         return self._stay("to", device, dtype)
 
     def _moved(self, call: str, *args: Any, **kwargs: Any) -> Self:
-        """What a method of the module's would do that casts or moves it."""
+        """Answer a method of the module that casts or moves it."""
         given = (*args, *kwargs.values())
         is_said = given and given[0] is not None and call != "to_empty"
         found = given[0] if is_said else _TARGETS[call]
@@ -125,8 +125,7 @@ class ModuleFacade:
         if not is_here or is_cast:
             raise ValueError(
                 f"engine.{call}(): expected the engine's device, {own}, and the dtypes of its module, found "
-                f"{dtype if is_here else device}; the config says where a model is trained, and in which dtype it is "
-                "computed: device, bf16, fp16"
+                f"{dtype if is_here else device}; set device and compute dtype in the config: device, bf16, fp16"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""The table of what a step may have beside forward, backward and update."""
+"""The table of step features: all that a step may have beside forward, backward and update."""
 
 from .report.memory_report import MemoryReports
 from .report.monitors import Monitors
@@ -8,7 +8,9 @@ from .step.averaged_weights import AveragedWeights
 from .step.batch_consistency import BatchConsistencyCheck
 from .step.features import StepFeature
 from .step.gradient_placeholders import GradientPlaceholders
+from .step.gradient_scale import LossScaleUpdate
 from .step.guard import ModelGuard
+from .step.learning_rates import LearningRates
 from .step.offloaded_states import OffloadedStates
 from .step.pipeline_runner import PipelineRunner
 from .step.preemption import DueCheckpoints
@@ -16,6 +18,8 @@ from .step.self_checks import SavedActivations, SequenceCheck, SplitCheck
 from .trial import Trial
 
 FEATURES: tuple[type[StepFeature], ...] = (
+    LearningRates,
+    LossScaleUpdate,
     OffloadedStates,
     AveragedWeights,
     GradientPlaceholders,
@@ -28,11 +32,11 @@ FEATURES: tuple[type[StepFeature], ...] = (
     StepLog,
     UnusedParts,
     Monitors,
-    # Both stand on torch's stack of modes: a step whose memory is recorded lies in a profile, or beside it.
+    # The next three push modes on torch's stack: the recording of memory must be nested in a profile.
     StepProfile,
     ProfileSection,
     MemoryReports,
     DueCheckpoints,
     Trial,
 )
-"""In the order in which each moment of a step calls them. Those that are off are not called."""
+"""Each moment of a step calls them in this order. A feature that is off is not called."""

@@ -1,4 +1,4 @@
-"""The way from the core to the planner, which is a satellite."""
+"""The only import of the planner, a satellite, from the core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def planner() -> ModuleType:
-    """`engine/plan/asked.py`: imported here alone, when "auto", a memory report or a trial of `lowtide tune` asks.
+    """Import `engine/plan/asked.py`, for "auto", a memory report or a trial of `lowtide tune`.
 
     [Note: what few trainings use] in `build.py`.
     """

@@ -1,13 +1,13 @@
-"""A process that `lowtide tune` has started: a few steps of the user's own script with another config.
+"""A process of `lowtide tune`: it runs a few steps of the user's script with another config.
 
-[Note: how a script comes to the config of a trial]
-The script is not changed. LOWTIDE_TRIAL in its environment names a file that says what to try, and the first call of
-`initialize` that has an optimizer takes that in the place of what the script passes. Exchanging the path among the
-script's arguments would miss configs that a script makes itself, or changes after reading; and every script ends in
-`initialize`. The variable is taken out of the environment then: what the script builds beside it stays as it is.
+[Note: how a script comes to the config of a trial] The script is not changed. LOWTIDE_TRIAL in its environment names a
+request file. The first call of `initialize` with an optimizer uses its config instead of the script's. Replacing the
+path among the script's arguments would miss configs that a script makes itself, or changes after reading; every script
+calls `initialize`. The variable is then removed from the environment, so further engines of the script are not
+affected.
 
-    {"task": "plan"}     what is to be tried: rank 0 plans with the script's own model, and writes the best few
-    {"task": "measure"}  so many steps are timed; then the script is ended, as by SystemExit
+    {"task": "plan"}     rank 0 plans with the script's model, and writes the best plans
+    {"task": "measure"}  some steps are timed; then the script is ended, as by SystemExit
 
 A trial leaves nothing behind: it saves and exports nothing, and its config has no section that writes.
 """
@@ -48,9 +48,9 @@ _RECORDED = 2  # a step that is not timed
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """What a process is to try. config: laid over the script's own, or the whole of what is trained.
+    """The task of a trial. config: laid over the script's config, or (is_whole) replaces it.
 
-    warmup, steps: that are not timed, and that are. batch: a microbatch, as `described` gives it; None: not known.
+    warmup, steps: number of steps that are not timed, and timed. batch: a microbatch from `described`; None: unknown.
     """
 
     task: str
@@ -68,19 +68,19 @@ class TrialRequest:
 
     @classmethod
     def read(cls, path: Path) -> TrialRequest:
-        """Raises OSError, ValueError or TypeError where there is none."""
+        """Read a request. Raise OSError, ValueError or TypeError if the file is no request."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass
 class Trial(StepFeature):
-    """The part of a process in a trial."""
+    """A trial in this process."""
 
     request: TrialRequest
-    config: dict[str, Any] = field(default_factory=dict)  # that is trained, with what a trial leaves out
-    batch: Any = None  # the first microbatch of a training, as `described` gives it
+    config: dict[str, Any] = field(default_factory=dict)  # of the training, with sections that a trial drops
+    batch: Any = None  # the first microbatch in training mode, from `described`
     _is_of_training: bool = False
-    _num_sharers: int = 1  # of its sequences
+    _num_sharers: int = 1  # ranks that share a sequence
     _ends: list[float] = field(default_factory=list)  # of steps, by time.monotonic()
     _world: World | None = None
     _samples: int = 0
@@ -88,9 +88,9 @@ class Trial(StepFeature):
 
     @classmethod
     def asked(cls, config: Any, optimizer: Any, fill: Mapping[str, object] | None = None) -> Trial | None:
-        """The trial of this call of `initialize`, if it is one. config, optimizer, fill: as the script passes them.
+        """Return the trial, if this call of `initialize` is a trial. config, optimizer, fill: passed by the script.
 
-        Raises ValueError where the variable names no such file.
+        Raises ValueError if the variable names no request file.
         """
         path = os.environ.get(VARIABLE)
         if path is None or (optimizer is None and Config.load(config, fill=fill).optimizer is None):
@@ -99,14 +99,14 @@ class Trial(StepFeature):
             request = TrialRequest.read(Path(path))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
-                f"{VARIABLE}: expected a file that `lowtide tune` has written, found {path} ({error}); every host must "
-                "see it. To train as usual, take the variable out of the environment"
+                f"{VARIABLE}: expected a file of `lowtide tune` that every host sees, found {path} ({error}). To train "
+                "as usual, remove the variable from the environment"
             ) from error
         del os.environ[VARIABLE]
         return cls(request)
 
     def taken(self, source: Any, fill: Mapping[str, object] | None = None) -> Config:
-        """The config of this process, in place of the script's own. Raises ConfigError."""
+        """Return the config of this process, which replaces the script's. Raise ConfigError."""
         given = self.request.config
         config = dict(given) if self.request.is_whole else laid_over(given, _plain(source))
         self.config = filled(config, fill, Config)[0] if fill else config
@@ -133,12 +133,12 @@ class Trial(StepFeature):
         loss_fn: Callable[[Any, Any], Tensor] | None,
         sample_batch: Any,
     ) -> None:
-        """Writes the best few, or why there are none; then the script ends. A collective."""
+        """Write the best plans, or why there are none, and end the script. A collective."""
         num_hosts = world.num_hosts
         if world.rank == 0:
             try:
                 found = self._planned(config, model, world, num_hosts, loss_fn, sample_batch)
-            except Exception as error:  # of the model's forward too
+            except Exception as error:  # the model's forward may raise anything
                 traceback.print_exc()
                 found = {"failure": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
             _write(Path(self.request.result), found)
@@ -168,7 +168,7 @@ class Trial(StepFeature):
         return found
 
     def _with_batch(self, config: Config, world_size: int) -> Config:
-        """The same with the samples of a step, which a given microbatch says too: tuning must not change them."""
+        """Return the config with the samples of a step, which tuning must not change."""
         if config.planned_keys or config.train_micro_batch_size_per_gpu is None:
             return config
         resolved = config.resolve(world_size)
@@ -177,9 +177,9 @@ class Trial(StepFeature):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def watch(self, world: World, module: nn.Module, samples: int, num_sharers: int) -> Callable[[], None]:
-        """Before the first step. samples: of one, over all ranks. num_sharers: ranks that share a sequence.
+        """Prepare for the first step. samples: per step, over all ranks. num_sharers: ranks that share a sequence.
 
-        Returns what takes it off the module again.
+        Returns a function that removes the hook from the module.
         """
         self._world, self._samples, self._num_sharers = world, samples, num_sharers
         handle = module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True)
@@ -187,12 +187,12 @@ class Trial(StepFeature):
         return handle.remove
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # What comes first may be a few tokens, with which the engine tries in eval mode whether a model can be split.
+        # The first forward may be a check in eval mode with a few tokens: see `step/self_checks.py`.
         is_better = self.batch is None or (module.training and not self._is_of_training)
         if is_better and not (args and kwargs):
             self._is_of_training = module.training
             self.batch = of_whole(described(kwargs or args), self._num_sharers)
-            if self._world is not None and not self._world.rank:  # where this step fails, it is known
+            if self._world is not None and not self._world.rank:  # known even if this step fails
                 _write(Path(self.request.result), {"num_steps": 0, "batch": self.batch})
 
     @classmethod
@@ -200,7 +200,7 @@ class Trial(StepFeature):
         return cast(Self | None, parts.trial)
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """At the end of each step; the last one of the trial raises SystemExit."""
+        """Note the time of the step. The last step of the trial raises SystemExit."""
         is_last = len(self._ends) == self.request.warmup + self.request.steps - 1
         if is_last and self._world is not None and self._world.device.type != "cpu":
             torch.accelerator.synchronize(self._world.device)
@@ -211,13 +211,13 @@ class Trial(StepFeature):
             raise SystemExit(0)
 
     def forbids_files(self, what: str) -> bool:
-        """A trial must not put its weights in the place of those of a training."""
+        """Forbid all files: a trial must not overwrite the weights of a training."""
         if self._world is not None and not self._world.rank:
             logger.info("trial of `lowtide tune`: no %s is written", what)
         return True
 
     def _finish(self) -> None:
-        """Writes what was measured, once."""
+        """Write the measured times, once."""
         assert self._world is not None
         timed = self._ends[max(self.request.warmup, 1) - 1 :]
         if self._is_written or self._world.rank:
@@ -245,14 +245,14 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _plain(source: Any) -> dict[str, Any]:
-    """The script's own config as a file would have it."""
+    """Return the script's config as a file would have it."""
     return dict(planner().without_defaults(source.as_dict()) if isinstance(source, Config) else read(source)[0])
 
 
 def laid_over(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A script's own config with what another one says in its place, key by key.
+    """Return `own` with the keys of `config` in place of its keys, recursively.
 
-    A batch is taken from one of them, since its three sizes belong together; so are an optimizer and a scheduler.
+    The three batch sizes belong together, so all come from the same config; so do an optimizer and a scheduler.
     """
     kept = dict(own)
     if any(config.get(key) is not None for key in BATCH_KEYS):

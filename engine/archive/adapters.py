@@ -1,6 +1,6 @@
-"""What of a model are adapters: PEFT's, or whatever is trained beside frozen parameters; and what they come to, merged.
+"""Adapters of a model: PEFT's, or all trained parameters beside frozen parameters. Also the model with adapters merged.
 
-Modules of PEFT are known by its own classes; where one stands in a model, the package is imported already.
+PEFT's modules are recognised by PEFT's classes. If a model has such a module, the package is imported already.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from .named_state import NamedState
 
 FILE = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
-_WRAPPED = "base_model.model."  # what PEFT puts before the names of what it wraps
+_WRAPPED = "base_model.model."  # PEFT's prefix for the names of the base model
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """One adapter, as a folder of its own has it."""
+    """An adapter as a folder has it."""
 
-    folder: str  # in that of the export; "" for the only one, or the one that PEFT calls "default"
-    names: Mapping[str, str]  # of parameters in the model -> in the file
+    folder: str  # within the export; "" for a single adapter, and for PEFT's "default"
+    names: Mapping[str, str]  # parameter name in the model -> in the file
     model_files: Mapping[str, Any] = field(default_factory=dict)  # name -> JSON content
 
 
 def adapter_files(module: nn.Module, state: NamedState) -> list[AdapterFile]:
-    """A file for each adapter. Raises ValueError where there are none, or one whose file PEFT computes."""
+    """Return a file for each adapter. Raise ValueError without adapters, and if PEFT computes a file's content."""
     configs = getattr(module, "peft_config", None)
     if isinstance(configs, Mapping) and "peft" in sys.modules:
         return [_peft_file(module, state, name, config) for name, config in configs.items()]
     catalog = state.catalog
     if len(catalog.state_keys) == len(catalog.parameters):
         raise ValueError(
-            "engine.export(adapters_only=True): expected a model with adapters (one of PEFT, or frozen parameters "
-            "beside trained ones), found no frozen parameter; leave adapters_only out"
+            "engine.export(adapters_only=True): expected a model with adapters (a PEFT model, or trained and frozen "
+            "parameters), found no frozen parameter; leave adapters_only out"
         )
     return [AdapterFile("", {name: name for name in catalog.parameters if name in catalog.state_keys})]
 
@@ -60,13 +60,13 @@ def _peft_file(module: nn.Module, state: NamedState, adapter: str, config: Any) 
     computed = [f"the embeddings of {config.peft_type.value}"] if config.is_prompt_learning else []
     found: dict[str, Any] = {}
     if not computed:
-        with torch._C.DisableTorchFunctionSubclass():  # it asks modules for their names by state_dict(), values and all
+        with torch._C.DisableTorchFunctionSubclass():  # PEFT calls state_dict() for the names, which would read values
             found = peft.get_peft_model_state_dict(module, state_dict=known, adapter_name=adapter)
         computed = [f"'{name}'" for name, value in found.items() if id(value) not in name_of]
     if computed:
         raise ValueError(
-            "engine.export(adapters_only=True): expected an adapter whose file has parameters of the model, found "
-            f"{computed[0]}, which PEFT computes; take engine.state_dict(), and save from that"
+            "engine.export(adapters_only=True): expected an adapter that consists of parameters of the model, found "
+            f"{computed[0]}, which PEFT computes; save it from engine.state_dict()"
         )
     prefix = "" if isinstance(module, peft.PeftModel) else _WRAPPED  # transformers' own add_adapter wraps nothing
     names = {name_of[id(value)]: prefix + name for name, value in found.items()}
@@ -74,7 +74,7 @@ def _peft_file(module: nn.Module, state: NamedState, adapter: str, config: Any) 
 
 
 def _content_of(config: Any, module: Any) -> Any:
-    """What PEFT writes of an adapter's config."""
+    """Return the JSON that PEFT writes for an adapter's config."""
     config = copy.deepcopy(config)
     config.inference_mode = True
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
@@ -92,23 +92,22 @@ def _content_of(config: Any, module: Any) -> Any:
 
 
 class MergedModel:
-    """A model of PEFT with its active adapters in the weights that they were put on, as `merge_and_unload` gives it."""
+    """A PEFT model with its active adapters merged into the base weights, like `merge_and_unload`."""
 
     def __init__(self, module: nn.Module, state: NamedState) -> None:
-        """Raises ValueError for adapters that are not PEFT's, or not to be merged one by one."""
+        """Raises ValueError if adapters are not PEFT's, or cannot be merged layer by layer."""
         peft: Any = sys.modules.get("peft")
         if peft is None or not isinstance(module, peft.PeftModel):
             raise ValueError(
-                "engine.export(merged=True): expected a model of PEFT (get_peft_model), found "
-                f"{type(module).__name__}: how its adapters are added is not known; export it, and merge what was "
-                "written"
+                "engine.export(merged=True): expected a PEFT model (get_peft_model), found "
+                f"{type(module).__name__}, whose kind of adapters is unknown; export it, and merge the files"
             )
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         self.module: nn.Module = module.get_base_model()
         self._layers: list[tuple[str, Any]] = []
-        kept: dict[str, str] = {}  # prefix of names -> of those among them that take their place
+        kept: dict[str, str] = {}  # prefix of names -> prefix of the names that replace them
         for name, part in module.named_modules():
             if isinstance(part, ModulesToSaveWrapper):
                 inner = f"modules_to_save.{part.active_adapter}" if part.active_adapters else "original_module"
@@ -117,17 +116,19 @@ class MergedModel:
                 isinstance(part, BaseTunerLayer) and not hasattr(part, "base_layer")
             ):
                 raise ValueError(
-                    f"engine.export(merged=True): expected layers that merge one by one, found a {type(part).__name__} "
-                    f"at '{name}'; export adapters_only, and merge that in one process"
+                    f"engine.export(merged=True): expected adapted layers that can be merged, found a "
+                    f"{type(part).__name__} at '{name}'; export adapters_only, and merge in a single process"
                 )
             elif isinstance(part, BaseTunerLayer):
-                if not any(name.startswith(outer) for outer, _ in self._layers):  # else it is merged with that
+                if not any(
+                    name.startswith(outer) for outer, _ in self._layers
+                ):  # else it is merged with the outer layer
                     self._layers.append((f"{name}.", part))
                 kept[f"{name}."] = f"{name}.base_layer."
-        self._kept = sorted(kept.items(), key=lambda item: -len(item[0]))  # what is inside before what is around it
+        self._kept = sorted(kept.items(), key=lambda item: -len(item[0]))  # inner modules before outer modules
         names = [*state.catalog.parameters, *state.catalog.buffers]
         self.names = {name: new for name in names if (new := self._name_of(name)) is not None}
-        """In the engine's model -> in the merged one, without those of adapters."""
+        """Name in the engine's model -> in the merged model; without the parameters of adapters."""
 
     def _name_of(self, name: str) -> str | None:
         for outer, inner in self._kept:
@@ -138,13 +139,13 @@ class MergedModel:
         return name.removeprefix(_WRAPPED)
 
     def layers_of(self, names: Collection[str]) -> list[Any]:
-        """Those that a parameter of these names is of."""
+        """Return the adapted layers that have a parameter with one of these names."""
         return [layer for prefix, layer in self._layers if any(name.startswith(prefix) for name in names)]
 
 
 @contextmanager
 def merged(layers: Sequence[Any]) -> Iterator[None]:
-    """Meanwhile the layers' weights, which are full, are those with their adapters in them."""
+    """Merge the adapters into the layers' weights, which must be full, and undo it at the end of the context."""
     done: list[Any] = []
     try:
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Errors that all ranks hear of: what one rank cannot do, none goes on from."""
+"""Spread errors to all ranks: if a rank fails, no rank continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...offload import OffloadError
 
 @contextmanager
 def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
-    """A block that every rank enters. Where it fails on any, every rank raises CheckpointError, with all causes."""
+    """Wrap a block that every rank enters. If a rank fails, every rank raises CheckpointError, with all causes."""
     found: Exception | None = None
     try:
         yield
@@ -23,7 +23,7 @@ def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
 
 
 def raise_together(world: World, error: BaseException | None, what: str, hint: str = "") -> None:
-    """Raises CheckpointError on every rank where any has an error. A collective; CollectiveError where one is lost."""
+    """Raise CheckpointError on every rank if any rank has an error. A collective; CollectiveError if a rank is lost."""
     own = None if error is None else _text(error)
     try:
         causes = _causes(world.gather_objects(own))
@@ -35,10 +35,10 @@ def raise_together(world: World, error: BaseException | None, what: str, hint: s
 
 @contextmanager
 def no_rank_alone(world: World, what: str) -> Iterator[None]:
-    """A block that every rank enters, without collectives in it. Where it fails on any, none goes on.
+    """Wrap a block without collectives that every rank enters. If a rank fails, no rank continues.
 
-    A rank that fails raises its own error; the others OffloadError where that is the cause, else RuntimeError, with the
-    texts of those that failed.
+    A rank that fails raises its error. The other ranks raise OffloadError if all causes are OffloadErrors, else
+    RuntimeError, with the texts of the failed ranks.
     """
     found: Exception | None = None
     try:
@@ -55,7 +55,7 @@ def no_rank_alone(world: World, what: str) -> Iterator[None]:
 
 
 def _causes(texts: Iterable[str | None]) -> str:
-    """texts: of each rank, None where it has not failed."""
+    """Join the texts of failed ranks. texts: of each rank; None: it has not failed."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
@@ -64,7 +64,7 @@ def _causes(texts: Iterable[str | None]) -> str:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as messages have it; the caller's own, before anything is known of it."""
+    """Return a path for messages."""
     return os.fspath(path) or '""'
 
 

@@ -1,4 +1,4 @@
-"""What a training is beside its steps."""
+"""Values, weights and checkpoints of an engine, behind a single object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .parameter_values import ParameterValues
 
 
 class Archive:
-    """Full values, plain weights and checkpoints of an engine. Every method is a collective, between steps."""
+    """Full values, plain weights and checkpoints of an engine. Each method is a collective, between steps."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class Archive:
         frozen: FrozenValues,
         note_exact: Callable[[], None],
     ) -> None:
-        """units: of this rank. whole: what `module` is, or has a part of. frozen: of this engine, kept by it.
+        """units: of this rank. whole: describes the model of which `module` is a part. frozen: kept by the engine.
+
         note_exact: as of `FullValues`.
         """
         self.values = FullValues(module, units, optimizer, mesh, frozen.note_changed, note_exact)
@@ -63,8 +64,8 @@ class Archive:
         """See `Engine.export`."""
         if shard_bytes != DEFAULT_SHARD_BYTES:
             raise ValueError(
-                f"engine.export(adapters_only=True): expected no shard_bytes, found {shard_bytes!r}: PEFT reads one "
-                "file; leave it out"
+                f"engine.export(adapters_only=True): expected no shard_bytes, found {shard_bytes!r}, since PEFT reads "
+                "a single file; leave it out"
             )
         weights.export_adapters(self._module, self.named, self._world, folder, dtype)
 
@@ -72,12 +73,12 @@ class Archive:
         self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str
     ) -> None:
         """See `Engine.export`."""
-        # Of layers that tensor splits, each rank merges its part: A or B has the same one.
+        # parallel.tensor needs no check: each rank merges its part: A or B is split like the weight.
         split = [name for name in ("pipe", "expert") if self._mesh.axes[name].size > 1]
         if split:
             raise ValueError(
-                f"engine.export(merged=True): expected ranks that have whole layers, found some split by parallel."
-                f"{'pipeline' if split[0] == 'pipe' else split[0]}; export adapters_only, and merge that in one process"
+                f"engine.export(merged=True): expected ranks with whole layers, found layers split by parallel."
+                f"{'pipeline' if split[0] == 'pipe' else split[0]}; export adapters_only, and merge in a single process"
             )
         weights.export_merged(self._module, self.named, self.values, self._world, folder, dtype, shard_bytes)
 
@@ -86,9 +87,9 @@ class Archive:
         self.frozen.note_loaded(weights.load_state_dict(self.named, self.values, self._world, given, strict))
 
     def swap(self, averages: Averages, shown: bool) -> None:
-        """Averages and weights change places, on all ranks, with all that is computed of the weights.
+        """Swap averages and weights on all ranks, and compute all copies again.
 
-        shown: whether the averages become what is computed with.
+        shown: whether the averages are now the weights.
         """
         self._mesh.fence("the end of what reads the weights")
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Saves and restores everything that a training is, at any number of ranks and any ZeRO stage."""
+"""Save and load the whole state of a training, at any number of ranks and any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _INTACT = "What was saved before is as it was, and training can go on."
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says beside tensors. training: as it was given to `save`."""
+    """The state of a checkpoint beside tensors. training: as given to `save`."""
 
     tag: str
     training: Any
@@ -63,10 +63,10 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves and loads. Every method is a collective: all ranks must call it alike.
+    """Saves and loads checkpoints. Each method is a collective: all ranks must call it alike.
 
-    Each rank writes its own part of each tensor (replicas divide theirs) straight from its shards, and reads only the
-    parts that it needs, whoever wrote them; nothing is gathered, see `checkpoint/`.
+    Each rank writes its part of each tensor (replicas share the work) straight from its shards. It reads only the
+    ranges that it needs, whichever rank wrote them. Nothing is gathered. See `checkpoint/`.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Checkpointer:
         training: Mapping[str, Any],
         is_latest: bool = True,
     ) -> str:
-        """Writes a checkpoint, in the background where the config says so; returns its tag.
+        """Write a checkpoint, in the background if the config says so, and return its tag.
 
-        Waits for an earlier one first. Raises CheckpointError on every rank where any fails; with `async` that is at a
-        later call of this or of `wait`.
+        Waits for an earlier save first. Raises CheckpointError on every rank if any fails; with `async` a later call
+        of this method or of `wait` raises it.
         """
         self.wait()
         has_own_tag = tag is not None
@@ -131,7 +131,7 @@ class Checkpointer:
                     if commit is not None:
                         commit()
         except CheckpointError:
-            if snapshot is not None:  # another rank has none
+            if snapshot is not None:  # another rank has failed
                 snapshot.drop()
             self._discard(target, tag)
             raise
@@ -143,7 +143,7 @@ class Checkpointer:
     def _writing(
         self, saving: Path, names: OptimizerNames, own_state: Mapping[str, Any], left_out: Collection[str]
     ) -> tuple[Snapshot | None, Callable[[], None]]:
-        """What writes this rank's part, and the copy of the values that it writes, where training goes on before."""
+        """Return the function that writes this rank's part, and with `async` a snapshot of the values."""
         if not saving.is_dir():
             raise CheckpointError(f"{saving} is not there; all ranks must see one folder, for example a network disk")
         groups = self._optimizer.param_groups
@@ -169,11 +169,11 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """True where a save in the background has failed on this rank."""
+        """Return True if a background save has failed on this rank."""
         return self._under_way is not None and self._under_way[0].has_failed
 
     def wait(self) -> None:
-        """Returns when the save that is under way is complete. Raises CheckpointError on every rank if it failed."""
+        """Wait until a pending save is complete. Raise CheckpointError on every rank if it failed."""
         if self._under_way is None:
             return
         job, folder, tag = self._under_way
@@ -195,7 +195,7 @@ class Checkpointer:
             folder.discard(tag)
 
     def wait_alone(self) -> None:
-        """Waits for the save that is under way, as far as this rank can without the others: after an error."""
+        """Wait for this rank's part of a pending save, without the other ranks. For use after an error."""
         if self._under_way is not None:
             self._under_way[0].wait_written()
 
@@ -204,11 +204,11 @@ class Checkpointer:
     def load(
         self, folder: str | os.PathLike[str], tag: str | None, registered: Mapping[str, Any], scheduler: Any
     ) -> Restored:
-        """Brings parameters, optimizer states and random states back, and returns the rest.
+        """Load parameters, optimizer states and random states, and return the rest.
 
-        registered: by the caller as client state. What of it has a `load_state_dict` is given its state before anything
-        else is changed, as is the scheduler, and has its own back where that fails on any rank.
-        Raises NoCheckpointError where there is none, CheckpointError where one is damaged or of another model.
+        registered: the caller's client state. Its objects with a `load_state_dict`, and the scheduler, load their
+        states before anything else changes; if a rank fails, they get their present states back. Raises
+        NoCheckpointError without a checkpoint, CheckpointError if it is damaged or of another model.
         """
         self.wait()
         target, tag, other = self._find(folder, tag)
@@ -221,7 +221,7 @@ class Checkpointer:
                 weights, states = checkpoint.weights, checkpoint.states
                 training = read_training(checkpoint.manifest.training)
                 scalars: dict[int | str, dict[str, Any] | None] = {}
-                for rank in range(checkpoint.manifest.num_files):  # one may have had no element of a parameter group
+                for rank in range(checkpoint.manifest.num_files):  # a rank may lack all parameters of a group
                     scalars.update(read_scalars(checkpoint.own_state(rank)))
                 own_state = checkpoint.own_state(self._rank_of_origin(checkpoint))
                 own_client_state = read_client_state(own_state)
@@ -232,7 +232,7 @@ class Checkpointer:
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
             faults = self._frozen.faults(checkpoint.left_out)
             if faults:
-                raise CheckpointError(f"{what}: it does not fit: {faults[0]}. {hint}Nothing was changed.")
+                raise CheckpointError(f"{what}: {faults[0]}. {hint}Nothing was changed.")
         except CheckpointError:
             undo.close()
             raise
@@ -242,7 +242,7 @@ class Checkpointer:
         with all_or_none(self._world, what, hint + changed):
             params = self._named.whole.params
             self._optimizer.by_parameter.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
-            shared = self._named.has_replicas  # they read the same values, perhaps on this host
+            shared = self._named.has_replicas  # replicas read the same values, perhaps on this host
             own_weights = self._named.weights(changes=True)
             weights.read([one for one in own_weights if one.name not in checkpoint.left_out], shared)
             self._read_buffers(weights)
@@ -262,7 +262,7 @@ class Checkpointer:
     # -- what is saved --------------------------------------------------------------------------------------------
 
     def _own_state(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank has beside tensors."""
+        """Return this rank's state beside tensors."""
         return {
             "random": random_state(self._world.device),
             "client_state": encode_client_state(client_state),
@@ -270,7 +270,7 @@ class Checkpointer:
         }
 
     def _chunk_views(self, left_out: Collection[str]) -> list[ChunkView]:
-        """This rank's part of everything but these parameters, by full name."""
+        """Return this rank's part of all tensors by full name, except these parameters."""
         weights = [chunk_view for chunk_view in self._named.weights(saves=True) if chunk_view.name not in left_out]
         states = self._named.states(saves=True)
         states += self._named.rank_states()
@@ -286,12 +286,12 @@ class Checkpointer:
 
     @property
     def _updated(self) -> dict[str, nn.Parameter]:
-        """The parameters that have states, of the whole model."""
+        """Return the parameters with optimizer states, of the whole model."""
         keys = self._named.catalog.state_keys
         return {name: param for name, param in self._named.whole.params.items() if name in keys}
 
     def _steps(self) -> dict[str, int]:
-        """By full name: how often the optimizer has updated, and the parameters that it has not updated each time."""
+        """Return the number of updates, and of each parameter that missed updates, by full name."""
         done, trained = self._optimizer.num_steps, self._updated
         missed = {f"{STEP}.{name}": self._optimizer.by_parameter.missed_steps(param) for name, param in trained.items()}
         return {STEP: done, **{name: done - count for name, count in missed.items() if count}}
@@ -302,7 +302,7 @@ class Checkpointer:
         return OptimizerNames(tuple(self._updated) if has_step else (), self._named.option_groups)
 
     def _state_dtypes(self) -> dict[str, dict[str, torch.dtype]]:
-        """The states of each parameter that has any. A collective: a rank knows only those that it holds a part of."""
+        """Return {parameter: {state: dtype}}. A collective, since a rank knows only its parameters."""
         found: dict[StateKey, dict[str, torch.dtype]] = {}
         for one in self._world.gather_objects(self._optimizer.by_parameter.state_dtypes()):
             found.update(one)
@@ -356,7 +356,7 @@ class Checkpointer:
     # -- what is loaded -------------------------------------------------------------------------------------------
 
     def _find(self, path: str | os.PathLike[str], tag: str | None) -> tuple[CheckpointFolder, str, str | None]:
-        """The folder, the tag to load and the newest other one, as rank 0 sees the folder."""
+        """Return the folder, the tag to load, and the newest other tag, as rank 0 sees the folder."""
         found: tuple[str, str | None] | None = None
         absent = ""
         with all_or_none(self._world, f"looking for a checkpoint in {shown(path)}"):
@@ -369,7 +369,7 @@ class Checkpointer:
                     absent = str(error)
                     if (folder.path / "island0").is_dir():
                         absent += (
-                            "; the folder is of islands, which earlier versions had: name that of one, such as island0"
+                            "; the folder has islands, a feature of earlier versions: load a subfolder, such as island0"
                         )
         found, absent = self._world.broadcast_object((found, absent))
         if found is None:
@@ -378,13 +378,13 @@ class Checkpointer:
 
     def _read_buffers(self, source: CheckpointReader) -> None:
         for name, buffer in self._named.buffers().items():
-            flat = buffer.detach().contiguous().view(-1)  # the buffer's own memory, unless it has strides
+            flat = buffer.detach().contiguous().view(-1)  # a view of the buffer, or a copy if it is not contiguous
             source.read([ChunkView(name, tuple(buffer.shape), 0, flat)])
             if flat.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(flat.view(buffer.shape))
 
     def _read_rank_states(self, states: CheckpointReader) -> None:
-        """What each rank alone had, for the same number of ranks; others begin with nothing of it."""
+        """Read the states that each rank alone had; for another number of ranks, set them to zero."""
         own, dtypes = self._named.rank_states(), self._optimizer.by_parameter.rank_state_dtypes()
         split = [name.rpartition(".") for name in states.tensors]
         saved = {f"{param}.{state}" for param, _, state in split if is_rank_state(state) and param in dtypes}
@@ -397,7 +397,7 @@ class Checkpointer:
             logger.warning("%s", _ERRORS_LEFT)
 
     def _restore_averages(self, saved: Mapping[str, Any] | None) -> None:
-        """saved: what the checkpoint says of them; their values are read."""
+        """Restore the state of averages whose values were read. saved: the checkpoint's record of them."""
         own = self._optimizer.averages
         if own is not None and saved is not None:
             own.num_updates = saved["num_updates"]
@@ -407,7 +407,7 @@ class Checkpointer:
             logger.warning("%s", _AVERAGES_LEFT if own is None else _AVERAGES_BEGIN)
 
     def _rank_of_origin(self, checkpoint: Checkpoint) -> int:
-        """The rank whose own state this one takes over."""
+        """Return the rank whose private state this rank loads."""
         return self._world.rank if checkpoint.manifest.num_files == self._world.size else 0
 
     def _restore_random(self, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
@@ -422,18 +422,18 @@ class Checkpointer:
 
 
 _ERRORS_LEFT = (
-    "the checkpoint has what signs of momenta, or thin matrices of gradients, have not said on another number of "
-    "ranks, or nothing of it: these errors begin with zero"
+    "the checkpoint has no residuals of 1-bit momenta or low-rank gradients for this number of ranks: the residuals "
+    "begin with zero"
 )
 _AVERAGES_LEFT = (
-    "the checkpoint has moving averages of the weights, which were not loaded, and will not be in the next one: call "
-    "engine.ema(decay) before engine.load_checkpoint to go on with them"
+    "the checkpoint has moving averages of the weights, but they were not loaded, and the next checkpoint will lack "
+    "them: call engine.ema(decay) before engine.load_checkpoint to continue them"
 )
 _ISLAND_LEFT = (
-    "the checkpoint is that of an island, which earlier versions had: its parameters and states are loaded, and what "
-    "islands have agreed on is not"
+    "the checkpoint is of an island, a feature of earlier versions: its parameters and states are loaded, the state "
+    "that islands shared is not"
 )
-_AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they begin anew with those that were loaded"
+_AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they restart from the loaded weights"
 
 
 def _prefixed(prefix: str, chunk_view: ChunkView) -> ChunkView:
@@ -445,5 +445,5 @@ def _at_least_float32(info: TensorInfo) -> TensorInfo:
 
 
 def _first_dtype(named: NamedState) -> torch.dtype | None:
-    """The dtype in which the first floating-point parameter is computed; configurations of Hugging Face name it."""
+    """Return the compute dtype of the first floating-point parameter, for Hugging Face configurations."""
     return next((dtype for dtype in named.catalog.compute_dtypes.values() if dtype.is_floating_point), None)

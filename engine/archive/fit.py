@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model, and of this optimizer."""
+"""Check that a checkpoint is of this model and of this optimizer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def check_fits(
     optimizer: ShardedOptimizer,
     scheduler: Any,
 ) -> tuple[dict[str, Any], dict[int | str, Any]]:
-    """What the checkpoint says beside tensors, by this run's parameter groups: see `in_own_groups`.
+    """Return the training state and the scalars of a checkpoint, by this run's parameter groups: see `in_own_groups`.
 
-    Raises CheckpointError, with every difference, where the checkpoint is of another model or optimizer.
+    Raises CheckpointError, with every difference, if the checkpoint is of another model or optimizer.
     """
     catalog = named.catalog
     left_out = {name: one.info for name, one in checkpoint.left_out.items()}
@@ -70,8 +70,9 @@ def check_fits(
 
 
 def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
-    """Parameter -> the dtypes of its states, but for remainders, which belong to the form of the weights, and for
-    what one rank alone had.
+    """Return parameter name -> {state: dtype}.
+
+    Without remainders, which belong to the weights, and without states that a single rank had.
     """
     found: dict[str, dict[str, torch.dtype]] = {}
     for full_name, info in checkpoint.states.tensors.items():
@@ -83,12 +84,12 @@ def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
 
 
 def is_new_remainder(name: str, states: CheckpointReader) -> bool:
-    """Whether that state is a remainder which the checkpoint does not have: the weights that were read lack nothing."""
+    """Return True for a remainder that the checkpoint lacks: then its weights are complete without it."""
     return name.rpartition(".")[2] in REMAINDERS and name not in states.tensors
 
 
 def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:
-    """Tensors that are missing, of none, of another shape, or of another kind of numbers."""
+    """Return the tensors that are missing, extra, of another shape, or of another kind of numbers."""
     faults = [f"'{name}' is not in it" for name in expected if name not in found]
     faults += [f"{shortened(name)} is not in the model" for name in found if name not in expected]
     for name, own in expected.items():
@@ -102,9 +103,9 @@ def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorI
 def _parameters_without_states(
     found: Mapping[str, Mapping[str, torch.dtype]], named: NamedState, each_has_all: bool
 ) -> list[str]:
-    """Those that others of the same parameter group have: they were frozen, or in another group.
+    """Return parameters without states that other parameters of the same group have.
 
-    each_has_all: each parameter has all states, in any group.
+    They were frozen, or in another group. each_has_all: each parameter has all states, in any group.
     """
     faults = []
     groups = named.option_groups

@@ -1,4 +1,4 @@
-"""Access to whole parameters of a sharded model, and the way back of changes."""
+"""Read and write whole parameters of a sharded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .named_state import put_together, taken
 
 
 class FullValues:
-    """Reads and writes full parameters. Every method is a collective: all ranks must call it alike."""
+    """Reads and writes full parameters. Each method is a collective: all ranks must call it alike."""
 
     def __init__(
         self,
@@ -30,8 +30,9 @@ class FullValues:
         note_changed: Callable[[Iterable[str]], None] = lambda names: None,
         note_exact: Callable[[], None] = lambda: None,
     ) -> None:
-        """note_changed: is told the names of parameters without states that the caller has changed. note_exact: is told
-        that copies of shards are what these are, where they had lost something on their way.
+        """note_changed: called with the names of frozen parameters that the caller has changed.
+
+        note_exact: called when inexact copies of shards were made exact.
         """
         self._module = module
         self.units = units
@@ -42,11 +43,11 @@ class FullValues:
         self._note_exact = note_exact
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
-        """Puts a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
+        """Write a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
         self._write_own(group, index, taken(group.layout.param_views[index].tensor_shard, values))
 
     def _write_own(self, group: ShardedGroup, index: int, values: Tensor) -> None:
-        """As `write`, of what this rank has of the parameter before it is sharded."""
+        """Do `write` with this rank's part of a split layer."""
         for param_shard in group.param_shards.of(index):
             group.place(param_shard, values)
         shard = self._shards.get(id(group))
@@ -57,20 +58,20 @@ class FullValues:
                 _place_in_master(shard, param_shard, values)
 
     def write_named(self, name: str, values: Tensor) -> None:
-        """As `write`, by name; nothing where this rank's stages of a pipeline do not have the parameter."""
+        """Do `write` by name; nothing if the parameter is in another stage of a pipeline."""
         for group in self._groups:
             if name in group.layout.index_of:
                 self.write(group, group.layout.index_of[name], values)
 
     def refresh(self) -> None:
-        """After shards have changed: full buffers that are kept get the new values of all ranks."""
+        """Bring changed shards of all ranks into the full buffers that are kept."""
         pending = [group.refresh() for group in self._groups]
         for one in pending:
             one.wait()
         self._mesh.fence("the end of an update")
 
     def make_copies_exact(self) -> None:
-        """Copies of shards that other ranks have, and that lost something on their way, are what the shards are."""
+        """Refresh copies of shards on other ranks that were sent as rounded differences."""
         pending = [group.refresh() for group in self._groups if group.sends_differences]
         for one in pending:
             one.wait()
@@ -79,7 +80,10 @@ class FullValues:
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], num_changes: Callable[[], int]) -> Iterator[None]:
-        """num_changes: of the engine itself, that may come meanwhile. Until then each rank may use them alone."""
+        """Make parameters full inside the context. Each rank may use them alone until the engine changes them.
+
+        num_changes: returns the number of changes by the engine.
+        """
         number = num_changes()
 
         def is_unchanged() -> bool:
@@ -88,19 +92,19 @@ class FullValues:
         with self._full(params, is_unchanged) as (groups, wanted):
             before = _marks(groups, wanted)
             yield
-            if is_unchanged():  # but for those that a forward has released since
+            if is_unchanged():  # a forward may have released some since
                 after = _marks([group for group in groups if group.sharded_state is ShardedState.UNSHARDED], wanted)
                 self._check_unchanged([name for name, mark in after.items() if mark != before[name]], groups)
 
     @contextmanager
     def modified(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """As `gathered`; what is changed in it reaches shards and master weights, unless it ends with an error."""
+        """Do `gathered`; changes reach shards and master weights at the end, unless an error ends the context."""
         with self._full(params, lambda: True) as (groups, wanted), self._private_copies(groups, wanted):
             yield
 
     @contextmanager
     def copied(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """As `gathered`; the parameters are copies of this rank's own, whose changes are forgotten at the end."""
+        """Do `gathered` with private copies of the parameters; their changes are dropped at the end."""
         with self._full(params, lambda: True) as (groups, wanted):
             self._copy(groups, wanted)
             try:
@@ -113,7 +117,7 @@ class FullValues:
     def _full(
         self, params: Sequence[nn.Parameter], as_long_as: Callable[[], bool]
     ) -> Iterator[tuple[list[ShardedGroup], set[int]]]:
-        """The groups of the parameters, full meanwhile, and the identities of those that are wanted; none: all."""
+        """Yield the parameters' groups, which are full inside, and the ids of the wanted parameters. None: all."""
         wanted = {id(param) for param in params}
         known = {id(param) for group in self._groups for param in group.params}
         if wanted - known and self._has_whole:
@@ -141,7 +145,7 @@ class FullValues:
         return self._mesh.has_whole
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Of the whole model, on rank 0. names: of its state_dict, in its order."""
+        """Return the whole model's tensors on rank 0. names: of its state_dict, in its order."""
         is_writer = self._mesh.is_first
         values: dict[int, Tensor] = {}
         self.make_copies_exact()
@@ -154,7 +158,7 @@ class FullValues:
                 whole = param.detach()
                 if (
                     group.plan.sharding.portioned or not param_view.tensor_shard.is_all
-                ):  # one expert of a list is whole on its rank
+                ):  # an expert of a list is whole on its rank
                     whole = put_together(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     values[id(param)] = whole.cpu().clone()
@@ -170,7 +174,7 @@ class FullValues:
         return found if self._has_whole else self._collected(found, names)
 
     def _collected(self, own: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        """On the first rank of a pipeline, what all its ranks have, in the model's order."""
+        """Return the tensors of all ranks of a pipeline on its first rank, in the model's order."""
         pipe, peers, device = self._mesh.axes["pipe"], self._mesh.peers, self._mesh.world.device
         if pipe.rank:
             infos = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
@@ -186,10 +190,10 @@ class FullValues:
         return {name: own[name] for name in names if name in own}
 
     def _check_unchanged(self, changed: Sequence[str], groups: Sequence[ShardedGroup]) -> None:
-        """Raises ValueError on every rank where any has changed what it was shown. A collective."""
+        """Raise ValueError on every rank if any rank has changed parameters that were only shown. A collective."""
         for group in groups:
             if changed and not group.frees_memory and group.sharded_state is ShardedState.UNSHARDED:
-                group.install()  # the model's parameters are what the engine has, not what was put in their place
+                group.install()  # undoes an assignment to `.data`
         count = torch.tensor([len(changed)], dtype=torch.int64, device=self._mesh.world.device)
         if not int(self._mesh.sum_small(count, "the end of gathered")):
             return
@@ -198,14 +202,14 @@ class FullValues:
         others = len({name for names in by_rank for name in names}) - 1
         raise ValueError(
             f"parameter '{name}'{f' and {others} more' if others else ''} was changed inside engine.gathered() "
-            f"(zero.GatheredParameters in lowtide.deepspeed) on rank {rank}, which not all shards and master weights "
-            "see: use engine.gathered(parameter, modify=True), and change it on every rank alike (or GatheredParameters"
-            "(parameter, modifier_rank=0), which takes that rank's). To have the values of before, load them again"
+            f"(zero.GatheredParameters in lowtide.deepspeed) on rank {rank}, but not all shards and master weights see "
+            "it: use engine.gathered(parameter, modify=True), and change it on every rank alike (or GatheredParameters"
+            "(parameter, modifier_rank=0), which takes that rank's values). Load the old values again if you need them"
         )
 
     @contextmanager
     def _private_copies(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> Iterator[None]:
-        """Parameters are copies of this rank's own meanwhile: the full buffer may be memory that ranks share."""
+        """Make parameters private copies inside: the full buffer may be memory that ranks share."""
         self._copy(groups, wanted)
         try:
             yield
@@ -213,7 +217,7 @@ class FullValues:
             for group in groups:
                 self._drop_copies(group)
             raise
-        self._mesh.world.barrier()  # nobody may still be copying what is overwritten now
+        self._mesh.world.barrier()  # another rank may still copy from the shared memory
         with torch.no_grad():
             for group in groups:
                 if id(group) not in self._shards:
@@ -232,7 +236,7 @@ class FullValues:
                     param.data = param.data.clone()
 
     def _drop_copies(self, group: ShardedGroup) -> None:
-        """The group's parameters are what the engine has."""
+        """Make the group's parameters views of the engine's memory again."""
         if group.frees_memory:
             group.release_kept()
         else:
@@ -243,10 +247,7 @@ _Mark = tuple[int, int, int, bytes]
 
 
 def _marks(groups: Sequence[ShardedGroup], wanted: Collection[int]) -> dict[str, _Mark]:
-    """Of parameters that are full, by name: the place and version of each, and the sum of its bits. It reads them once.
-
-    wanted: identities of the parameters; none: all.
-    """
+    """Return name -> (address, version, sum of bits) of full parameters. Reads each value once. wanted: ids."""
     return {
         param_view.name: _mark(group, param_view, param)
         for group in groups
@@ -257,15 +258,13 @@ def _marks(groups: Sequence[ShardedGroup], wanted: Collection[int]) -> dict[str,
 
 def _mark(group: ShardedGroup, param_view: ParamView, param: nn.Parameter) -> _Mark:
     values = group.full[param_view.offset_in_flat : param_view.end_in_flat]
-    whole = (
-        param_view.numel - param_view.numel % PARAM_ALIGNMENT_NUMEL
-    )  # where parameters begin, so that words are aligned
+    whole = param_view.numel - param_view.numel % PARAM_ALIGNMENT_NUMEL  # parameters are aligned, so int64 words are
     tail: Tensor = values[whole:].view(torch.uint8)
     return param.data_ptr(), param._version, int(values[:whole].view(torch.int64).sum()), bytes(tail.tolist())
 
 
 def _changed(group: ShardedGroup) -> list[str]:
-    """The names of parameters of a full group that have other values than it."""
+    """Return the names of parameters of a full group whose values differ from its flat buffer."""
     pairs = zip(group.layout.param_views, group.params, strict=True)
     return [
         param_view.name
@@ -282,14 +281,14 @@ def _place_in_master(shard: ShardState, param_shard: ParamShard, values: Tensor)
 def give_own_storages(
     units: Sequence[Unit], module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """A hook of the module's `state_dict`: its parameters have storages of their own, over the same memory.
+    """Give the tensors of a module's `state_dict` separate storages over the same memory. A state_dict hook.
 
-    They are parts of flat buffers, which `save_model` of safetensors refuses. A change of them stays a change of the
-    parameters. Where a group frees its memory they stay parts of it, and cannot be read while they are released.
+    They are views into flat buffers, which `save_model` of safetensors refuses. A change of them still changes the
+    parameters. If a group frees its memory, they stay views, and cannot be read while the group is released.
     """
     groups = (group for unit in units for group in unit.groups)
     flat = {group.full.untyped_storage().data_ptr() for group in groups if not group.frees_memory}
-    own: dict[tuple[int, int], UntypedStorage] = {}  # by address and bytes: tied parameters have the same one
+    own: dict[tuple[int, int], UntypedStorage] = {}  # by (address, bytes): tied parameters share a storage
     for value in state_dict.values():
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or not value.numel():
             continue
@@ -298,4 +297,4 @@ def give_own_storages(
             start = value.storage_offset() * value.element_size()
             part = own.setdefault((value.data_ptr(), value.nbytes), storage[start : start + value.nbytes])
             empty = torch.empty(0, dtype=value.dtype, device=value.device)
-            value.data = empty.set_(part, 0, value.shape, value.stride())  # its version stays the parameter's
+            value.data = empty.set_(part, 0, value.shape, value.stride())  # keeps the parameter's version counter

@@ -1,4 +1,4 @@
-"""The model's and the optimizer's state by name: which range of which tensor this rank holds."""
+"""The model's and the optimizer's state by name: the range of each tensor that this rank has."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ...zero.unit import Unit
 
 @dataclass(frozen=True)
 class Catalog:
-    """The same on every rank. Tied parameters go by their first name."""
+    """Names, shapes and dtypes, the same on every rank. Tied parameters have their first name."""
 
-    parameters: Mapping[str, TensorInfo]  # the shape, and the dtype of the most precise copy
+    parameters: Mapping[str, TensorInfo]  # shape, and dtype of the most precise copy
     compute_dtypes: Mapping[str, torch.dtype]  # of the parameters
     buffers: Mapping[str, TensorInfo]  # persistent ones
-    aliases: Mapping[str, str]  # further names of tied parameters -> the first name
-    state_keys: Mapping[str, StateKey]  # trained parameters -> the key under which their states are described
+    aliases: Mapping[str, str]  # further names of tied parameters -> first name
+    state_keys: Mapping[str, StateKey]  # trained parameter -> key of its states' descriptions
 
     @classmethod
     def merged(cls, parts: Sequence[Catalog]) -> Catalog:
-        """Of the stages of a pipeline, in their order."""
+        """Merge the catalogs of the stages of a pipeline, in their order."""
         return cls(
             {name: info for part in parts for name, info in part.parameters.items()},
             {name: dtype for part in parts for name, dtype in part.compute_dtypes.items()},
@@ -42,24 +42,24 @@ class Catalog:
 
 @dataclass(frozen=True)
 class UnsplitModel:
-    """The model before a pipeline has split it."""
+    """Parameters and names of the model before a pipeline has split it."""
 
     params: Mapping[str, nn.Parameter]  # by first name
     names: Sequence[str]  # of its state_dict, in its order: aliases too
 
     @classmethod
     def of(cls, module: nn.Module, units: Sequence[Unit]) -> UnsplitModel:
-        """Where the module is the whole, and the units are all."""
+        """Describe a module that is the whole model. units: all units."""
         groups = [group for unit in units for group in unit.groups]
         params = {name: param for group in groups for name, param in group.plan.params}
         return cls(params, tuple(module.state_dict(keep_vars=True)))
 
 
 class NamedState:
-    """Parameters, buffers and optimizer states as fragments: views of this rank's shards, nothing is gathered.
+    """Parameters, buffers and optimizer states as views of this rank's shards; nothing is gathered.
 
-    Names are the model's own; a tied parameter goes by its first name, the others are in `aliases`. A parameter that
-    is computed in half precision is its float32 master weight here, of which the half is the rounded copy.
+    Names are the model's; a tied parameter has its first name, and the further names are in `aliases`. A parameter
+    that is computed in half precision is its float32 master weight here.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class NamedState:
         mesh: Mesh,
         whole: UnsplitModel,
     ) -> None:
-        """A collective. units: of this rank. whole: what `module` is, or has a part of."""
+        """A collective. units: of this rank. whole: describes the model of which `module` is all or a part."""
         self._module = module
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
@@ -102,7 +102,7 @@ class NamedState:
 
     @property
     def option_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the parameters in each group of the optimizer's options, of the whole model."""
+        """Return the parameter names in each of the optimizer's groups, over the whole model."""
         names = {id(param): name for name, param in self.whole.params.items()}
         groups = self._optimizer.param_groups
         return tuple(tuple(names[id(param)] for param in group["params"] if id(param) in names) for group in groups)
@@ -115,7 +115,7 @@ class NamedState:
         }
 
     def buffers(self) -> dict[str, Tensor]:
-        """The persistent buffers of this rank's stages, the very tensors."""
+        """Return the persistent buffers of this rank's stages, not copies."""
         state = self._module.state_dict(keep_vars=True)
         return {
             name: value
@@ -125,14 +125,13 @@ class NamedState:
 
     @property
     def holds_buffers(self) -> bool:
-        """True on the rank that saves the buffers of its stages."""
+        """Return True on the rank that saves the buffers of its stages."""
         return self._mesh.is_first
 
     def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[ChunkView]:
-        """What this rank holds of the parameters; rounded: in the dtype in which they are computed.
+        """Return this rank's ranges of the parameters. rounded: in the compute dtype, instead of master weights.
 
-        changes: they are for writing; what rests in a store is kept there then, changed. saves: the part that this
-        rank saves, where others hold the same.
+        changes: for writing; then the store keeps the changed values. saves: without ranges that replicas save.
         """
         chunk_views = []
         for group in self._groups:
@@ -149,7 +148,7 @@ class NamedState:
         return chunk_views
 
     def full_parts(self, unit: Unit) -> list[ChunkView]:
-        """This rank's parts of a unit's parameters as they are now, where these are full and may be copies."""
+        """Return this rank's ranges of a unit's parameters, read from full parameters, which may be copies."""
         return [
             chunk_view
             for group in unit.groups
@@ -158,7 +157,7 @@ class NamedState:
         ]
 
     def states(self, changes: bool = False, saves: bool = False) -> list[ChunkView]:
-        """What this rank holds of the optimizer's elementwise states, named `parameter.state`; saves: as of weights."""
+        """Return this rank's ranges of elementwise optimizer states, as `parameter.state`. saves: as in `weights`."""
         return [
             chunk_view
             for shard in self._optimizer.shards
@@ -168,7 +167,7 @@ class NamedState:
         ]
 
     def rank_states(self) -> list[ChunkView]:
-        """As `states`, of those that no other rank has."""
+        """Return the states that no other rank has."""
         return [
             chunk_view
             for shard, param_shard, name, values in self._optimizer.by_parameter.rank_states()
@@ -176,7 +175,7 @@ class NamedState:
         ]
 
     def averages(self, saves: bool = False) -> list[ChunkView]:
-        """What this rank holds of the averages of master weights, named as these; none where there are none."""
+        """Return this rank's ranges of the averages of master weights, under their names; [] without averages."""
         averages = self._optimizer.averages
         if averages is None:
             return []
@@ -189,13 +188,13 @@ class NamedState:
 
     @property
     def has_replicas(self) -> bool:
-        """True where other ranks hold the same parts of anything."""
+        """Return True if other ranks have the same ranges of anything."""
         return any(group.axes.replicas.size > 1 for group in self._groups)
 
     def publish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
-        """After weights have changed in place: the computed copies follow, on all ranks. A collective.
+        """Bring weights that were changed in place to their computed copies, on all ranks. A collective.
 
-        groups: those that have changed; None: all.
+        groups: the changed groups; None: all.
         """
         self._optimizer.flush()
         groups = self._groups if groups is None else groups
@@ -205,7 +204,7 @@ class NamedState:
                 own = values_of(part_of(shard.group.own_values(changes=True), low, low + param_shard.numel))
                 own.copy_(values_of(shard.master_of(param_shard)))
         for group in groups:
-            if group.frees_memory:  # full ones have the other ranks' old values
+            if group.frees_memory:  # full parameters have old values of other ranks
                 group.release()
         pending = [group.refresh() for group in groups]
         for one in pending:
@@ -221,7 +220,7 @@ def _part_of_full(group: ShardedGroup, param_shard: ParamShard) -> Tensor:
 def chunk_views_of(
     group: ShardedGroup, param_shard: ParamShard, suffix: str, memory: Memory, saves: bool
 ) -> list[ChunkView]:
-    """What this rank holds of a piece; saves: without what others save, one of those copies that are equal."""
+    """Return the ranges of a piece on this rank. saves: of equal replicas, only this rank's part."""
     param_view = group.layout.param_views[param_shard.index]
     low, high = 0, param_shard.numel
     if saves:
@@ -251,7 +250,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # 
 
 
 def taken(tensor_shard: TensorShard, whole: Tensor) -> Tensor:
-    """The portion of these values: themselves where it is all of them, else a new tensor."""
+    """Return a portion of these values: the values themselves if it is all of them, else a new tensor."""
     if tensor_shard.is_all:
         return whole
     out = torch.empty(tensor_shard.shape, dtype=whole.dtype, device=whole.device)
@@ -261,21 +260,23 @@ def taken(tensor_shard: TensorShard, whole: Tensor) -> Tensor:
 
 
 def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
-    """The whole of which the ranks of an axis have portions, on each of them; of one, all of it may be. A collective.
+    """Return the whole tensor, on each rank, of which the ranks of an axis have portions. A collective.
 
-    is_counted: the values are not another rank's too, which gives them.
+    is_counted: False if another rank gives the same values.
     """
     whole = torch.zeros(tensor_shard.whole, dtype=values.dtype, device=values.device)
     for chunk, own in tensor_shard.chunks if is_counted else ():
         whole[chunk.index] = values[own.index]
-    bits = whole.view(_INTEGERS[values.dtype.itemsize])  # added as integers, so that none changes: -0.0; to zeros
+    bits = whole.view(
+        _INTEGERS[values.dtype.itemsize]
+    )  # integers, so that adding zeros keeps each bit: -0.0 + 0.0 is 0.0
     return exchange.sum(bits, "parts of a tensor").view(values.dtype)
 
 
 def ranges_of(tensor_shard: TensorShard, start: int, end: int) -> Iterator[tuple[TensorChunk, int, int, int]]:
-    """The elements [start, end) of a flattened portion, in order within each box of the whole that they are of.
+    """Yield the contiguous ranges of elements [start, end) of a flattened portion, in order within each box.
 
-    Gives (box of the whole, offset in the flattened box, start, end): of each contiguous range of both.
+    Each is (box of the whole tensor, offset in the flattened box, start, end in the flattened portion).
     """
     for chunk, own in tensor_shard.chunks:
         offset = 0

@@ -1,4 +1,4 @@
-"""One parameter's master weights, optimizer states and gradient, whole or as this rank has them."""
+"""Master weights, optimizer states and gradient of a single parameter, whole or as this rank has them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .named_state import NamedState, chunk_views_of, taken
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies. The group is None on ranks whose stages of a pipeline do not have it."""
+    """The place of a parameter. The group is None if the parameter is in another stage of a pipeline."""
 
     name: str
     shape: tuple[int, ...]  # of the whole
-    dtype: torch.dtype  # of the master weights; float32 where these are bfloat16
+    dtype: torch.dtype  # of the master weights, but at least float32 if trained
     group: ShardedGroup | None
     index: int  # in the group
 
     def own(self, whole: Tensor) -> Tensor:
-        """What of these values is the parameter that this rank has, flat."""
+        """Return this rank's part of a whole tensor, before sharding, flat."""
         return (
             whole
             if self.group is None
@@ -43,15 +43,15 @@ Part = tuple[ParamShard, Memory]
 
 
 class ParameterValues:
-    """Reads and writes the values that belong to one parameter, in the dtype of its master weights.
+    """Reads and writes the values of a parameter, in the dtype of its master weights.
 
-    | values        | `state`           | of which parameters                              |
+    | values        | `state`           | parameters                                       |
     |---------------|-------------------|--------------------------------------------------|
-    | weights       | None              | all: master weights, where there are any         |
-    | a state       | "exp_avg", ...    | trained ones, from the first step on             |
-    | the gradient  | see `gradient`    | trained ones                                     |
+    | weights       | None              | all: master weights, if it has them              |
+    | a state       | "exp_avg", ...    | trained parameters, from the first step on       |
+    | the gradient  | see `gradient`    | trained parameters                               |
 
-    All ranks must call each method alike, but for `local`. Errors are those of all ranks, before anything is changed.
+    All ranks must call each method alike, except for local reads. Errors are raised on all ranks, before any change.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ParameterValues:
         named: NamedState,
         note_changed: Callable[[Iterable[str]], None],
     ) -> None:
-        """note_changed: is told the names of parameters without states that the caller has changed."""
+        """note_changed: called with the names of frozen parameters that the caller has changed."""
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._optimizer = optimizer
@@ -71,19 +71,19 @@ class ParameterValues:
         self._note_changed = note_changed
 
     def full(self, param: nn.Parameter | str, state: str | None, what: str) -> Tensor:
-        """All of it, of the parameter's shape, on every rank's device. what: how users read the call."""
+        """Return the whole value, of the parameter's shape, on every rank's device. what: the call for users."""
         with no_rank_alone(self._mesh.world, what):
             place = self._place_of(param, what)
             parts = self._parts(place, state, what)
         return self._collected(place, parts)
 
     def local(self, param: nn.Parameter | str, state: str | None, what: str) -> Tensor:
-        """What this rank has of it, flat; nothing is moved."""
+        """Return this rank's part of the value, flat. Moves nothing between ranks."""
         place = self._place_of(param, what)
         return _flat(self._parts(place, state, what), place.dtype, self._mesh.world.device)
 
     def set_full(self, param: nn.Parameter | str, value: Tensor, state: str | None, what: str) -> None:
-        """Rank 0's `value`, of the parameter's shape, becomes it."""
+        """Set the value to rank 0's `value`, of the parameter's shape."""
         with no_rank_alone(self._mesh.world, what):
             place = self._place_of(param, what)
             parts = self._parts(place, state, what, changes=True)
@@ -92,7 +92,7 @@ class ParameterValues:
         self._write(place, state, [(p, m, _values(flat, p)) for p, m in parts])
 
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None, what: str) -> None:
-        """`value`, flat, becomes what this rank has of it, as `local` gives it."""
+        """Set this rank's part of the value to `value`, flat as in `local`."""
         with no_rank_alone(self._mesh.world, what):
             place = self._place_of(param, what)
             parts = self._parts(place, state, what, changes=True)
@@ -104,9 +104,9 @@ class ParameterValues:
     def gradient(
         self, param: nn.Parameter | str, factor: float, is_local: bool, what: str, *, is_complete: bool = True
     ) -> Tensor | None:
-        """`factor` times what is reduced; None of a parameter that is not trained, or that no rank has used.
+        """Return `factor` times the reduced gradient; None if the parameter is frozen, or no rank has used it.
 
-        is_complete: else it is of the step's backwards so far, and may not be reduced yet.
+        is_complete: False in the middle of a step, when the gradient may not be reduced yet.
         """
         if is_local:
             place = self._place_of(param, what)
@@ -129,11 +129,14 @@ class ParameterValues:
     def set_gradient(
         self, param: nn.Parameter | str, value: Tensor | None, factor: float, is_local: bool, what: str
     ) -> None:
-        """`factor` times what is reduced becomes `value`: rank 0's, or flat, this rank's part. None: nobody used it."""
+        """Set `factor` times the reduced gradient to `value`: rank 0's, or with is_local this rank's part, flat.
+
+        None: mark the parameter as unused.
+        """
         with no_rank_alone(self._mesh.world, what):
             place = self._place_of(param, what)
             if place.name not in self._named.catalog.state_keys:
-                raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which has no gradient")
+                raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which is frozen")
             parts = self._gradient_parts(place)
             sizes = [param_shard.numel for param_shard, _ in parts]
             if value is not None and is_local:
@@ -141,7 +144,7 @@ class ParameterValues:
             elif value is not None:
                 _check(what, place, value, place.shape, "the parameter's shape")
         if len(set(self._mesh.world.gather_objects(value is None))) > 1:
-            raise ValueError(f"{what}: expected None on all ranks, or on none, for '{place.name}', found both")
+            raise ValueError(f"{what}: expected None for '{place.name}' on all ranks or on none, found both")
         if value is None:
             values: Sequence[Tensor] = [torch.zeros(()) for _ in parts]
         elif is_local:
@@ -158,13 +161,13 @@ class ParameterValues:
             self._shards[id(place.group)].gradient.mark_changed(place.index, is_used=value is not None)
 
     def reset_states(self, params: Iterable[nn.Parameter | str], what: str) -> None:
-        """They are as before their first step for the optimizer."""
+        """Reset the states of these parameters to those before their first step."""
         with no_rank_alone(self._mesh.world, what):
             places = [self._place_of(param, what) for param in params]
             for place in places:
                 if place.name not in self._named.catalog.state_keys:
                     raise ValueError(
-                        f"{what}: expected trained parameters, found '{place.name}', which has no states; leave it out"
+                        f"{what}: expected trained parameters, found '{place.name}', which is frozen; leave it out"
                     )
         self._optimizer.by_parameter.reset({one.name: self._named.whole.params[one.name] for one in places}, what)
         self._optimizer.flush()
@@ -172,7 +175,7 @@ class ParameterValues:
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _place_of(self, param: nn.Parameter | str, what: str) -> _Place:
-        """Raises ValueError for what is no parameter of the model."""
+        """Find a parameter. Raise ValueError if it is no parameter of the model."""
         catalog = self._named.catalog
         name = param if isinstance(param, str) else self._name_of(param, what)
         name = catalog.aliases.get(name, name)
@@ -182,7 +185,7 @@ class ParameterValues:
         if info is None:
             raise ValueError(
                 f"{what}: expected a parameter of the model or its name, as in engine.named_parameters(), found "
-                f"'{name}', which is none"
+                f"'{name}'"
             )
         for group in self._groups:
             if name in group.layout.index_of:
@@ -200,11 +203,11 @@ class ParameterValues:
                 return name
         raise ValueError(
             f"{what}: expected a parameter of the engine's module, for example engine.module.head.weight, or its name, "
-            f"found a {type(param).__name__} that is none of them"
+            f"found a {type(param).__name__} of another module"
         )
 
     def _parts(self, place: _Place, state: str | None, what: str, changes: bool = False) -> list[Part]:
-        """What this rank has of weights or a state. Raises ValueError for a state that is not there."""
+        """Return this rank's parts of weights or of a state. Raise ValueError if the state does not exist."""
         group = place.group
         shard = None if group is None else self._shards.get(id(group))
         if state is None:
@@ -224,21 +227,22 @@ class ParameterValues:
         for _, states in found:
             if changes and not states:
                 raise ValueError(
-                    f"{what}: expected a parameter that a step has updated, found '{place.name}', which none has used "
-                    "yet: its optimizer takes the states of its first step for the first ones"
+                    f"{what}: expected a parameter that a step has updated, found '{place.name}' without any: its "
+                    "optimizer makes its states in the first update"
                 )
             if state not in states:
                 raise ValueError(
-                    f"{what}: expected a state of '{place.name}' that has its shape ({', '.join(states)}), found "
-                    f"'{state}'"
+                    f"{what}: expected a state with the shape of '{place.name}' ({', '.join(states)}), found '{state}'"
                 )
         return [(param_shard, states[state]) for param_shard, states in found]
 
     def _check_has_states(self, place: _Place, what: str) -> None:
         if place.name not in self._named.catalog.state_keys:
-            raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which has no states")
+            raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which is frozen")
         if not self._optimizer.num_steps:
-            raise ValueError(f"{what}: expected a step before it, found none: there are no optimizer states yet")
+            raise ValueError(
+                f"{what}: expected a call after the first step, found no step: optimizer states come with it"
+            )
 
     def _gradient_parts(self, place: _Place) -> list[Part]:
         if place.group is None:
@@ -251,15 +255,15 @@ class ParameterValues:
     def _gradient_in_terms(
         self, place: _Place, factor: float, is_local: bool, what: str, is_complete: bool
     ) -> Tensor | None:
-        """As `gradient`, where it may not be reduced: each rank has a term of it."""
+        """Do `gradient` when it may not be reduced yet: each rank has a term of the sum."""
         group, device = place.group, self._mesh.world.device
         own, is_used = torch.empty(0), False
         if group is not None:
             gradient = self._shards[id(group)].gradient
             if is_local and not gradient.sums_each:
                 raise StateError(
-                    f"{what}: expected the gradient of '{place.name}' summed over the ranks, found it before that: the "
-                    "last backward of a step sums it, or with a 1-bit optimizer the step; without `local` "
+                    f"{what}: expected the gradient of '{place.name}' summed over the ranks, found a term of it: the "
+                    "last backward of a step sums it, or with a 1-bit optimizer the step. Without `local` "
                     "(safe_get_full_grad in lowtide.deepspeed) the call sums it, on all ranks"
                 )
             own, is_used = gradient.so_far(place.index, place.dtype, is_complete)
@@ -276,7 +280,7 @@ class ParameterValues:
         return self._mesh.world.sum(whole, what).mul_(factor)
 
     def _collected(self, place: _Place, parts: Sequence[Part]) -> Tensor:
-        """The whole on every rank, of the parts of all. A collective."""
+        """Assemble the whole value on every rank from the parts of all. A collective."""
         device = self._mesh.world.device
         whole = torch.zeros(math.prod(place.shape), dtype=place.dtype, device=device)
         for param_shard, memory in parts:
@@ -312,7 +316,7 @@ def _values(param: Tensor, param_shard: ParamShard) -> Tensor:
 
 
 def _flat(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy of all parts, one behind the other."""
+    """Return a copy of all parts, concatenated."""
     values = [values_of(memory).detach().to(device=device, dtype=dtype, copy=True) for _, memory in parts]
     return torch.cat(values) if values else torch.empty(0, dtype=dtype, device=device)
 

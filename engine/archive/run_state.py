@@ -1,4 +1,4 @@
-"""What a run knows beside tensors: its random generators, the caller's own state, the options of the optimizer."""
+"""The state of a run beside tensors: random generators, the caller's state, the options of the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...zero.parameter_states import MISSED_STEPS
 
 
 def random_state(device: torch.device) -> Any:
-    """The random generators of this process: Python's, NumPy's, torch's, and that of the model's device."""
+    """Return the states of the random generators of Python, NumPy, torch, and torch's device."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -28,7 +28,7 @@ def random_state(device: torch.device) -> Any:
 
 
 def read_random_state(encoded: Any, device: torch.device) -> dict[str, Any]:
-    """What `random_state` gave, for `set_random_state`. Raises ValueError for what no generator takes."""
+    """Return a result of `random_state` for `set_random_state`. Raise ValueError if a generator refuses it."""
     states = decode(encoded, "random state")
     try:
         random.Random().setstate(states["python"])
@@ -36,13 +36,13 @@ def read_random_state(encoded: Any, device: torch.device) -> dict[str, Any]:
         torch.Generator().set_state(states["torch"])
         if device.type != "cpu" and device.type in states:
             torch.Generator(device).set_state(states[device.type])
-    except Exception as error:  # what the three make of a state that is none
+    except Exception as error:  # the generators raise various errors
         raise ValueError(f"random state: expected the states of random generators; {shortened(str(error))}") from error
     return dict(states)
 
 
 def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Makes the generators go on from where `random_state` was taken."""
+    """Set the random generators to states of `random_state`."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -51,9 +51,9 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def encode_client_state(state: Mapping[str, Any]) -> Any:
-    """The caller's state as JSON. What has a `state_dict()`, such as a loader, gives that.
+    """Return the caller's state as JSON. An object with `state_dict()`, such as a loader, is saved by it.
 
-    Raises ValueError, with the place, for a value that is neither that nor plain data.
+    Raises ValueError, with the place, for any other value that is no plain data.
     """
     plain = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
     return encode(plain, "client_state")
@@ -64,7 +64,7 @@ class _TrainingContent(FileContent):
         options: list[dict[str, Any]]
         base: list[Number]
         scheduler: dict[str, Any] | None
-        members: list[list[Text]] | None = None  # of each group, by name; earlier versions had none
+        members: list[list[Text]] | None = None  # parameter names of each group; None in earlier versions
 
     class LossScaler(FileContent):
         is_dynamic: Flag
@@ -81,19 +81,19 @@ class _TrainingContent(FileContent):
     optimizer: Text
     learning_rates: LearningRates
     loss_scaler: LossScaler
-    averages: Averages | None = None  # of weights; earlier versions had none
+    averages: Averages | None = None  # of weights; missing in earlier versions
     outer: dict[str, Any] | None = None  # of an island, which earlier versions had
 
 
 def read_training(encoded: Any) -> dict[str, Any]:
-    """Where a run stood, as `Engine` gave it to be saved. Raises ValueError, with the place, for anything else."""
+    """Return the training state of a checkpoint. Raise ValueError, with the place, if it is damaged."""
     training = decode(encoded, "training")
     _TrainingContent.parse(training)
     return {"averages": None, **training}
 
 
 def read_scalars(encoded: Any) -> dict[int | str, dict[str, Any] | None]:
-    """What a rank has said of its optimizer, by parameter or index of the parameter group. Raises ValueError."""
+    """Return a rank's optimizer scalars, by parameter name or index of the parameter group. Raise ValueError."""
     _check_own_state(encoded)
     try:
         scalars = _SCALARS.validate_python(decode(encoded["scalars"], "optimizer state"))
@@ -113,7 +113,7 @@ def _check_own_state(encoded: Any) -> None:
 
 
 def read_client_state(own_state: Any) -> dict[str, Any]:
-    """What a rank has saved of the caller's own, from its part of a checkpoint. Raises ValueError."""
+    """Return a rank's saved client state. Raise ValueError if it is damaged."""
     _check_own_state(own_state)
     found = decode(own_state["client_state"], "client_state")
     if not isinstance(found, dict):
@@ -127,12 +127,12 @@ _SCALARS = TypeAdapter(dict[int | str, dict[str, Any] | None])
 def in_own_groups(
     training: dict[str, Any], scalars: Mapping[int | str, Any], members: Sequence[Sequence[str]], scheduler: Any
 ) -> tuple[dict[str, Any], dict[int | str, Any]]:
-    """What a checkpoint says by the number of a parameter group, by that of this run's groups; both are changed copies.
+    """Return training state and scalars of a checkpoint by the parameter groups of this run, as changed copies.
 
-    An option belongs to the parameters of its group, whatever its number is. members: their names, of each of this
-    run's groups. scheduler: of the caller, None: there is none. Raises ValueError where parameters of one group had
-    other options than each other, where a group has none that was in one, and where the state of the scheduler, which
-    has values by number, would be that of other groups.
+    An option belongs to the parameters of its group, whatever the group's index. members: parameter names of each
+    group of this run. scheduler: the caller's; None: no scheduler. Raises ValueError if parameters of a group of this
+    run had different options, if a group has no parameter that was in a group, and if the scheduler's state has values
+    by group index, which would then be of other groups.
     """
     saved = training["learning_rates"]
     if saved.get("members") is None or not len(saved["members"]) == len(saved["options"]) == len(saved["base"]):
@@ -144,7 +144,7 @@ def in_own_groups(
     ]
     origins = []
     for number, names in enumerate(members):
-        known: dict[int, str] = {}  # the first parameter here that was in each
+        known: dict[int, str] = {}  # saved group -> its first parameter in this group
         for name in names:
             if name in group_of:
                 known.setdefault(group_of[name], name)
@@ -158,8 +158,8 @@ def in_own_groups(
             if key is not None:
                 raise ValueError(
                     f"'{known[first]}' and '{known[other]}', of group {number} here, were in two groups, with {key} "
-                    f"{shortened(said[first][key])} and {shortened(said[other].get(key))}; give them groups of their "
-                    "own"
+                    f"{shortened(said[first][key])} and {shortened(said[other].get(key))}; put them into separate "
+                    "groups"
                 )
         origins.append(first)
     if origins == list(range(len(said))):
@@ -168,8 +168,8 @@ def in_own_groups(
     key = next((key for key, value in (state or {}).items() if isinstance(value, (list, tuple))), None)
     if key is not None:
         raise ValueError(
-            f"the state of its {type(scheduler).__name__} has {key} for parameter groups of other numbers than here; "
-            f"give the optimizer groups in the order of {[list(names[:3]) for names in saved['members']]}, or leave "
+            f"the state of its {type(scheduler).__name__} has {key} by group index, and the groups have another order "
+            f"here; give the optimizer groups in the order {[list(names[:3]) for names in saved['members']]}, or leave "
             "lr_scheduler out of initialize"
         )
     own = {name: [saved[name][origin] for origin in origins] for name in ("options", "base", "members")}
@@ -179,7 +179,7 @@ def in_own_groups(
 
 
 def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raises ValueError where saved options, or those of the saved config, cannot take the place of the groups' own."""
+    """Raise ValueError if saved options, or options of the saved config, do not fit the optimizer's groups."""
     saved = training["learning_rates"]
     if not len(groups) == len(saved["options"]) == len(saved["base"]):
         raise ValueError(f"it has {len(saved['options'])} parameter groups, the optimizer {len(groups)}")
@@ -196,7 +196,7 @@ def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, An
 
 
 def _is_alike(value: Any, own: Any) -> bool:
-    """True unless one is a number, or numbers, and the other is not."""
+    """Return False if only one of the two is a number, or numbers."""
     if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)):
         return len(own) == len(value) and all(map(_is_alike, value, own))
     numbers = (bool, int, float, torch.Tensor, type(None))
@@ -206,9 +206,9 @@ def _is_alike(value: Any, own: Any) -> bool:
 
 
 def load_states(registered: Mapping[Any, Any], saved: Mapping[Any, Any], undo: ExitStack) -> None:
-    """Gives the caller's objects that have a `load_state_dict` what was saved of them, by key.
+    """Load what was saved into the caller's objects that have a `load_state_dict`, by key.
 
-    undo: gets what gives them back the states that they have now.
+    undo: gets callbacks that load their present states again.
     """
     for key, state in saved.items():
         one: Any = registered.get(key)
@@ -225,9 +225,9 @@ def restore_options(
     config_then: Mapping[str, Any],
     config_now: Mapping[str, Any],
 ) -> set[str]:
-    """Gives the optimizer's groups the options that they had when they were saved.
+    """Give the optimizer's groups their saved options.
 
-    An option that the config now says otherwise than then keeps its new value; returns the names of those.
+    If the config of an option has changed since then, the new value stays. Returns the names of these options.
     """
     changed = {key for key, value in config_now.items() if key in config_then and config_then[key] != value}
     for key in sorted(changed):

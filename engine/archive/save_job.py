@@ -1,4 +1,4 @@
-"""One checkpoint on its way to the disk, in a thread of its own."""
+"""Write a checkpoint in a background thread."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SECONDS_AFTER_LOST_RANKS = 5.0
 
 
 class SaveJob:
-    """Writes this rank's part; on rank 0 then completes the checkpoint, once every rank's part is there.
+    """Writes this rank's part. Rank 0 then waits for the parts of all ranks, and completes the checkpoint.
 
         rank 0   [write] [wait for the index files of all ranks] [commit]
         rank 1   [write]
 
-    The ranks meet in the folder and not in a collective, so that training goes on meanwhile. The thread outlives a
-    script that ends: no checkpoint is lost because nobody waited for it. A part whose process has died is not waited
-    for. Of one on another host that is not known: its part is given up some time after this script has ended, and soon
-    where it has ended because ranks were lost.
+    Ranks meet in the folder and not in a collective, so that training continues meanwhile. The thread outlives the
+    script: a script that ends without waiting loses no checkpoint. Rank 0 does not wait for the part of a process of
+    this host that has died. It cannot see processes of other hosts: it gives up their parts some time after this
+    script has ended, and soon if the script ended because ranks were lost.
     """
 
     def __init__(
@@ -52,26 +52,26 @@ class SaveJob:
 
     @property
     def has_failed(self) -> bool:
-        """True as soon as this rank knows of a failure of its own."""
+        """Return True once this rank knows of a failure of this rank."""
         return self.write_error is not None or self.commit_error is not None
 
     def wait_written(self) -> None:
-        """Returns when this rank's part is on the disk, or has failed."""
+        """Wait until this rank's part is on the disk, or has failed."""
         self._is_written.wait()
 
     def wait_committed(self) -> None:
-        """Returns when the thread has ended: on rank 0 the checkpoint is complete then, or has failed."""
+        """Wait for the thread: on rank 0 the checkpoint is then complete, or has failed."""
         self._thread.join()
 
     def cancel(self) -> None:
-        """Rank 0 no longer waits for the parts of others: one of them has failed."""
+        """Stop waiting for the parts of other ranks, since a rank has failed."""
         self._is_cancelled.set()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # told to the training thread, which raises it
+        except BaseException as error:  # the training thread raises it
             self.write_error = error
         finally:
             self._is_written.set()
@@ -82,13 +82,11 @@ class SaveJob:
                     self._commit()
             except BaseException as error:
                 self.commit_error = error
-        if (
-            self.has_failed
-        ):  # said here too: a script that ends without another step or `close` hears of it nowhere else
+        if self.has_failed:  # a script that ends without another step or `close` only sees this line
             logger.error("%s could not be completed: %s", self._folder, self.write_error or self.commit_error)
 
     def _wait_for_others(self) -> None:
-        """Raises CheckpointError where a part will not come."""
+        """Wait for all parts. Raise CheckpointError if a part will not come."""
         deadline: float | None = None
         next_look = time.monotonic()
         while self._missing() and not self._is_cancelled.wait(_POLL_SECONDS):
@@ -96,7 +94,7 @@ class SaveJob:
                 continue
             next_look = time.monotonic() + _LIVENESS_SECONDS
             dead = [rank for rank in self._missing() if self._processes[rank].is_dead]
-            if lost := sorted({*dead} & {*self._missing()}):  # what one wrote before it died is there by now
+            if lost := sorted({*dead} & {*self._missing()}):  # a process may have written its part before it died
                 raise CheckpointError(f"ranks {lost} died before their parts were written")
             if deadline is None and not threading.main_thread().is_alive():
                 has_lost_ranks = isinstance(getattr(sys, "last_value", None), CollectiveError)

@@ -1,4 +1,4 @@
-"""Plain weights: a model's tensors from its shards to safetensors files and back, with nothing gathered."""
+"""Plain weights: a model's tensors from its shards to safetensors files and back, without gathering."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def export(
     dtype: str | torch.dtype | None = None,
     shard_bytes: int | str = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes the module's parameters and persistent buffers to `folder` as safetensors, under the module's own names.
+    """Write the module's parameters and persistent buffers to `folder` as safetensors, under the module's names.
 
-    Every rank writes what it holds into files that all of them see. A collective; an error on one rank is raised on
-    all, and leaves an earlier export in the folder as it was. See `Engine.export`.
+    Every rank writes its shards into files that all ranks see. A collective; an error of a rank is raised on all, and
+    leaves an earlier export in the folder unchanged. See `Engine.export`.
     """
     infos = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
     plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
@@ -55,7 +55,7 @@ def export_adapters(
     folder: str | os.PathLike[str],
     dtype: str | torch.dtype | None = None,
 ) -> None:
-    """As `export`, of adapters alone, as `PeftModel.from_pretrained` reads them. See `Engine.export`."""
+    """Write the adapters alone, as `PeftModel.from_pretrained` reads them. See `export`, `Engine.export`."""
     wanted = parse_dtype(dtype)
     tensors = exported_infos(_tensors_of(state), wanted, state.catalog.compute_dtypes)
     with no_rank_alone(world, "engine.export()"):
@@ -75,9 +75,9 @@ def export_merged(
     dtype: str | torch.dtype | None = None,
     shard_bytes: int | str = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """As `export`, of the model that the adapters' was made of, with them in its weights. See `Engine.export`.
+    """Write the base model with the adapters merged into its weights. See `export`, `Engine.export`.
 
-    Each rank gathers a unit at a time, with the layers that it shares with others, and merges copies of their weights.
+    Each rank gathers a unit at a time, with the adapted layers that reach into other units, and merges private copies.
     """
     with no_rank_alone(world, "engine.export()"):
         model = MergedModel(module, state)
@@ -97,7 +97,7 @@ def export_merged(
                         if failed is None:
                             with torch.no_grad(), merged(layers):
                                 target.write(_named(state.full_parts(unit), model.names), advance)
-                    except Exception as error:  # the others gather on, with this rank
+                    except Exception as error:  # the other ranks need this rank for their gathers
                         failed = error
             if failed is not None:
                 raise failed
@@ -115,9 +115,9 @@ def _export(
     files: Callable[[], Mapping[str, Any]],
     write: Callable[[ExportFolder], None],
 ) -> None:
-    """A folder of these files that appears as a whole, or not at all.
+    """Write a folder that appears complete or not at all.
 
-    files: gives those beside the tensors, on the first rank. write: this rank's part of the tensors.
+    files: returns the content of the other files, on rank 0. write: writes this rank's part of the tensors.
     """
     what = f"export to {shown(folder)}"
     hint = f"Nothing else in {shown(folder)} has changed"
@@ -140,10 +140,10 @@ def _export(
 
 
 def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], strict: bool = True) -> Collection[str]:
-    """Puts the tensors of safetensors files, or of a checkpoint, into the shards, master weights and buffers.
+    """Load the tensors of safetensors files, or of a checkpoint, into shards, master weights and buffers.
 
-    Returns the names of what was loaded. Each rank reads the ranges of its own shards alone, and all buffers. A
-    collective. See `Engine.load_weights`.
+    Returns the names of loaded tensors. Each rank reads the ranges of its shards, and all buffers. A collective. See
+    `Engine.load_weights`.
     """
     what = f"load_weights from {shown(path)}"
     with all_or_none(world, what, "Nothing was loaded."):
@@ -174,7 +174,7 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
 def load_state_dict(
     state: NamedState, values: FullValues, world: World, given: Mapping[str, Any], strict: bool = True
 ) -> Collection[str]:
-    """Puts rank 0's tensors into shards, master weights and buffers, and returns their names. A collective.
+    """Load rank 0's tensors into shards, master weights and buffers, and return their names. A collective.
 
     See `Engine.load_state_dict`.
     """
@@ -205,7 +205,7 @@ def load_state_dict(
 
 
 def open_source(path: str | os.PathLike[str]) -> TensorSource:
-    """The weights that lie at a path: a checkpoint, a folder of checkpoints with a latest one, or safetensors.
+    """Open the weights at a path: a checkpoint, a folder with a latest checkpoint, or safetensors.
 
     Raises OSError, ValueError and CheckpointError.
     """
@@ -218,9 +218,9 @@ def open_source(path: str | os.PathLike[str]) -> TensorSource:
 
 
 def model_files(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What `from_pretrained` of Hugging Face needs beside the weights: file name -> JSON content.
+    """Return the JSON files that Hugging Face's `from_pretrained` needs beside the weights: file name -> content.
 
-    Empty where the module has no configuration of that kind. dtype: of the weights, which the configuration names.
+    Empty without a Hugging Face configuration. dtype: of the weights, for the configuration.
     """
     config: Any = getattr(module, "config", None)
     generation: Any = getattr(module, "generation_config", None)
@@ -237,7 +237,7 @@ def model_files(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
             if callable(getattr(generation, "save_pretrained", None)):
                 generation.save_pretrained(folder)
             return {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))}
-    except Exception as error:  # of code that is not ours, whose kinds of errors are not known
+    except Exception as error:  # third-party code may raise anything
         raise ValueError(f"the model's configuration ({type(config).__name__}) could not be saved: {error}") from error
 
 
@@ -246,7 +246,7 @@ def model_files(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
 
 @dataclass
 class Match:
-    """The model's tensors against those of a source."""
+    """The model's tensors compared with those of a source."""
 
     sources: dict[str, str] = field(default_factory=dict)  # name in the model -> name in the source
     missing: list[str] = field(default_factory=list)  # a line each
@@ -257,7 +257,7 @@ class Match:
     def of(
         cls, expected: Mapping[str, TensorInfo], aliases: Mapping[str, str], found: Mapping[str, TensorInfo]
     ) -> Match:
-        """expected: every tensor by its first name. aliases: further names of tied ones -> the first name."""
+        """Compare. expected: every tensor by first name. aliases: further names of tied tensors -> first name."""
         match = cls()
         names: dict[str, list[str]] = {name: [name] for name in expected}
         for alias, first in aliases.items():
@@ -282,7 +282,7 @@ class Match:
         return not (self.missing or self.extra or self.misshaped)
 
     def describe(self) -> str:
-        """How many are missing, extra and misshaped, and then each of them on a line."""
+        """Count the missing, extra and misshaped tensors, then list each on a line."""
         parts = {"missing": self.missing, "extra": self.extra, "misshaped": self.misshaped}
         counts = ", ".join(f"{len(lines)} {name}" for name, lines in parts.items() if lines)
         return "\n".join([counts, *(f"  {name} {line}" for name, lines in parts.items() for line in lines)])
@@ -297,7 +297,7 @@ def _describe(info: TensorInfo) -> str:
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Values of one kind are cast to each other; of two kinds, a file with other contents is meant."""
+    """Return the kind of numbers. Values are cast within a kind; another kind means a wrong file."""
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
@@ -312,9 +312,9 @@ def _write(
     is_first: bool,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """This rank's part of all files, in the order in which they lie there; one rank of each stage has the buffers.
+    """Write this rank's part of all files, in file order; a rank of each stage writes its buffers.
 
-    names: of what is written -> in the files; None: all, as it is called.
+    names: name of each written tensor -> name in the files; None: all tensors, under their names.
     """
     chunk_views = state.weights(rounded=dtype is None, saves=True)
     if state.holds_buffers:
@@ -329,24 +329,24 @@ def _write(
 
 
 def _dtype_of_weights(infos: Mapping[str, TensorInfo], state: NamedState) -> torch.dtype | None:
-    """The dtype of the first floating-point parameter."""
+    """Return the dtype of the first floating-point parameter."""
     parameters = state.catalog.parameters
     dtypes = [info.dtype for name, info in infos.items() if name in parameters]
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 def _tensors_of(state: NamedState) -> dict[str, TensorInfo]:
-    """Parameters, tied ones once, and persistent buffers, in the order of the module's own state_dict."""
+    """Return parameters (tied: once) and persistent buffers, in the order of the module's state_dict."""
     infos = {**state.catalog.parameters, **state.catalog.buffers}
     order = [name for name in state.whole.names if name in infos]
     return {name: infos[name] for name in dict.fromkeys([*order, *infos])}
 
 
 def _named(chunk_views: Iterable[ChunkView], names: Mapping[str, str]) -> list[ChunkView]:
-    """Those that have a name in the files, by that."""
+    """Keep the tensors that have a name in the files, and rename them."""
     return [replace(one, name=names[one.name]) for one in chunk_views if one.name in names]
 
 
 def _whole(name: str, tensor: Tensor) -> ChunkView:
-    """All of it: its own memory where that is contiguous, else a copy."""
+    """Return all of a tensor: its memory if it is contiguous, else a copy."""
     return ChunkView(name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))

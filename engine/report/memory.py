@@ -1,4 +1,4 @@
-"""Bytes of model states: what the formula says, and what a rank holds."""
+"""Bytes of model states: by the formula of the paper, and as a rank holds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..blueprint.footprint import ShardCounts
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Bytes of model states on one rank. Memory that ranks of a host share is divided by their number."""
+    """Bytes of model states on a rank. Memory that ranks of a host share is divided by their number."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -32,11 +32,11 @@ def predict(
     gradient_bytes: int = 2,
     state_bytes: int = 12,
 ) -> ModelStateBytes:
-    """Bytes of model states per rank, without what gathering needs and without padding.
+    """Return bytes of model states per rank, without gathered parameters and padding.
 
     The defaults are mixed precision with Adam: 2 bytes a parameter, 2 a gradient, 12 for master weight and two
-    moments. Stage 0: 16 bytes per parameter; stage 1: 4 + 12/N; stage 2: 2 + 14/N; stage 3: 16/N.
-    Source: ZeRO, arXiv 1910.02054, section 5 and figure 1.
+    moments. Stage 0: 16 bytes per parameter; stage 1: 4 + 12/N; stage 2: 2 + 14/N; stage 3: 16/N. Source: ZeRO, arXiv
+    1910.02054, section 5 and figure 1.
     """
     policy = ZeroPolicy.from_stage(stage)
     shares = ShardCounts.of(
@@ -54,7 +54,7 @@ def predict(
 def table(
     sizes: Sequence[float] = (7.5e9, 128e9, 1e12), ranks: Sequence[int] = (1, 4, 16, 64, 256, 1024)
 ) -> list[tuple[int, dict[tuple[float, int], float]]]:
-    """Gigabytes per rank for each number of ranks and each (model size, stage). Source: ZeRO, table 1."""
+    """Return gigabytes per rank for each number of ranks and each (model size, stage). Source: ZeRO, table 1."""
     rows = []
     for count in ranks:
         row = {
@@ -65,7 +65,7 @@ def table(
 
 
 def measure(units: Sequence[Unit], optimizer: ShardedOptimizer) -> ModelStateBytes:
-    """Bytes that the storages of this rank's model states take now."""
+    """Return the bytes of this rank's model states now."""
     parameters, gradients = 0, 0
     for unit in units:
         for group in unit.groups:

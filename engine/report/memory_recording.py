@@ -1,9 +1,9 @@
-"""Every operation of a step, with the bytes that are held at its end: by kind, at which moment, and by whom.
+"""Record each operation of a step with the bytes held at its end: by kind, by moment of the step, by owner.
 
-[Note: what is recorded] Model states are what `engine.memory()` counts, asked for at each operation that makes memory.
-Beside them a storage counts from the operation that makes it until nothing holds it any more, and belongs to the module
-whose forward made it, or in a backward to the unit that is differentiated. What a kernel takes while it runs is not
-seen, nor what an allocator keeps. On an accelerator its own count of the most is there too.
+[Note: what is recorded] Model states are those of `engine.memory()`, read at each operation that makes memory. Any
+other storage counts from the operation that makes it until it is freed. Its owner is the module whose forward made it,
+or in a backward the unit that is differentiated. Temporary memory of kernels, and unused memory of an allocator, do
+not count. On an accelerator the allocator's peak is reported too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ...zero.reduced_gradient import ReducedGradient
 from ...zero.unit import Unit
 from .memory import ModelStateBytes
 
-OTHER = "activation_bytes"  # with the loss, and what is between operations
+OTHER = "activation_bytes"  # also the loss, and tensors between operations
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The most of a moment. moment: "forward of blocks.3". bytes: by kind."""
+    """The peak of a moment. moment: "forward of blocks.3". bytes: by kind."""
 
     moment: str
     bytes: dict[str, int]
@@ -42,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step. samples: in the order of time. owners: at the peak, of what is beside model states, the largest first."""
+    """A recorded step. samples: in time order. owners: (owner, bytes) at the peak, largest first, without states."""
 
     samples: tuple[Sample, ...]
     owners: tuple[tuple[str, int], ...]
@@ -53,7 +53,7 @@ class Recorded:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Is entered between two steps and left between two steps; see [Note: what is recorded]."""
+    """Records from its entry to its exit, both between two steps. See [Note: what is recorded]."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         staging_bytes: int,
         progress: Progress,
     ) -> None:
-        """states: the bytes of now. staging_bytes: of slots that are kept."""
+        """states: returns the present bytes. staging_bytes: of slots that are kept."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {id(part): name for name, part in module.named_modules()}
         self._units, self._states, self._staging, self._progress = units, states, staging_bytes, progress
-        self._inside: list[str] = []  # modules whose forward runs
+        self._inside: list[str] = []  # modules in their forward
         self._alive: dict[int, tuple[Any, int, int]] = {}  # (reference, address, bytes)
-        self._events: list[tuple[int, int, str]] = []  # storage, bytes made or given back, owner
+        self._events: list[tuple[int, int, str]] = []  # storage, bytes made (freed: negative), owner
         self._samples: list[Sample] = []
         self._most = self._num_events_at_peak = 0
         self._not_ours: set[int] = set()  # addresses at the peak that model states count
@@ -89,9 +89,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
 
     def recorded(self) -> Recorded:
-        """What was seen. Raises ValueError where no operation was."""
+        """Return the record. Raise ValueError if no operation was recorded."""
         if not self._samples:
-            raise ValueError("memory: expected a step while it is recorded, found none; call engine.train_step in it")
+            raise ValueError("memory: expected a step during the recording, found none; call engine.train_step in it")
         held: dict[int, tuple[int, str]] = {}
         for key, nbytes, owner in self._events[: self._num_events_at_peak]:
             if nbytes < 0:
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _now(self) -> tuple[str, str]:
-        """(the moment, who owns what is made now)."""
+        """Return (moment, owner of memory that is made now)."""
         activity, microbatch, unit = self._progress.doing
         name = self._inside[-1] if self._inside and activity is not Activity.BACKWARD else ""
         of = f" of {unit or name}" if unit or name else ""
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{activity.value}{of}{place}", f"{activity.value} of {name or unit or 'the rest'}"
 
     def _see(self, tensor: Tensor, owner: str) -> bool:
-        """Whether it was not there before. owner: "" of what was made before, which does not count."""
+        """Return True for a new storage. owner: "" for storages made before the recording, which do not count."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive:
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((key, -nbytes, ""))
 
     def _take(self, moment: str) -> None:
-        """What is held now, if it is the most of its moment."""
+        """Keep the held bytes if they are the peak of this moment."""
         gradients = [tensor for unit in self._units for one in unit.gradients for tensor in one.held()]
         counted = {one.untyped_storage().data_ptr() for one in gradients if not isinstance(one, ReducedGradient)}
         made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in counted)

@@ -1,4 +1,4 @@
-"""What a rank holds, beside what was predicted: `engine.memory_report()`, and the files that `lowtide report` reads."""
+"""Memory of a rank beside its prediction: `engine.memory_report()`, and the files for `lowtide report`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ..step.parts import Parts
 from .memory import ModelStateBytes, measure
 from .memory_recording import OTHER, Recorded, Recorder
 
-_MAX_OWNERS = 30  # that a report names
-_MAX_SAMPLES = 400  # of the moments of a step, those with the most
+_MAX_OWNERS = 30  # in a report
+_MAX_SAMPLES = 400  # in a report: the largest moments of a step
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one rank; memory that ranks of a host share is divided by their number.
+    """Bytes of a rank. Memory that ranks of a host share is divided by their number.
 
-    now: parameter_bytes, gradient_bytes and optimizer_bytes, as `engine.memory()`. by_module: unit -> these, of now,
-    the largest first. predicted: kind -> the most of it; exact where the arithmetic of the blueprint gives it, and with
-    activation_bytes where the recorded step could be run on the meta device; why_not says why, where it could not.
-    measured: kind -> the most of it in the recorded step; {} where none was. peak_bytes, predicted_peak_bytes: at one
-    moment, of which `moment` is the measured one and at_peak its kinds; owners: at that moment, of what is beside model
-    states, the largest first. samples: (moment, bytes by kind), in the order of time. allocator_bytes: what an
-    accelerator's allocator says was the most, of the process so far.
+    now: parameter_bytes, gradient_bytes and optimizer_bytes, as `engine.memory()`. by_module: unit -> the same kinds,
+    now, largest first. predicted: kind -> peak, exact for model states; with activation_bytes if the recorded step
+    could be run on the meta device, else why_not gives the reason. measured: kind -> peak in the recorded step; None
+    without a recorded step. The kinds may peak at different times: peak_bytes and predicted_peak_bytes are the peaks
+    of the total. moment, at_peak and owners describe the measured peak: when it was, its kinds, and the owners of
+    memory beside model states, largest first. samples: (moment, bytes by kind) in time order. allocator_bytes: the
+    peak of an accelerator's allocator in this process so far.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class MemoryReport:
     allocator_bytes: int | None = None
 
     def save(self, folder: str | Path) -> Path:
-        """Writes it as folder/memory-rank0.json, where `lowtide report` finds it. Raises OSError."""
+        """Write folder/memory-rank0.json, which `lowtide report` reads. Raise OSError."""
         path = Path(folder) / f"memory-rank{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
@@ -65,7 +65,7 @@ class MemoryReport:
 
     @classmethod
     def load(cls, path: Path) -> MemoryReport:
-        """Raises ValueError for a file that is none, OSError for one that cannot be read."""
+        """Read a report. Raise ValueError if the file is no report, OSError if it cannot be read."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             return cls(**values)
@@ -76,22 +76,22 @@ class MemoryReport:
 
 
 def reports_in(folder: Path) -> list[MemoryReport]:
-    """Those that ranks of the last run have saved in a folder, by rank. Raises ValueError where there is none.
+    """Return the reports of the last run in a folder, by rank. Raise ValueError without reports.
 
-    A run of more ranks may have been there before: rank 0 says how many there are.
+    Files of an earlier run with more ranks are skipped: rank 0 knows the number of ranks.
     """
     found = [MemoryReport.load(path) for path in folder.glob("memory-rank*.json")]
     if not found:
         raise ValueError(
-            f"{folder}: expected memory-rank0.json and so on, found none; a step is recorded where the config says "
-            f'{{"memory_report": {{"folder": "{folder}"}}}}'
+            f"{folder}: expected memory-rank0.json and so on, found none; to record a step, set "
+            f'{{"memory_report": {{"folder": "{folder}"}}}} in the config'
         )
     first, *others = sorted(found, key=lambda one: one.rank)
     return [first, *(one for one in others if one.rank < first.world_size)]
 
 
 class MemoryReports(StepFeature):
-    """Records steps of an engine, and reports."""
+    """Records steps of an engine, and makes reports."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -100,20 +100,20 @@ class MemoryReports(StepFeature):
         self._recorder: Recorder | None = None
         self._batch: Any = None
         self._remove: Callable[[], None] | None = None
-        self._num_steps = 0  # of this engine; those of a checkpoint are not among them
+        self._num_steps = 0  # of this engine, without the steps of a checkpoint
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
         return cls(parts)
 
     def before_next_step(self, step: int) -> None:
-        """Records the step that the section `memory_report` names, if it is the next."""
+        """Begin to record if the section `memory_report` names the next step."""
         wanted = self._parts.config.memory_report
         if wanted.folder is not None and self._num_steps == wanted.step - 1:
             self.begin()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Writes what that step was, if it was the last."""
+        """Write the report of the recorded step."""
         self._num_steps += 1
         wanted = self._parts.config.memory_report
         if wanted.folder is not None and self._num_steps == wanted.step:
@@ -127,7 +127,7 @@ class MemoryReports(StepFeature):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Steps inside are recorded; the last recording counts."""
+        """Record the steps inside. The last recorded step counts."""
         self.begin()
         try:
             yield
@@ -137,9 +137,11 @@ class MemoryReports(StepFeature):
         self.end()
 
     def begin(self) -> None:
-        """Raises ValueError while another recording goes on."""
+        """Begin to record. Raise ValueError during another recording."""
         if self._recorder is not None:
-            raise ValueError("engine.record_memory(): expected it to be ended, found it begun a second time")
+            raise ValueError(
+                "engine.record_memory(): expected no recording in progress, found a recording; leave it first"
+            )
         parts, progress = self._parts, self._parts.mesh.world.progress
         progress.turn_on()
         units = parts.runner.passes.units
@@ -155,7 +157,7 @@ class MemoryReports(StepFeature):
             self._recorded = recorder.recorded()
 
     def close(self) -> None:
-        """Also where an error, or the end of the engine, comes in the middle of a recording."""
+        """End a recording without a result, after an error or at the end of the engine."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None and self._remove is not None:
             recorder.__exit__(None, None, None)
@@ -166,7 +168,7 @@ class MemoryReports(StepFeature):
             self._batch = of_whole(described(kwargs or args), self._parts.config.parallel.sequence)
 
     def report(self, step: int) -> MemoryReport:
-        """step: how many the engine has made."""
+        """Return the report. step: number of steps of the engine."""
         report = MemoryReport(
             rank=self._parts.mesh.world.rank,
             world_size=self._parts.mesh.world.size,
@@ -194,7 +196,7 @@ class MemoryReports(StepFeature):
             owners=recorded.owners[:_MAX_OWNERS],
             samples=[(one.moment, one.bytes) for one in recorded.samples if id(one) in kept],
         )
-        with _disable_current_modes():  # it computes nothing of the training, so a profile does not count it
+        with _disable_current_modes():  # a profile must not count the prediction
             return self._with_prediction(report)
 
     def _predicted_states(self) -> dict[str, int]:
@@ -208,7 +210,7 @@ class MemoryReports(StepFeature):
         }
 
     def _with_prediction(self, report: MemoryReport) -> MemoryReport:
-        """Of the whole, by the recorded batch."""
+        """Add the predicted peak of a step with the recorded batch."""
         predict = self._parts.memory_prediction
         if isinstance(predict, str):
             return replace(report, why_not=predict)
@@ -239,5 +241,5 @@ class MemoryReports(StepFeature):
 
 
 def allocator_bytes(device: torch.device) -> int | None:
-    """The most that an accelerator's allocator has had in tensors; None on the CPU."""
+    """Return the peak bytes of tensors in an accelerator's allocator; None on the CPU."""
     return None if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))

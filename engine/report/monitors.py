@@ -1,4 +1,4 @@
-"""Numbers of each step for the monitors of the config: what they are, and when they are read."""
+"""Numbers of each step for the monitors of the config: loss, rates, memory, seconds by phase."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ from .memory import measure
 
 Row = Mapping[str, float]
 RUN = "run.json"
-"""What a run is: its job, script, last start, ranks, and what its config says other than the defaults."""
+"""About a run: job, script, last start, number of ranks, and the config without defaults."""
 
 
 class Writer(Protocol):
-    """Takes the numbers of a step, by name; those that are not known are left out.
+    """Writes the numbers of a step, by name. Unknown numbers are missing.
 
-    A step that has been written before, by a job that was ended after its last checkpoint, takes the place of that one
-    and of all behind it.
+    After a restart from a checkpoint, steps may come again: the new step replaces the old step and all steps after it.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Writer(Protocol):
 
 
 def writers_for(config: Config, columns: Sequence[str], num_ranks: int) -> list[Writer]:
-    """Those that are on. Raises ValueError where the package of one is missing."""
+    """Return the writers that are on. Raise ValueError if a package is missing."""
     found: list[Writer] = []
     if config.tensorboard.enabled:
         found.append(TensorboardWriter(config.tensorboard))
@@ -61,7 +60,7 @@ def writers_for(config: Config, columns: Sequence[str], num_ranks: int) -> list[
 
 
 class TensorboardWriter:
-    """Event files."""
+    """Writes event files."""
 
     name = "tensorboard"
 
@@ -89,12 +88,12 @@ class TensorboardWriter:
 
 
 class WandbWriter:
-    """A run of wandb."""
+    """Writes to a run of wandb."""
 
     name = "wandb"
 
     def __init__(self, config: WandbConfig, settings: Mapping[str, Any]) -> None:
-        """settings: of the training, which are shown with the run."""
+        """settings: of the training, for display."""
         self._run = begin_wandb(config, settings)
 
     def write(self, step: int, row: Row) -> None:
@@ -105,7 +104,7 @@ class WandbWriter:
 
 
 def begin_wandb(config: WandbConfig, settings: Mapping[str, Any]) -> Any:
-    """A run of wandb, offline where nobody has logged in. Raises ValueError where the package is missing."""
+    """Begin a run of wandb, offline without a login. Raise ValueError if the package is missing."""
     try:
         import wandb
     except ImportError as error:
@@ -113,7 +112,7 @@ def begin_wandb(config: WandbConfig, settings: Mapping[str, Any]) -> Any:
     mode: Any = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.api.api_key:
         mode = "offline"
-        logger.info("wandb: nobody is logged in, the run is kept in files: `wandb sync` sends them")
+        logger.info("wandb: not logged in, the run is written to files: `wandb sync` uploads them")
     return wandb.init(
         project=config.project,
         group=config.group,
@@ -124,7 +123,7 @@ def begin_wandb(config: WandbConfig, settings: Mapping[str, Any]) -> Any:
 
 
 class CsvWriter:
-    """`metrics.csv`: a row for each step, behind those of an earlier run of the same job; and `run.json` beside it."""
+    """Writes `metrics.csv`, a row for each step, after the rows of an earlier run of the same job; and `run.json`."""
 
     name = "csv_monitor"
 
@@ -157,7 +156,7 @@ class CsvWriter:
             self._file.close()
 
     def _keep_before(self, step: int) -> None:
-        """Leaves the whole rows of earlier steps, under the names of today."""
+        """Keep the complete rows of earlier steps, with the present columns."""
         kept: list[dict[str, str]] = []
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
@@ -175,7 +174,7 @@ def _is_before(row: Mapping[str, str], step: int) -> bool:
 
 
 def _made(name: str, config: TensorboardConfig | CsvMonitorConfig) -> Path:
-    """The folder of a job. Raises ValueError where nothing can be written there."""
+    """Make the folder of a job. Raise ValueError if it is not writable."""
     folder = Path(config.output_path, config.job_name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +182,7 @@ def _made(name: str, config: TensorboardConfig | CsvMonitorConfig) -> Path:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
         raise ValueError(
-            f"{name}.output_path: expected a folder that rank 0 can write into, found {error}; set another, or "
+            f"{name}.output_path: expected a folder that rank 0 can write into, found {error}; set another folder, or "
             f"{name}.enabled false"
         ) from error
     return folder
@@ -191,8 +190,8 @@ def _made(name: str, config: TensorboardConfig | CsvMonitorConfig) -> Path:
 
 def _missing(package: str, error: ImportError) -> ValueError:
     return ValueError(
-        f"{package}.enabled: expected the package {package}, which cannot be imported ({error}); pip install "
-        f"{package}, or set csv_monitor, which needs none"
+        f"{package}.enabled: expected the package {package}, found that it cannot be imported ({error}); pip install "
+        f"{package}, or set csv_monitor, which needs no package"
     )
 
 
@@ -207,9 +206,9 @@ COLUMNS = (
 
 
 class Monitors(StepFeature):
-    """Rank 0's. A step is written when the next one ends, whose host wait the values of this one came before.
+    """Computes the numbers on rank 0. A step is written when the next step ends, so the host waits for no device.
 
-    tflops: of one rank: those of the model (`ModelFlops`) / ranks / seconds.
+    tflops: per rank: operations of the model (`ModelFlops`) / ranks / seconds.
     """
 
     def __init__(self, writers: Sequence[Writer], flops: ModelFlops, parts: Parts) -> None:
@@ -223,9 +222,9 @@ class Monitors(StepFeature):
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
-        """None where none is on (`Config.has_monitors`), and on other ranks.
+        """Return None without monitors (`Config.has_monitors`), and on other ranks.
 
-        Raises ValueError where a package is missing or a folder cannot be written, and on other ranks RuntimeError.
+        Raises ValueError if a package is missing or a folder is not writable, and on other ranks RuntimeError.
         """
         flops, world = parts.model_flops, parts.mesh.world
         if flops is None:
@@ -236,13 +235,13 @@ class Monitors(StepFeature):
             return None
         if not flops.attention_width:
             logger.info(
-                "monitors: speed/tflops counts no attention: no module has a layer named as that of queries "
-                "(q_proj, qkv, query_key_value, c_attn, ...)"
+                "monitors: speed/tflops counts no attention: no layer has a name of query projections (q_proj, qkv, "
+                "query_key_value, c_attn, ...)"
             )
         return cls(writers, flops, parts)
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
-        """A microbatch may be seen several times, in part too: its largest part counts."""
+        """Note the size of each microbatch. It may come several times, also in part: the largest part counts."""
         if torch.is_grad_enabled():
             for at, batch in enumerate(batches, self._parts.steps.accumulated.num_microbatches):
                 self._sizes[at] = max(self._sizes.get(at, (0, 0)), tokens_in(batch), key=math.prod)
@@ -287,7 +286,7 @@ class Monitors(StepFeature):
         self.before_save()
 
     def before_save(self) -> None:
-        """Writes the step that waits, for which the host may wait: who goes on from here does not write it again."""
+        """Write the pending step, waiting for the device: a run that continues from here does not write it again."""
         if self._waiting is None:
             return
         (step, numbers, waiting), self._waiting = self._waiting, None
@@ -297,7 +296,7 @@ class Monitors(StepFeature):
             self._try(writer, lambda: writer.write(step, row))  # noqa: B023  (called at once)
 
     def _try(self, writer: Writer, write: Callable[[], None]) -> None:
-        """A full disk, or a service that is gone, does not end a training."""
+        """Call `write`. A full disk or a lost service must not end a training."""
         try:
             write()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What an engine says of its steps."""
+"""Lines of the log about steps, and about parts of the model without gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUM_NAMED = 5
 
 
 class StepLog(StepFeature):
-    """A line every few steps, through the logger `lowtide`."""
+    """Logs a line every few steps, through the logger `lowtide`."""
 
     def __init__(self, every: int, samples: int) -> None:
         """every: steps between two lines. samples: rows of a global batch."""
@@ -47,7 +47,7 @@ class StepLog(StepFeature):
 
 
 class UnusedParts(StepFeature):
-    """Names each part of the model once that got no gradient on any rank in UNUSED_STEPS steps in a row."""
+    """Names each part of the model, once, that got no gradient on any rank in UNUSED_STEPS steps in a row."""
 
     def __init__(self, parts: Parts) -> None:
         self._names = {id(param): name for unit in parts.blueprint.units for name, param in unit.params}
@@ -60,7 +60,7 @@ class UnusedParts(StepFeature):
         return cls(parts) if parts.mesh.world.rank == 0 else None
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Looks at what the steps have counted anyway, when so many are over."""
+        """Every UNUSED_STEPS steps, look at the counts that the optimizer keeps anyway."""
         counts = self._optimizer.counts
         done = counts.num_steps - self._begun
         if 0 <= done < UNUSED_STEPS:
@@ -77,7 +77,7 @@ class UnusedParts(StepFeature):
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         numel_of = {self._names[id(p)]: p.numel() for p in trained}
         used = {part for p in trained if id(p) not in unused for part in _modules_of(self._names[id(p)])}
-        parts: Counter[str] = Counter()  # the largest modules of which nothing is used, and single parameters
+        parts: Counter[str] = Counter()  # the largest unused modules, and single unused parameters
         for name in (self._names[id(p)] for p in trained if id(p) in unused):
             parts[next(part for part in _modules_of(name) if part not in used)] += numel_of[name]
         new = [part for part in parts if part not in self._named]
@@ -86,7 +86,7 @@ class UnusedParts(StepFeature):
         self._named.update(new)
         more = f" and {len(new) - _NUM_NAMED} more parts" if len(new) > _NUM_NAMED else ""
         logger.info(
-            "model: %s%s got no gradient in %d steps: if that is meant, requires_grad_(False) before "
+            "model: %s%s got no gradient in %d steps: if that is intended, requires_grad_(False) before "
             "lowtide.initialize saves %.0f %% of all gradients and optimizer states",
             ", ".join(new[:_NUM_NAMED]),
             more,
@@ -96,5 +96,5 @@ class UnusedParts(StepFeature):
 
 
 def _modules_of(name: str) -> Iterator[str]:
-    """The modules that have it, the largest first, and itself: "a", "a.b", "a.b.weight"."""
+    """Yield the modules around a parameter, largest first, and the parameter: "a", "a.b", "a.b.weight"."""
     return accumulate(name.split("."), "{}.{}".format)

@@ -1,4 +1,4 @@
-"""What some steps did on this rank: a trace for chrome://tracing, a table of collectives, operations by module."""
+"""Profile some steps of this rank: a trace for chrome://tracing, a table of collectives, operations by module."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAME = "profile-rank{}.json"
 
 @dataclass(frozen=True)
 class Collective:
-    """One row: how often it began, and seconds that the host waited in it.
+    """A row of the table: how often a collective began, and the seconds that the host waited in it.
 
-    message_bytes: of what all its messages are about, whatever of them a route moves; None: not known.
+    message_bytes: of the whole messages, whatever part of them a transport moves; None: unknown.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Collective:
 
 
 class StepProfile(StepFeature):
-    """Records from its making on, until so many steps are done."""
+    """Records until `steps` steps are done."""
 
     def __init__(self, parts: Parts, done: int, steps: int) -> None:
-        """done: steps before it. steps: to be recorded. Raises ValueError for less than one, and beside another."""
+        """done: steps before it. steps: to record. Raises ValueError for less than 1, and during another profile."""
         self._features, world = parts.steps.features, parts.mesh.world
         if (other := self._features.find(StepProfile)) is not None and other.is_on:
-            raise ValueError("engine.profile(): expected no profile that is being made, found one; it ends by itself")
+            raise ValueError("engine.profile(): expected no profile in progress, found a profile; it ends by itself")
         if steps < 1:
             raise ValueError(f"engine.profile(): expected at least 1 step, found {steps}")
         from torch.utils.flop_counter import FlopCounterMode  # imports triton: [Note: what few trainings use]
@@ -58,7 +58,7 @@ class StepProfile(StepFeature):
 
     def after_step(self, step: int, result: StepResult) -> None:
         if self._left == self.steps:
-            self.first_step = step  # after a checkpoint was loaded, another one than the next
+            self.first_step = step  # a checkpoint may have been loaded since
         self._left -= 1
         self.is_done = self._left == 0
 
@@ -67,7 +67,7 @@ class StepProfile(StepFeature):
             self.close()
 
     def close(self) -> None:
-        """Ends it, with what there is."""
+        """End the profile early, and keep what was recorded."""
         if self.is_on:
             self._features.turn_off(self)
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's has no types
@@ -78,9 +78,10 @@ class StepProfile(StepFeature):
 
     @property
     def flops_by_module(self) -> dict[str, int]:
-        """Module -> floating-point operations of forwards and backwards of all steps, its own parts included; "" all.
+        """Return module -> floating-point operations of forwards and backwards of all steps; "": the whole model.
 
-        Of matrix products, convolutions and attention; what is computed again counts again.
+        A module includes its submodules. Matrix products, convolutions and attention count; recomputation counts
+        again.
         """
         found: dict[str, int] = {}
         for name, operations in self._counter.get_flop_counts().items():
@@ -90,7 +91,7 @@ class StepProfile(StepFeature):
 
     @property
     def collectives(self) -> list[Collective]:
-        """Those with the most bytes first."""
+        """Return the rows of the table, most bytes first."""
         seconds: dict[str, float] = {}
         for span in self._timeline.spans:
             if span.lane not in (COMPUTE, OFFLOAD):
@@ -102,20 +103,20 @@ class StepProfile(StepFeature):
         return sorted(rows, key=lambda row: (-(row.message_bytes or 0), -row.seconds))
 
     def _bytes_of(self, what: str) -> int | None:
-        """Of the message of one collective: "gather of layers.7"; None: of one that is no unit's."""
+        """Return the message bytes of a collective, such as "gather of layers.7"; None if it is of no unit."""
         kind, _, name = what.partition(" of ")
         return self._sizes.get(name) if kind in ("gather", "reduction") else None
 
     @property
     def seconds_by_lane(self) -> dict[str, float]:
-        """Of compute, and of each kind of wait; waits are within compute."""
+        """Return the seconds of compute, and of each kind of wait. Waits are within compute."""
         found = dict.fromkeys(LANES, 0.0)
         for span in self._timeline.spans:
             found[span.lane] += (span.end - span.begin) / 1e9
         return found
 
     def trace(self) -> dict[str, Any]:
-        """Events as chrome://tracing and Perfetto read them, a thread for each lane."""
+        """Return events for chrome://tracing and Perfetto, a thread for each lane."""
         spans = self._timeline.spans
         start = min((span.begin for span in spans), default=0)
         lanes = {lane: number for number, lane in enumerate(LANES)}
@@ -140,7 +141,7 @@ class StepProfile(StepFeature):
         return {"traceEvents": [process, *names, *events], "displayTimeUnit": "ms"}
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the trace, for JSON."""
+        """Return the profile without the trace, for JSON."""
         return {
             "rank": self._rank,
             "first_step": self.first_step,
@@ -151,7 +152,7 @@ class StepProfile(StepFeature):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes this rank's trace-rankR.json and profile-rankR.json."""
+        """Write trace-rankR.json and profile-rankR.json of this rank."""
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         rank = self._rank
@@ -159,7 +160,7 @@ class StepProfile(StepFeature):
         (place / _NAME.format(rank)).write_text(json.dumps(self.as_dict(), indent=2), encoding="utf-8")
 
     def table(self, module_depth: int = -1, top_modules: int = 10) -> str:
-        """What was found, as text. module_depth: -1: of all depths. top_modules: of each depth; 0: all."""
+        """Return the profile as text. module_depth: -1: all depths. top_modules: of each depth; 0: all."""
         lines = [f"profile of {self.steps} step{'s' if self.steps > 1 else ''} from step {self.first_step} on:"]
         lines += [f"  {lane:<10} {seconds:>10.4f} s" for lane, seconds in self.seconds_by_lane.items() if seconds]
         lines.append(f"  {'collective':<44} {'count':>7} {'message bytes':>15} {'waited, s':>11}")
@@ -172,7 +173,7 @@ class StepProfile(StepFeature):
         return "\n".join(lines)
 
     def _chosen(self, module_depth: int, top_modules: int) -> list[tuple[str, int]]:
-        """(module, flops), by depth."""
+        """Return (module, flops) by depth."""
         by_depth: dict[int, list[tuple[str, int]]] = {}
         for name, flops in self.flops_by_module.items():
             by_depth.setdefault(name.count(".") + bool(name), []).append((name, flops))
@@ -185,7 +186,7 @@ class StepProfile(StepFeature):
 
 
 class ProfileSection(StepFeature):
-    """Profiles the steps that the section `profile` of the config names, and says what was found."""
+    """Profiles the steps that the config's section `profile` names, and logs the table."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -214,6 +215,6 @@ class ProfileSection(StepFeature):
 
 
 def profiles_in(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What `save` has written, by rank."""
+    """Return the profiles that `save` has written in a folder, by rank."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).rglob(_NAME.format("*"))]
     return sorted(found, key=lambda one: int(one["rank"]))

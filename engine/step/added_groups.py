@@ -1,4 +1,4 @@
-"""Parameter groups that come to the optimizer after the engine was made."""
+"""Add parameter groups to the optimizer after the engine was made."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ADDING = "engine.optimizer.add_param_group()"
 
 @dataclass(frozen=True)
 class _Division:
-    """A group of which some parameters are taken: it becomes one or two."""
+    """A flat group that is divided into trained and remaining parameters."""
 
     unit: Unit
     group: ShardedGroup
     taken: GroupPlan
-    left: GroupPlan | None  # None: all are taken, and the group stays in its memory
+    left: GroupPlan | None  # None: all are taken, so the group keeps its memory
 
     @property
     def is_split(self) -> bool:
@@ -44,14 +44,14 @@ class _Division:
 
 
 class AddedParameterGroups:
-    """Gives parameters that no group of the optimizer has what those of a group have: gradients, masters, states.
+    """Gives parameters outside of the optimizer's groups gradients, master weights and states.
 
         unit    | updated | frozen                      |
         later   | updated | frozen | updated from now on|
 
-    Where all that a flat group has is taken, as of a block that is unfrozen, it stays where it is. Else its values go
-    into two groups in memory of their own, and that of before is given back; not where ranks share memory, which is
-    given back at the end alone. At most one such group is full at a time.
+    If all parameters of a flat group are added, for example those of a block, the group stays where it is. Else its
+    values move into two groups with new memory, and the old memory is freed; memory that ranks share is freed when the
+    engine closes. At most one such flat group is full at a time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AddedParameterGroups:
         shard_store: ShardStore | None,
         host: HostUpdate | None,
     ) -> None:
-        """memories: of this engine's groups. shard_store, host: as of `ShardedOptimizer`."""
+        """memories: makes the memory of groups. rest, host: as for `ShardedOptimizer`."""
         self._blueprint = blueprint
         self._mesh = mesh
         self._memories = memories
@@ -75,10 +75,10 @@ class AddedParameterGroups:
         self._names = {id(param): name for name, param in runner.whole.params.items()}
 
     def add(self, param_group: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> None:
-        """Takes up the group, with all its options. A collective, between steps. check: raises what speaks against it.
+        """Add the group, with all its options. A collective, between steps. check: raises to refuse the group.
 
-        Raises ValueError for what cannot be in a group, RuntimeError where the ranks differ, StateError where its
-        parameters are gathered; nothing is changed then.
+        Raises ValueError for wrong parameters, RuntimeError if the groups of ranks differ, StateError if its
+        parameters are gathered. Then nothing has changed.
         """
         with no_rank_alone(self._mesh.world, ADDING):
             self._check(param_group)
@@ -102,7 +102,7 @@ class AddedParameterGroups:
         with no_rank_alone(self._mesh.world, ADDING):
             of_taken, number = [gradients[plan.name] for plan in taken], len(self._optimizer.param_groups)
             shards = self._optimizer.make_shards(of_taken, {number: param_group})
-        # From here on everything is there, and the engine changes.
+        # Nothing can fail from here on, so the engine may change.
         for one in divisions:
             own = [groups[plan.name] for plan in one.plans]
             if one.is_split:
@@ -126,13 +126,13 @@ class AddedParameterGroups:
             name = self._names.get(id(param))
             if name is None:
                 raise ValueError(
-                    f"{ADDING}: expected parameters of the engine's module, for example those of engine.module.head, "
-                    f"found a {type(param).__name__} that is none of them"
+                    f"{ADDING}: expected parameters of the engine's module, such as engine.module.head.parameters(), "
+                    f"found a {type(param).__name__} of another module"
                 )
             if id(param) in others:
                 raise ValueError(
-                    f"{ADDING}: expected parameters that are in no group, found '{name}', which is in group "
-                    f"{others[id(param)]}; set the options of that one"
+                    f"{ADDING}: expected parameters that are in no group, found '{name}' of group "
+                    f"{others[id(param)]}; change the options of that group"
                 )
             if not param.is_floating_point():
                 raise ValueError(
@@ -157,12 +157,12 @@ class AddedParameterGroups:
         held = [group.layout.names for group in groups if group.keeper is not None and group.keeper()]
         if held:
             raise StateError(
-                f"{ADDING}: expected parameters that are not gathered, found '{held[0][0]}', which is; call it "
-                "outside of `with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed)"
+                f"{ADDING}: expected no gathered parameters, found '{held[0][0]}' gathered; call it outside of "
+                "`with engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed)"
             )
 
     def _reserve_store(self, divisions: Sequence[_Division]) -> None:
-        """Room for the shards of new groups beside all others, where they rest in a store. Raises OffloadError."""
+        """Reserve room in the store for the shards of new groups. Raise OffloadError if it is full."""
         new = [plan.shard_bytes for one in divisions if one.is_split for plan in one.plans]
         if self._shard_store is not None and new:
             now = [group.shard.nbytes for unit in self._runner.passes.units for group in unit.groups]
@@ -182,7 +182,9 @@ class AddedParameterGroups:
                     continue
                 called = f"unit {unit.name} ({str(plan.dtype).removeprefix('torch.')}, {plan.role.value}"
                 if sum((one.plan.dtype, one.plan.role) == (plan.dtype, plan.role) for one in unit.groups) > 1:
-                    called += f", with {group.layout.names[0]}"  # split by ranks, or not
+                    called += (
+                        f", with {group.layout.names[0]}"  # the unit has split and whole groups of this dtype and role
+                    )
                 found.append(
                     _Division(
                         unit,
@@ -200,19 +202,19 @@ class AddedParameterGroups:
 
     @torch.no_grad()
     def _move(self, old: ShardedGroup, new: Sequence[ShardedGroup]) -> None:
-        """The values of a group go into others, which its parameters are views of then."""
+        """Move the values of a group into new groups, of which the parameters become views."""
         old.gather()
         old.make_exact()
         for group in new:
             for param_shard in group.param_shards:
                 group.place(param_shard, group.params[param_shard.index].data)
-        # What autograd has saved of them is in memory that may be given back: it refuses a backward, as after a step.
+        # Autograd must refuse a backward of an earlier graph: the memory of its saved parameters may be freed.
         torch.autograd.graph.increment_version(old.params)
         pending = [group.refresh() for group in new]
         for one in pending:
             one.wait()
         self._mesh.fence("the parameters of a group that was divided")
-        if old.frees_memory:  # else releasing takes its parameters' names alone, which the new ones need
+        if old.frees_memory:  # else releasing would only remove the parameters' data, which the new groups need
             old.release()
         if self._shard_store is not None:
             self._shard_store.drop(old.offloadable.name)

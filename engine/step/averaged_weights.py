@@ -1,4 +1,4 @@
-"""Moving averages of an engine's weights: kept up with each step, and shown in the place of the weights."""
+"""Moving averages of an engine's weights: updated with each step, and swapped in for the weights on request."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .parts import Parts
 
 
 class AveragedWeights(StepFeature):
-    """An exponential moving average (EMA) of the master weights, divided over the ranks as optimizer states are.
+    """An exponential moving average (EMA) of the master weights, sharded like optimizer states.
 
-    It is on while the averages are in the place of the weights; the optimizer keeps them up.
+    The optimizer updates it. The feature is on while the averages are in the place of the weights.
     """
 
     is_on = False
@@ -29,7 +29,7 @@ class AveragedWeights(StepFeature):
         return cls(parts)
 
     def before_call(self, what: str, access: Access) -> None:
-        """Raises StateError for what would change the averages as if they were the weights."""
+        """Raise StateError if the call would change the averages in the place of the weights."""
         if access in (Access.CHANGES, Access.REPLACES, Access.CLOSES) and self._parts.optimizer.averages is not None:
             self._parts.optimizer.averages.check_hidden(what)
 

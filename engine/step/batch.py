@@ -1,10 +1,14 @@
-"""Batches: how one is split into microbatches, moved, and passed to a model; how a loss is found in an output."""
+"""Batches: split one into microbatches, move it to the device, call the model with it, find the loss in the output.
+
+`ModelCall` is the way of the engine; with `parallel.sequence` it gives the model this rank's part of the tokens.
+"""
 
 from __future__ import annotations
 
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -12,14 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...comm import World
+from ...kernels.fused_loss import loss_only
 from ...offload import sent
+from ...parallel.split_self_check import SplitSelfCheck
+from ...parallel.vocab_parallel import VocabParallelLogits
+from ...pipe.split.trees import leaves, map_leaves
+from ..model.given_model import LossFn
+from ..model.sequences import Sequences
+
+MarkInput = Callable[[Tensor], Tensor]
+"""Marks an input that requires a gradient: see `GradientScale.mark_input`."""
 
 
 def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
-    """The `count` microbatches of a batch, split along dimension 0; or drawn from an iterator.
+    """Yield the `count` microbatches of a batch, split along dimension 0, or drawn from an iterator.
 
-    rows: the rows that each microbatch must have, or None for any. Values without a dimension 0 go to every one.
-    Raises ValueError where the rows do not fit.
+    rows: the rows that each microbatch must have; None: any number. Values without a dimension 0 go to each
+    microbatch. Raises ValueError if the rows do not fit.
     """
     if isinstance(batch, Iterator):
         for index in range(count):
@@ -42,7 +56,7 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
     if len(sizes) > 1:
         raise ValueError(
-            f"batch: expected tensors of one size along dimension 0, found sizes {sorted(sizes)}; "
+            f"batch: expected tensors of the same size along dimension 0, found sizes {sorted(sizes)}; "
             "train_step splits every tensor of a batch there"
         )
     total = sizes.pop() if sizes else count
@@ -69,16 +83,16 @@ def prepared(
     batch: Any,
     device: torch.device,
     dtype: torch.dtype | None,
-    mark: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    mark: MarkInput = lambda tensor: tensor,
 ) -> Any:
-    """The batch on the device, floating-point tensors in `dtype` where one is given.
+    """Return the batch on the device, with floating-point tensors in `dtype` unless that is None.
 
-    mark: goes before, on each that requires a gradient.
+    mark: called with each tensor that requires a gradient, before it is moved.
     """
 
     def move(tensor: Tensor) -> Tensor:
         wants_cast = dtype is not None and tensor.is_floating_point()
-        # Of one that requires a gradient the copy is a part of the graph.
+        # If the tensor requires a gradient, its copy is part of the graph.
         tensor = mark(tensor) if tensor.requires_grad else sent(tensor, device)
         return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
 
@@ -86,7 +100,7 @@ def prepared(
 
 
 def tokens_in(batch: Any) -> tuple[int, int]:
-    """(rows, length) of the first tensor of whole numbers with two dimensions; (0, 0) where there is none."""
+    """Return (rows, length) of the first tensor of integers with 2 or more dimensions; else (0, 0)."""
     for tensor in _tensors(batch):
         if tensor.dim() >= 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return tensor.shape[0], tensor.shape[1]
@@ -94,16 +108,16 @@ def tokens_in(batch: Any) -> tuple[int, int]:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """model(**batch) for a mapping, model(*batch) for a tuple or list, model(batch) for anything else."""
+    """Return model(**batch) for a mapping, model(*batch) for a tuple or list, model(batch) for anything else."""
     if isinstance(batch, (tuple, list)):
         return forward(model, batch, {})
     return forward(model, (), batch) if isinstance(batch, Mapping) else forward(model, (batch,), {})
 
 
 def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """model(*args, **kwargs). Raises ValueError where a layer was given another dtype than it computes in.
+    """Return model(*args, **kwargs). Raise ValueError if a layer got another dtype than it computes in.
 
-    Any other error gets a note of the innermost module that it came through, and of what that was given.
+    Any other error gets a note: the innermost module that it came through, and the arguments of that module.
     """
     try:
         return model(*args, **kwargs)
@@ -114,7 +128,7 @@ def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             if frame.f_code is nn.Module._call_impl.__code__
         ]
         if not calls:
-            raise  # a compiled forward has no call of a module
+            raise  # in a compiled forward no module is called
         module, args, kwargs = (calls[-1][name] for name in ("self", "args", "kwargs"))
         name = next((f"'{name}'" for name, part in model.named_modules() if part is module and name), "the model")
         mismatch = _mismatch(module, [*args, *kwargs.values()]) if _SPEAKS_OF_DTYPES.search(str(error)) else None
@@ -122,9 +136,9 @@ def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             weight, tensor = mismatch
             raise ValueError(
                 f"batch: expected {getattr(module, weight).dtype} for {name} ({type(module).__name__}), the dtype of "
-                f"its {weight}, found {tensor.dtype} of shape {tuple(tensor.shape)}. Of a batch, floating-point "
-                "tensors are cast (auto_cast) and integers are not, which may be indices: give values as floats, for "
-                "example x.float(). In torch's words: " + str(error).splitlines()[0]
+                f"its {weight}, found {tensor.dtype} of shape {tuple(tensor.shape)}. The engine casts floating-point "
+                "tensors of a batch (auto_cast), but no integers, since these may be indices: pass values as floats, "
+                "for example x.float(). torch says: " + str(error).splitlines()[0]
             ) from error
         described = type(module).__name__ if any(module.children()) else str(module)
         given = [*map(_brief, args), *(f"{key}={_brief(value)}" for key, value in kwargs.items())]
@@ -136,7 +150,7 @@ _SPEAKS_OF_DTYPES = re.compile(r"dtype|scalar type|Input type|not implemented fo
 
 
 def _mismatch(module: nn.Module, given: Any) -> tuple[str, Tensor] | None:
-    """A weight of the module, and what it was given in another dtype."""
+    """Return a weight's name and an input tensor of another dtype; None if all dtypes agree."""
     weights = [(name, param) for name, param in module.named_parameters(recurse=False) if param.is_floating_point()]
     for tensor in _tensors(given):
         for name, param in weights:
@@ -150,9 +164,9 @@ def _brief(value: Any) -> str:
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """The loss: loss_fn(output, batch), else the output itself, its `.loss`, ["loss"] or [0].
+    """Return the loss, (): loss_fn(output, batch), else the output itself, its `.loss`, ["loss"] or [0].
 
-    Raises ValueError where none of them is a tensor with one element.
+    Raises ValueError if none of them is a tensor with a single element.
     """
     if loss_fn is not None:
         loss = loss_fn(output, batch)
@@ -169,21 +183,113 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(output).__name__}"
         raise ValueError(
-            "loss: expected a tensor with one element as the model's output, or as its .loss, "
+            "loss: expected a tensor with a single element as the model's output, or as its .loss, "
             f'["loss"] or [0], found {found}; give initialize(..., loss_fn=lambda output, batch: ...)'
         )
     return loss.reshape(()) if loss.dim() else loss
 
 
+class ModelCall:
+    """Calls the model for a microbatch: `ready`, then `output`, then `loss`."""
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        sequences: Sequences | None,
+        splits: SplitSelfCheck | None,
+        world: World,
+        dtype: torch.dtype | None,
+        rows_per_microbatch: int | None,
+    ) -> None:
+        """sequences: splits tokens over ranks. splits: compares split layers with whole layers.
+
+        dtype: of floating-point inputs; None: unchanged. rows_per_microbatch: None: any number.
+        """
+        self.sequences = sequences
+        self.splits = splits
+        self._loss_fn = loss_fn
+        self._world, self._dtype = world, dtype
+        self._rows_per_microbatch = rows_per_microbatch
+
+    def microbatches_of(self, batch: Any, count: int) -> Iterator[Any]:
+        """Yield `count` microbatches of this rank's share of a batch, or of an iterator. Raises ValueError."""
+        found = microbatches(batch, count, self._rows_per_microbatch)
+        return self._world.progress.drawn(found) if self._world.progress.is_on else found
+
+    def prepared(self, mark: MarkInput) -> Callable[[Any], Any]:
+        """Return a function that moves inputs to the device and casts them to the compute dtype."""
+        return partial(prepared, device=self._world.device, dtype=self._dtype, mark=mark)
+
+    def ready(self, batch: Any, mark: MarkInput) -> Any:
+        """Return this rank's part of a batch, on the device and in the compute dtype. mark: see `prepared`."""
+        if self.sequences is None:
+            return prepared(batch, self._world.device, self._dtype, mark)
+        return self.sequences.part(batch).changed(self.prepared(mark))
+
+    def ready_by_hand(self, args: Sequence[Any], kwargs: Mapping[str, Any], mark: MarkInput) -> Any:
+        """Return the keyword arguments of a call as `ready` does a batch."""
+        if self.sequences is None:
+            return prepared(kwargs, self._world.device, self._dtype, mark)
+        return self.sequences.part_of_call(args, kwargs).changed(self.prepared(mark))
+
+    def run(self, ready: Any, forward: Callable[[], Any]) -> Any:
+        """Return the result of `forward`, a forward of the model with these inputs."""
+        return forward() if self.sequences is None else self.sequences.run(ready, forward)
+
+    def output(self, model: nn.Module, ready: Any) -> Any:
+        """Return the model's output, in which only the values that the loss needs may be read."""
+        with nullcontext() if self._loss_fn is not None else loss_only():  # fused models then compute no logits
+            return call(model, ready) if self.sequences is None else self.run(ready, lambda: call(model, ready))
+
+    def loss(self, output: Any, ready: Any) -> Tensor:
+        """Return the loss, (); for a part of the tokens, its share of the mean over all tokens."""
+        factor = None if self.sequences is None else ready.factor
+        if factor == 0 and self._loss_fn is not None and (found := _differentiable(output)):
+            return torch.stack([one.reshape(-1)[:0].sum() for one in found]).sum()  # 0, with the graph of the output
+        loss = loss_of(output, ready, self._loss_fn)
+        return loss if factor is None else _weighted(loss, factor)
+
+    def weighted(self, output: Any, ready: Any) -> Any:
+        """Return the output of a call by hand; the mean loss of a part of the tokens becomes its share."""
+        factor = None if self.sequences is None else ready.factor
+        is_loss = self._loss_fn is None or (isinstance(output, Tensor) and output.numel() == 1)
+        return output if factor is None or not is_loss else _weighted(loss_of(output, ready, None), factor)
+
+    def own(self, x: Tensor, fill: float) -> Tensor:
+        """Return this rank's part of x, (rows, tokens, ...). Without shared sequences that is all of x."""
+        return x if self.sequences is None else self.sequences.own(x, fill)
+
+    def whole_output(self, output: Any, tokens: int) -> Any:
+        """See `Engine.whole_output`."""
+
+        def whole(leaf: Any) -> Any:
+            if isinstance(leaf, VocabParallelLogits):
+                leaf = leaf.detach().whole()
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.detach() if self.sequences is None else self.sequences.joined(leaf, tokens)
+
+        return map_leaves(whole, output)
+
+
+def _weighted(loss: Tensor, factor: float) -> Tensor:
+    return loss * factor if factor else torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss)  # not 0 * NaN
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    found = (one.own if isinstance(one, VocabParallelLogits) else one for one in leaves(output))
+    return [one for one in found if isinstance(one, Tensor) and one.requires_grad]
+
+
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with other tensors in it, each changed once; what can be written to is the object that it was."""
+    """Replace each tensor in a value, once. Mutable containers stay the same objects."""
     return _replaced(value, change, {})
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, Any]) -> Any:
-    """seen: by identity; with what it is of, so that identities are not given to others.
+    """See `replace_tensors`. seen: id -> (value, result); it holds the values, so that no id is used twice.
 
-    No closure, which would hold itself, and with it the graph of a forward until Python looks for cycles.
+    No closure: that would be a reference cycle, and hold the graph of a forward until the garbage collector runs.
     """
     if id(value) in seen:
         return seen[id(value)][1]
@@ -243,7 +349,7 @@ def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def described(value: Any) -> Any:
-    """A batch without its values: shapes and dtypes, in their nesting."""
+    """Return a batch without its values, for JSON: shapes and dtypes in their nesting."""
     if isinstance(value, Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Mapping):
@@ -254,7 +360,7 @@ def described(value: Any) -> Any:
 
 
 def of_whole(description: Any, size: int) -> Any:
-    """What a batch was like, of whose sequences `size` ranks share this part: see `SequenceData`."""
+    """Return the description of a batch whose sequences `size` ranks share, from that of a part. See `SequenceData`."""
     items = description.get("items", {})
     if size == 1 or "position_ids" not in items:
         return description
@@ -270,7 +376,7 @@ def of_whole(description: Any, size: int) -> Any:
 
 
 def made(description: Any) -> Any:
-    """A batch like the one that was described, without memory."""
+    """Return a batch on the meta device from its description."""
     if "shape" in description:
         return torch.empty(description["shape"], dtype=getattr(torch, description["dtype"]), device="meta")
     if "items" in description:

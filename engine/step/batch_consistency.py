@@ -1,7 +1,7 @@
-"""Whether ranks that must be given the same data were: stages of a pipeline, ranks that split layers or sequences.
+"""Check that ranks that must be given the same batch were: stages of a pipeline, ranks that split layers or sequences.
 
-Ranks that split layers must also draw the same random numbers. Their generators were put into one state, and are
-compared with the batch, since a script may seed them again.
+Ranks that split layers must also draw the same random numbers. Their generators start in the same state, and are
+compared with each batch, since a script may seed them again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .parts import Parts
 
 
 class BatchDifference(IntEnum):
-    """What is not the same on all ranks that must have it so."""
+    """The kind of difference between ranks that must agree."""
 
     NOTHING = 0
     BATCH = 1
@@ -32,7 +32,7 @@ class BatchDifference(IntEnum):
 
 
 class BatchConsistencyCheck(StepFeature):
-    """A loader that divides its data by rank and world_size gives each of them another part: wrong, and not seen."""
+    """Finds loaders that divide data by rank and world_size: such ranks would silently get different batches."""
 
     def __init__(self, parts: Parts, axes: Sequence[str]) -> None:
         self._accumulated = parts.steps.accumulated
@@ -40,13 +40,13 @@ class BatchConsistencyCheck(StepFeature):
         self._axes = tuple(axes)
         self._ranks = mesh.parallel_dims.ranks(mesh.world.rank, self._axes)
         self._draws = mesh.axes[TENSOR].size > 1 and draws(parts.module)
-        self._differs = BatchDifference.NOTHING  # of the step, as stages know it
-        self._found: Tensor | None = None  # (4,): on how many axes, and ranks, each of _KINDS differed since `read`
-        self._kinds: set[Hashable] = set()  # of batches, that were the same
+        self._differs = BatchDifference.NOTHING  # in this step; over stages only
+        self._found: Tensor | None = None  # (4,): on how many axes, then ranks, each of _KINDS differed since `read`
+        self._kinds: set[Hashable] = set()  # shapes of batches that were the same
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
-        """None where no ranks must be given the same."""
+        """Return None if no ranks need the same batch."""
         parallel_dims = parts.mesh.parallel_dims
         axes = parallel_dims.wide([name for name, _ in parallel_dims.sizes if name not in parallel_dims.data])
         return cls(parts, axes) if axes else None
@@ -71,10 +71,10 @@ class BatchConsistencyCheck(StepFeature):
         self.read()
 
     def differ(self, batches: Sequence[Any]) -> BatchDifference:
-        """Whether stages of a pipeline were given other batches, and those beside them: the same on all of them.
+        """Return whether the stages of a pipeline, or ranks beside them, got different batches. A collective.
 
-        Where shapes differ too, stages wait in vain for what is not sent. So the hosts of the pipe axis ask each other
-        before the first message, and no device has to be waited for. A collective.
+        It comes before the first message: if shapes differ, stages would wait in vain. The hosts of the pipe axis
+        exchange digests, so no device has to be waited for.
         """
         what = "the check of the batch"
         pipe, digest = self._mesh.axes[PIPE], _digest_of(batches)
@@ -95,8 +95,10 @@ class BatchConsistencyCheck(StepFeature):
         return int(total) != own * axis.size
 
     def refuse(self, differ: BatchDifference) -> None:
-        """Raises ValueError on all ranks where something differs on any: they must fail together, for the next step to
-        be the same. A collective."""
+        """Raise ValueError on all ranks if batches differ on any. A collective.
+
+        All ranks must fail together, so that the next step is the same on all of them.
+        """
         if self._mesh.world.size > len(self._ranks):
             own = torch.tensor([differ is kind for kind in _KINDS], dtype=torch.int64, device=self._mesh.world.device)
             anywhere = self._mesh.sum_small(own, "the outcome of the check of the batch").tolist()
@@ -107,11 +109,11 @@ class BatchConsistencyCheck(StepFeature):
                 raise self._error(kind, differ is kind)
 
     def check(self, batches: Sequence[Any]) -> Tensor | None:
-        """As `differ` and `refuse` in one, of ranks that are not stages.
+        """Compare batches of ranks that are not stages: `differ` and `refuse` together.
 
-        Returns (2,) on the device, not 0 where batches or generators differ, now or before: the host is told at the
-        end, by `read`. But not for the first of its shapes: ranks that expect other shapes than are sent would wait in
-        vain. None where it knows.
+        Returns (2,) on the device, not 0 if batches or generators differ now or differed before; `read` tells the host
+        at the end of the step. None if the host knows already: on the CPU, and for the first batch of its shapes,
+        since ranks that expect other shapes would wait in vain.
         """
         digest, what = _digest_of(batches), "the check of the batch"
         generators = self._digest_of_generators() if self._draws else 0
@@ -134,10 +136,7 @@ class BatchConsistencyCheck(StepFeature):
         return self._found[2:]
 
     def read(self) -> None:
-        """Raises ValueError where ranks were given other batches, or draw other numbers, which nobody was told yet.
-
-        Waits for the device.
-        """
+        """Raise ValueError if batches or generators differed since the last call. Waits for the device."""
         found, self._found = self._found, None
         if found is None:
             return
@@ -147,7 +146,7 @@ class BatchConsistencyCheck(StepFeature):
                 raise self._error(kind, bool(own))
 
     def _digest_of_generators(self) -> int:
-        """A number that differs where the states of torch's generators do, of the CPU and the device."""
+        """Return a digest of the states of torch's generators, of the CPU and the device."""
         device = self._mesh.world.device
         digest = zlib.crc32(torch.get_rng_state().numpy().data)
         if device.type == "cpu":
@@ -158,15 +157,15 @@ class BatchConsistencyCheck(StepFeature):
         if kind is BatchDifference.GENERATORS:
             size = self._mesh.axes[TENSOR].size
             return ValueError(
-                f"random generators: expected one state on the {size} ranks of parallel.tensor, "
-                "which must drop the same elements of what all of them have, found different ones; seed them alike "
-                "after lowtide.initialize (torch.manual_seed(seed + engine.data_rank)), and draw what a single rank "
-                "draws from a torch.Generator of its own"
+                f"random generators: expected the same state on the {size} ranks of parallel.tensor, since dropout "
+                "must drop the same elements there, found different states; seed them alike after lowtide.initialize "
+                "(torch.manual_seed(seed + engine.data_rank)), and use a separate torch.Generator for numbers that a "
+                "single rank draws"
             )
         where = f"ranks {', '.join(map(str, self._ranks))}" if differ else "not this rank's"
         of = "of a pipeline" if self._axes == (PIPE,) else f"of {' x '.join(self._axes)}"
         return ValueError(
-            f"batch: expected the same one on the {len(self._ranks)} ranks {of} ({where}), found different ones; "
+            f"batch: expected the same batch on the {len(self._ranks)} ranks {of} ({where}), found different batches; "
             "divide the data by engine.data_rank and engine.data_size, not by engine.rank and engine.world_size"
         )
 
@@ -175,7 +174,7 @@ _KINDS = (BatchDifference.BATCH, BatchDifference.GENERATORS)
 
 
 def _digest_of(batches: Sequence[Any]) -> int:
-    """A number that differs where batches do: of shapes, and of the values that are on the CPU."""
+    """Return a digest of the batches: of their shapes, and of their values on the CPU."""
     digest = zlib.crc32(repr(shapes_in(batches)).encode())
     for leaf in leaves(batches):
         if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.numel():

@@ -1,4 +1,4 @@
-"""Whose turn it is in an engine: it makes one call at a time, for one thread, until it is closed."""
+"""The turn of an engine: it makes a single call at a time, for a single thread, until it is closed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def _never() -> bool:
 
 
 class CallGuard:
-    """The call that an engine makes now. `what` is how users read it: "engine.step()"."""
+    """The call that an engine makes now. `what` is the call as users write it: "engine.step()"."""
 
     def __init__(self, error_broadcast: ErrorBroadcast) -> None:
-        """error_broadcast: tells the other ranks of an error that ends a call."""
+        """raised: tells the other ranks if an error ends a call."""
         self.error_broadcast = error_broadcast
         self.is_over = False
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class CallGuard:
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Raises StateError where another call is made, of this thread or of another one, or the engine is closed."""
+        """Hold the turn. Raise StateError during another call, of this thread or another thread, and after `close`."""
         self.begin(what)
         try:
             with self.error_broadcast.call(what):
@@ -39,9 +39,12 @@ class CallGuard:
             self.end()
 
     def begin(self, what: str, is_lost: Callable[[], bool] = _never) -> None:
-        """As `of`, until `end`. is_lost: asked when another call comes; whether the turn was given back just now."""
+        """Take the turn until `end`. is_lost: asked when another call comes.
+
+        It returns True if the call that holds the turn was ended by an error; then it has given the turn back.
+        """
         if self.is_over or not self._lock.acquire(blocking=False):
-            self.check(what)  # which may give it back
+            self.check(what)  # gives back a lost turn
             if not self._lock.acquire(blocking=False):
                 raise self._conflict(what)
         self._what, self._thread, self._is_lost = what, threading.current_thread(), is_lost
@@ -51,31 +54,31 @@ class CallGuard:
         self._lock.release()
 
     def check(self, what: str) -> None:
-        """For what may be inside of another call of its thread. Raises StateError as `of` does in all other cases."""
+        """Raise StateError as `of` does, but not inside of another call of the same thread."""
         if self.is_over:
             raise StateError(
-                f"{what}: expected an open engine, found one after engine.close() (destroy() in lowtide.deepspeed); "
-                "call it before, or make another engine with initialize"
+                f"{what}: expected an open engine, found a closed engine (engine.close(), destroy() in "
+                "lowtide.deepspeed); call it before, or make another engine with initialize"
             )
         owner = None if self._is_lost() else self._thread
         if owner is not None and owner is not threading.current_thread():
             raise self._conflict(what)
 
     def close(self) -> None:
-        """No call is possible from now on."""
+        """Refuse all further calls."""
         self.is_over = True
 
     def _conflict(self, what: str) -> StateError:
         here, owner, other = threading.current_thread(), self._thread, self._what
         if owner is here:
             return StateError(
-                f"{what}: expected a call between others, found one from inside of {other}, for example from a hook, a "
-                f"loss function or a signal handler; call it when {other} has returned"
+                f"{what}: expected no call in progress, found {other}: this call comes from inside of it, for example "
+                f"from a hook, a loss function or a signal handler; call it when {other} has returned"
             )
         whose = f"thread '{owner.name}' in {other}" if owner is not None else "another thread"
         return StateError(
-            f"{what}: an engine belongs to one thread at a time: expected it free for thread '{here.name}', found "
-            f"{whose}; let one thread make all calls, or hold a lock from the forward to the end of the step"
+            f"{what}: an engine belongs to a single thread at a time: expected it free for thread '{here.name}', found "
+            f"{whose}; make all calls in the same thread, or hold a lock from the forward to the end of the step"
         )
 
 
@@ -85,7 +88,7 @@ R = TypeVar("R")
 
 
 def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Decorates a public method that must not be called while another call is made: see `CallGuard.of`."""
+    """Decorate a public method that must not be called during another call. See `CallGuard.of`."""
     what = "engine(...)" if method.__name__ == "__call__" else f"engine.{method.__name__}()"
 
     @wraps(method)

@@ -1,4 +1,4 @@
-"""torch's `clip_grad_norm_`, where the gradients are reduced and divided over the ranks."""
+"""Make torch's `clip_grad_norm_` work with reduced gradients, which are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 Clip = Callable[[Sequence[Tensor], float, float, bool], Tensor | None]
-"""Is given what stands in `param.grad`, and max_norm, norm_type and error_if_nonfinite of `Engine.clip_grad_norm_`.
-Returns its norm, or None where the gradients are not those of its engine."""
+"""(values of `param.grad`, max_norm, norm_type, error_if_nonfinite) -> norm of `Engine.clip_grad_norm_`; None if the
+gradients are not its engine's."""
 
 _NORM, _SCALE = "_get_total_norm", "_clip_grads_with_norm_"  # the two halves of torch's clip_grad_norm_
 
 
 def listen(clip: Clip) -> Callable[[], None]:
-    """Has a bound method asked by each `clip_grad_norm_` of torch in the process. Returns what ends that.
+    """Call a bound method for each `clip_grad_norm_` of torch in the process. Return a function that ends it.
 
-    The object of the method is not held. Users import torch's function by its name, so what that calls is replaced, as
-    long as somebody listens.
+    The method's object is not kept alive. Users import torch's function by name, so the two functions that it calls
+    are replaced while anybody listens.
     """
     calls = vars(clip_grad)[_NORM]
     if not isinstance(calls, _TotalNorm):
@@ -45,7 +45,7 @@ class _TotalNorm:
         self.listeners: list[weakref.WeakMethod[Clip]] = []
 
     def ask(self, gradients: Sequence[Tensor], *how: Any) -> Tensor | None:
-        """The norm of the engine that has these gradients; None where no engine has them."""
+        """Return the norm of the engine with these gradients; None if no engine has them."""
         clips = (clip for reference in list(self.listeners) if (clip := reference()) is not None)
         return next((norm for clip in clips if (norm := clip(gradients, *how)) is not None), None)
 
@@ -60,7 +60,7 @@ class _TotalNorm:
         norm = self.ask(gradients, math.inf, norm_type, error_if_nonfinite)
         if norm is None:
             return self.run(gradients, norm_type, error_if_nonfinite, foreach)
-        norm.norm_type = norm_type  # type: ignore[attr-defined]  # for the second half, which is not told it
+        norm.norm_type = norm_type  # type: ignore[attr-defined]  # the second half needs it
         return norm
 
 
@@ -72,7 +72,7 @@ class _ScaledGradients:
     def __call__(
         self, parameters: Sequence[nn.Parameter], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
-        norm_type = getattr(total_norm, "norm_type", None)  # of an engine's norm alone
+        norm_type = getattr(total_norm, "norm_type", None)  # only the norm of an engine has it
         gradients = [param.grad for param in parameters if param.grad is not None]
         if norm_type is None or self._norms.ask(gradients, max_norm, norm_type, False) is None:
             self.run(parameters, max_norm, total_norm, foreach)

@@ -1,13 +1,13 @@
-"""Parts of a step that are there only where a config, or a call, asks for them.
+"""Optional parts of a step, which exist only if the config or a call asks for them.
 
 [Note: moments of a step]
     forward     before_call, before_forward | around_forward ( the model )
-    backward    before_call, before_backward | autograd; gradients are reduced as they come
-    step        before_step, before_call, before_update | the sum over ranks, the update | after_update, after_step,
+    backward    before_call, before_backward | autograd; gradients are reduced as they arrive
+    step        before_step, before_call, before_update | sum over ranks, update | after_update, after_step,
                 before_next_step
 
 An engine has the features that are on, in the order of a table (`engine/features.py`). For each moment it holds the
-methods that they define: a feature that is off, or that does not define a moment, is not called there.
+methods that these features define. A feature that is off, or does not define a moment, is not called there.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The result of an optimizer step."""
 
     loss: Tensor | Any
-    """(), mean over the microbatches of all ranks; float32, or float64 where the model's loss is. None where a backward
-    was `loss.backward()` of a loss that neither the engine nor `engine.scale` has returned: the type leaves that out,
-    for it is none of `train_step`."""
-    grad_norm: Tensor  # (), L2 norm over all ranks, before clipping; NaN or inf where the step was skipped
-    lr: float  # the learning rate that was used
-    loss_scale: float  # by which the loss had been multiplied
+    """(), mean over the microbatches of all ranks; float64 if the model's loss is, else float32. None if the caller ran
+    `loss.backward()` with a loss that the engine does not know: see `Engine.scale`. `train_step` never returns None, so
+    the type does not say it."""
+    grad_norm: Tensor  # (), L2 norm over all ranks, before clipping; NaN or inf if the step was skipped
+    lr: float  # the learning rate of this step
+    loss_scale: float  # the factor of the loss
     skipped: bool  # float16 gradients overflowed: nothing was updated
 
 
@@ -39,89 +39,92 @@ _NOTHING = nullcontext()
 
 
 class Access(Enum):
-    """What a call does with the parameters."""
+    """How a call uses the parameters."""
 
-    NOTHING = "nothing"  # it has to do with gradients alone
-    LOOKS = "looks"  # it shows them as they are, without what is not a step yet: a forward, too
-    READS = "reads"  # all that the steps so far have updated is in them
-    CHANGES = "changes"  # as READS, and what it leaves is taken for right: a backward and an update, too
-    REPLACES = "replaces"  # as CHANGES, states too; an update that has failed before is of no matter then
-    CLOSES = "closes"  # the engine is closed
+    NOTHING = "nothing"  # gradients alone
+    LOOKS = "looks"  # reads them without the speculative update of an unfinished step: a forward, too
+    READS = "reads"  # reads them with the updates of all steps, also of background updates
+    CHANGES = "changes"  # as READS, and writes them: a backward and an update, too
+    REPLACES = "replaces"  # as CHANGES, states too; so an earlier failed update does not matter
+    CLOSES = "closes"  # closes the engine
 
 
 class StepFeature:
-    """A feature defines the moments that it needs. An exception ends the call of the engine that the moment is in."""
+    """A feature defines the moments that it needs. If a moment raises, the engine's call ends with that error."""
 
     is_on = True
-    """From the first step on; else a call turns it on."""
+    """Whether it is on from the first step. Else a call turns it on."""
 
     @classmethod
     def of(cls, parts: Any) -> Self | None:
-        """The feature that the config asks for, when an engine is made; None: it is off. A collective, if need be.
+        """Make the feature when an engine is made, if the config asks for it; else return None. May be a collective.
 
         parts: the `Parts` of the engine.
         """
         return None
 
     def before_call(self, what: str, access: Access) -> None:
-        """Before a forward, backward, update, or call between steps (what): raises StateError where it may not be."""
+        """Check a call (what): forward, backward, update, between steps. Raise StateError if it is not allowed now."""
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
-        """Before a forward, with what the caller gives it; with stages, of all microbatches of a step together.
+        """Run before a forward. batches: the caller's; over stages, all microbatches of a step together.
 
-        output: makes a forward with the first of them, for a check, which leaves nothing behind; None: it cannot.
+        output: makes a forward with the first batch, for a check, without side effects; None: not possible here.
         """
 
     def around_forward(self) -> AbstractContextManager[object]:
-        """Entered around a forward of the whole model."""
+        """Return a context around a forward of the whole model."""
         return _NOTHING
 
     def before_evaluation(self, batch: Any) -> None:
-        """Before the forwards of `eval_step`."""
+        """Run before the forwards of `eval_step`."""
 
     def before_backward(self) -> None:
-        """Before a backward, and before it is known whether it is the last of its step."""
+        """Run before a backward, when it is not known yet if it completes the step."""
 
     def between_steps(self, what: str) -> None:
-        """A call (what) needs the time between two steps: raises StateError where it is none."""
+        """Raise StateError if a call (what) that needs the time between two steps comes in the middle of a step."""
 
     def before_step(self) -> None:
-        """The caller asks for the update, whose gradients are final."""
+        """Run when the caller asks for the update. Gradients are final."""
 
     def before_update(self) -> None:
-        """Before the sum over ranks, which tells all of a doubt (`AccumulationState.note_inconsistency`). All ranks are
+        """Run before the sum over ranks, which spreads doubts (`AccumulationState.note_inconsistency`). All ranks are
         there."""
 
     def events(self) -> Sequence[bool]:
-        """Events that this rank knows of, as many on all ranks: the sum tells all ranks. With `on_events` beside it."""
+        """Return events of this rank, the same number on all ranks. The sum counts them over all ranks.
+
+        A feature that defines it defines `on_events` too.
+        """
         return ()
 
     def on_events(self, counts: Sequence[int]) -> None:
-        """On how many ranks each of these events was, after the update."""
+        """Receive, after the update, the number of ranks on which each event of `events` has happened."""
 
     def explain_inconsistency(self) -> None:
-        """A rank has a doubt. Raises why, on all ranks, if the doubt is of this feature; all ranks call it."""
+        """Raise on all ranks, if the doubt of a rank comes from this feature. All ranks call it."""
 
     def after_update(self, skipped: bool) -> None:
-        """The shards are updated, or skipped in float16. All ranks are there."""
+        """Run after the update of the shards, or after float16 skipped it. All ranks are there."""
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """So many steps are done. Where it raises SystemExit, the engine is closed."""
+        """Run when `step` steps are done. If it raises SystemExit, the engine is closed."""
 
     def before_next_step(self, step: int) -> None:
-        """After all of `after_step`, and before the first step: what is to be there during the next one begins."""
+        """Run after all `after_step`, and before the first step: begin the recording of the next step."""
 
     def after_change(self) -> None:
-        """A call has changed parameters, which are taken for right."""
+        """Run after a call has changed parameters through the engine."""
 
     def after_refresh(self) -> None:
-        """Copies of shards that other ranks have were made exact."""
+        """Run after inexact copies of shards on other ranks were made exact."""
 
     def after_new_groups(self) -> None:
-        """The optimizer, and units, have another group of parameters. Also of a feature that is off."""
+        """Run when the optimizer and units have another group of parameters, also for a feature that is off."""
 
     def forbids_files(self, what: str) -> bool:
-        """Whether an export or a checkpoint (what) is not to be written."""
+        """Return True if an export or a checkpoint (what) must not be written."""
         return False
 
     def before_save(self) -> None:
@@ -167,22 +170,22 @@ class StepFeatures:
         self._collect()
 
     def begin(self, parts: Any) -> None:
-        """A collective."""
+        """Make the features. A collective."""
         self._made = [one for kind in self._order if (one := kind.of(parts)) is not None]
         self._collect()
 
     def find(self, kind: type[F]) -> F | None:
-        """The feature of that class that the engine has, on or off."""
+        """Return the engine's feature of a class, on or off; None if the engine has no such feature."""
         return next((one for one in self._made if isinstance(one, kind)), None)
 
     def get(self, kind: type[F]) -> F:
-        """As `find`, of a class of which each engine has a feature."""
+        """Return the feature of a class that every engine has."""
         found = self.find(kind)
         assert found is not None, kind
         return found
 
     def turn_on(self, feature: StepFeature) -> None:
-        """The engine has it from now on; of its class no other."""
+        """Turn a feature on, in the place of an earlier feature of its class."""
         feature.is_on = True
         self._made = [one for one in self._made if type(one) is not type(feature)] + [feature]
         self._made.sort(key=lambda one: self._order.index(type(one)))
@@ -193,10 +196,10 @@ class StepFeatures:
         self._collect()
 
     def around(self) -> AbstractContextManager[object]:
-        """All of `around_forward`."""
+        """Enter all of `around_forward`."""
         if not self.around_forward:
             return _NOTHING
-        with ExitStack() as stack:  # where one cannot be entered, those before it are left
+        with ExitStack() as stack:  # if entering a context fails, the contexts before it are left
             for enter in self.around_forward:
                 stack.enter_context(enter())
             return stack.pop_all()

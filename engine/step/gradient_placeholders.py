@@ -1,4 +1,4 @@
-"""What a caller sees in `param.grad` between the backwards of a step, and what he has cleared of it."""
+"""The `param.grad` that a caller sees between the backwards of a step, and the gradients that he has cleared."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from .parts import Parts
 
 
 class GradientPlaceholders(StepFeature):
-    """Stand-ins of gradients that are reduced, or were taken out of `param.grad` to be.
+    """Puts placeholders into `param.grad` for gradients that are reduced, or wait for their reduction.
 
-    What is cleared must be the same on all ranks, each of which has a part of the sum: notes of it (`Steps.cleared`)
-    are compared at the end of the step.
+    All ranks must clear the same gradients, since each rank has a part of the sum. `Steps.cleared` is compared at the
+    end of the step. The feature is off until the first placeholder is shown: `train_step` shows none.
     """
+
+    is_on = False
 
     def __init__(self, parts: Parts) -> None:
         self._steps = parts.steps
@@ -37,11 +39,13 @@ class GradientPlaceholders(StepFeature):
         self._names = {id(param): name for gradient in gradients for name, param in gradient.group.plan.params}
 
     def put(self) -> None:
-        """A loop that calls backward itself may look at `param.grad` now: gradients that are not there say so."""
+        """Show placeholders, for a loop that calls backward itself and may look at `param.grad`."""
+        if not self.is_on:
+            self._steps.features.turn_on(self)
         (self._final if self._steps.accumulated.is_complete else self._taken).put()
 
     def are_all(self, gradients: Sequence[Tensor]) -> bool:
-        """Of a whole step; see `ReducedGradients.are_all`."""
+        """Return True if these are all placeholders of a whole step. See `ReducedGradients.are_all`."""
         return self._final.are_all(gradients)
 
     def set_aside(self, arrived: nn.Parameter | None) -> AbstractContextManager[None]:
@@ -53,39 +57,41 @@ class GradientPlaceholders(StepFeature):
             cleared = self._final.take_out()
             if self._are_all(cleared):
                 self._note(cleared)
-                self._steps.forget(ends_graphs=False)  # as zero_grad() before another backward does in torch
+                self._steps.forget(ends_graphs=False)  # torch's zero_grad() before another backward does the same
             elif cleared:
                 self._clear(cleared)
         if self._taken.are_there:
             self.take_cleared_so_far("backward")
 
     def before_step(self) -> None:
-        """Final gradients that the caller has cleared are none from now on, and no stand-ins are in `param.grad`."""
+        """Clear the final gradients whose placeholders the caller has cleared, and remove the placeholders."""
         if self._final.are_there and (cleared := self._final.take_out()):
-            self._steps.update.refuse_more("zero_grad()")  # what is tried is taken back when all ranks know of it
+            self._steps.update.refuse_more(
+                "zero_grad()"
+            )  # a speculative update is rolled back later, on all ranks together
             self._clear(cleared)
 
     def take_cleared(self) -> None:
-        """As `before_step`; what is left is shown again."""
+        """Do `before_step`, and show the remaining placeholders again."""
         if self._final.are_there:
             self.before_step()
             self.put()
 
     def take_cleared_so_far(self, what: str) -> None:
-        """As `take_cleared`, between the backwards of a step. Raises StateError where some were cleared, not all."""
+        """Clear gradients between the backwards of a step. Raise StateError if only some of them were cleared."""
         cleared = self._taken.take_out()
         if 0 < len(cleared) < self._taken.num_params:
             raise StateError(
-                f"{what}: found the gradients of some parameters cleared after an earlier backward of the step, not "
-                "of others: clear all of them (engine.zero_grad()), or some after the last backward of a step; in the "
-                "middle they are in sums"
+                f"{what}: expected all gradients or none cleared after an earlier backward of the step, found some: "
+                "these are part of sums already. Clear all of them (engine.zero_grad()), or some after the last "
+                "backward of a step"
             )
         if cleared:
             self._note(cleared)
-            self._steps.forget_gradients()  # in the middle of a step, whose backwards are counted all the same
+            self._steps.forget_gradients()  # the backwards of the step still count
 
     def show_cleared_so_far(self, what: str) -> None:
-        """As `take_cleared_so_far`; what is left is shown again."""
+        """Do `take_cleared_so_far`, and show the remaining placeholders again."""
         if self._taken.are_there:
             self.take_cleared_so_far(what)
             self.put()
@@ -105,7 +111,7 @@ class GradientPlaceholders(StepFeature):
         self._final.put()
 
     def _are_all(self, cleared: Cleared) -> bool:
-        return bool(cleared) and len(cleared) == self._final.num_params  # some ranks may have no parameters
+        return bool(cleared) and len(cleared) == self._final.num_params  # a rank may have no parameters
 
     def _clear(self, cleared: Cleared) -> None:
         self._steps.join.check_outside("zero_grad() after the last backward of a step")

@@ -1,10 +1,10 @@
-"""The factors between the gradient of a loss and the mean gradient of a step, and who sees them."""
+"""The factors between the gradient of a loss and the mean gradient of a step."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,20 @@ from ...zero.loss_scale import LossScaler
 from ...zero.sequence import StateError
 from ..config.config import Config
 from .batch import replace_tensors
+from .features import StepFeature, StepResult
 
 Root = Tensor | GradientEdge
 Listener = Callable[[Sequence[Root], Sequence[Root] | None], Sequence[Root]]
-"""Is given what a backward begins with, and the inputs of a `torch.autograd.grad` (None: of a backward, which adds to
-`grad`). Returns what it is to begin with instead."""
+"""(roots of a backward, inputs of `torch.autograd.grad`; None: of a backward, which adds to `grad`) -> new roots."""
 
-_NAME = "_engine_run_backward"  # what torch.autograd.backward and torch.autograd.grad call; Tensor.backward calls those
+_NAME = "_engine_run_backward"  # torch.autograd.backward and .grad call it, and Tensor.backward calls these
 
 
 def on_backward_start(listener: Listener) -> Callable[[], None]:
-    """Has a bound method told of each backward that is not a part of another one. Returns what ends that.
+    """Call a bound method at the start of each outermost backward. Return a function that ends it.
 
-    The object of the method is not held. torch has no hook at this place, so its function is replaced, as long as
-    somebody listens.
+    The method's object is not kept alive. torch has no hook for this, so its function is replaced while anybody
+    listens.
     """
     starts = vars(torch.autograd)[_NAME]
     if not isinstance(starts, _Starts):
@@ -62,29 +62,31 @@ class _Starts:
 
 
 _IN_PART = (
-    "backward: expected all of the loss through engine.scale(), found a part of it past that, as in "
+    "backward: expected the whole loss through engine.scale(), found a part of it without, as in "
     "(engine.scale(a) + b).backward(): call engine.scale(a + b).backward(), or (a + b).backward()"
 )
 _EDGE = "lowtide: edge of the engine"  # a key in the metadata of nodes of the graph
 
 
 class GradientScale:
-    """Makes the mean over microbatches and data-parallel ranks of sums over them.
+    """Turns sums over microbatches and data-parallel ranks into means.
 
         loss --- x seed ---> param.grad --- summed ---> shard --- x rest ---> update
 
-    The update multiplies by `grad_scale` in the pass that it makes anyway. The seed is 1, so that everything in the
-    graph has
-    the gradient of the loss as it was passed: inputs of the engine and what has made them too. It is not where
-    float16 would lose gradients without it, or where the config asks for it. Where the loss was given (`apply`), all of
-    the graph gets it, and leaves that are not the engine's, and what lies before it, get their gradients divided (hooks
-    between output and loss see them before that). Else what the engine has returned gets it:
+    The update multiplies by `grad_scale` in its pass over the shard. The seed is 1 if possible: then each tensor in the
+    graph has the gradient of the loss as the caller passed it, also inputs of the engine and the graph before them.
+    The seed differs from 1 in float16, whose small gradients would be lost, and if the config says so.
+
+    If the engine gets the loss (`apply`), the whole graph is multiplied. Leaves outside of the engine, and the graph
+    before it, get their gradients divided; hooks between output and loss see them before the division. Else only the
+    gradient of the engine's output is multiplied:
 
         other parameters -> input |edge  engine's forward  edge| output -> other parameters -> loss
                   divided here ----^        multiplied here ----^              or there ----^  and divided on the way
 
-    A loss that comes to the engine's parameters past what it has returned (a weight in a penalty, a part of the model
-    that was called by itself, a loss that a block keeps) is taken for a given one when its backward begins (`begin`).
+    A loss may read the engine's parameters past its output: a weight in a penalty, a part of the model that was called
+    by itself, a loss that a block keeps. When the backward of that loss begins, it is multiplied as a given loss
+    (`begin`).
     """
 
     def __init__(self, config: Config, data_size: int, loss_scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
@@ -94,30 +96,32 @@ class GradientScale:
         self.loss_scaler = loss_scaler
         self._fixed = _fixed_part(config, data_size)
         self._own = frozenset(map(id, own))
-        self._entered: list[Node] = []  # what the inputs of the forward that runs were made by
-        self._given: weakref.ref[GraphTask] | None = None  # a backward whose loss was multiplied
-        self._factors: dict[tuple[Node, float], RemovableHandle] = {}  # on the way, in that backward
-        self._given_edges: set[Node] = set()  # of what it has returned: where such a backward comes to it
-        self._earlier_edges: set[Node] = set()  # those before another forward: where gradients were divided again
-        self._applied_in = -1  # the last run of autograd in which it was, in one way or the other
+        self._entered: list[Node] = []  # nodes that made the inputs of the running forward
+        self._given: weakref.ref[GraphTask] | None = None  # the backward whose loss was multiplied
+        self._factors: dict[tuple[Node, float], RemovableHandle] = {}  # hooks in that backward
+        self._given_edges: set[Node] = set()  # its outputs with the factor in that backward
+        self._earlier_edges: set[Node] = set()  # its outputs before another forward
+        self._applied_in = -1  # the last run of autograd with the seed, either way
+        self.can_differ_from_1 = config.fp16.enabled or self._fixed != 1.0
+        """Whether `seed` can be anything but 1 in this training."""
 
     @property
     def seed(self) -> float:
-        """What the backward of this microbatch begins with."""
+        """Return the factor with which the backward of this microbatch begins."""
         return self.loss_scaler.scale * self._fixed
 
     @property
     def grad_scale(self) -> float:
-        """What is left to multiply the sum of the step's gradients by."""
+        """Return the factor that the update applies to the sum of the step's gradients."""
         return 1.0 / (self._num_summed * self.seed)
 
     @property
     def is_given(self) -> bool:
-        """Whether the backward that runs began with a loss that was multiplied."""
+        """Return True in a backward whose loss was multiplied."""
         return self._given is not None and self._given() is not None
 
     def mark_input(self, tensor: Tensor) -> Tensor:
-        """An input of the engine that requires a gradient, as its forward is to see it."""
+        """Return an input of the engine that requires a gradient, as its forward must see it."""
         if self.seed == 1.0 or not torch.is_grad_enabled():
             return tensor
         inside = tensor.view_as(tensor)
@@ -126,18 +130,18 @@ class GradientScale:
         return inside
 
     def mark_output(self, output: Any) -> Any:
-        """The output of a forward as the caller is to see it."""
+        """Return the output of a forward as the caller must see it."""
         if self.seed == 1.0:
             return output
         entered, self._entered = tuple(self._entered), []
 
         def marked(tensor: Tensor) -> Tensor:
             if isinstance(tensor, ChunkedLogits):
-                return tensor.mapped(made_outside)  # a loss of them has the graph of what they are computed from
+                return tensor.mapped(made_outside)  # a loss of tiled logits has the graph of the hidden values
             return tensor if tensor.grad_fn is None else made_outside(tensor)
 
         def made_outside(tensor: Tensor) -> Tensor:
-            # Of its own, since a loss and its logits may both be returned.
+            # A mark for each tensor, since a forward may return both a loss and its logits.
             outside = cast(Tensor, _Outside.apply(tensor, self))  # type: ignore[no-untyped-call]
             assert outside.grad_fn is not None
             _metadata(outside.grad_fn)[_EDGE] = {id(self): entered}
@@ -146,22 +150,26 @@ class GradientScale:
         return replace_tensors(output, marked)
 
     def check_applied(self) -> None:
-        """Raises StateError where gradients have come without the seed in the run of autograd that ends."""
+        """Raise StateError if gradients have come without the seed in the run of autograd that ends."""
         if self.seed != 1.0 and self._applied_in != current_graph_task():
             raise StateError(
-                f"loss.backward(): expected a graph that begins with what engine(...) has returned, where the factor "
-                f"{self.seed:g} of float16's loss scale (or prescale_gradients, gradient_predivide_factor) is applied; "
-                "found one past it: call engine(...) for the forward, or `engine.scale(loss).backward()`"
+                f"loss.backward(): expected a loss of the output of engine(...), which has the factor {self.seed:g} "
+                "of float16's loss scale (or prescale_gradients, gradient_predivide_factor), found a loss without it: "
+                "call engine(...) for the forward, or `engine.scale(loss).backward()`"
             )
 
     def apply(self, loss: Tensor) -> Tensor:
-        """The loss; its backward gives gradients of seed x loss to the engine's parameters, of the loss to others."""
+        """Return the loss, with an edge in its graph.
+
+        Its backward gives the engine's parameters gradients of seed x loss, and other leaves those of the loss.
+        """
         return loss if self.seed == 1.0 else cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
 
     def begin(self, roots: Sequence[Root], inputs: Sequence[Root] | None) -> Sequence[Root]:
-        """What a backward is to begin with; see `Listener`.
+        """Return the roots with which a backward must begin. See `Listener`.
 
-        Raises StateError where only a part of it was through `scale`, and for a `torch.autograd.grad` of parameters.
+        Raises StateError if only a part of the loss was passed through `scale`, and for `torch.autograd.grad` of
+        parameters.
         """
         if self.seed == 1.0 or (inputs is not None and not any(id(one) in self._own for one in inputs)):
             return roots
@@ -171,17 +179,17 @@ class GradientScale:
             return roots
         if inputs is not None:
             raise StateError(
-                "torch.autograd.grad: expected a loss of what engine(...) has returned, found one that reads the "
-                f"engine's parameters beside it: of the gradient that is asked for a part would have the factor "
-                f"{self.seed:g} of float16's loss scale (or prescale_gradients, gradient_predivide_factor), and "
-                "a part not; give grad() the two losses one after the other"
+                "torch.autograd.grad: expected a loss of the output of engine(...), found a loss that also reads the "
+                f"engine's parameters: only a part of the gradient would have the factor {self.seed:g} of float16's "
+                "loss scale (or prescale_gradients, gradient_predivide_factor); call grad() for each of the two "
+                "losses"
             )
         if any(self._has_applied(node) for node in reached):
             raise StateError(_IN_PART)
         if not all(isinstance(root, Tensor) for root in roots):
             raise StateError(
-                "torch.autograd.backward: expected tensors, found a GradientEdge, of a loss that reads the engine's "
-                "parameters beside what engine(...) has returned; give it the tensor"
+                "torch.autograd.backward: expected tensors, found a GradientEdge of a loss that reads the engine's "
+                "parameters beside the output of engine(...); pass the tensor"
             )
         return tuple(
             self.apply(cast(Tensor, root)) if _is_scaled(node, self._own, id(self)) else root
@@ -189,7 +197,7 @@ class GradientScale:
         )
 
     def _below_outside(self, node: Node) -> Iterable[Node | None]:
-        """What comes after a node in a backward, but for what lies in a forward of an engine, or was given to this."""
+        """Return the next nodes in a backward, but none in an engine's forward or in a loss given to this engine."""
         if _edges(node):
             return [earlier for entered in _edges(node).values() for earlier in entered]
         if isinstance(node, _Edge._backward_cls) or self._has_applied(node):
@@ -200,7 +208,9 @@ class GradientScale:
         return isinstance(node, _Applied._backward_cls) and getattr(node, "scale", None) is self
 
     def multiplied(self, gradient: Tensor, edge: Node) -> Tensor:
-        """A gradient that comes to what the engine has returned. Raises StateError where it lacks what others have."""
+        """Return the gradient of an engine's output, with the seed. Raise StateError if only a part of the loss has the
+        seed.
+        """
         if not self.is_given:
             self._applied_in = current_graph_task()
             return cast(Tensor, _Edge.apply(gradient, self, True))  # type: ignore[no-untyped-call]
@@ -211,16 +221,16 @@ class GradientScale:
         raise StateError(_IN_PART)
 
     def _begin_given(self, loss: Node | None) -> None:
-        """Where the gradient of seed x loss goes over to what is not the engine's, it is divided."""
+        """Register hooks that divide the gradient of seed x loss at each edge to nodes outside of the engine."""
         self._applied_in = current_graph_task()
         if not self.is_given:
             self._forget_given()
-        ways = _ways_out(loss, self._own, self)  # all are found before the first hook
+        ways = _ways_out(loss, self._own, self)  # before the first hook changes the graph
         self._given_edges |= ways.edges
         self._earlier_edges |= ways.earlier_edges
         for nodes, factor in ((ways.out, 1.0 / self.seed), (ways.back, self.seed)):
             for node, indices in nodes.items():
-                if (node, factor) not in self._factors:  # another loss of the same backward has come to it
+                if (node, factor) not in self._factors:  # else another loss of the same backward has hooked it
                     self._factors[node, factor] = _multiplied(node, indices, factor)
         if not self.is_given:
             self._given = weakref.ref(GraphTask(self._end_given))
@@ -234,10 +244,24 @@ class GradientScale:
         self._factors, self._given_edges, self._earlier_edges = {}, set(), set()
 
 
-def hook_output(output: Any, hook: Callable[[Tensor], Tensor], hook_of_tiled: Callable[[Tensor], Tensor]) -> None:
-    """Has the gradient of each tensor in the output of a forward changed by `hook` on its way.
+class LossScaleUpdate(StepFeature):
+    """Lets float16's dynamic loss scale follow the overflows. Raises LossScaleError as `LossScaler.update`."""
 
-    hook_of_tiled: of the hidden values of tiled logits, beside which a loss of them reads the head's weight.
+    def __init__(self, loss_scaler: LossScaler) -> None:
+        self._loss_scaler = loss_scaler
+
+    @classmethod
+    def of(cls, parts: Any) -> Self | None:
+        return cls(parts.steps.scale.loss_scaler) if parts.config.fp16.enabled else None
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        self._loss_scaler.update(result.skipped)
+
+
+def hook_output(output: Any, hook: Callable[[Tensor], Tensor], hook_of_tiled: Callable[[Tensor], Tensor]) -> None:
+    """Change the gradient of each tensor in a forward's output by `hook`.
+
+    hook_of_tiled: for the hidden values of tiled logits. The loss of these also reads the weight of the head.
     """
 
     def hooked(tensor: Tensor) -> Tensor:
@@ -251,10 +275,9 @@ def hook_output(output: Any, hook: Callable[[Tensor], Tensor], hook_of_tiled: Ca
 
 
 class _Edge(torch.autograd.Function):
-    """Where a gradient enters the engine's part of the graph, or leaves it.
+    """Multiplies or divides a gradient that enters or leaves the engine's part of the graph.
 
-    What a first derivative (create_graph) has given to the outside is entered by the second one, and the other way
-    round: it takes or gives the seed there, beside the factor that it goes through in any case.
+    In a second backward (create_graph) the directions are reversed, so the seed is applied or removed there as well.
     """
 
     @staticmethod
@@ -271,9 +294,9 @@ class _Edge(torch.autograd.Function):
 
 
 class _Outside(torch.autograd.Function):
-    """What the engine returns, as its caller sees it. A change in place would go past it; torch refuses that.
+    """Marks an output of the engine. torch refuses a change in place, which would bypass the mark.
 
-    Not of a loss, (), which is a tensor of its own: loops that weigh it write `loss *= weight`.
+    A loss, (), becomes a tensor of its own instead: loops that weigh it write `loss *= weight`.
     """
 
     @staticmethod
@@ -299,48 +322,48 @@ class _Applied(torch.autograd.Function):
 
 
 def _fixed_part(config: Config, data_size: int) -> float:
-    """The seed, but for the loss scale."""
+    """Return the seed without the loss scale."""
     accumulation = config.gradient_accumulation_steps or 1
     before_sum = 1.0 / (data_size if config.prescale_gradients else config.gradient_predivide_factor)
     if config.fp16.enabled:
         return before_sum / accumulation
     if "fp16" in (config.communication_data_type, config.data_types.grad_accum_dtype):
-        # No loss scale comes down where a sum is beyond float16: what is summed is small from the start.
+        # Without a loss scale nothing shrinks after an overflow of a float16 sum, so its terms must be small.
         return (before_sum if before_sum != 1.0 else 1.0 / data_size) / accumulation
     return before_sum
 
 
 def _metadata(node: Node) -> dict[str, Any]:
-    found: Any = node.metadata  # an attribute, though torch declares a method
+    found: Any = node.metadata  # torch declares a method, but it is an attribute
     return cast(dict[str, Any], found)
 
 
 def _edges(node: Node) -> dict[int, Sequence[Node]]:
-    """Of which engines' outputs a node of the graph makes one -> what their inputs were made by."""
+    """Return id of an engine -> the nodes of its forward's inputs, if the node is an output of engines."""
     return cast(dict[int, Sequence[Node]], _metadata(node).get(_EDGE, {}))
 
 
 class _Ways(NamedTuple):
-    """Where the backward of a given loss goes over from what has its factor to what has not, and the other way.
+    """The edges in the backward of a given loss between nodes with its factor and nodes without it.
 
-    Nodes, with those of their inputs that lie on the other side. What is before the engine may reach the loss past it
-    as well.
+    Each entry is a node, with the indices of its inputs beyond the edge. Nodes before the engine may also reach the
+    loss past the engine.
     """
 
-    out: dict[Node, list[int]]  # to leaves, to what comes from before the engine, to engines with factors of their own
-    back: dict[Node, list[int]]  # from before the engine to its parameters
-    edges: set[Node]  # of what the engine has returned, with the factor
-    earlier_edges: set[Node]  # without it
+    out: dict[Node, list[int]]  # to leaves, to the graph before the engine, to other engines
+    back: dict[Node, list[int]]  # from the graph before the engine to its parameters
+    edges: set[Node]  # outputs of the engine with the factor
+    earlier_edges: set[Node]  # outputs without it
 
 
 def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> _Ways:
-    """own: identities of the engine's parameters. scale: that of the engine."""
+    """Find all edges of a given loss. own: ids of the engine's parameters. scale: of the engine."""
     entered: list[Node] = []
     engine = id(scale)  # its key among `_edges`
     if loss is not None and _is_of_another(loss, engine):
         raise StateError(
-            "engine.backward(loss): expected a loss that this engine has computed, found the output of another engine; "
-            "call the backward of that one, or loss.backward()"
+            "engine.backward(loss): expected a loss of this engine, found the output of another engine; call the "
+            "backward of that engine, or loss.backward()"
         )
 
     def below_outside(node: Node) -> Iterable[Node | None]:
@@ -350,8 +373,8 @@ def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> 
     outside = _reached([loss], below_outside)
     if any(scale._has_applied(node) for node in outside):
         raise StateError(
-            "engine.backward(loss): expected a loss that has not been through engine.scale(), found one that has: call "
-            "engine.backward(loss), or engine.scale(loss).backward()"
+            "engine.backward(loss): expected a loss without engine.scale(), found a loss with it: call either "
+            "engine.backward(loss) or engine.scale(loss).backward()"
         )
     before = _reached(entered, scale._below_outside)
 
@@ -367,7 +390,7 @@ def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> 
 
 
 def _ways(nodes: Iterable[Node], is_beyond: Callable[[Node], bool]) -> dict[Node, list[int]]:
-    """Those of the nodes that are no edges, with the places of their inputs that are beyond."""
+    """Return the nodes that are no outputs of engines, with the indices of their inputs beyond the edge."""
     found = {
         node: [index for index, (other, _) in enumerate(node.next_functions) if other is not None and is_beyond(other)]
         for node in nodes
@@ -392,7 +415,7 @@ def _is_leaf_of(node: Node, own: Collection[int]) -> bool:
 
 
 def _is_scaled(root: Node | None, own: Collection[int], engine: int) -> bool:
-    """Whether what a backward begins with gets the factor there, and not where it comes to an engine's edge."""
+    """Return True if a backward from this node is multiplied at its start, not at an output of an engine."""
     return root is not None and not _is_other_leaf(root, own) and not _is_of_another(root, engine)
 
 
@@ -405,7 +428,7 @@ def _below(node: Node) -> Iterable[Node | None]:
 
 
 def _reached(starts: Iterable[Node | None], below: Callable[[Node], Iterable[Node | None]] = _below) -> set[Node]:
-    """The nodes, and all that is below them, as `below` says."""
+    """Return the nodes and all nodes below them."""
     found, waiting = set[Node](), list(starts)
     while waiting:
         node = waiting.pop()
@@ -416,7 +439,7 @@ def _reached(starts: Iterable[Node | None], below: Callable[[Node], Iterable[Nod
 
 
 def _multiplied(node: Node, indices: Collection[int], factor: float) -> RemovableHandle:
-    """Multiplies the gradients that a node gives to some of its inputs."""
+    """Multiply the gradients that a node gives to some of its inputs."""
 
     def hook(gradients: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return tuple(g * factor if g is not None and index in indices else g for index, g in enumerate(gradients))

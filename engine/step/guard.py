@@ -1,4 +1,4 @@
-"""Notices what a user changes on the model behind the engine's back, before it goes wrong silently."""
+"""Notice changes of the model's parameters behind the engine's back, which would be lost silently."""
 
 from __future__ import annotations
 
@@ -18,43 +18,39 @@ from .parts import Parts
 
 _NUM_SAMPLED = 4  # of a parameter
 _Look = tuple[list[Tensor], list[Tensor]]
-"""Values as they were remembered, and as they were found: where several times, the first that were others."""
+"""(remembered values, found values); of several comparisons in a step, the first difference of each element."""
 
 
 class ParameterFingerprints:
-    """Tells which parameter of the groups has changed since. Where they are on a device, the host does not wait."""
+    """Finds parameters of the groups whose values have changed. On a device the host does not wait."""
 
     def __init__(self, groups: Sequence[ShardedGroup]) -> None:
         dtypes = dict.fromkeys(group.plan.dtype for group in groups)
         self._samples = [_Samples([group for group in groups if group.plan.dtype == dtype]) for dtype in dtypes]
         self._values: list[Tensor] | None = None
-        self._memory: list[Tensor] = []  # of the values that were remembered last
-        self._seen: Tensor | None = None  # () bool on a device: a value was found changed there
+        self._memory: list[Tensor] = []  # buffers of the last remembered values
+        self._seen: Tensor | None = None  # () bool on a device: a value has changed
         self._looks: list[_Look] = []
-        self._told: list[_Look] = []  # those of which `take_changed` has told
+        self._told: list[_Look] = []  # comparisons that the last `take_changed` covers
 
     def __len__(self) -> int:
-        """Of how many dtypes they are."""
+        """Return the number of dtypes."""
         return len(self._samples)
 
     def remember(self) -> None:
-        """The step has ended: nobody changes values now."""
+        """Remember the values at the end of a step."""
         self._told = []
         is_looked_at = self._looks and any(values is self._memory for values, _ in self._looks)
         if self._samples and (is_looked_at or not self._memory):
-            with torch.inference_mode(False):  # it is written to later
+            with torch.inference_mode(False):  # else the next step could not write to it
                 self._memory = [sample.take() for sample in self._samples]
-        else:  # at the addresses of the last step, so that what is taken beside them has its own again as well
+        else:  # at the addresses of the last step, so that later allocations have their old addresses too
             for sample, out in zip(self._samples, self._memory, strict=True):
                 sample.take(out)
         self._values = self._memory
 
-    def expect_update(self) -> None:
-        """From now on they may change, until they are remembered."""
-        self._values = None
-
     def changed(self) -> str:
-        """The name of a parameter that has changed; "" where there is none, and on a device: `take_changed` tells."""
+        """Return the name of a changed parameter, or "". On a device always return "": see `take_changed`."""
         if not self._samples:
             return ""
         if self._values is None:
@@ -66,7 +62,9 @@ class ParameterFingerprints:
             return ""
         if differs[0].device.type == "cpu":
             return self._first_difference(self._values, now) if any(map(bool, differs)) else ""
-        if self._looks and self._looks[-1][0] is self._values:  # one look, however many microbatches a step has
+        if (
+            self._looks and self._looks[-1][0] is self._values
+        ):  # a single comparison per step, over all its microbatches
             _, earlier = self._looks.pop()
             changed = zip(self._values, earlier, now, strict=True)
             now = [torch.where(then != old, then, last) for old, then, last in changed]
@@ -76,19 +74,20 @@ class ParameterFingerprints:
         return ""
 
     def take_changed(self) -> Tensor | None:
-        """() bool on a device: `changed` has found a changed value there since this was asked last.
+        """Return () bool on a device: whether `changed` has found a change there since the last call.
 
-        The host need not know before the step ends. None where nothing was looked at, and on the CPU, where it knows.
+        None if nothing was compared, and on the CPU, where `changed` says it. The values may change until `remember`.
         """
+        self._values = None  # the update changes them, and `remember` follows it
         seen, self._seen = self._seen, None
         self._told, self._looks = self._looks, []
         return seen
 
     def changed_name(self) -> str:
-        """The name of a parameter of which `take_changed` has told last, or ""; the host waits."""
+        """Return the name of a parameter that the last `take_changed` found changed, or "". Waits for the device."""
         for old, new in self._told:
             if name := self._first_difference(old, new):
-                self._values = old  # the next step is not to take it for right
+                self._values = old  # the next step must not accept the change
                 return name
         return ""
 
@@ -100,7 +99,7 @@ class ParameterFingerprints:
 
 
 class _Samples:
-    """The bits of some elements of each parameter of a dtype. A change of whole tensors or first rows shows there."""
+    """Some elements of each parameter of a dtype, as bits. They show changes of a whole tensor or of its first rows."""
 
     def __init__(self, groups: Sequence[ShardedGroup]) -> None:
         self._bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[groups[0].plan.dtype.itemsize]
@@ -118,7 +117,7 @@ class _Samples:
         ]
 
     def take(self, out: Tensor | None = None) -> Tensor:
-        """out: of an earlier time, that is written to."""
+        """Return the samples as they are now. out: a tensor of an earlier call, to write them into."""
         if out is None:
             return torch.cat(self._views).view(self._bits)
         torch.cat(self._views, out=out.view(self._views[0].dtype))
@@ -131,13 +130,13 @@ class _Samples:
 class ModelGuard(StepFeature):
     """Compares the model's parameters with those that the engine knows.
 
-    | what is compared                                  | of which parameters                                        |
-    |---------------------------------------------------|------------------------------------------------------------|
-    | identity in its place                             | all                                                        |
-    | requires_grad                                     | those frozen and in no group of the optimizer              |
-    | where its values lie                              | all whose memory is kept                                   |
-    | how often it was changed in place                 | those of which masters or other ranks have another copy    |
-    | a few of its elements, for what went past `.data` | of those, the ones that can be read between steps          |
+    | compared                                    | parameters                                          |
+    |---------------------------------------------|-----------------------------------------------------|
+    | identity at its name                        | all                                                 |
+    | requires_grad                               | frozen, and in no group of the optimizer            |
+    | address of its values                       | all whose memory is kept                            |
+    | version: number of changes in place         | those with a copy: master weights, other ranks      |
+    | some elements, for changes through `.data`  | those of the last row that are full between steps   |
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -167,53 +166,50 @@ class ModelGuard(StepFeature):
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
         self.values = ParameterFingerprints(readable if only_steps_change else ())
-        # Whether another rank may change what is remembered here: it must wait until that is done.
+        # If another rank may write to these values, it must wait until they are remembered here.
         self._shares_values = copies_are_shared and len(self.values) > 0
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self.after_change()
 
     def after_change(self) -> None:
-        """Takes the parameters as they are now for right."""
-        self.values.expect_update()
+        """Accept the parameters as they are now."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = _versions(self._watched)
-            self._addresses = _addresses(self._kept)
+            self._addresses, self._versions = self._addresses_and_versions()
         self.values.remember()
 
     def before_update(self) -> None:
-        self.values.expect_update()
         if (seen := self.values.take_changed()) is not None:
             self._parts.steps.accumulated.note_inconsistency(self, seen)
 
     def after_update(self, skipped: bool) -> None:
-        """Autograd refuses graphs that have saved parameters before this, as it does after a step of torch's."""
+        """Mark the parameters as changed: autograd refuses a backward of earlier graphs, as after a step of torch."""
         if not skipped:
             torch.autograd.graph.increment_version(self._updated)
             self._versions = [version + by for version, by in zip(self._versions, self._grows, strict=True)]
         self.values.remember()
-        if self._shares_values:  # else a rank that is ahead may change what this one remembers
+        if self._shares_values:  # else a rank that is ahead may change values while they are remembered here
             self._mesh.fence("the end of a step")
 
     def after_refresh(self) -> None:
         self.values.remember()
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
-        """Raises ValueError for parameters that were added, replaced, tied, taken out, unfrozen or changed."""
+        """Raise ValueError if a parameter was added, replaced, tied, removed, unfrozen or changed."""
         if self._modules.have_changed():
             self._check_places()
-        with torch._C.DisableTorchFunctionSubclass():  # reading an attribute of a released one costs a call of Python
+        with torch._C.DisableTorchFunctionSubclass():  # else each attribute of a released parameter costs a Python call
             for name, param in self._params:
                 if param.requires_grad:
                     raise ValueError(
-                        f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; no "
-                        "group of the optimizer has it; give it one by engine.optimizer.add_param_group"
+                        f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; it is "
+                        "in no group of the optimizer; add it by engine.optimizer.add_param_group"
                     )
-            addresses, versions = _addresses(self._kept), _versions(self._watched)
+            addresses, versions = self._addresses_and_versions()
         if addresses != self._addresses:
             raise ValueError(
-                f"parameter '{_first_other(self._kept, addresses, self._addresses)}' got other memory (an assignment "
-                f"to its .data, or .to(), .half(), ...), which is not what is updated and saved; {_INSTEAD}"
+                f"parameter '{_first_other(self._kept, addresses, self._addresses)}' got new memory (an assignment to "
+                f"its .data, or .to(), .half(), ...), but the engine updates and saves the old memory; {_INSTEAD}"
             )
         if versions != self._versions:
             name = _first_other(self._watched, versions, self._versions)
@@ -222,43 +218,39 @@ class ModelGuard(StepFeature):
             raise ValueError(_CHANGED.format(name=name, how=_THROUGH_DATA))
 
     def explain_inconsistency(self) -> None:
-        """Raises ValueError on all ranks, for what `values.take_changed` has told of on any. A collective."""
+        """Raise ValueError on all ranks if `take_changed` found a change on any rank. A collective."""
         name = self.values.changed_name()
         own = _CHANGED.format(name=name, how=_THROUGH_DATA) if name else ""
         if found := [text for text in self._mesh.world.gather_objects(own) if text]:
             raise ValueError(found[0])
 
+    def _addresses_and_versions(self) -> tuple[list[int], list[int]]:
+        """Return where each kept parameter lies, and how often each watched parameter was changed in place."""
+        addresses = map(Tensor.data_ptr, map(_PARAM, self._kept))
+        return list(addresses), list(map(_VERSION, map(_PARAM, self._watched)))
+
     def _check_places(self) -> None:
-        """As `check`, of which parameter is where; then takes the modules as they are now for right."""
+        """Raise ValueError if another parameter stands at a name. Else accept the modules as they are now."""
         found = dict(self._module.named_parameters(remove_duplicate=False))
         for name, param in found.items():
             if id(param) not in self._known:
                 raise ValueError(
-                    f"parameter '{name}' was added or replaced after lowtide.initialize, which does not know it; "
-                    "change the model first, then call initialize again"
+                    f"parameter '{name}' was added or replaced after lowtide.initialize, so the engine does not know "
+                    "it; change the model first, then call initialize again"
                 )
             if self._places.get(name, param) is not param:
                 raise ValueError(
-                    f"parameter '{name}' was tied to '{self._known[id(param)]}' after "
-                    "lowtide.initialize, and what it was before "
-                    "would still be updated and saved; tie them first, then call initialize again"
+                    f"parameter '{name}' was tied to '{self._known[id(param)]}' after lowtide.initialize, but the "
+                    "engine would still update and save its old value; tie them first, then call initialize again"
                 )
         present = {id(param) for param in found.values()}
         gone = next((name for name, param in self._places.items() if id(param) not in present), None)
         if gone is not None:
             raise ValueError(
-                f"parameter '{gone}' was taken out of the model after lowtide.initialize, and would still be updated "
-                "and saved; change the model first, then call initialize again"
+                f"parameter '{gone}' was removed from the model after lowtide.initialize, but the engine would still "
+                "update and save it; change the model first, then call initialize again"
             )
         self._modules = _Modules(self._module)
-
-
-def _addresses(params: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
-    return list(map(Tensor.data_ptr, map(_PARAM, params)))
-
-
-def _versions(params: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
-    return list(map(_VERSION, map(_PARAM, params)))
 
 
 def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int], expected: Sequence[int]) -> str:
@@ -271,26 +263,24 @@ _INSTEAD = (
     "change it inside `with engine.gathered(parameter, modify=True):` (zero.GatheredParameters(parameter, "
     "modifier_rank=0) in lowtide.deepspeed)"
 )
-_CHANGED = "parameter '{name}' was changed {how}, which its master weights and other ranks do not see; " + _INSTEAD
+_CHANGED = "parameter '{name}' was changed {how}, but its master weights and other ranks do not see it; " + _INSTEAD
 _THROUGH_DATA = "through .data"
 
 
 class _Modules:
-    """Modules as they were, with their own parameters and children: cheaper to compare than all names are to walk."""
+    """The parameters and children of all modules at an earlier time: cheaper to compare than all names."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
-        are_dicts = all(isinstance(one, dict) for one in self._owned())  # torch.jit has something else in their place
-        self.values = dict.values if are_dicts else methodcaller("values")  # which takes twice as long
-        self._held = list(self._members())  # so that their identities are not given to others
+        tables = chain.from_iterable(map(_OWNED, self._modules))
+        are_dicts = all(isinstance(table, dict) for table in tables)  # torch.jit has other objects in their place
+        self._values = dict.values if are_dicts else methodcaller("values")  # the latter takes twice as long
+        self._held = list(self._members())  # keeps them alive, so that no id is used twice
         self._ids = list(map(id, self._held))
 
     def have_changed(self) -> bool:
         return list(map(id, self._members())) != self._ids
 
     def _members(self) -> Iterator[object]:
-        """No line of Python for each module, of which a model has some hundreds."""
-        return chain.from_iterable(map(self.values, self._owned()))
-
-    def _owned(self) -> Iterator[Any]:
-        return chain.from_iterable(map(_OWNED, self._modules))
+        """Iterate over the parameters and children of all modules, without a line of Python for each module."""
+        return chain.from_iterable(map(self._values, chain.from_iterable(map(_OWNED, self._modules))))

@@ -1,4 +1,4 @@
-"""Ranks whose data end at different times: who has run out takes part without data until all have."""
+"""Ranks whose data end at different times: a rank without data takes part in the steps of the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...zero.sequence import Phase, StateError
 
 
 class Call(Enum):
-    """What all ranks do together; the value is how users read it."""
+    """A call that all ranks make together. The value is its name for users."""
 
     FORWARD = "a forward"
     FORWARD_WITHOUT_GRADIENTS = "a forward under torch.no_grad()"
@@ -29,55 +29,55 @@ class Call(Enum):
 
 _CALLS = tuple(Call)
 
-# The join that is open in this process. As global as what it guards: while one engine's is, ranks without data come to
-# the calls of that engine alone, and every other engine of the process waits for them in vain.
+# The open join of this process. It is global, since it concerns all engines: ranks without data come only to the calls
+# of the engine whose join is open, and any other engine of the process would wait for them in vain.
 _OPEN: list[Join] = []
 
-OTHERS = "that of another engine, whose calls ranks without data would not come to"
+OTHERS = "the join of another engine, whose calls ranks without data would not make"
 NO_JOIN = (
-    "engine.join(): expected an engine without parallel.pipeline, tensor and sequence, found one with it: these ranks "
-    "take the same batches, and compare them, so there is no part without data. Let the loader end with the shortest "
+    "engine.join(): expected a config without parallel.pipeline, tensor and sequence, found it: these ranks take the "
+    "same batches and compare them, so none of them can run out of data alone. Let the loader end with the shortest "
     "share"
 )
 
 NO_JOIN_BY_LAYERS = (
-    "engine.join(): expected an engine without zero_optimization.layered_gradient_accumulation, found one with it: the "
-    "microbatches of a step go through each block together, so there is no step with fewer of them. Let the loader end "
+    "engine.join(): expected a config without zero_optimization.layered_gradient_accumulation, found it: the "
+    "microbatches of a step go through each block together, so a step cannot have fewer of them. Let the loader end "
     "with the shortest share"
 )
 
 NO_JOIN_OF_EXPERTS = (
-    "engine.join(): expected an engine without parallel.expert, found one with it: a rank that has run out of data "
-    "would not come to the exchange of tokens in the forwards of others. Let the loader end with the shortest share"
+    "engine.join(): expected a config without parallel.expert, found it: a rank without data would not take part in "
+    "the exchange of tokens in the forwards of other ranks. Let the loader end with the shortest share"
 )
 
 
 class Join:
-    """Tells ranks that have run out of data which collectives those that have some are about to make.
+    """Tells ranks without data which collectives the ranks with data start next.
 
         rank 0, with data    F B step   F B step   F B step   F B step   leaves
         rank 1               F B step   F B step   leaves
                                                    f b step   f b step   all have left
 
-    Before each call there is one small sum: of how many ranks make it. A rank that has left the loop makes it too,
-    with no data (f, b): it gathers, and gives gradients of zero. A forward is one of them only where it gathers from
-    other ranks.
+    Before each call there is a small sum: how many ranks make it with data. A rank that has left the loop makes the
+    call without data (f, b): it gathers, and its gradients are zero. Forwards are among these calls only if they
+    gather from other ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.num_missing = 0
-        """Microbatches of this step that ranks without data have not had."""
+        """Microbatches of this step that are missing on ranks without data."""
         self._mesh = mesh
         self._has_data = True
-        self._is_together = False  # a call that ranks without data make too
+        self._is_together = False  # inside of `together`
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Raises StateError where one is open, of this engine or of another."""
+        """Open the join. Raise StateError if a join is open, of this engine or another engine."""
         if _OPEN:
             raise StateError(
-                f"engine.join(): expected one at a time, found one inside of {'another' if self._is_open else OTHERS}; "
-                "leave one out"
+                "engine.join(): expected a single join at a time, found it inside of "
+                f"{'another' if self._is_open else OTHERS}; remove either"
             )
         self._has_data = True
         _OPEN.append(self)
@@ -91,13 +91,13 @@ class Join:
         return self in _OPEN
 
     def calls_without_data(self) -> Iterator[Call]:
-        """This rank has run out: the calls that others make, until all ranks have."""
+        """Yield the calls of the ranks with data, until no rank has data. Called when this rank has no more data."""
         self._has_data = False
         while (met := self._agree(None)) is not None:
             yield met[0]
 
     def before(self, call: Call) -> int:
-        """To be called before the collectives of a call. On how many ranks it has data."""
+        """Return on how many ranks this call has data. Called before the collectives of the call."""
         size = self._mesh.world.size
         if not _OPEN:
             return size
@@ -106,11 +106,11 @@ class Join:
         if not self._is_open or not self._has_data or self._is_together:
             return size
         met = self._agree(call)
-        assert met is not None  # this rank has come
+        assert met is not None  # this rank has data
         return met[1]
 
     def before_pass(self, phase: Phase, boundary: bool) -> None:
-        """`before`, of a forward or a backward. boundary: the last of a step."""
+        """Do `before` for a forward or a backward. boundary: the last backward of a step."""
         if phase is Phase.BACKWARD:
             self.before(Call.LAST_BACKWARD if boundary else Call.BACKWARD)
         elif phase is Phase.IDLE:
@@ -119,7 +119,7 @@ class Join:
             self.before(Call.FORWARD if torch.is_grad_enabled() else Call.FORWARD_WITHOUT_GRADIENTS)
 
     def together(self, call: Call) -> AbstractContextManager[int]:
-        """Around a call that ranks without data make as well. Gives on how many ranks it has data."""
+        """Wrap a call that ranks without data make as well. Yields on how many ranks it has data."""
         return self._together(call) if _OPEN else nullcontext(self._mesh.world.size)
 
     @contextmanager
@@ -132,18 +132,18 @@ class Join:
             self._is_together = False
 
     def check_outside(self, what: str) -> None:
-        """Raises StateError where ranks that have run out of data would not come to a collective."""
+        """Raise StateError if ranks without data would not come to this collective."""
         if self._is_together or not _OPEN:
             return
         if self._is_open or self._mesh.world.size > 1:
             raise StateError(
-                f"{what}: expected it outside of `with engine.join():`, found it inside, where ranks that have run out "
-                "of data do not make the call; make it before or after, or let the config do it "
+                f"{what}: expected a call outside of `with engine.join():`, found it inside: ranks that have run out "
+                "of data do not make it; call it before or after the join, or let the config do it "
                 "(checkpoint.every_steps)"
             )
 
     def _agree(self, call: Call | None) -> tuple[Call, int] | None:
-        """What the ranks with data do next, and how many they are; None where no rank has any. A collective."""
+        """Return the next call of the ranks with data, and their number; None if no rank has data. A collective."""
         mine = torch.tensor([call is one for one in _CALLS], dtype=torch.int64, device=self._mesh.world.device)
         counts = self._mesh.sum_small(mine, "the meeting of ranks in engine.join()").tolist()
         found = [(one, count) for one, count in zip(_CALLS, counts, strict=True) if count]
@@ -161,5 +161,5 @@ class Join:
 
 
 def weighted(losses: list[Tensor], weight: float) -> list[Tensor]:
-    """One loss in the place of all, whose mean over ranks is that of the losses there are."""
+    """Return a single loss for all losses; its mean over ranks is the mean over all microbatches."""
     return [torch.stack(losses).mean() * weight] if losses else []

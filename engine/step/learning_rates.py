@@ -1,4 +1,4 @@
-"""The learning rates of the parameter groups: from the config's schedule, or from a scheduler of the caller's."""
+"""Learning rates of the parameter groups, from the config's schedule or the caller's scheduler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -14,23 +14,24 @@ from ...zero.loss_scale import LossScaler
 from ...zero.optimizer import ShardedOptimizer
 from ..archive.run_state import restore_options
 from ..config.config import Config
+from .features import StepFeature, StepResult
 from .lr_schedule import Schedule
 
 Betas = Callable[[int], tuple[float, float] | None]
-"""Optimizer steps taken so far -> the betas of the next step, of each group that has some; None: as they are."""
+"""Number of optimizer steps so far -> betas of the next step, for each group with betas; None: unchanged."""
 
 
 def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
-    """The caller's scheduler: what was given, or what that makes of the optimizer.
+    """Return the caller's scheduler: `given`, or given(optimizer).
 
-    Raises ValueError where it would not move the learning rates of this optimizer.
+    Raises ValueError if it would not change the learning rates of this optimizer.
     """
     if given is None:
         return None
     is_made = hasattr(given, "step") and not isinstance(given, type)
     if not is_made and not callable(given):
         raise ValueError(
-            f"lr_scheduler: expected a scheduler with a step(), or a callable that makes one of the optimizer, found "
+            f"lr_scheduler: expected a scheduler with a step(), or a callable optimizer -> scheduler, found "
             f"{type(given).__name__}"
         )
     scheduler = given if is_made else given(optimizer)
@@ -40,23 +41,23 @@ def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
     needed = [key for key, value in inspect.signature(scheduler.step).parameters.items() if _is_needed(value)]
     if needed:
         raise ValueError(
-            "lr_scheduler: expected one whose step() needs nothing, since the engine calls it after each update, "
-            f"found {name}, which needs '{needed[0]}'; make it over engine.optimizer after initialize, and call its "
-            "step yourself"
+            "lr_scheduler: expected a scheduler whose step() needs no argument, since the engine calls it after each "
+            f"update, found {name}, whose step() needs '{needed[0]}'; make it with engine.optimizer after initialize, "
+            "and call its step yourself"
         )
     bound = getattr(scheduler, "optimizer", None)
     groups = getattr(bound, "param_groups", None)
     if groups is not None and list(map(id, groups)) != list(map(id, optimizer.param_groups)):
         raise ValueError(
             "lr_scheduler: expected a scheduler of the optimizer that is passed to initialize, found "
-            f"{name} of another {type(bound).__name__}, whose learning rates nobody uses; pass that optimizer too, or "
-            f"a callable such as lambda optimizer: {name}(optimizer, ...)"
+            f"{name} of another {type(bound).__name__}, whose learning rates have no effect; pass that optimizer too, "
+            f"or a callable, for example lambda optimizer: {name}(optimizer, ...)"
         )
     if optimizer.lacks_state:
         raise ValueError(
-            f"lr_scheduler: expected a momentum of 0 as the optimizer was made with, found a momentum of "
-            f"{max(group['momentum'] for group in optimizer.param_groups):g} that {name} has set (cycle_momentum), for "
-            "which no state is kept; give the optimizer a momentum, or set cycle_momentum=False"
+            f"lr_scheduler: expected momentum 0, with which the optimizer was made and keeps no state, found momentum "
+            f"{max(group['momentum'] for group in optimizer.param_groups):g} set by {name} (cycle_momentum); give the "
+            "optimizer a momentum, or set cycle_momentum=False"
         )
     return scheduler
 
@@ -66,22 +67,28 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and not may_be_left_out
 
 
-class LearningRates:
-    """Sets them before each step."""
+class LearningRates(StepFeature):
+    """Sets the learning rates of the parameter groups after each step. It is off if they are constant."""
 
     def __init__(
         self, optimizer: ShardedOptimizer, schedule: Schedule | None, betas: Betas | None, scheduler: Any
     ) -> None:
-        """schedule, betas: the config's. scheduler: the caller's, with a `step()`."""
+        """schedule, betas: of the config. scheduler: of the caller, with a `step()`."""
         self._optimizer = optimizer
         self._schedule = schedule
         self._betas = betas
         self.scheduler = scheduler
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self.is_on = schedule is not None or scheduler is not None
         self.apply()
 
+    @classmethod
+    def of(cls, parts: Any) -> Self | None:
+        found: Self = parts.learning_rates
+        return found
+
     def check_takes(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError where the caller's scheduler cannot go on with another group: it is tried on a copy."""
+        """Raise ValueError if the caller's scheduler fails with another parameter group. A copy of it is tried."""
         bound = getattr(self.scheduler, "optimizer", None)
         if bound is None:
             return
@@ -91,18 +98,18 @@ class LearningRates:
             copy.deepcopy(self.scheduler, {id(bound): other}).step()
         except Exception as error:
             raise ValueError(
-                "engine.optimizer.add_param_group(): expected an lr_scheduler that goes on with another group, found "
-                f"{type(self.scheduler).__name__}, which fails: {error}. Extend what it has for each group before, for "
+                "engine.optimizer.add_param_group(): expected an lr_scheduler that works with a new group, found that "
+                f"{type(self.scheduler).__name__} fails: {error}. Extend its lists of values per group first, for "
                 "example scheduler.base_lrs.append(lr), or leave it out of initialize and call its step yourself"
             ) from error
 
     def add(self, group: Mapping[str, Any]) -> None:
-        """Another group of the optimizer, its last one, whose learning rate the config's schedule begins with."""
+        """Add a group, the last group of the optimizer. The config's schedule starts from its learning rate."""
         self._base.append(float(group["lr"]))
         self.apply()
 
     def apply(self) -> None:
-        """What the schedule says for the next step."""
+        """Set learning rates and betas for the next step."""
         if self._schedule is not None:
             for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
                 group["lr"] = self._schedule(base, self._optimizer.counts.num_steps)
@@ -112,18 +119,19 @@ class LearningRates:
                 if "betas" in group:
                     group["betas"] = betas
 
-    def advance(self) -> None:
-        """After a step that updated."""
+    def after_step(self, step: int, result: StepResult) -> None:
+        if result.skipped:
+            return
         self.apply()
         if self.scheduler is not None:
             bound = getattr(self.scheduler, "optimizer", None)
             if isinstance(bound, torch.optim.Optimizer):
-                # Its own `step` is never called; torch's scheduler warns without this. Test: test_own_optimizer.py.
+                # torch's scheduler warns if its optimizer's `step` was never called. Test: test_own_optimizer.py.
                 bound._opt_called = True  # type: ignore[attr-defined]
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups' options, and where the schedule stands."""
+        """Return the options of the groups, and the state of the scheduler."""
         groups = self._optimizer.param_groups
         has_state = hasattr(self.scheduler, "state_dict")
         return {
@@ -133,9 +141,10 @@ class LearningRates:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, after the optimizer's number of steps and the scheduler were restored.
+        """Continue from a `state_dict`. The optimizer's step count and the scheduler are restored before.
 
-        then, now: the optimizer's options in the config of the saved run, and of this one; what differs stays as it is.
+        then, now: the optimizer's options in the config of the saved run and in this config. Options that differ keep
+        the values of this config.
         """
         if "lr" not in restore_options(self._optimizer.param_groups, saved["options"], then, now):
             self._base = list(saved["base"])
@@ -144,14 +153,14 @@ class LearningRates:
         self.apply()
 
     def _scale_scheduler(self, saved: Sequence[Mapping[str, Any]], ratio: float) -> None:
-        """The caller's schedule goes on from where it stood, with all of its learning rates `ratio` times as high."""
+        """Multiply all learning rates of the caller's scheduler by `ratio`."""
         self.scheduler.base_lrs = [base * ratio for base in self.scheduler.base_lrs]
         for group, options in zip(self._optimizer.param_groups, saved, strict=True):
             group.update({key: options[key] * ratio for key in ("lr", "initial_lr") if key in options})
 
 
 class TrainingState:
-    """What all ranks of an engine have alike, but for the caller's own part."""
+    """The state that all ranks of an engine have in common, and the caller's state."""
 
     def __init__(
         self, config: Config, optimizer: ShardedOptimizer, learning_rates: LearningRates, loss_scaler: LossScaler
@@ -164,7 +173,7 @@ class TrainingState:
         self._loss_scaler = loss_scaler
 
     def described(self) -> dict[str, Any]:
-        """Of a checkpoint, beside what each rank has of its own."""
+        """Return the common state for a checkpoint."""
         averages = self._optimizer.averages
         return {
             "global_step": self.global_step,
@@ -176,14 +185,14 @@ class TrainingState:
         }
 
     def restore(self, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """saved: as `described`, of a training with that config. The optimizer, and what has a state, are as saved."""
+        """Restore a state of `described`. config: of the saved run."""
         self.global_step = saved["global_step"]
         self._loss_scaler.load_state_dict(saved["loss_scaler"])
         then, now = ((values.get("optimizer") or {}).get("params", {}) for values in (config, self._config.as_dict()))
         self.learning_rates.load_state_dict(saved["learning_rates"], then, now)
 
     def restore_client_state(self, saved: Mapping[str, Any]) -> None:
-        """What the caller has put there, in place; not what loads its own state."""
+        """Restore the caller's values in place, except objects that load their state themselves."""
         for key, value in saved.items():
             if key in self.client_state and not hasattr(self.client_state[key], "load_state_dict"):
                 self.client_state[key] = value

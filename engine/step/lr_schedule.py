@@ -35,7 +35,7 @@ _SECOND_BETA = 0.99  # DeepSpeed's in a OneCycle, whatever the optimizer's is
 
 
 def schedule_of(section: SchedulerConfig) -> Schedule:
-    """What a section of the config says. Rates are never negative."""
+    """Return the schedule of a config section. Learning rates are never negative."""
     params = section.params
     if isinstance(params, ConstantParams):
         return _after_warmup(section.type, params)
@@ -49,7 +49,7 @@ def schedule_of(section: SchedulerConfig) -> Schedule:
 
 
 def betas_at(section: SchedulerConfig, step: int) -> tuple[float, float] | None:
-    """The betas of the update after `step` updates; None: those that the optimizer has.
+    """Return the betas of the update after `step` updates; None: the optimizer's.
 
     OneCycle: max - (max - min) x height(t) in the cycle; then max x (1 + rate x (t - size) / decay steps). The first
     update has the minimum, as DeepSpeed sets it when it is made.
@@ -71,7 +71,9 @@ def betas_at(section: SchedulerConfig, step: int) -> tuple[float, float] | None:
 
 
 def _torchs(kind: str, **params: Any) -> Callable[[float, float], float]:
-    """torch's scheduler in its closed form: a checkpoint may go on at any step, and a skipped update is none."""
+    """Return torch's scheduler in its closed form: a checkpoint may continue at any step, and a skipped update does not
+    count.
+    """
     made: Any = getattr(lr_scheduler, kind)(torch.optim.SGD([torch.empty(0)]), **params)
 
     def rate(base_lr: float, step: float) -> float:
@@ -82,7 +84,7 @@ def _torchs(kind: str, **params: Any) -> Callable[[float, float], float]:
 
 
 def _share_of_period(length: int, times: int, step: int) -> float:
-    """Where in its period CosineAnnealingWarmRestarts is; each period has `times` the steps of the one before."""
+    """Return the position in the period of CosineAnnealingWarmRestarts, from 0 to 1; periods grow by `times`."""
     if times == 1:
         return step % length / length
     while step >= length:
@@ -115,7 +117,7 @@ def _after_warmup(kind: str, params: ConstantParams) -> Schedule:
 
 
 def _warmup(iteration: int, params: WarmupLRParams | WarmupCosineLRParams) -> float | None:
-    """log: ln(i + 1) / ln(w); linear: i / w. Only for i < w, with w at least 2; after it None."""
+    """Return ln(i + 1) / ln(w) (log) or i / w (linear) for i < w, with w at least 2; None after the warm-up."""
     warmup_steps = max(2, params.warmup_num_steps)
     if iteration >= warmup_steps:
         return None
@@ -123,7 +125,7 @@ def _warmup(iteration: int, params: WarmupLRParams | WarmupCosineLRParams) -> fl
 
 
 def _warmup_lr(params: WarmupLRParams, base_lr: float, step: int) -> float:
-    """min + (max - min) x factor, where a maximum of null is the optimizer's learning rate.
+    """Return min + (max - min) x factor. If the maximum is null, it is the optimizer's learning rate.
 
     WarmupLR: the factor is 1 after the warm-up. WarmupDecayLR: max(0, (T - i) / max(1, T - w)).
     """
@@ -183,7 +185,7 @@ def _decay_intervals(params: OneCycleParams, step: int) -> float:
 
 
 def _height(params: OneCycleParams, step: int) -> float:
-    """From 0 to 1 and back; in whole stairs where there are some."""
+    """Return the height in the cycle: from 0 to 1 and back; in stairs if the config has a stair count."""
     first, second = _sizes(params)
     position = step % (first + second)
     is_first = position <= first

@@ -1,4 +1,4 @@
-"""The driver without a pipeline: each rank has the whole model, and hooks on it say which units are used."""
+"""The driver without a pipeline: each rank has the whole model, and hooks on it report the uses of units."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from ...zero.hooks import UnitHooks
 from ...zero.sequence import StateError, UnitSequence
 from ...zero.unit import Unit
 from ..archive.named_state import UnsplitModel
-from .batch import call, forward
+from .batch import ModelCall, call, forward
 from .call_guard import CallGuard
 from .gradient_placeholders import GradientPlaceholders
 from .gradient_scale import on_backward_start
 from .join import Call
-from .model_call import ModelCall
 from .steps import Steps
 
 
 class ImplicitBackward:
-    """Treats a `loss.backward()` as `engine.backward` does: see `UnitSequence.set_listeners`."""
+    """Makes each `loss.backward()` what `engine.backward` is. See `UnitSequence.set_listeners`.
+
+    It holds the engine's turn until autograd has ended.
+    """
 
     def __init__(self, passes: UnitSequence, steps: Steps, call_guard: CallGuard, progress: Progress) -> None:
         self._passes = passes
@@ -35,10 +37,10 @@ class ImplicitBackward:
         self._call_guard = call_guard
         self._progress = progress
         self._shown = steps.features.get(GradientPlaceholders)
-        self._losses: dict[int, Tensor] = {}  # by the run of autograd that they are of
+        self._losses: dict[int, Tensor] = {}  # by autograd's number of the backward
 
     def known(self, scaled: Tensor, loss: Tensor) -> Tensor:
-        """As `scaled`, (); when its backward begins, `loss` is what it is of."""
+        """Return `scaled`, (). When its backward begins, `loss` is known as the loss of that backward."""
 
         def hook(gradient: Tensor) -> None:
             self._losses[current_graph_task()] = loss
@@ -76,7 +78,7 @@ class ImplicitBackward:
         self._steps.abort_backward(StateError("loss.backward() was ended by an error"))
 
     def _is_lost(self) -> bool:
-        """Whether the turn has come back without `end`."""
+        """Return True if autograd ended without calling `end`. The turn is given back then."""
         if not self._passes.has_lost_backward():
             return False
         self.abort()
@@ -84,10 +86,10 @@ class ImplicitBackward:
 
 
 def check_loss(loss: object, call: str, error: type[ValueError] = ValueError) -> None:
-    """Raises `error` for what no backward can begin with."""
+    """Raise `error` if no backward can begin with this value."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise error(
-            f"{call}: expected a loss with one element that requires a gradient, found {_describe(loss)}; "
+            f"{call}: expected a loss with a single element that requires a gradient, found {_describe(loss)}; "
             "was it computed under torch.no_grad(), or detached?"
         )
 
@@ -101,7 +103,7 @@ def _describe(value: Any) -> str:
 
 
 class ModelRunner:
-    """See `Runner`. A microbatch goes forward and backward before the next one."""
+    """Runs forward and backward of a microbatch, then the next microbatch. See `Runner`."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class ModelRunner:
         mesh: Mesh,
         patches: ModelPatches,
     ) -> None:
-        """passes: told of all uses by the hooks. patches: of what hears of backwards."""
+        """passes: the hooks report all uses to it. ledger: undoes the listening to backwards when the engine closes."""
         self.passes = passes
         self.whole = UnsplitModel.of(module, passes.units)
         self._module = module
@@ -122,22 +124,22 @@ class ModelRunner:
         self._patches = patches
 
     def train(self, steps: Steps, batch: Any) -> None:
-        for microbatch in self.model_call.microbatches_of(steps, batch):
+        for microbatch in self.model_call.microbatches_of(batch, steps.accumulated.accumulation):
             steps.begin_forward([microbatch], partial(self._output, steps, microbatch))
-            ready = self.model_call.ready(steps, microbatch)
+            ready = self.model_call.ready(microbatch, steps.scale.mark_input)
             with self.passes.failing_forward(), steps.features.around():
                 output = steps.scale.mark_output(self.model_call.output(self._module, ready))
                 loss = self.model_call.loss(output, ready)
-                del output  # its logits would take memory for the whole backward
+                del output  # else its logits take memory for the whole backward
             self.backward(steps, loss)
 
     def _output(self, steps: Steps, microbatch: Any) -> Any:
-        return self.model_call.output(self._module, self.model_call.ready(steps, microbatch))
+        return self.model_call.output(self._module, self.model_call.ready(microbatch, steps.scale.mark_input))
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         def output() -> Any:
-            ready = self.model_call.ready_by_hand(steps, args, kwargs)
-            own = self.model_call.prepared(steps)(args)
+            ready = self.model_call.ready_by_hand(args, kwargs, steps.scale.mark_input)
+            own = self.model_call.prepared(steps.scale.mark_input)(args)
             return self.model_call.run(ready, lambda: forward(self._module, own, ready)), ready
 
         steps.begin_forward([(args, kwargs) if args else kwargs], output)
@@ -175,7 +177,8 @@ class ModelRunner:
         self._implicit = ImplicitBackward(self.passes, steps, call_guard, self._progress)
         implicit = self._implicit
         self.passes.set_listeners(steps.begin_use, implicit.begin, implicit.end, implicit.abort)
-        self._patches.callback(on_backward_start(steps.scale.begin))
+        if steps.scale.can_differ_from_1:
+            self._patches.callback(on_backward_start(steps.scale.begin))
 
     def take_part(self, steps: Steps, call: Call) -> None:
         if call in (Call.BACKWARD, Call.LAST_BACKWARD):
@@ -190,7 +193,7 @@ class ModelRunner:
         steps.begin_use()
         for check in steps.features.before_evaluation:
             check(batch)
-        ready = self.model_call.ready(steps, batch)
+        ready = self.model_call.ready(batch, steps.scale.mark_input)
         with self.passes.failing_forward():
             return [self.model_call.loss(self.model_call.run(ready, lambda: call(self._module, ready)), ready)]
 

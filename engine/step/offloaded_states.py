@@ -1,4 +1,4 @@
-"""Between steps the device's memory of an engine can be lent: to what generates, or to another training."""
+"""Offload the states of an engine between steps, so that generation or another training can use the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = ("optimizer", "gradients", _PARAMETERS)
 
 
 class OffloadedStates(StepFeature):
-    """Takes states off the device, and back. It is on while some are on the host."""
+    """Moves states to the host and back. It is on while states are on the host."""
 
     is_on = False
 
@@ -31,7 +31,7 @@ class OffloadedStates(StepFeature):
         return cls(parts)
 
     def before_call(self, what: str, access: Access) -> None:
-        """Raises StateError where it needs what is lent."""
+        """Raise StateError if the call needs states that are on the host."""
         if access is Access.CLOSES:
             self.reload()
         needed = {Access.NOTHING: (), Access.LOOKS: (_PARAMETERS,)}.get(access, _KINDS)
@@ -51,8 +51,8 @@ class OffloadedStates(StepFeature):
             raise ValueError(f"{what}: expected of {', '.join(_KINDS)}, found {unknown[0]!r}")
         if include is not None and _PARAMETERS in asked and not any(group.frees_memory for group in groups):
             raise ValueError(
-                f"{what}: expected parameters that are freed after use, with stage 3 over several ranks, found a model "
-                "that has all of them; leave 'parameters' out"
+                f"{what}: expected parameters that are freed after use (stage 3 over several ranks), found all of "
+                "them kept on the device; leave 'parameters' out"
             )
         steps.check_between(what)
         device = parts.mesh.world.device
@@ -68,7 +68,7 @@ class OffloadedStates(StepFeature):
                 for group in groups:
                     yield from group.held_at_rest()
 
-        if not self._memory:  # else nothing can be under way
+        if not self._memory:  # else no update can be pending
             with steps.apart(Activity.WEIGHTS, Access.READS):
                 parts.runner.passes.release_all()
         freed = 0

@@ -1,4 +1,4 @@
-"""What an engine is put together from."""
+"""The parts of an engine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .runner import Runner
 from .steps import Steps
 
 Prediction = Callable[[Any], tuple[Mapping[str, int], int]]
-"""From a batch to the peak of each kind of bytes, and of their total. Raises ValueError where there is none."""
+"""batch -> (peak bytes by kind, peak bytes of the total). Raises ValueError if it cannot be predicted."""
 
 
 @dataclass
 class Parts:
-    """What `initialize` has made of a model and a config, and what features of a step look at."""
+    """The parts that `initialize` has made from a model and a config. Features of a step read them."""
 
     config: Config
     mesh: Mesh
@@ -37,14 +37,14 @@ class Parts:
     runner: Runner
     optimizer: ShardedOptimizer
     added_groups: AddedParameterGroups
-    activations: ActivationOffload | None  # what moves those of the whole model
+    activations: ActivationOffload | None  # moves the activations of the whole model
     learning_rates: LearningRates
     steps: Steps
-    patches: ModelPatches  # what stands on the module
+    patches: ModelPatches  # all changes to the module, for undoing
     close_last: Sequence[Callable[[], None]]
     blueprint: Blueprint
-    memory_prediction: Prediction | str  # of a memory report; or why there is none
-    model_flops: ModelFlops | None  # of the whole model, where monitors are on
-    trial: StepFeature | None  # of `lowtide tune`, which ends the script after some steps
-    archive: Archive = field(init=False)  # the engine's, of the groups of parameters that there are now
-    save: weakref.WeakMethod[Callable[[str], str]] = field(init=False)  # the engine's save_checkpoint
+    memory_prediction: Prediction | str  # for a memory report; or why it cannot be predicted
+    model_flops: ModelFlops | None  # of the whole model, if monitors are on
+    trial: StepFeature | None  # of `lowtide tune`: it ends the script after some steps
+    archive: Archive = field(init=False)  # the engine's; another one after each added group of parameters
+    save: weakref.WeakMethod[Callable[[str], str]] = field(init=False)  # Engine.save_checkpoint

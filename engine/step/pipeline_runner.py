@@ -1,4 +1,4 @@
-"""The pipeline of an engine: its stages, and the executor that runs its schedule on them."""
+"""The driver with a pipeline: the stages of this rank, and the executor that runs a schedule on them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from ...zero.scheduled_units import ScheduledUnits
 from ...zero.unit import Unit
 from ..blueprint.axes import PIPE
 from ..blueprint.pipeline_plan import PipelinePlan
-from .batch import replace_tensors
+from .batch import ModelCall, replace_tensors
 from .call_guard import CallGuard
 from .features import StepFeature
 from .join import NO_JOIN, Call
-from .model_call import ModelCall
 from .parts import Parts
 from .steps import Steps
 
 
 class MicrobatchTurns:
-    """Random numbers that go on where the microbatch has left off, and activations in the order of the backward."""
+    """Random numbers and offloaded activations of microbatches that take turns in a block."""
 
     def __init__(self, device: torch.device, activations: ActivationOffload | None) -> None:
-        """activations: what saves them elsewhere."""
+        """activations: offloads activations; None: they stay on the device."""
         self.streams = RandomStreams(device)
         self._activations = activations
         self._num_microbatches = 0
 
     @contextmanager
     def of_step(self, num_microbatches: int) -> Iterator[None]:
-        """Around all forwards and backwards of a step."""
+        """Wrap all forwards and backwards of a step."""
         self._num_microbatches = num_microbatches
         self.streams.begin(num_microbatches)
         try:
@@ -51,8 +50,10 @@ class MicrobatchTurns:
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """Around the forward of a microbatch through a stage. The backward comes to the last stage first, and there to
-        microbatch 0."""
+        """Wrap the forward of a microbatch through a stage.
+
+        The backward begins with the last stage, and there with microbatch 0: activations are fetched in that order.
+        """
         assert action.microbatch is not None
         if self._activations is not None:
             self._activations.begin_block()
@@ -62,9 +63,9 @@ class MicrobatchTurns:
 
 
 class PipelineRunner(StepFeature):
-    """A driver for this rank's stages: see `Runner`. All ranks of the pipe axis call the same methods together.
+    """The driver of this rank's stages. See `Runner`. All ranks of the pipe axis call the same methods together.
 
-    It is a feature too, which tells all ranks of a stage that has failed.
+    It is also a feature, which tells all ranks if a stage has failed.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PipelineRunner(StepFeature):
         patches: ModelPatches,
         turns: MicrobatchTurns | None = None,
     ) -> None:
-        """module: the whole model; what other ranks have is taken out of it. turns: layer by layer."""
+        """module: the whole model; parts of other ranks are removed from it. turns: for layer-by-layer accumulation."""
         self.whole = plan.whole
         self._plan = plan
         self._mesh = mesh
@@ -110,35 +111,37 @@ class PipelineRunner(StepFeature):
 
     @property
     def schedule(self) -> Schedule:
-        """All that every rank does in a training step."""
+        """Return the actions of every rank in a training step."""
         return self._training.schedule
 
     @property
     def executor(self) -> Executor:
-        """What runs training steps; its `on_action` can be set to time them."""
+        """Return the executor of training steps. Set its `on_action` to time the actions."""
         return self._training
 
     def register_groups(self, units: Sequence[Unit]) -> None:
-        """The schedule says when they are reduced. What stages send may need a gradient now that did not before."""
+        """Forget the kinds of messages: tensors between stages may need a gradient now that did not before."""
         for executor in (self._training, self._evaluation):
             executor.messages.forget_kinds()
 
     def watch_backwards(self, steps: Steps, call_guard: CallGuard) -> None:
-        """Its graphs begin and end in its own stages, but for what a loss_fn adds."""
+        """Remember the scale. No backward comes from outside: graphs begin and end in the stages, but for a loss_fn."""
         self._scale = steps.scale
 
     def train(self, steps: Steps, batch: Any) -> None:
-        """Losses are those of the ranks that have the last stage.
+        """Run the step by the schedule. Ranks with the last stage know the losses.
 
-        Where ranks of the pipe axis were given other batches they compute nothing, and the end of the step is a
+        If ranks of the pipe axis were given different batches, they compute nothing, and the end of the step raises
         ValueError on all ranks.
         """
-        given = list(self.model_call.microbatches_of(steps, batch))
+        given = list(self.model_call.microbatches_of(batch, steps.accumulated.accumulation))
         steps.accumulated.check_whole(len(given))
         self._check_in_step()
         self._mesh.world.progress.enter(Activity.PIPELINE)
-        steps.begin_forward(given, lambda: self.tried_loss(self.model_call.ready(steps, given[0])))
-        ready = [] if steps.accumulated.is_void else [self.model_call.ready(steps, one) for one in given]
+        steps.begin_forward(given, lambda: self.tried_loss(self.model_call.ready(given[0], steps.scale.mark_input)))
+        ready = (
+            [] if steps.accumulated.is_void else [self.model_call.ready(one, steps.scale.mark_input) for one in given]
+        )
 
         def run() -> list[Tensor]:
             if steps.accumulated.is_void:
@@ -173,7 +176,7 @@ class PipelineRunner(StepFeature):
             check(batch)
         try:
             with self._remembers_failure():
-                losses = self._evaluation.run([self.model_call.ready(steps, batch)])
+                losses = self._evaluation.run([self.model_call.ready(batch, steps.scale.mark_input)])
             own = torch.full((1,), _is_void(self._evaluation), dtype=torch.int64, device=self._mesh.world.device)
             if self._mesh.sum_small(own, "the outcome of an evaluation").item():
                 self._explain(self._evaluation)
@@ -185,8 +188,10 @@ class PipelineRunner(StepFeature):
         self._explain(self._training)
 
     def _explain(self, executor: Executor) -> None:
-        """Raises on all ranks: ValueError where a stage has returned another thing; where one has failed its own error
-        there, and RuntimeError on the others."""
+        """Raise on all ranks: ValueError if the output of a stage has changed its form.
+
+        If a stage has failed, raise its error on its rank, and RuntimeError on the other ranks.
+        """
         failure = executor.failure
         own = None if failure is None else f"{type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})"
         found = self._mesh.world.gather_objects((executor.difference, own))
@@ -199,7 +204,7 @@ class PipelineRunner(StepFeature):
             raise ValueError(texts[0])
 
     def _refuse_trial(self) -> None:
-        """Raises on all ranks of this pipeline where a stage has failed in what is tried before the first step."""
+        """Raise on all ranks of this pipeline if a stage has failed in a check before the first step."""
         places = torch.zeros(self._mesh.axes[PIPE].size, dtype=torch.int64)
         places[self._mesh.place(PIPE)] = self._evaluation.failure is not None
         failed = self._mesh.peers.sum_on_host(places, "the outcome of a trial").nonzero().flatten().tolist()
@@ -207,12 +212,12 @@ class PipelineRunner(StepFeature):
             raise self._evaluation.failure
         if failed:
             raise RuntimeError(
-                f"pipeline: a stage at place {failed[0]} failed in what is tried before the first step; the output of "
-                "its rank says why"
+                f"pipeline: a stage at place {failed[0]} failed in a check before the first step; the output of its "
+                "rank says why"
             )
 
     def _marked(self, output: Any) -> Any:
-        """The output of the last stage as a loss_fn is to see it. What it has received is no leaf then."""
+        """Return the output of the last stage for a loss_fn. Received leaves become views."""
 
         def inner(tensor: Tensor) -> Tensor:
             return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
@@ -248,24 +253,23 @@ class PipelineRunner(StepFeature):
     def _lacks_whole(self, what: str, instead: str) -> ValueError:
         if self._plan.is_layered:
             return ValueError(
-                f"{what}: expected a config without zero_optimization.layered_gradient_accumulation, found it, with "
-                f"which all microbatches of a step go through a block before the next block does; use {instead}"
+                f"{what}: expected a config without zero_optimization.layered_gradient_accumulation, found it: all "
+                f"microbatches of a step go through a block before the next block runs; use {instead}"
             )
         return ValueError(
             f"{what}: expected a rank with the whole model, found stages {list(self._plan.stages)} of "
-            f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works at every split"
+            f"{self._plan.split.num_stages} (parallel.pipeline); use {instead}, which works with every split"
         )
 
     def _check_in_step(self) -> None:
-        """Raises RuntimeError where messages of an earlier step may be under way: they would be taken for new ones."""
+        """Raise RuntimeError after a failed step: its messages may still arrive, and be taken for new messages."""
         if self._failure is not None:
             raise RuntimeError(
-                "pipeline: expected ranks that are in step with each other, found that an earlier step has failed on "
-                f"this one in the middle of its schedule ({self._failure}); start all ranks again, from the last "
-                "checkpoint"
+                "pipeline: expected ranks at the same place in the schedule, found that an earlier step failed on "
+                f"this rank in the middle of its schedule ({self._failure}); restart all ranks from the last checkpoint"
             )
 
 
 def _is_void(executor: Executor) -> bool:
-    """Whether nothing of the last run may count."""
+    """Return True if the results of the last run must not count."""
     return executor.difference is not None or executor.has_failed

@@ -1,4 +1,4 @@
-"""Checkpoints at the end of steps: every few steps, and where SIGTERM or Ctrl-C asks for the end of the training."""
+"""Checkpoints at the end of steps: every few steps, and when SIGTERM or Ctrl-C ends the training."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Preemption:
-    """Notes SIGTERM and SIGINT while it is armed. The second one does what it would without.
+    """Notes SIGTERM and SIGINT while it is armed. A second signal has its usual effect.
 
-    A process that ignores SIGINT, as a shell's background jobs do, goes on ignoring it.
+    A process that ignores SIGINT, like background jobs of a shell, still ignores it.
     """
 
     def __init__(self) -> None:
@@ -33,23 +33,23 @@ class Preemption:
 
     @property
     def is_requested(self) -> bool:
-        """Whether one has come."""
+        """Return True after a signal."""
         return self.noted is not None
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether it was Ctrl-C."""
+        """Return True after Ctrl-C."""
         return self.noted == signal.SIGINT
 
     def arm(self, says_so: bool = False) -> None:
-        """says_so: a line on standard error when the signal comes; the step may take a while.
+        """Take the signals. says_so: write a line to standard error when a signal comes: the step may take a while.
 
-        Raises ValueError outside of the main thread, where Python allows no signal handlers.
+        Raises ValueError outside of the main thread: Python allows no signal handlers there.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "checkpoint.on_sigterm: expected lowtide.initialize in the main thread, found "
-                f"'{threading.current_thread().name}'; only there a signal can be received"
+                "checkpoint.on_sigterm: expected lowtide.initialize in the main thread, which alone gets signals, "
+                f"found '{threading.current_thread().name}'"
             )
         self._says_so = says_so
         for number in _REQUESTS:
@@ -58,16 +58,16 @@ class Preemption:
         self._is_armed = True
 
     def leave(self) -> None:
-        """Before all ranks leave: where the signal has come to others alone, the one that may be on its way is theirs.
+        """Prepare to leave after the signal reached some rank: this rank's own signal may still come.
 
-        It is taken whenever it comes, also while the interpreter ends; a launcher would see a rank that was killed.
+        It is noted whenever it comes, and ignored while the interpreter ends; else a launcher would see a killed rank.
         """
         if self._is_armed:
             self._says_so, self._is_leaving = False, True
             atexit.register(self._ignore)
 
     def disarm(self) -> None:
-        """Gives the signals back to whoever had them, unless somebody has taken them since."""
+        """Give the signals back to their earlier handlers, unless somebody has taken them since."""
         if self._is_armed and not self._is_leaving:
             self._is_armed = False
             for number, before in self._before.items():
@@ -75,7 +75,7 @@ class Preemption:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _ignore(self) -> None:
-        """The interpreter gives its handlers up before the process ends, and keeps what is ignored."""
+        """Ignore the signals: at exit the interpreter removes its handlers, but keeps ignored signals."""
         if self._is_armed:
             for number in self._before:
                 signal.signal(number, signal.SIG_IGN)
@@ -86,10 +86,10 @@ class Preemption:
             self.noted = number
             self._is_leaving = False
             self.disarm()
-            if self._says_so:  # not by the logger: it may be in the middle of a line
+            if self._says_so:  # not the logger, which may be in the middle of a line
                 name = signal.Signals(number).name
                 os.write(2, f"lowtide: {name}: the step is finished and saved; a second one acts at once\n".encode())
-        elif callable(before):  # given back to us by one who took it from us
+        elif callable(before):  # another handler has called us
             before(number, frame)
         elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -97,7 +97,7 @@ class Preemption:
 
 
 class DueCheckpoints(StepFeature):
-    """What the `checkpoint` section asks for at the end of a step; all ranks come to the same answer."""
+    """Saves the checkpoints of the `checkpoint` section at the end of a step. All ranks decide alike."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -112,7 +112,7 @@ class DueCheckpoints(StepFeature):
         return cls(parts) if wanted.every_steps or wanted.on_sigterm or wanted.asynchronous else None
 
     def events(self) -> Sequence[bool]:
-        """A save in the background has failed; this rank is to end; by Ctrl-C: what started the job is not to go on."""
+        """Return: a background save has failed; this rank must end; Ctrl-C ends it, so its launcher must stop too."""
         return self._parts.archive.checkpoints.has_failed, self._stop.is_requested, self._stop.is_interrupt
 
     def on_events(self, counts: Sequence[int]) -> None:
@@ -123,11 +123,11 @@ class DueCheckpoints(StepFeature):
         save_failed, is_preempted, is_interrupted = self._counts
         if save_failed:
             try:
-                self._parts.archive.checkpoints.wait()  # raises what went wrong in the background
+                self._parts.archive.checkpoints.wait()  # raises the error of the background save
             except CheckpointError as error:
                 if not is_preempted:
                     raise
-                logger.error("%s", error)  # the last save is still to be tried
+                logger.error("%s", error)  # but try the last save
         is_due = wanted.every_steps and step % wanted.every_steps == 0
         if wanted.folder is not None and (is_due or is_preempted):
             save = self._parts.save()

@@ -1,4 +1,4 @@
-"""What runs the forwards and backwards of an engine."""
+"""The interface of the two drivers, which run the forwards and backwards of an engine."""
 
 from __future__ import annotations
 
@@ -9,67 +9,69 @@ from torch import Tensor
 
 from ...zero.unit import Unit
 from ..archive.named_state import UnsplitModel
+from .batch import ModelCall
 from .call_guard import CallGuard
 from .join import Call
-from .model_call import ModelCall
 from .steps import Steps, UnitPasses
 
 
 class Runner(Protocol):
-    """Runs them with the whole model, or by the schedule of a pipeline; the engine does not know which.
+    """Runs forwards and backwards with the whole model, or by the schedule of a pipeline.
 
-    Every method is given the steps of the engine, which are told of each backward.
+    Methods that run something get the `Steps` of the engine, to report each backward to it.
     """
 
     @property
     def passes(self) -> UnitPasses:
-        """This rank's units, which hooks or the schedule take through forward and backward."""
+        """Return this rank's units, which hooks or the schedule take through forward and backward."""
 
     @property
     def whole(self) -> UnsplitModel:
-        """The model, of which this rank may have a part."""
+        """Return the names and parameters of the whole model. This rank may have a part of it."""
 
     @property
     def model_call(self) -> ModelCall:
-        """What the model is called with."""
+        """Return the object that calls the model with a batch."""
 
     @property
     def passes_output(self) -> bool:
-        """Whether this rank knows of `tried_output`."""
+        """Return whether `tried_output` works on this rank."""
 
     def tried_loss(self, ready: Any) -> Tensor | None:
-        """Of a forward that is made for a check; None: another rank has it."""
+        """Return the loss of a forward that is made for a check. None: another rank has it."""
 
     def tried_output(self, ready: Any) -> Any:
-        """The same, of what the model returns."""
+        """Return the model's output in a forward that is made for a check."""
 
     def summed_over_stages(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Over the ranks that have parts of the model."""
+        """Return the sums of `numbers` over the ranks that have parts of the model."""
 
     def register_groups(self, units: Sequence[Unit]) -> None:
-        """Parameters of some units have gradients from now on. Called on all ranks, whichever units they have."""
+        """Learn that parameters of these units have gradients from now on. All ranks call it."""
 
     def watch_backwards(self, steps: Steps, call_guard: CallGuard) -> None:
-        """Before the first forward: where backwards come from that the engine is not asked for."""
+        """Listen to backwards that the caller starts by `loss.backward()`. Called before the first forward."""
 
     def train(self, steps: Steps, batch: Any) -> None:
-        """The forwards and backwards of all microbatches of a step. batch: of it, or an iterator of microbatches."""
+        """Run the forwards and backwards of a step. batch: of all its microbatches, or an iterator of microbatches."""
 
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the model returns. Raises ValueError where this rank has a part of it."""
+        """Return the output of the model. Raise ValueError if this rank has a part of the model."""
 
     def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function gives that calls the model, or parts of it. Raises ValueError where ranks have parts of it,
-        or of what it is given."""
+        """Return function(*args, **kwargs), which may call the model or parts of it.
+
+        Raises ValueError if ranks have parts of the model or of its inputs.
+        """
 
     def backward(self, steps: Steps, loss: Tensor) -> None:
-        """The backward of a loss of `forward`. Raises ValueError for what is none."""
+        """Run the backward of a loss of `forward`. Raise ValueError if the value is no loss."""
 
     def scale(self, steps: Steps, loss: Tensor) -> Tensor:
-        """The loss, whose `backward()` is as `backward`. Raises ValueError for what is none."""
+        """Return the loss. Its `backward()` does the same as `backward`. Raise ValueError if the value is no loss."""
 
     def take_part(self, steps: Steps, call: Call) -> None:
-        """A forward or backward that other ranks make with data, without any. Raises ValueError over a pipeline."""
+        """Run a forward or backward without data, as a partner of ranks with data. Raise ValueError over a pipeline."""
 
     def evaluate(self, steps: Steps, batch: Any) -> list[Tensor]:
-        """The loss of a batch, (), on the ranks that come to know it."""
+        """Return the loss of a batch, (), in a list; an empty list on ranks that do not know it."""

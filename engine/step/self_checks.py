@@ -1,4 +1,4 @@
-"""What is tried with the first batches: whether a model that is split computes what it does as a whole."""
+"""Check with the first batches that a split model computes the same as the whole model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .parts import Parts
 
 
 class SequenceCheck(StepFeature):
-    """Whether tokens of shared sequences meet in attention alone: see `Sequences.self_check`."""
+    """Checks that tokens of shared sequences interact in attention alone. See `Sequences.self_check`."""
 
     def __init__(self, sequences: Sequences, parts: Parts) -> None:
         self._sequences = sequences
@@ -39,7 +39,7 @@ class SequenceCheck(StepFeature):
 
         def ready(part: SequenceShard) -> SequenceShard:
             self._steps.begin_use()
-            return part.changed(runner.model_call.prepared(self._steps))
+            return part.changed(runner.model_call.prepared(self._steps.scale.mark_input))
 
         def loss(part: SequenceShard) -> Tensor | None:
             return runner.tried_loss(ready(part))
@@ -49,9 +49,10 @@ class SequenceCheck(StepFeature):
 
 
 class SplitCheck(StepFeature):
-    """Whether split layers compute what they do as a whole, in a forward of the first microbatch: see `SplitSelfCheck`.
+    """Checks in a forward of the first microbatch that split layers compute the same as whole layers. See
+    `SplitSelfCheck`.
 
-    All ranks at once. Raises ValueError on all of them.
+    All ranks check together. Raises ValueError on all of them.
     """
 
     def __init__(self, trial: SplitSelfCheck, parts: Parts) -> None:
@@ -74,7 +75,7 @@ class SplitCheck(StepFeature):
         self._judge()
 
     def around_forward(self) -> AbstractContextManager[object]:
-        """Around the forward of the first microbatch itself, which cannot be made twice."""
+        """Check during the forward of the first microbatch itself, if it cannot be made twice."""
         return self._compared_in_passing() if torch.is_grad_enabled() else nullcontext()
 
     @contextmanager
@@ -84,7 +85,7 @@ class SplitCheck(StepFeature):
         self._judge()
 
     def _judge(self) -> None:
-        """A collective."""
+        """Raise ValueError if any rank found a difference. A collective."""
         mesh = self._parts.mesh
         wrong = [distance > 0 for distance in self._trial.distances.values()]
         sums = torch.tensor(wrong, dtype=torch.int64, device=mesh.world.device)
@@ -93,7 +94,7 @@ class SplitCheck(StepFeature):
 
 
 class SavedActivations(StepFeature):
-    """What forwards of the whole model save for the backward goes elsewhere: see `ActivationOffload`."""
+    """Offloads the tensors that forwards of the whole model save for the backward. See `ActivationOffload`."""
 
     def __init__(self, saving: AbstractContextManager[object]) -> None:
         self._saving = saving

@@ -1,4 +1,4 @@
-"""What a caller sees of a step's gradients between its backwards and its update, and how he changes the final ones."""
+"""Show, set and clip the gradients of a step between its backwards and its update."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from ...zero.sequence import StateError
 from ..archive.parameter_values import ParameterValues
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
-from .accumulation_state import Clipping
 from .gradient_placeholders import GradientPlaceholders
 from .join import Call
-from .step_sums import SummedStep, sum_step
+from .step_sums import Clipping, SummedStep, sum_step
 from .steps import Steps
 
 
 class StepGradients:
-    """Reduced gradients of the step that is about to be made. Every method is a collective, but for a local gradient.
+    """Access to the reduced gradients of the coming step. Each method is a collective, except for a local gradient.
 
-    backward ... backward | here | step
+        backward ... backward | here | step
 
-    `gradient` is for after any of the backwards.
+    `gradient` may be called after any of the backwards.
     """
 
     def __init__(self, config: Config, mesh: Mesh, steps: Steps, values: ParameterValues) -> None:
@@ -48,7 +47,7 @@ class StepGradients:
             self._check_is_complete(what)
         else:
             self._shown.show_cleared_so_far(what)
-        self._check_is_held(what, "gradients are used up one by one as they come; a hook on the parameter sees its own")
+        self._check_is_held(what, "each gradient is used and dropped as it arrives; a hook on the parameter sees it")
         return self._values.gradient(param, steps.grad_scale, is_local, what, is_complete=is_complete)
 
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
@@ -56,14 +55,14 @@ class StepGradients:
         what = f"engine.set_gradient() (safe_set_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
         self._check_is_complete(what)
         self._check_is_held(
-            what, "gradients are used up one by one as they come; a hook on the parameter may change it"
+            what, "each gradient is used and dropped as it arrives; a hook on the parameter may change it"
         )
         if self._steps.accumulated.clipping_by_hand is not None:
             raise StateError(
-                f"{what}: expected it before engine.clip_grad_norm_(), found it after that, whose norm is of other "
-                "gradients; clip when all gradients are set"
+                f"{what}: expected a call before engine.clip_grad_norm_(), found it after that: the norm is of the "
+                "gradients before; set all gradients first, then clip"
             )
-        self._steps.roll_back()  # what was updated with another gradient
+        self._steps.roll_back()  # a speculative update with the gradient of before
         self._values.set_gradient(param, value, self._steps.grad_scale, is_local, what)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -73,7 +72,7 @@ class StepGradients:
         self._check_is_complete(what)
         self._check_can_clip(what, max_norm, norm_type)
         with self._steps.join.together(Call.CLIPPING) as num_ranks:
-            if num_ranks < self._mesh.world.size:  # the others have not been told
+            if num_ranks < self._mesh.world.size:  # ranks without data do not know the arguments
                 self._mesh.world.gather_objects((max_norm, norm_type, error_if_nonfinite))
             return self._clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -84,16 +83,16 @@ class StepGradients:
             raise ValueError(f"{what}: expected a clip_value of 0 or more, found {clip_value:g}")
         self._check_is_complete(what)
         self._check_is_held(
-            what, "gradients are used up one by one as they come; a hook on the parameter may change it"
+            what, "each gradient is used and dropped as it arrives; a hook on the parameter may change it"
         )
         if self._steps.accumulated.clipping_by_hand is not None:
-            raise StateError(f"{what}: expected it before engine.clip_grad_norm_(), found it after that")
-        self._steps.roll_back()  # what was updated with other gradients
+            raise StateError(f"{what}: expected a call before engine.clip_grad_norm_(), found it after that")
+        self._steps.roll_back()  # a speculative update with the gradients of before
         for gradient in self._steps.gradients:
             gradient.clamp(clip_value / self._steps.grad_scale)
 
     def clip_without_data(self) -> None:
-        """Takes part in the `clip` of ranks that have data, under `engine.join`."""
+        """Take part in the `clip` of ranks with data, under `engine.join`."""
         told = next(one for one in self._mesh.world.gather_objects(None) if one is not None)
         self._clip(*told)
 
@@ -108,26 +107,25 @@ class StepGradients:
         norm = self._norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
-                f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. "
-                "error_if_nonfinite=False leaves that to engine.step(), which names the parameter, or in float16 skips "
-                "the step"
+                f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. With "
+                "error_if_nonfinite=False engine.step() names the parameter, or in float16 skips the step"
             )
         self._clip_by(clipping if norm_type == 2.0 else Clipping(fixed=clipping.factor(norm)))
         return torch.tensor(norm, dtype=self._norm_dtype, device=self._mesh.world.device)
 
     def _clip_by(self, clipping: Clipping) -> None:
-        if not self._config.gradient_clipping:  # else it is the same, and the norm alone was asked for
+        if not self._config.gradient_clipping:  # else the step clips to the same norm anyway
             self._steps.accumulated.clipping_by_hand = clipping
 
     def _norm_on_device(self) -> Tensor:
-        """The L2 norm without waiting for it, as torch's."""
+        """Return the L2 norm, (), without waiting for the device."""
         steps = self._steps
         norm = self._summed().norm() * (steps.grad_scale * steps.norm_factor)
         return norm.to(self._norm_dtype)
 
     @property
     def _norm_dtype(self) -> torch.dtype:
-        """In which a norm is shown."""
+        """Return the dtype in which callers see a norm."""
         dtypes = {loss.dtype for loss in self._steps.accumulated.losses}
         dtypes |= {gradient.accumulation_dtype for gradient in self._steps.gradients}
         return torch.float64 if torch.float64 in dtypes else torch.float32
@@ -139,7 +137,7 @@ class StepGradients:
         )
 
     def _norm(self, norm_type: float) -> float:
-        """Of all gradients of all ranks."""
+        """Return the norm of the gradients of all ranks. A collective."""
         gradients, sums = self._steps.gradients, self._summed().read()
         if sums.num_bad:
             return math.nan
@@ -150,12 +148,12 @@ class StepGradients:
         return float(max(self._mesh.world.gather_objects(largest))) * self._steps.grad_scale
 
     def _check_is_complete(self, what: str) -> None:
-        """Also takes note of gradients that the caller has cleared."""
+        """Raise StateError before the last backward of a step. Also notice gradients that the caller has cleared."""
         steps = self._steps
         if not steps.accumulated.is_complete:
             raise StateError(
                 f"{what}: expected the gradients of a whole step, found {steps.accumulated.done}; call it between the "
-                "backward of the last one and engine.step()"
+                "last backward and engine.step()"
             )
         self._shown.take_cleared()
 
@@ -167,11 +165,12 @@ class StepGradients:
         clips = self._config.gradient_clipping
         if clips and max_norm != math.inf and (max_norm != clips or norm_type != 2.0):
             raise ValueError(
-                f"{what}: found a max_norm of {max_norm:g} (norm_type {norm_type:g}), and gradient_clipping {clips:g} "
-                "in the config, which clips each step: leave one of them out. max_norm=inf only tells the norm"
+                f"{what}: expected a single clip norm, found max_norm {max_norm:g} (norm_type {norm_type:g}) and "
+                f"gradient_clipping {clips:g} in the config, which clips each step: remove either. max_norm=inf only "
+                "returns the norm"
             )
         if max_norm != math.inf or norm_type != 2.0:
-            self._check_is_held(what, "the update is made already, unit by unit; max_norm=inf only tells the norm")
+            self._check_is_held(what, "parameters are updated already; max_norm=inf only returns the norm")
 
     def _check_is_held(self, what: str, why: str) -> None:
         if self._steps.update.timing is Timing.IN_BACKWARD:

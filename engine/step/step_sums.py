@@ -1,13 +1,13 @@
-"""What all ranks must know of a step before they update: one small exact sum.
+"""Sum over all ranks, exactly and in a single small message, all numbers that the update of a step needs.
 
 [Note: one wait]
-    device   backward | sum | copy to the host | update, parameters to others | forward
-    host                update, ... are given to the device | waits for the copy | forward is given
+    device   backward | sum | copy to the host | update, parameters to other ranks | next forward
+    host                launch update, ...     | wait for the copy | launch next forward
 
-On a device the host learns of the norm, of values that are not finite, of what other ranks tell, when it needs none of
-it for the update any more: the kernels read the factor and `skip` where they are. It waits once, for the copy and not
-for the update, and gives the device the next forward while that updates. Nothing else in a step may wait: what is
-asked of a tensor of the device (`bool`, `item`, a mask as an index), and copies from memory that is not pinned.
+The host reads the norm, the flags of values that are not finite, and the events of other ranks only after it has
+launched the update: the kernels read the factor and `skip` on the device. It waits once, for the copy and not for the
+update, and launches the next forward while the device updates. Nothing else in a step may wait: no `bool`, `item` or
+mask index of a device tensor, and no copy from memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from ...offload import OnHost, sent
 from ...zero.gradient import GroupGradient
 from ...zero.plan import Role
 from ...zero.sequence import StateError
-from .accumulation_state import Clipping
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -39,30 +39,44 @@ _BAD, _CHANGED, _INFINITE, _WIDE, _CLEARED = range(2 * NUM_LIMBS, 2 * NUM_LIMBS 
 """Places in the sum, see `SummedStep`."""
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """factor = limit / (norm + 1e-6), and at most 1."""
+
+    limit: float = math.inf  # on the L2 norm of the step's gradients
+    is_by_hand: bool = False  # torch's clip_grad_norm_ also clips norms just below the limit, within 1e-6
+    fixed: float | None = None  # the factor, if the norm is no L2 norm
+
+    def factor(self, norm: float) -> float:
+        if self.fixed is not None:
+            return self.fixed
+        return min(1.0, self.limit / (norm + 1e-6)) if self.is_by_hand or norm > self.limit else 1.0
+
+
 class StepSums(NamedTuple):
     """The same on every rank."""
 
-    loss: float  # mean over microbatches and data-parallel ranks; NaN where any rank's is not finite
-    loss_dtype: torch.dtype  # float64 where the model's is, else float32
-    square_norm: float  # sum of squared gradients as they were reduced
+    loss: float  # mean over microbatches and data-parallel ranks; NaN if a loss is not finite
+    loss_dtype: torch.dtype  # float64 if the model's loss is, else float32
+    square_norm: float  # of the reduced gradients, before `grad_scale`
     num_bad: int  # ranks with a non-finite gradient
-    num_changed: int  # ranks on which a parameter was changed behind the engine's back, where that is known by now
-    cleared: int  # sum over ranks of what stands for the gradients that the caller has cleared on each
-    events: tuple[int, ...]  # on how many ranks each of the events has happened
-    unused: frozenset[int] = frozenset()  # identities of the parameters that got no gradient on any rank
-    is_without_gradients: bool = False  # those are all, and nobody has cleared any
+    num_changed: int  # ranks that doubt the step: see `AccumulationState.note_inconsistency`
+    cleared: int  # sum over ranks of the digests of cleared gradients
+    events: tuple[int, ...]  # for each event, the number of ranks on which it has happened
+    unused: frozenset[int] = frozenset()  # ids of the parameters without a gradient on any rank
+    is_without_gradients: bool = False  # all are unused, and none was cleared
 
 
 class Uses:
-    """Which parameters of an optimizer got a gradient in a step: a count of ranks for each, many counts in a word.
+    """The parameters that got a gradient in a step, as a count of ranks for each. A word holds many counts.
 
-    word     | parameter 0 | parameter 1 | ... |      as many bits for each as the number of ranks has
+    word     | parameter 0 | parameter 1 | ... |      bits for each: as many as the number of ranks has
     """
 
     def __init__(
         self, param_groups: Sequence[Mapping[str, Any]], gradients: Sequence[GroupGradient], num_ranks: int
     ) -> None:
-        """param_groups: of the whole model, on all ranks alike. gradients: of this rank."""
+        """param_groups: of the whole model, equal on all ranks. gradients: of this rank."""
         self._params = [id(param) for group in param_groups for param in group["params"]]
         place_of = {param: place for place, param in enumerate(self._params)}
         updated = [one for one in gradients if one.group.plan.role is Role.UPDATED]
@@ -71,11 +85,11 @@ class Uses:
         self._per_word = 63 // self._num_bits
         self._own = {place for _, places in self._places for place in places}
         self._all = self._packed(self._own)
-        self._last: tuple[Sequence[int], frozenset[int]] = [], frozenset()  # total, and what `unused` gave of it
+        self._last: tuple[Sequence[int], frozenset[int]] = [], frozenset()  # (total, result) of the last `unused`
 
     @property
     def are_all(self) -> bool:
-        """Whether this rank has used all parameters of which it has a part: then no other rank can say more of them."""
+        """Return True if this rank has used each parameter of which it has a part. Then other ranks add nothing."""
         for gradient, places in self._places:  # noqa: SIM110  (`all` costs a call for each)
             if len(gradient.used) != len(places):
                 return False
@@ -83,14 +97,14 @@ class Uses:
 
     @property
     def are_none(self) -> bool:
-        """Whether this rank has used no parameter."""
+        """Return True if this rank has used no parameter."""
         for gradient, _ in self._places:  # noqa: SIM110  (as above)
             if gradient.used:
                 return False
         return True
 
     def words(self) -> list[int]:
-        """What this rank has used."""
+        """Return the parameters that this rank has used, packed."""
         if self.are_all:
             return self._all
         unused = [
@@ -102,8 +116,8 @@ class Uses:
         return self._packed(self._own.difference(unused))
 
     def unused(self, total: Sequence[int]) -> frozenset[int]:
-        """total: the sum of `words` over all ranks. Returns identities of parameters."""
-        if total != self._last[0]:  # in most steps it is that of the step before
+        """Return the ids of unused parameters. total: the sum of `words` over all ranks."""
+        if total != self._last[0]:  # else the same as in the last step, which is frequent
             fields = ((total[place // self._per_word], place % self._per_word) for place in range(len(self._params)))
             is_used = [word >> index * self._num_bits & (1 << self._num_bits) - 1 for word, index in fields]
             self._last = total, frozenset(param for param, used in zip(self._params, is_used, strict=True) if not used)
@@ -117,13 +131,13 @@ class Uses:
 
 
 class SummedStep:
-    """What all ranks have found, on its way to the host; what the device needs of it is there already.
+    """The sum of a step, on its way to the host. The device can read it already.
 
     total   limbs of squares | limbs of losses | bad, changed, infinite, wide, cleared | events | uses
     """
 
     def __init__(self, total: Tensor, num_events: int, uses: Uses | None, data_size: int, cleared_by_all: int) -> None:
-        """cleared_by_all: what the sum of `cleared` is, where all ranks have cleared the same as this one."""
+        """cleared_by_all: the sum of `cleared` if all ranks have cleared the same gradients as this rank."""
         self._total = total
         self._num_events = num_events
         self._uses = uses
@@ -132,20 +146,23 @@ class SummedStep:
         self._on_host = OnHost(total)
 
     def factor_and_skip(self, clipping: Clipping, grad_scale: float) -> tuple[Tensor, Tensor]:
-        """For an update, on the device: what gradients are multiplied by, (1,), and not 0 where none is to be, (1,).
+        """Return the factor of the gradients, (1,), and a flag that is not 0 if the update is skipped, (1,), on the
+        device.
 
-        grad_scale: by which the sum of the gradients is multiplied in any case.
+        rest: multiplies the sum of the gradients in any case.
         """
         fixed = 1.0 if clipping.fixed is None else clipping.fixed
         known, by_hand = (_CLEARED, self._cleared_by_all), clipping.is_by_hand
         return clip_factor(self._total, _BAD, known, fixed * grad_scale, clipping.limit, clips_below=by_hand)
 
     def norm(self) -> Tensor:
-        """() float64 on the device, of the gradients as they were reduced; NaN where one is not finite, as torch's."""
+        """Return the norm of the summed gradients, () float64 on the device; NaN if a gradient is not finite, as in
+        torch.
+        """
         return torch.where(self._total[_BAD] == 0, value_of(self._total[:NUM_LIMBS]).sqrt(), math.nan)
 
     def read(self) -> StepSums:
-        """Waits for the device: until it has the sum, and not for what it was given since."""
+        """Wait until the device has the sum, and return it. Does not wait for later work."""
         total = self._on_host.read().tolist()
         num_bad, num_changed, num_infinite, num_wide, cleared = total[_BAD : _CLEARED + 1]
         end = _CLEARED + 1 + self._num_events
@@ -174,12 +191,12 @@ def sum_step(
     changed: Tensor | None = None,
     cleared: int = 0,
 ) -> SummedStep:
-    """losses: () of each microbatch; none where a rank lacks a pipeline's last stage. A collective, and a barrier.
+    """Sum losses, squared gradients and flags over all ranks. A collective, and a barrier.
 
-    Ranks with parts of the same sequences have parts of the losses; those that split layers have the same ones.
-
-    changed: () bool on the device: a parameter of this rank was changed behind the engine's back. cleared: stands for
-    the gradients that this rank's caller has cleared, another number for others; 0: none.
+    losses: () of each microbatch; none if a rank lacks the last stage of a pipeline. Ranks that share sequences have
+    parts of the losses; ranks that split layers have equal losses. changed: () bool on the device: a parameter of this
+    rank was changed behind the engine's back. cleared: a digest of the gradients that this rank's caller has cleared;
+    0: none.
     """
     device = mesh.world.device
     squares, were_finite = [], []
@@ -191,7 +208,9 @@ def sum_step(
             were_finite.append(found.was_finite)
     is_wide = torch.float64 in [loss.dtype for loss in losses]
     known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *([] if uses is None else uses.words())]
-    sums = sent(torch.frombuffer(array("q", known), dtype=torch.int64), device)  # torch.tensor takes thrice as long
+    sums = sent(
+        torch.frombuffer(array("q", known), dtype=torch.int64), device
+    )  # torch.tensor takes three times as long
     if squares:
         here = [part if part.device.type == device.type else sent(part, device) for part in squares]
         add_limbs(sums, torch.cat(here), 0, _BAD)
@@ -206,24 +225,24 @@ def sum_step(
 
 
 def mean_over_ranks(mesh: Mesh, losses: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """() on the CPU: of the losses of so many ranks; others have none. A collective."""
+    """Return the mean loss, () on the CPU, of the `num_ranks` ranks that have losses. A collective."""
     sums = sum_step(mesh, (), losses, (), "the mean of the loss").read()
     return torch.tensor(sums.loss * (mesh.world.size / num_ranks), dtype=sums.loss_dtype)
 
 
 def cleared_error(mesh: Mesh, notes: str) -> StateError:
-    """Of ranks whose notes of cleared gradients are not the same. A collective."""
+    """Return the error for ranks that have cleared different gradients. A collective."""
     everyone = mesh.world.gather_objects(notes)
     rank = next(rank for rank, found in enumerate(everyone) if found != everyone[0])
     first, other = (shorten(everyone[one], 120, placeholder=" ...") or "none" for one in (0, rank))
     return StateError(
-        "zero_grad(): expected the gradients of the same parameters cleared on all ranks, since each has a part of "
-        f"their sum, found {first} on rank 0, {other} on rank {rank}. No parameter was updated"
+        "zero_grad(): expected the same gradients cleared on all ranks, since each rank has a part of their sum, "
+        f"found {first} on rank 0, {other} on rank {rank}. No parameter was updated"
     )
 
 
 def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, outcome: str) -> NonFiniteGradientError:
-    """Names the parameter and the rank. A collective."""
+    """Return the error that names the parameter and the rank. A collective."""
     own = [gradient.non_finite for gradient in gradients if gradient.non_finite is not None]
     found = [item for items in mesh.world.gather_objects(own) for item in items]
     first = next((item for item in found if item.rank is not None), found[0])

@@ -1,4 +1,4 @@
-"""When the shards of a step are updated."""
+"""When and how the shards of a step are updated."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .step_sums import Uses
 class StepUpdate:
     """Updates the shards of each step at the time that the config says, and sends them to the other ranks.
 
-    DELAYED is AFTER_NORM for the first updates. After those, each step ends with the values that the update before its
-    own has made in the background, and starts its own.
+    DELAYED starts as AFTER_NORM for some updates. Then each step ends with the values of the background update of the
+    step before, and starts its own background update.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class StepUpdate:
         unclipped_factor: Callable[[], float],
         delay_after_steps: int,
     ) -> None:
-        """reduction_order: of the units, in which their gradients become final.
+        """reduction_order: units in the order in which their gradients become final.
 
-        unclipped_factor: by which reduced gradients are multiplied when nothing is clipped.
-        delay_after_steps: of DELAYED, the number of updates that are waited for before one is not.
+        unclipped_factor: returns the factor of reduced gradients without clipping. delay_after_steps: for DELAYED, the
+        number of updates in the foreground before the first in the background.
         """
         self._optimizer = optimizer
         self._mesh = mesh
@@ -54,18 +54,18 @@ class StepUpdate:
         self.thin = [gradient.low_rank for gradient in gradients if gradient.low_rank is not None]
         for one in self.thin:
             one.step, one.unit = lambda: optimizer.counts.num_steps, unclipped_factor
-        self._failure = ""  # of an update in the background, on any rank: states are in part those after it
+        self._failure = ""  # of a background update on any rank: its states are partly updated
         self._postponed: list[tuple[ShardState, list[tuple[ParamShard, Tensor]]]] = []
         self.arriving: deque[GroupGradient] = deque()
-        """Final gradients that a speculative update has still to be made with; none when a backward has ended."""
+        """Final gradients that wait for their speculative update; empty after a backward."""
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [self._shards[id(gradient)] for gradient in gradients if id(gradient) in self._shards]
 
     def begin_backward(self, boundary: bool) -> OnFinal | None:
-        """boundary: the backward that begins makes the gradients of the step final.
+        """Return a function for each final gradient, if the update does not wait for the norm; else None.
 
-        Returns what is to be called with each of them, where the update does not wait for all.
+        boundary: this backward makes the gradients of the step final.
         """
         if not boundary or self.timing not in (Timing.IN_BACKWARD, Timing.SPECULATIVE):
             return None
@@ -74,38 +74,38 @@ class StepUpdate:
         return self._update_one
 
     def end_backward(self) -> None:
-        """Updates with what was still on its way, where the update does not wait for all."""
+        """Update with the gradients that are still on their way to the host."""
         self._update_arrived(0)
 
     def refuse_more(self, what: str) -> None:
-        """Raises StateError where shards of this step are updated already, for good. what: the user has asked for."""
+        """Raise StateError if shards of this step are updated for good. what: the call of the user."""
         if self.timing is Timing.IN_BACKWARD:
             raise StateError(
-                "zero_optimization.update_in_backward: expected engine.step() after a backward at the accumulation "
-                f"boundary, which has updated the parameters, found {what}; put all but the last backward of a step "
-                "under `with engine.no_sync():`, those of other models under `with engine.frozen():`, or leave "
+                "zero_optimization.update_in_backward: expected engine.step() after the last backward of a step, which "
+                f"has updated the parameters, found {what}; put the earlier backwards of a step under "
+                "`with engine.no_sync():`, backwards of other models under `with engine.frozen():`, or leave "
                 "update_in_backward out"
             )
 
     def has_missed(self, unused: Collection[int]) -> bool:
-        """Whether a speculative update took other parameters for unused: those of the step before."""
+        """Return True if a speculative update assumed other unused parameters (those of the step before)."""
         return self._optimizer.speculation.is_open and self._optimizer.counts.unused != unused
 
     def roll_back(self) -> bool:
-        """What was updated in this step has not been: says whether there was any; only speculative updates are."""
+        """Roll back the speculative update of this step. Return whether there was such an update."""
         self.arriving.clear()
         return self._optimizer.roll_back()
 
     @property
     def can_be_skipped(self) -> bool:
-        """Whether `end_step` takes a `skip`."""
+        """Return whether `end_step` takes a `skip`."""
         return self.timing is Timing.AFTER_NORM and self._is_waited_for and self._optimizer.can_be_skipped
 
     def end_step(self, factor: float | Tensor, unused: frozenset[int], what: str, skip: Tensor | None = None) -> None:
-        """The step counts: updates what has not been updated yet, and brings all to the other ranks. A collective.
+        """Finish the update of the step, and send new values to the other ranks. A collective.
 
-        unused: identities of the parameters that stay as they are. skip: (1,) on the device, where the host does not
-        know yet whether it counts; `end_skipped` has to follow.
+        unused: ids of the parameters that stay as they are. skip: (1,) on the device, if the host does not know yet
+        whether the step counts; then call `end_skipped` later.
         """
         self._release_what_changes()
         self._optimizer.counts.unused = unused
@@ -130,13 +130,13 @@ class StepUpdate:
         self._mesh.fence(what)
 
     def end_skipped(self, counts: bool, unused: frozenset[int]) -> None:
-        """After an `end_step` with `skip`: what that was, and which parameters of all ranks nobody used."""
+        """Count or discard the step after an `end_step` with `skip`. unused: ids, over all ranks."""
         self._optimizer.counts.unused = unused
         self._optimizer.count() if counts else self._optimizer.uncount()
 
     @property
     def outcome_without_step(self) -> str:
-        """What has become of the parameters in a step that does not count, as users read it."""
+        """Say what has happened to the parameters in a step that does not count, for error texts."""
         if self.timing is Timing.IN_BACKWARD:
             return "The parameters whose gradients are finite were updated already (update_in_backward)."
         return "No parameter was updated."
@@ -145,17 +145,19 @@ class StepUpdate:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is one, of which the parameters do not know yet."""
+        """Return True if a background update has not reached the parameters yet."""
         return self._optimizer.delayed.is_pending
 
     def has_failed(self) -> bool:
-        """Waits for an update in the background, on this rank alone. True where it could not be made."""
+        """Wait for this rank's background update. Return True if it has failed."""
+        if self.timing is not Timing.DELAYED:
+            return False
         return bool(self._failure) or self._optimizer.delayed.wait() is not None
 
     def flush(self) -> None:
-        """What the steps so far have updated is in the parameters of all ranks, and what is not a step yet is not.
+        """Bring the updates of all past steps into the parameters of all ranks, and roll back speculation.
 
-        A collective where an update was in the background. Raises OffloadError on every rank where any has failed.
+        A collective after a background update. Raises OffloadError on every rank if it failed on any.
         """
         self.roll_back()
         if self._failure:
@@ -171,30 +173,29 @@ class StepUpdate:
         self._mesh.fence(what)
 
     def raise_failure(self) -> None:
-        """Raises OffloadError, with what has failed in the background on which rank. A collective."""
+        """Raise OffloadError, naming the ranks and causes of failed background updates. A collective."""
         error = self._optimizer.delayed.wait()
         if not self._failure:
             texts = self._mesh.world.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
             causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
             self._failure = (
-                f'offload_optimizer.overlap "delayed": update {self._optimizer.num_steps} could not be made on '
-                f"{causes}. Master weights and states are in part those after it: training can go on only from a "
-                "checkpoint (engine.load_checkpoint)"
+                f'offload_optimizer.overlap "delayed": update {self._optimizer.num_steps} failed on {causes}. Master '
+                "weights and states are partly updated: continue from a checkpoint (engine.load_checkpoint)"
             )
             self._optimizer.delayed.end()
         raise OffloadError(self._failure) from error
 
     def forget_failure(self) -> None:
-        """All that an update writes was loaded anew."""
+        """Forget a failure, since all that an update writes was loaded again."""
         self._failure = ""
 
     def close(self) -> None:
-        """As `flush`, but says nothing of a failure that was told before."""
+        """Do `flush`, but do not repeat a failure that was raised before."""
         if not self._failure:
             self.flush()
 
     def _take_over(self) -> list[Pending]:
-        """Brings what the last update in the background has made, if any, into the parameters."""
+        """Bring the values of the last background update, if any, into the parameters."""
         if not self._optimizer.delayed.is_pending:
             return []
         self._optimizer.delayed.end()
@@ -205,7 +206,7 @@ class StepUpdate:
         return pending
 
     def _release_what_changes(self) -> None:
-        """A forward since the backward has left some full parameters, of values that now change."""
+        """Release full parameters of a forward since the backward: the update changes their values."""
         for shard in self._optimizer.shards:
             group = shard.group
             if group.frees_memory and (group.keeper is not None or group.sharded_state is not ShardedState.SHARDED):
@@ -219,12 +220,12 @@ class StepUpdate:
         gradient.flush()
         shard = self._shards.get(id(gradient))
         skip = None
-        if self._is_waited_for and self._optimizer.can_be_skipped:  # it is left to the device whether it is finite
+        if self._is_waited_for and self._optimizer.can_be_skipped:  # the device checks if it is finite
             gradient.remember()
-            skip, is_finite = gradient.stats.is_bad(), True  # as far as the host knows
+            skip, is_finite = gradient.stats.is_bad(), True  # the host does not know
         else:
             is_finite = gradient.check()
-        if shard is not None and is_finite:  # None: no group of the optimizer has it
+        if shard is not None and is_finite:  # None: the parameter is in no group of the optimizer
             if self.timing is Timing.IN_BACKWARD:
                 self._postpone(shard)
             self._optimizer.update(shard, self._unclipped_factor(), skip=skip)
@@ -234,10 +235,10 @@ class StepUpdate:
             gradient.drop_shard()
 
     def _update_arrived(self, num_left: int) -> None:
-        """Updates with the gradients of a device, but for the newest, which are still on their way to the host.
+        """Update with the gradients of a device, except the newest `num_left`, which are on their way to the host.
 
-        Meanwhile the device has the backward of these to do. Whether all are finite says the norm: what was updated can
-        be taken back.
+        Meanwhile the device runs the backward. The norm says later if all gradients are finite: the update can be
+        rolled back.
         """
         while len(self.arriving) > num_left:
             gradient = self.arriving.popleft()
@@ -245,12 +246,12 @@ class StepUpdate:
             if id(gradient) in self._shards:
                 self._optimizer.update(self._shards[id(gradient)], self._unclipped_factor())
 
-    # -- what is not yet known to be used, in the backward ----------------------------------------------------------
+    # -- parameters that other ranks may have used ----------------------------------------------------------
 
     def _postpone(self, shard: ShardState) -> None:
-        """Leaves out the parameters that this rank has not used: whether another has, the end of the step says.
+        """Leave out the parameters that this rank has not used, and keep their part of the gradient.
 
-        Their part of the gradient is kept until then.
+        The end of the step says if another rank has used them.
         """
         used, gradient = shard.gradient.used, shard.gradient.shard
         self._optimizer.counts.unused = frozenset(id(p) for i, p in enumerate(shard.group.params) if i not in used)
@@ -265,7 +266,7 @@ class StepUpdate:
         self._postponed.append((shard, kept))
 
     def _update_postponed(self, unused: frozenset[int]) -> None:
-        """Updates what another rank has used."""
+        """Update the postponed parameters that another rank has used."""
         postponed, self._postponed = self._postponed, []
         for shard, kept in postponed:
             used = {id(shard.group.params[param_shard.index]) for param_shard, _ in kept} - unused

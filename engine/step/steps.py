@@ -1,4 +1,4 @@
-"""The steps of training: backwards of microbatches, and the update that they end with."""
+"""Run the steps of training: backwards of microbatches, then an update of the parameters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from ...comm import Activity, Mesh
 from ...offload import OffloadError
@@ -21,61 +22,187 @@ from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Timing
 from ..config.config import Config
-from .accumulation_state import AccumulationState
-from .features import Access, StepFeatures, StepResult
+from .features import Access, StepFeature, StepFeatures, StepResult
 from .gradient_scale import GradientScale
 from .join import Call, Join, weighted
-from .step_sums import StepSums, SummedStep, cleared_error, non_finite_error, sum_step
+from .step_sums import Clipping, StepSums, SummedStep, cleared_error, non_finite_error, sum_step
 from .step_update import StepUpdate
 
 R = TypeVar("R")
 NO_BACKWARD = (
-    "engine.step(): expected a backward since the last step, found none; call engine.backward(loss) on a loss that was "
-    "computed from what engine(...) has returned, with its graph, and engine.zero_grad() not between the two"
+    "engine.step(): expected a backward since the last step, found none; call engine.backward(loss) with a loss of the "
+    "output of engine(...), and do not call engine.zero_grad() between backward and step"
 )
 NO_GRADIENT = (
-    "engine.step(): expected a backward through the model, found one that gave no parameter a gradient on any rank; "
-    "was an output of the model detached, or used under torch.no_grad(), before the loss was computed from it?"
+    "engine.step(): expected gradients of the model, found a backward that gave no parameter a gradient on any rank; "
+    "was the output of the model detached, or the loss computed under torch.no_grad()?"
 )
 
 
 class UnitPasses(Protocol):
     """Takes the units of this rank through a backward.
 
-        begin_backward ... a unit is entered, its gradients come, it is left ... end_backward, or abort
+        begin_backward ... enter a unit, collect its gradients, leave it ... end_backward, or abort
 
-    Hooks on the model, or a schedule, tell it what happens in between.
+    Hooks on the model or a pipeline schedule report the uses of units in between.
     """
 
     @property
     def units(self) -> Sequence[Unit]:
-        """The rest first, then the blocks."""
+        """Return the root unit, then the blocks."""
 
     @property
     def reduction_order(self) -> Sequence[Unit]:
-        """The same, in the order in which their gradients are reduced."""
+        """Return the units in the order in which their gradients are reduced."""
 
     def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
-        """boundary: it has the last microbatch of an optimizer step. on_final: called with each gradient then."""
+        """Begin a backward. boundary: it has the last microbatch of an optimizer step.
+
+        on_final: called with each gradient of that backward when the gradient is final.
+        """
 
     def end_backward(self) -> None:
-        """Returns when all that is to be reduced has been."""
+        """Wait until all gradients of this backward are reduced."""
 
     def abort(self, error: BaseException) -> None:
-        """Ends a backward that `error` has ended."""
+        """End a backward that `error` has interrupted."""
 
     def await_others(self) -> None:
-        """Returns when all ranks have come to the end of the step. A collective."""
+        """Wait until all ranks have reached the end of the step. A collective."""
 
     def release_all(self) -> None:
-        """Between steps: no parameters are needed."""
+        """Release all parameters. Called between steps."""
+
+
+class AccumulationState:
+    """Counts the microbatches of a step, and collects their losses and doubts until the update."""
+
+    def __init__(self, config: Config) -> None:
+        self.accumulation = config.gradient_accumulation_steps or 1  # microbatches of a step; see `count_by`
+        is_layered = config.zero_optimization.layered_gradient_accumulation
+        self._holds_whole_steps = (
+            "zero_optimization.layered_gradient_accumulation" if is_layered else "parallel.pipeline"
+        )
+        self.losses: list[Tensor] = []  # () of each microbatch
+        self.lacks_loss = False  # the caller ran the backward of an unknown loss
+        self.num_microbatches = 0  # whose backward has ended
+        self.num_begun = 0  # with the microbatches of the running backward
+        self.is_complete = False
+        """Whether the last backward completed the step, so that gradients are final."""
+        self.clipping_by_hand: Clipping | None = None  # by `engine.clip_grad_norm_`
+        self.inconsistencies: dict[StepFeature, Tensor] = {}  # see `note_inconsistency`
+        self.is_void = False  # the batches differ between stages, so nothing is computed
+        self._own_clipping = Clipping(config.gradient_clipping or math.inf)
+        self._is_last: bool | None = None  # the caller's word; None: count
+        self._counted_by: Callable[[], bool] | None = None  # see `count_by`
+        self._by_hand = False  # the caller has given his word in this step
+
+    @property
+    def done(self) -> str:
+        """Say how many microbatches are done, for error texts."""
+        return f"{self.num_microbatches} of {self.accumulation} microbatches done (gradient_accumulation_steps)"
+
+    @property
+    def clipping(self) -> Clipping:
+        """Return the clipping that the caller asked for in this step, else that of the config."""
+        return self.clipping_by_hand or self._own_clipping
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Say by hand if the backwards inside the context complete the step, whatever their number.
+
+        From then on the caller counts for the rest of this step.
+        """
+        before, self._is_last, self._by_hand = self._is_last, last, True
+        try:
+            yield
+        finally:
+            self._is_last = before
+
+    @property
+    def may_be_last(self) -> bool:
+        """Return False if the caller has said that the next backward does not complete the step."""
+        return self._is_last is not False
+
+    def say(self, last: bool) -> None:
+        """Say by hand if the next backwards complete the step.
+
+        False holds until the next call. True holds until the step has ended.
+        """
+        self._is_last, self._by_hand = None if last else False, True
+
+    def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
+        """See `Engine.count_by`."""
+        self._counted_by, self.accumulation = is_last, accumulation
+
+    def note_loss(self, loss: Tensor | None) -> None:
+        """Add the loss of a microbatch, (). None: the engine does not know it."""
+        if loss is None:
+            self.lacks_loss = True
+        else:
+            self.losses.append(loss)
+
+    def note_inconsistency(self, feature: StepFeature, found: Tensor) -> None:
+        """Record a doubt of a feature. found: a tensor that is not 0 if this rank doubts the step.
+
+        If any rank doubts, no rank updates, and all ranks call `StepFeature.explain_inconsistency`.
+        """
+        self.inconsistencies[feature] = found
+
+    def would_complete(self, num_microbatches: int) -> bool:
+        """Return True if a backward of `num_microbatches` microbatches would complete the step."""
+        if self._is_last is not None:
+            return self._is_last
+        if self._counted_by is not None:
+            return self._counted_by()
+        return self._by_hand or (self.num_microbatches + num_microbatches) % self.accumulation == 0
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self.losses.clear()
+        self.num_microbatches = self.num_begun = 0
+        self.is_complete = self.lacks_loss = self._by_hand = self.is_void = False
+        self.clipping_by_hand = None
+        self.inconsistencies.clear()
+
+    def check_between(self, what: str) -> None:
+        """Raise StateError in the middle of a step, or inside `no_sync` or `accumulate`."""
+        if self.num_microbatches:
+            raise StateError(
+                f"{what}: expected a call between steps, found {self.num_microbatches} microbatches of a step done; "
+                "call engine.step() or engine.zero_grad() first"
+            )
+        if self._is_last is not None:
+            raise StateError(
+                f"{what}: expected a call between steps, found it inside of engine.no_sync() or engine.accumulate(); "
+                "leave the context first"
+            )
+
+    def check_whole(self, num_microbatches: int) -> None:
+        """Raise ValueError if `num_microbatches` microbatches do not complete the step.
+
+        A schedule runs all microbatches of a step together.
+        """
+        if not self.would_complete(num_microbatches):
+            key = self._holds_whole_steps
+            raise ValueError(
+                f"engine.accumulate(last=False): expected a config without {key}, found it: its train_step runs all "
+                "microbatches of a step; set gradient_accumulation_steps"
+            )
+
+    def refuse_backward(self) -> NoReturn:
+        """Raise StateError: the gradients of this step are clipped already."""
+        raise StateError(
+            "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose gradients "
+            "would not be clipped; call clip_grad_norm_ after the last backward"
+        )
 
 
 class Steps:
-    """Each step is a number of backwards and one update of the shards.
+    """Runs backwards, then updates the shards. All ranks call its methods in the same order.
 
-    backward   x gradient_accumulation_steps, or one of them all together: gradients are reduced as they come
-    end        the exact global norm, clip factor, update of the shards, and new parameters for the next forward
+    backward   one call for each microbatch, or one for all of them; gradients are reduced as they arrive end
+    exact global norm, clip factor, update of the shards, new parameters for the next forward
     """
 
     def __init__(
@@ -90,7 +217,7 @@ class Steps:
     ) -> None:
         self.accumulated = AccumulationState(config)
         self.last = StepResult(torch.zeros(()), torch.zeros(()), optimizer.lr, loss_scaler.scale, False)
-        """What the last step has come to."""
+        """The result of the last step."""
         self.join = join
         self.features = features
         self._config = config
@@ -98,16 +225,16 @@ class Steps:
         self._passes = passes
         self._optimizer = optimizer
         self.cleared: list[str] = []
-        """Notes of the gradients that the caller has cleared in this step, alike on all ranks."""
+        """Notes on gradients that the caller has cleared in this step. They must be the same on all ranks."""
         self.num_changes = 0
-        """A number that grows with each change of parameters that the engine itself makes."""
-        self._is_apart = False  # other ranks may still have what an error has interrupted
+        """Grows with each change of parameters by the engine itself."""
+        self._is_apart = False  # after an error: other ranks may still run the interrupted update
         own = (param for unit in passes.units for group in unit.groups for param in group.params)
         self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         self.register_groups()
 
     def register_groups(self) -> None:
-        """The groups of the units, and of the optimizer, are those that there are now; between steps."""
+        """Read the groups of the units and of the optimizer again, after a group was added."""
         optimizer, passes, mesh = self._optimizer, self._passes, self._mesh
         self.gradients = [gradient for unit in passes.units for gradient in unit.gradients]
         timing = Timing.of(self._config)
@@ -118,7 +245,7 @@ class Steps:
             feature()
 
     def check_between(self, what: str) -> None:
-        """Raises StateError in the middle of a step, and where the caller says which backwards count."""
+        """Raise StateError in the middle of a step, or inside `no_sync` or `accumulate`."""
         for feature in self.features.between_steps:
             feature(what)
         self.accumulated.check_between(what)
@@ -126,7 +253,10 @@ class Steps:
     # -- microbatches ---------------------------------------------------------------------------------------------
 
     def backward(self, run: Callable[[], R], num_microbatches: int = 1) -> R:
-        """What `run` gives, the backward of so many microbatches. An error in it ends the step."""
+        """Return run(), which computes the backward of `num_microbatches` microbatches.
+
+        An error in it ends the step.
+        """
         self.begin_backward(num_microbatches)
         try:
             result = run()
@@ -137,13 +267,16 @@ class Steps:
         return result
 
     def begin_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
-        """See `StepFeature.before_forward`."""
-        self.begin_use()  # first: what is only tried may not be taken for right
+        """Call the features before a forward. See `StepFeature.before_forward`."""
+        self.begin_use()  # first: the features must not see the values of a speculative update
         for feature in self.features.before_forward:
             feature(batches, output)
 
     def begin_use(self) -> None:
-        """Parameters are used outside of a backward: what is tried in them goes. A collective where something was."""
+        """Prepare for a use of parameters outside of a backward.
+
+        A speculative update is rolled back first: its values may still be rejected. Then this is a collective.
+        """
         for feature in self.features.before_call:
             feature("a forward", Access.LOOKS)
         if self.accumulated.is_complete:
@@ -153,10 +286,10 @@ class Steps:
             self._mesh.fence("the end of what an error has interrupted")
 
     def begin_backward(self, num_microbatches: int = 1) -> None:
-        """As `backward`, until `end_backward` or `abort_backward`."""
+        """Begin a backward, which `end_backward` or `abort_backward` ends."""
         for feature in self.features.before_call:
             feature("backward", Access.CHANGES)
-        self.refuse_more("another backward")  # a sum that was final was not
+        self.refuse_more("another backward")  # the last backward completed the step, and more gradients come
         for begin in self.features.before_backward:
             begin()
         if self.accumulated.clipping_by_hand is not None:
@@ -165,10 +298,12 @@ class Steps:
         on_final = self.update.begin_backward(boundary)
         if on_final is not None:
             self.num_changes += 1
-        self.accumulated.begin(num_microbatches, boundary)
+        self.accumulated.is_complete = boundary
+        self.accumulated.num_begun = self.accumulated.num_microbatches + num_microbatches
         self._passes.begin_backward(boundary, on_final)
 
     def end_backward(self, num_microbatches: int = 1) -> None:
+        """End a backward, and count its microbatches."""
         try:
             self._passes.end_backward()
             if self.update.arriving:
@@ -179,29 +314,29 @@ class Steps:
         self.accumulated.num_microbatches += num_microbatches
 
     def abort_backward(self, error: BaseException) -> None:
-        """Forgets the step of a backward that `error` has ended."""
+        """Forget the step whose backward `error` has interrupted."""
         self._mesh.error_broadcast.broadcast(error)
         self._passes.abort(error)
         self.forget()
 
     def refuse_more(self, what: str) -> None:
-        """Takes back what was updated before the end of the step. Raises StateError where it is there for good."""
+        """Roll back a speculative update. Raise StateError if the update is final already (`update_in_backward`)."""
         if self.accumulated.is_complete:
             self.update.refuse_more(what)
             self.roll_back()
 
     def roll_back(self) -> None:
-        """What was updated before the end of the step has not been, on all ranks. Does nothing where nothing was."""
+        """Roll back a speculative update on all ranks. A collective, if there was such an update."""
         if self.update.roll_back():
             self.join.before(Call.TAKING_BACK)
             self._mesh.fence("the end of what was tried in the backward")
 
     def forget(self, ends_graphs: bool = True) -> None:
-        """Of the microbatches so far nothing counts: the next one is the first of its step.
+        """Forget all microbatches of this step: the next microbatch is the first of a step.
 
-        ends_graphs: nothing that was computed before is differentiated after this.
+        ends_graphs: no earlier graph is differentiated after this call, so parameters are released.
         """
-        if self.update.roll_back():  # what an error has interrupted
+        if self.update.roll_back():
             self._is_apart = True
         self.forget_gradients()
         if ends_graphs:
@@ -211,8 +346,8 @@ class Steps:
         self.join.num_missing = 0
 
     def forget_gradients(self) -> None:
-        """Of the backwards so far."""
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would cost a call of Python
+        """Reset the gradients of the backwards so far."""
+        with torch._C.DisableTorchFunctionSubclass():  # else each released parameter costs a Python call
             for gradient in self.gradients:
                 gradient.reset()
                 for param in gradient.group.params:
@@ -221,9 +356,9 @@ class Steps:
     # -- the update -----------------------------------------------------------------------------------------------
 
     def end(self, number: int, by_hand: bool) -> None:
-        """Updates the parameters; a collective. number: of steps before this one.
+        """Update the parameters. A collective. number: of steps before this step.
 
-        by_hand: the caller has run the backwards: StateError where they gave no gradient on any rank.
+        by_hand: the caller ran the backwards. Then raise StateError if no parameter got a gradient on any rank.
         """
         for feature in self.features.before_call:
             feature("engine.step()", Access.CHANGES)
@@ -235,13 +370,15 @@ class Steps:
         told = [events() for events in self.features.events]
         events = (self.update.has_failed(), self.accumulated.lacks_loss, by_hand, *chain(*told))
         losses, what = self.accumulated.losses, f"the norm of step {number}"
-        if self.join.num_missing:  # whose mean, averaged over the ranks, is that of all there were
+        if self.join.num_missing:  # the mean over ranks of the weighted mean is the mean of all losses
             losses = weighted(losses, self._weight * len(losses) / self.accumulated.num_microbatches)
         inconsistencies, cleared = (
             self.accumulated.inconsistencies.values(),
             1 + crc32(str(self.cleared).encode()) if self.cleared else 0,
         )
-        inconsistency = torch.stack([one.any() for one in inconsistencies]).any() if inconsistencies else None
+        inconsistency = (
+            torch.stack([inconsistency.any() for inconsistency in inconsistencies]).any() if inconsistencies else None
+        )
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, inconsistency, cleared)
         grad_scale = self.grad_scale
         has_nothing = self.update.uses.are_none and summed.read().is_without_gradients and summed.read().events[2] > 0
@@ -277,12 +414,11 @@ class Steps:
         if not is_started or sums.num_bad:
             self._update_or_skip(sums, norm, number)
         if not result.skipped:
-            for one in self.update.thin:
-                one.accept(grad_scale)
+            for low_rank in self.update.thin:
+                low_rank.accept(grad_scale)
         for end in self.features.after_update:
             end(result.skipped)
         self.forget()
-        self.scale.loss_scaler.update(result.skipped)
         self.last = result
         for own, on_events in zip(told, self.features.on_events, strict=True):
             on_events(counts[: len(own)])
@@ -290,27 +426,32 @@ class Steps:
 
     @property
     def grad_scale(self) -> float:
-        """What the sum of the step's gradients is multiplied by for their mean over the microbatches there were."""
+        """Return the factor that the update applies to the summed gradients of the step.
+
+        With it they are the mean over the microbatches of all ranks.
+        """
         return self.scale.grad_scale * self._weight if self.join.num_missing else self.scale.grad_scale
 
     @property
     def _weight(self) -> float:
-        """How many microbatches a step has, for each that there was: 1 but under `engine.join`."""
+        """Return microbatches of a full step / microbatches of this step: 1 outside of `engine.join`."""
         full = self._mesh.data_size * self.accumulated.num_begun
         return full / (full - self.join.num_missing)
 
     @property
     def norm_factor(self) -> float:
-        """Of the root of all squares that were counted: of gradients that are not summed it makes the root mean square
-        of the ranks' norms."""
+        """Return the factor of the root of all counted squares.
+
+        If gradients are not summed over ranks, the norm is the root mean square of the norms of the ranks.
+        """
         return 1.0 if self._optimizer.sums_gradients else math.sqrt(self._mesh.data_size)
 
     def _update_if_finite(self, summed: SummedStep, number: int, grad_scale: float) -> bool:
-        """Starts the update of a device, which finds out there whether all is finite: the host is told meanwhile.
+        """Start the update on a device before the host knows if gradients are finite. Return whether it was started.
 
-        Where this rank lacks a gradient, of which all ranks have to say whether it was used, the host waits first, and
-        then starts the same: others have started it already, with what it sends, and with the factor that is there.
-        Not where the host updates anything. Returns whether it was started.
+        The device reads the factor and the skip flag. If this rank lacks a gradient, the host first waits for the sum,
+        which says if another rank used that parameter. Then it starts the same update: the other ranks have started
+        theirs. Updates on the host are never started here.
         """
         if not self.update.can_be_skipped:
             return False
@@ -320,6 +461,7 @@ class Steps:
         return True
 
     def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
+        """Update by the sum that the host has read. If a gradient is not finite, skip in float16, else raise."""
         factor = self.accumulated.clipping.factor(norm) * self.grad_scale
         if sums.num_bad or sums.cleared or factor != self.grad_scale or self.update.has_missed(sums.unused):
             self.roll_back()
@@ -337,10 +479,10 @@ class Steps:
 
     @contextmanager
     def apart(self, activity: Activity, access: Access) -> Iterator[None]:
-        """Around a call that is not part of a step. A collective, but where it only looks.
+        """Wrap a call that is not part of a step. A collective, except for `Access.LOOKS` and `Access.NOTHING`.
 
-        Raises OffloadError on every rank where an update in the background has failed on any, and StateError where not
-        all ranks would come.
+        Raises OffloadError on every rank if a background update has failed on any rank. Raises StateError inside of
+        `engine.join`, since ranks without data would not make the call.
         """
         gradients = "engine.gradient(), set_gradient() or clip_grad_value_()"
         self.join.check_outside(gradients if access is Access.NOTHING else activity.value)

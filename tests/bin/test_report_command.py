@@ -75,7 +75,7 @@ def test_a_picture_that_cannot_be_drawn_is_an_error(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "expected memory-rank0.json and so on, found none; a step is recorded where the config says"),
+        (None, "expected memory-rank0.json and so on, found none; to record a step, set"),
         ("{}", "expected a file that engine.memory_report().save() has written"),
     ],
 )

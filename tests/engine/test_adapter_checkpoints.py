@@ -66,8 +66,8 @@ def change_and_load(folder: str, seed: int) -> str:
 def test_another_base_is_an_error(tmp_path: Path) -> None:
     save(str(tmp_path), 0, LEFT_OUT)
     text = change_and_load(str(tmp_path), 0)
-    assert "it was saved without frozen parameters (checkpoint.exclude_frozen_parameters), and" in text
-    assert "'base_model.model.lm_head.weight' have other values here than beside it" in text
+    assert "The checkpoint has no frozen parameters (checkpoint.exclude_frozen_parameters): load the base" in text
+    assert "frozen parameter 'base_model.model.lm_head.weight' differs from the checkpoint's base model" in text
     assert "Nothing was changed." in text
 
 
@@ -76,7 +76,7 @@ def test_a_base_is_compared_in_the_type_that_was_saved(tmp_path: Path) -> None:
     save(str(tmp_path / "half"), 0, half)
     load(str(tmp_path / "half"), 0, single)  # its values round to what was saved
     save(str(tmp_path / "single"), 0, single)
-    with pytest.raises(CheckpointError, match=r"than beside it, as torch.bfloat16 and no torch.float32: build the"):
+    with pytest.raises(CheckpointError, match=r"base model: torch.bfloat16 here, torch.float32 there. The"):
         load(str(tmp_path / "single"), 0, half)
 
 

@@ -153,7 +153,7 @@ def refuse_in_a_pipeline(folder: str) -> str:
 
 
 def test_a_pipeline_exports_adapters_alone(ranks: RankPool, tmp_path: Path) -> None:
-    text = "engine.export(merged=True): expected ranks that have whole layers, found some split by parallel.pipeline"
+    text = "engine.export(merged=True): expected ranks with whole layers, found layers split by parallel.pipeline"
     assert all(one.startswith(text) for one in ranks(2, refuse_in_a_pipeline, str(tmp_path)))
     names = safetensors_torch.load_file(tmp_path / "adapter_model.safetensors").keys()
     assert sum("lora_A" in name for name in names) == 6
@@ -167,10 +167,14 @@ def with_prompt() -> Any:
     ("build", "options", "text"),
     [
         (models.TinyGPT, {"adapters_only": True}, "found no frozen parameter; leave adapters_only out"),
-        (ByHand, {"merged": True}, r"expected a model of PEFT \(get_peft_model\), found ByHand"),
+        (ByHand, {"merged": True}, r"expected a PEFT model \(get_peft_model\), found ByHand"),
         (lora, {"merged": True, "adapters_only": True}, "expected adapters_only or merged, found both"),
-        (lora, {"adapters_only": True, "shard_bytes": "1MB"}, "expected no shard_bytes, found '1MB': PEFT reads one"),
-        (with_tokens, {"merged": True}, "expected layers that merge one by one, found a TrainableTokensWrapper at"),
+        (lora, {"adapters_only": True, "shard_bytes": "1MB"}, "expected no shard_bytes, found '1MB', since PEFT reads"),
+        (
+            with_tokens,
+            {"merged": True},
+            "expected adapted layers that can be merged, found a TrainableTokensWrapper at",
+        ),
         (with_prompt, {"adapters_only": True}, "found the embeddings of PROMPT_TUNING, which PEFT computes"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_loss_is_scaled_in_parts_and_never_twice() -> None:
             (engine.scale(h.square().mean()) + engine.scale(h.abs().mean())).backward()
             gradients.append(head.weight.grad)
             if factor != 1.0:
-                with pytest.raises(StateError, match=r"has not been through engine.scale\(\), found one that has"):
+                with pytest.raises(StateError, match=r"expected a loss without engine.scale\(\), found a loss with it"):
                     engine.backward(engine.scale(loss_of(engine)))
     torch.testing.assert_close(*gradients)
 
@@ -173,7 +173,7 @@ def unused_steps(stage: int, timing: dict[str, Any]) -> tuple[list[str], list[bo
 def test_a_step_without_gradients_is_an_error(ranks: RankPool, stage: int, timing: dict[str, Any]) -> None:
     first, second = ranks(2, unused_steps, stage, timing)
     assert first[0] == second[0] == [NO_BACKWARD, NO_GRADIENT, NO_BACKWARD]
-    assert "call engine.backward(loss)" in NO_BACKWARD and "was an output of the model detached" in NO_GRADIENT
+    assert "call engine.backward(loss)" in NO_BACKWARD and "was the output of the model detached" in NO_GRADIENT
     assert first[1] and all(first[1])
 
 
@@ -202,9 +202,7 @@ def test_what_an_update_in_backward_cannot_take_in_or_back_is_refused() -> None:
     for what, ask in asks.items():
         with engine_for(1, update_in_backward=True) as engine:
             loss_of(engine).backward()
-            with pytest.raises(
-                StateError, match=rf"after a backward at the accumulation boundary, .*, found {what}; put"
-            ):
+            with pytest.raises(StateError, match=rf"after the last backward of a step, .*, found {what}; put"):
                 ask(engine)
 
 
@@ -212,7 +210,8 @@ def test_a_backward_in_another_call_of_its_engine_is_refused() -> None:
     with engine_for() as engine, engine.gathered(modify=True):
         loss = engine.module(batch(0, 0)).sum()
         with pytest.raises(
-            StateError, match=r"loss.backward\(\): expected a call between others, found one from inside"
+            StateError,
+            match=r"loss.backward\(\): expected no call in progress, found engine.gathered\(modify=True\)",
         ):
             loss.backward()
 
@@ -227,7 +226,7 @@ def test_a_part_of_a_loss_that_was_not_scaled_is_refused() -> None:
     with lowtide.initialize(net(), {"optimizer": OPTIMIZER, "gradient_predivide_factor": 4.0}) as engine:
         loss = loss_of(engine)
         total = engine.scale(loss_of(engine)) + loss
-        with pytest.raises(StateError, match=r"expected all of the loss through engine.scale\(\), found a part of it"):
+        with pytest.raises(StateError, match=r"expected the whole loss through engine.scale\(\), found a part of it"):
             total.backward()
 
 

@@ -260,12 +260,12 @@ def test_a_checkpoint_with_averages_and_an_engine_without_say_so(
     expected = save(case, tmp_path / "without", False)
     with caplog.at_level(logging.WARNING, "lowtide"):
         _, weights = load(case, tmp_path / "with", False)
-    assert "the checkpoint has moving averages of the weights, which were not loaded, and will not be in" in caplog.text
+    assert "the checkpoint has moving averages of the weights, but they were not loaded, and the next" in caplog.text
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     caplog.clear()
     with caplog.at_level(logging.WARNING, "lowtide"):
         loaded, _ = load(case, tmp_path / "without", True)
-    assert "the checkpoint has no moving averages of the weights: they begin anew with those that" in caplog.text
+    assert "the checkpoint has no moving averages of the weights: they restart from the loaded weights" in caplog.text
     assert all(torch.equal(loaded[name], value) for name, value in load(case, tmp_path / "without", False)[0].items())
     with pytest.raises(ValueError, match="expected moving averages, found none"):
         _ = CheckpointFolder(tmp_path / "without").open().averaged_weights

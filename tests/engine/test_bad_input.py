@@ -200,21 +200,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "loss.backward()": (
         call_backward_past_the_engine,
-        "StateError: loss.backward(): expected a graph that begins with what engine(...) has returned, where the "
-        "factor 0.5 of float16's loss scale (or prescale_gradients, gradient_predivide_factor) is applied; found one "
-        "past it: call engine(...) for the forward, or `engine.scale(loss).backward()`",
+        "StateError: loss.backward(): expected a loss of the output of engine(...), which has the factor 0.5 of "
+        "float16's loss scale (or prescale_gradients, gradient_predivide_factor), found a loss without it: call "
+        "engine(...) for the forward, or `engine.scale(loss).backward()`",
     ),
     "loss for each row": (
         lambda: step_on(2, Rows()),
-        "ValueError: loss: expected a tensor with one element as the model's output, or as its .loss, "
+        "ValueError: loss: expected a tensor with a single element as the model's output, or as its .loss, "
         '["loss"] or [0], found a tensor of shape (2,); give initialize(..., loss_fn=lambda output, batch: '
         "...)",
     ),
     "integers where floats are wanted": (
         lambda: step_on_integers("bf16", False),
         "ValueError: batch: expected torch.bfloat16 for 'blocks.0' (Linear), the dtype of its weight, found "
-        "torch.uint8 of shape (2, 4). Of a batch, floating-point tensors are cast (auto_cast) and integers "
-        "are not, which may be indices: give values as floats, for example x.float(). In torch's words: mat1 "
+        "torch.uint8 of shape (2, 4). The engine casts floating-point tensors of a batch (auto_cast), but no "
+        "integers, since these may be indices: pass values as floats, for example x.float(). torch says: mat1 "
         "and mat2 must have the same dtype",
     ),
     "integers in a call": (
@@ -241,12 +241,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "loss without gradient": (
         lambda: backward_of(without_gradient),
-        "ValueError: backward: expected a loss with one element that requires a gradient, found a tensor of "
+        "ValueError: backward: expected a loss with a single element that requires a gradient, found a tensor of "
         "shape (), requires_grad=False; was it computed under torch.no_grad(), or detached?",
     ),
     "loss in a mapping": (
         lambda: backward_of(output_mapping),
-        "ValueError: backward: expected a loss with one element that requires a gradient, found a mapping "
+        "ValueError: backward: expected a loss with a single element that requires a gradient, found a mapping "
         "with keys ['loss']",
     ),
     "half a launcher": (
@@ -257,7 +257,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "replaced after initialize": (
         replaced_by_hand,
-        "ValueError: parameter 'head.weight' was added or replaced after lowtide.initialize, which does not know it",
+        "ValueError: parameter 'head.weight' was added or replaced after lowtide.initialize, so the engine does not",
     ),
     "parameter of another model": (
         gather_a_stranger,

@@ -137,7 +137,7 @@ def test_gradients_that_an_update_in_the_backward_has_used_are_not_cleared() -> 
     with lowtide.initialize(models.mlp(), config) as engine:
         engine.backward(engine(*models.vector_batch(0, 2)))
         engine.module.zero_grad()
-        with pytest.raises(StateError, match=r"has updated the parameters, found zero_grad\(\); put all but the last"):
+        with pytest.raises(StateError, match=r"has updated the parameters, found zero_grad\(\); put the earlier"):
             engine.step()
 
 
@@ -152,7 +152,8 @@ def test_gradients_that_are_in_a_sum_are_cleared_together() -> None:
         engine.backward(engine(*models.vector_batch(0, 2)))
         engine.module.get_parameter("first.weight").grad = None
         with pytest.raises(
-            StateError, match="backward: found the gradients of some parameters cleared after an earlie"
+            StateError,
+            match="backward: expected all gradients or none cleared after an earlier backward of the step, found some",
         ):
             engine.backward(engine(*models.vector_batch(1, 2)))
 
@@ -235,7 +236,7 @@ def test_gradients_are_cleared_on_all_ranks_or_on_none(
 ) -> None:
     first, second = ranks(2, clear_on_rank_0, stage, zero, is_last)
     assert first == second
-    expected = "expected the gradients of the same parameters cleared on all ranks, since each has a part of their sum"
+    expected = "expected the same gradients cleared on all ranks, since each rank has a part of their sum"
     found = (
         r"after backward 1: first.weight, first.bias, .* \.\.\. on rank 0, none on rank 1",
         r"after backward 1: first.weight \(to zero\), first.bias \(to zero\) on rank 0, none on rank 1. No parameter",
@@ -349,7 +350,9 @@ def test_a_step_of_the_own_optimizer_is_that_of_the_engine(stage: int) -> None:
         config.pop(key, None)
     engine = lowtide.initialize(model, config, optimizer=own, lr_scheduler=scheduler)
     engine.backward(engine(*models.vector_batch(0, 2)))
-    with pytest.raises(StateError, match=re.escape("AdamW.step(): expected the last microbatch of a step before it")):
+    with pytest.raises(
+        StateError, match=re.escape("AdamW.step(): expected a call after the last microbatch of a step")
+    ):
         own.step()
     engine.backward(engine(*models.vector_batch(1, 2)))
     for name, step in {

@@ -300,12 +300,12 @@ def test_a_checkpoint_of_an_island_loads_from_its_own_folder(tmp_path: Path, cap
     expected = save_and_go_on(case, tmp_path / "island0", 1, "a")
     outer = {"island": 0, "fragments": 2, "arrived": [1]}
     resign(tmp_path / "island0" / "a", lambda content: content["training"].update(outer=outer))
-    where = "; the folder is of islands, which earlier versions had: name that of one, such as island0"
+    where = "; the folder has islands, a feature of earlier versions: load a subfolder, such as island0"
     with engine_for(case, 1) as engine, pytest.raises(NoCheckpointError, match=where):
         engine.load_checkpoint(tmp_path)
     assert "of an island" not in caplog.text
     assert load_and_go_on(case, tmp_path / "island0", 1, "a").differences(expected) == []
-    assert "the checkpoint is that of an island, which earlier versions had: its parameters and" in caplog.text
+    assert "the checkpoint is of an island, a feature of earlier versions: its parameters and" in caplog.text
 
 
 def test_values_survive_a_failed_save_of_the_same_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

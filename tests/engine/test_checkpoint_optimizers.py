@@ -209,15 +209,15 @@ REFUSED_GROUPS: list[tuple[Any, Any, dict[str, Any], str]] = [
         (W, B),
         (W + B,),
         {},
-        "'first.weight' and 'first.bias', of group 0 here, were in two groups, with lr 0.02 and 0.01; give them groups",
+        "'first.weight' and 'first.bias', of group 0 here, were in two groups, with lr 0.02 and 0.01; put them into",
     ),
     ((W,), (W, B), {}, f"no parameter group of it has a parameter of group 1 here ({BIASES})"),
     (
         (W, B),
         (B, W),
         {"lr_scheduler": schedule},
-        "the state of its LambdaLR has base_lrs for parameter groups of other numbers than here; give the optimizer "
-        "groups in the order of [['first.weight', 'layers.0.weight', 'layers.1.weight'], "
+        "the state of its LambdaLR has base_lrs by group index, and the groups have another order here; give the "
+        "optimizer groups in the order [['first.weight', 'layers.0.weight', 'layers.1.weight'], "
         "['first.bias', 'layers.0.bias', 'layers.1.bias']], or leave lr_scheduler out of initialize",
     ),
 ]

@@ -119,8 +119,8 @@ def test_saving_between_microbatches_is_refused(tmp_path: Path, stage: int) -> N
             with pytest.raises(ValueError) as caught:
                 engine.save_checkpoint(tmp_path)
             assert str(caught.value) == (
-                f"save_checkpoint: expected a whole step, found {number + 1} of 3 microbatches done "
-                "(gradient_accumulation_steps); gradients are not saved, so call it after engine.step() has acted"
+                f"save_checkpoint: expected a call between steps, found {number + 1} of 3 microbatches done "
+                "(gradient_accumulation_steps); gradients are not saved, so call it after engine.step() has updated"
             )
             assert engine.save_checkpoint(tmp_path, "within", within_step=True) == "within"
     assert engine.save_checkpoint(tmp_path) == "global_step1"

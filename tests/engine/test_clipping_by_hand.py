@@ -101,9 +101,7 @@ def test_the_config_may_clip_and_the_norm_be_asked_for() -> None:
     with make_engine(gradient_clipping=0.25) as engine:
         backward(engine)
         assert engine.clip_grad_norm_(math.inf) == engine.clip_grad_norm_(0.25)
-        words = (
-            r"found a max_norm of 1 \(norm_type 2\), and gradient_clipping 0.25 in the config, which clips each step"
-        )
+        words = r"found max_norm 1 \(norm_type 2\) and gradient_clipping 0.25 in the config, which clips each step"
         with pytest.raises(ValueError, match=words):
             engine.clip_grad_norm_(1.0)
         engine.step()
@@ -155,7 +153,7 @@ def test_only_between_the_last_backward_and_the_step(what: str) -> None:
                 TIMES[what](engine)
             assert str(caught.value) == (
                 f"{what}: expected the gradients of a whole step, found {count} of 2 microbatches done "
-                "(gradient_accumulation_steps); call it between the backward of the last one and engine.step()"
+                "(gradient_accumulation_steps); call it between the last backward and engine.step()"
             )
             backward(engine)
             engine.step()

@@ -318,7 +318,7 @@ def assign_module(engine: lowtide.Engine) -> None:
             assign_module,
             0,
             AttributeError,
-            "engine.module: expected the model that was given to lowtide.initialize, found",
+            "engine.module: expected the model of lowtide.initialize, found",
         ),
     ],
 )

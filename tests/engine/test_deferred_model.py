@@ -474,7 +474,7 @@ def test_a_callable_that_builds_no_module_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape(needs)):
         lowtide.initialize(nn.Linear, {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW})  # type: ignore[arg-type]
     engine: Any = lowtide.initialize(TiedAndShared, {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW})
-    with engine, pytest.raises(ValueError, match="found an engine; close it and pass the model that it was made of"):
+    with engine, pytest.raises(ValueError, match="found an engine; close it and pass its model, engine"):
         lowtide.initialize(engine, {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW})
 
 

@@ -24,8 +24,8 @@ PLACES = ("cpu", "nvme")
 
 
 TOLD = (
-    'offload_optimizer.overlap "delayed": update 2 could not be made on rank 1: RuntimeError: the third disk. Master '
-    "weights and states are in part those after it: training can go on only from a checkpoint (engine.load_checkpoint)"
+    'offload_optimizer.overlap "delayed": update 2 failed on rank 1: RuntimeError: the third disk. Master weights and '
+    "states are partly updated: continue from a checkpoint (engine.load_checkpoint)"
 )
 
 

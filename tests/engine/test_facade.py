@@ -64,7 +64,7 @@ def test_other_attributes_are_the_modules(engine: Engine) -> None:
 
 
 def test_what_neither_has_is_told(engine: Engine) -> None:
-    words = "neither the engine nor its module has an attribute 'genrate': expected one of lowtide.Engine or of Encoder"
+    words = "neither the engine nor its module has an attribute 'genrate': expected an attribute of lowtide.Engine or E"
     with pytest.raises(AttributeError, match=words):
         _ = engine.genrate
     assert not hasattr(engine, "__len__")

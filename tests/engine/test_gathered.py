@@ -179,9 +179,9 @@ def test_a_change_without_modify_is_an_error_on_every_rank(
         "parameter 'last.weight' was changed inside engine.gathered() (zero.GatheredParameters in lowtide.deepspeed)"
     )
     ends = (
-        ", which not all shards and master weights see: use engine.gathered(parameter, modify=True), and change it on "
-        "every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's). To have the "
-        "values of before, load them again"
+        ", but not all shards and master weights see it: use engine.gathered(parameter, modify=True), and change it on "
+        "every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's values). Load "
+        "the old values again if you need them"
     )
     for route, stages in zip(ROUTES, ((0, 3), (1, 2)), strict=True):
         by_rank = ranks(2, change_without_modify, stages, {**config, "communication": {"route": route}}, change, 1)
@@ -234,4 +234,4 @@ def test_an_error_inside_of_a_change_leaves_all_as_it_was(ranks: RankPool, world
     for by_stage in ranks(world_size, interrupt_changes, route):
         for is_same, text, changes in by_stage:
             assert is_same and changes
-            assert "found one from inside of engine.gathered(modify=True)" in text
+            assert "found engine.gathered(modify=True)" in text

@@ -221,27 +221,30 @@ def make_other_calls(what: str) -> str:
     [
         (
             "save",
-            "saving a checkpoint: expected it outside of `with engine.join():`, found it inside, where ranks that ",
+            "saving a checkpoint: expected a call outside of `with engine.join():`, found it inside: ranks that ",
         ),
-        ("gathered", "reading or writing full weights: expected it outside of `with engine.join():`, found it inside"),
+        (
+            "gathered",
+            "reading or writing full weights: expected a call outside of `with engine.join():`, found it inside",
+        ),
         (
             "read",
-            "torch.autograd.grad, or a weight read beside the model, gathered from other ranks: expected it outside of"
-            " `with engine.join():`, found it inside",
+            "torch.autograd.grad, or a weight read beside the model, gathered from other ranks: expected a call "
+            "outside of `with engine.join():`, found it inside",
         ),
         (
             "gradient",
-            "engine.gradient(), set_gradient() or clip_grad_value_(): expected it outside of `with engine.join():`",
+            "engine.gradient(), set_gradient() or clip_grad_value_(): expected a call outside of `with engine.join():`",
         ),
         (
             "other",
-            "a forward of another engine: expected it outside of `with engine.join():`, found it inside, where r",
+            "a forward of another engine: expected a call outside of `with engine.join():`, found it inside: r",
         ),
         (
             "other join",
-            "engine.join(): expected one at a time, found one inside of that of another engine, whose calls",
+            "engine.join(): expected a single join at a time, found it inside of the join of another engine",
         ),
-        ("again", "engine.join(): expected one at a time, found one inside of another; leave one out"),
+        ("again", "engine.join(): expected a single join at a time, found it inside of another; remove either"),
         (
             "differ",
             "engine.join(): expected the same calls of the engine on all ranks that have data, found a forward on 1 "
@@ -259,7 +262,7 @@ def join_what_takes_the_same_batches(parallel: dict[str, int]) -> str:
     more = {"tensor_parallel": {"plan": plan}} if "tensor" in parallel else {"pipeline": {"schedule": "gpipe"}}
     model = Plain() if "sequence" in parallel else models.tiny_gpt()
     engine = lowtide.initialize(model, {**config, **more})
-    with pytest.raises(ValueError, match="expected an engine without") as error, engine.join():
+    with pytest.raises(ValueError, match="expected a config without") as error, engine.join():
         pass
     return str(error.value)
 
@@ -267,7 +270,7 @@ def join_what_takes_the_same_batches(parallel: dict[str, int]) -> str:
 @pytest.mark.parametrize("axis", ["pipeline", "tensor", "sequence"])
 def test_ranks_that_take_the_same_batches_are_refused(ranks: RankPool, axis: str) -> None:
     assert ranks(2, join_what_takes_the_same_batches, {axis: 2})[0].startswith(
-        "engine.join(): expected an engine without parallel.pipeline, tensor and sequence, found one with it: these "
+        "engine.join(): expected a config without parallel.pipeline, tensor and sequence, found it: these ranks take "
     )
 
 

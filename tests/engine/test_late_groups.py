@@ -251,7 +251,7 @@ def test_schedulers_of_torch() -> None:
     with lowtide.initialize(model, Case(more=SGD).config(), lr_scheduler=make_of_list) as engine:
         scheduler = engine.lr_scheduler
         with pytest.raises(
-            ValueError, match=r"expected an lr_scheduler that goes on with another group, found LambdaLR"
+            ValueError, match=r"expected an lr_scheduler that works with a new group, found that LambdaLR"
         ):
             rates(engine, model)
         assert len(engine.optimizer.param_groups) == 1 and scheduler.last_epoch == 2
@@ -267,10 +267,10 @@ def test_schedulers_of_torch() -> None:
 Refusal = tuple[Callable[[Any], Any], type[Exception], str]
 REFUSALS: list[Refusal] = [
     (lambda model: [], ValueError, "expected parameters of the model, found none"),
-    (lambda model: [nn.Parameter(torch.zeros(2))], ValueError, "found a Parameter that is none of them"),
-    (lambda model: model.last.weight, ValueError, "in no group, found 'last.weight', which is in group 0"),
-    (lambda model: [model.first.bias] * 2, ValueError, "in no group, found 'first.bias', which is in group 1"),
-    (lambda model: {model.first.bias}, TypeError, "in the same order on all ranks, found a set"),
+    (lambda model: [nn.Parameter(torch.zeros(2))], ValueError, "found a Parameter of another module"),
+    (lambda model: model.last.weight, ValueError, "in no group, found 'last.weight' of group 0"),
+    (lambda model: [model.first.bias] * 2, ValueError, "in no group, found 'first.bias' of group 1"),
+    (lambda model: {model.first.bias}, TypeError, "expected parameters in the same order on all ranks, found a set"),
     (lambda model: [model.table], ValueError, "of floating-point numbers, found 'table' of torch.int64"),
 ]
 
@@ -307,18 +307,22 @@ def test_times_at_which_no_group_is_taken() -> None:
                 engine.optimizer.add_param_group({"params": list(model.first.parameters())})
 
         engine.backward(engine(*batch))
-        refused("expected it between steps, found 1 microbatches of one done")
+        refused("expected a call between steps, found 1 microbatches of a step done")
         engine.zero_grad()
         with engine.no_sync():
             refused(r"found it inside of engine.no_sync\(\)")
         with engine.gathered():
             refused(
-                "parameters that are not gathered, found 'first.weight', which is; call it outside of `with "
+                "expected no gathered parameters, found 'first.weight' gathered; call it outside of `with "
                 r"engine.gathered\(\):` \(zero.GatheredParameters in lowtide.deepspeed\)"
             )
         with engine.join():
             refused("outside of `with engine.join")
-        handle = model.last.register_forward_hook(lambda *args: refused("found one from inside of engine"))
+        handle = model.last.register_forward_hook(
+            lambda *args: refused(
+                r"expected no call in progress, found engine.train_step\(\): this call comes from inside of it"
+            )
+        )
         engine.train_step(iter([batch, batch]))
         handle.remove()
         engine.optimizer.add_param_group({"params": list(model.first.parameters())})

@@ -114,5 +114,5 @@ def test_loss_fn_gets_output_and_batch() -> None:
     ],
 )
 def test_an_output_without_a_loss_is_an_error(wrap: Any, found: str) -> None:
-    with pytest.raises(ValueError, match=f"loss: expected a tensor with one element.*{found}; give initialize"):
+    with pytest.raises(ValueError, match=f"loss: expected a tensor with a single element.*{found}; give initialize"):
         steps(wrap)

@@ -179,9 +179,11 @@ def predivided() -> lowtide.Engine:
 def test_what_has_the_factor_in_part_is_refused() -> None:
     with predivided() as engine:
         x, weight = samples(0, 0), engine.module.get_parameter("head.weight")
-        with pytest.raises(StateError, match=r"expected all of the loss through engine.scale\(\), found a part of it"):
+        with pytest.raises(StateError, match=r"expected the whole loss through engine.scale\(\), found a part of it"):
             (engine.scale(engine(x).mean()) + weight.square().sum()).backward()
-        with pytest.raises(StateError, match=r"torch.autograd.grad: expected a loss of what engine\(...\) has"):
+        with pytest.raises(
+            StateError, match=r"torch.autograd.grad: expected a loss of the output of engine\(...\), found"
+        ):
             torch.autograd.grad(engine(x).mean() + weight.square().sum(), weight)
         loss = engine(x).mean() + weight.square().sum()
         with pytest.raises(StateError, match="expected tensors, found a GradientEdge"):

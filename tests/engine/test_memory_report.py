@@ -46,13 +46,13 @@ def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
 def test_a_recording_without_a_step_is_refused() -> None:
     with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
         with (
-            pytest.raises(ValueError, match="expected a step while it is recorded, found none"),
+            pytest.raises(ValueError, match="expected a step during the recording, found none"),
             engine.record_memory(),
         ):
             pass
         with engine.record_memory():
             engine.train_step(models.token_batch(0, 2))
-            with pytest.raises(ValueError, match="expected it to be ended"), engine.record_memory():
+            with pytest.raises(ValueError, match="expected no recording in progress"), engine.record_memory():
                 pass
         engine.train_step(models.token_batch(0, 2))
 

@@ -283,7 +283,7 @@ def test_waits_for_files_are_the_lane_of_offload(tmp_path: Path, device: str) ->
 def test_the_next_steps_are_profiled_where_they_are_asked_for(tmp_path: Path) -> None:
     with lowtide.initialize(models.mlp(), {"optimizer": SGD, "steps_per_print": 0}) as engine:
         profile = engine.profile(2)
-        with pytest.raises(ValueError, match=r"engine.profile\(\): expected no profile that is being made, found one"):
+        with pytest.raises(ValueError, match=r"engine.profile\(\): expected no profile in progress, found a profile"):
             engine.profile()
         for step in range(3):
             engine.train_step(models.vector_batch(step, 2))

@@ -84,7 +84,7 @@ def test_it_says_that_it_does_not_train() -> None:
         "backward": lambda: engine.backward(engine(*batch)),
         "step": engine.step,
     }.items():
-        words = f"engine.{name}: expected an engine with an optimizer, found one without; put one into the config"
+        words = f"engine.{name}: expected an engine with an optimizer, found an engine without; put an optimizer into"
         with pytest.raises(ValueError, match=re.escape(words)):
             call()
     assert not any(param.requires_grad for param in model.parameters())
@@ -108,5 +108,5 @@ def test_a_config_of_a_training_needs_one(config: dict[str, Any], key: str) -> N
 
 
 def test_so_does_a_scheduler() -> None:
-    with pytest.raises(ValueError, match="lr_scheduler: expected an optimizer beside it, in the config or passed"):
+    with pytest.raises(ValueError, match="lr_scheduler: expected an optimizer too, in the config or passed"):
         lowtide.initialize(build(), CONFIG, lr_scheduler=torch.optim.lr_scheduler.LinearLR)

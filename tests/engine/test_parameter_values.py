@@ -216,7 +216,7 @@ def test_the_gradient_so_far_is_that_of_torch(ranks: RankPool, tmp_path: Path, w
 
 LOCAL = (
     "engine.gradient() (safe_get_local_grad in lowtide.deepspeed): expected the gradient of 'position' summed over the "
-    "ranks, found it before that: the last backward of a step sums it, or with a 1-bit optimizer the step; without "
+    "ranks, found a term of it: the last backward of a step sums it, or with a 1-bit optimizer the step. Without "
     "`local` (safe_get_full_grad in lowtide.deepspeed) the call sums it, on all ranks"
 )
 
@@ -327,7 +327,9 @@ def test_the_callers_own_optimizer_has_states_of_its_own_names() -> None:
         engine.train_step(models.vector_batch(0, 2))
         engine.set_full("last.bias", torch.ones(3), "exp_avg")
         assert torch.equal(engine.full("last.bias", "exp_avg"), torch.ones(3))
-        with pytest.raises(ValueError, match=r"expected a state of 'last.bias' .*\(exp_avg, exp_avg_sq\), found 'mu_p"):
+        with pytest.raises(
+            ValueError, match=r"expected a state with the shape of 'last.bias' \(exp_avg, exp_avg_sq\), found 'mu_p"
+        ):
             engine.full("last.bias", "mu_product")
 
 
@@ -451,8 +453,8 @@ def test_states_are_reset_as_torch_deletes_them(
 @pytest.mark.parametrize(
     ("optimizer", "name", "text"),
     [
-        ({"type": "adamw"}, "3.weight", "found '3.weight', which is none"),
-        ({"type": "adamw"}, "0.bias", "expected trained parameters, found '0.bias', which has no states; leave it out"),
+        ({"type": "adamw"}, "3.weight", "as in engine.named_parameters\\(\\), found '3.weight'"),
+        ({"type": "adamw"}, "0.bias", "expected trained parameters, found '0.bias', which is frozen; leave it out"),
         ({"type": "OneBitAdam"}, "0.weight", "save the weights, and begin with a new engine"),
     ],
 )
@@ -464,5 +466,5 @@ def test_states_that_cannot_be_reset_are_refused(optimizer: dict[str, Any], name
             engine.reset_states(name)
         with engine.no_sync():
             engine.backward(engine(torch.ones(2, 7)).sum())
-        with pytest.raises(StateError, match=r"engine.reset_states\(\): expected it between steps"):
+        with pytest.raises(StateError, match=r"engine.reset_states\(\): expected a call between steps"):
             engine.reset_states("0.weight")

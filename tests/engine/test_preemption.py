@@ -161,8 +161,8 @@ def test_another_thread_cannot_receive_signals() -> None:
     thread.start()
     thread.join()
     assert texts == [
-        "checkpoint.on_sigterm: expected lowtide.initialize in the main thread, found 'trainer'; only there a signal "
-        "can be received"
+        "checkpoint.on_sigterm: expected lowtide.initialize in the main thread, which alone gets signals, found "
+        "'trainer'"
     ]
 
 

@@ -110,7 +110,7 @@ def test_a_wrong_split_and_other_batches_are_errors_there_too(ranks: RankPool) -
     for failed in ranks.fails(2, trained_split, 3, mixes=True):
         assert "as without a split, found outputs" in failed.text
     for failed in ranks.fails(2, trained_split, 1, apart=True):
-        assert "batch: expected the same one on the 2 ranks of tensor" in failed.text
+        assert "batch: expected the same batch on the 2 ranks of tensor" in failed.text
 
 
 def over_a_split(config: dict[str, Any]) -> str:
@@ -131,9 +131,11 @@ def over_parts(parallel: dict[str, Any]) -> str:
 
 
 def test_it_is_refused_where_ranks_share_a_sample(ranks: RankPool) -> None:
-    assert "expected a config without parallel.sequence, whose ranks have p" in ranks(2, over_parts, {"sequence": 2})[0]
+    assert (
+        "expected a config without parallel.sequence, found it: its ranks" in ranks(2, over_parts, {"sequence": 2})[0]
+    )
     parts = {"tensor": 2, "tensor_sequence": True}
-    assert "expected a config without parallel.tensor_sequence, whose" in ranks(2, over_parts, parts)[0]
+    assert "expected a config without parallel.tensor_sequence, found it" in ranks(2, over_parts, parts)[0]
     assert "engine.run(function)" in ranks(2, over_a_split, {"parallel": {"pipeline": 2}})[0]
 
 

@@ -147,7 +147,7 @@ def test_times_at_which_none_can_be_set() -> None:
 
     with engine_after_backward() as engine:
         engine.clip_grad_norm_(1.0)
-        refused(engine, r"it before engine.clip_grad_norm_\(\)")
+        refused(engine, r"a call before engine.clip_grad_norm_\(\)")
         engine.step()
         refused(engine, "the gradients of a whole step, found 0 of 1 microbatches")
     with engine_after_backward(zero_optimization={"stage": 2, "update_in_backward": True}) as engine:
@@ -162,4 +162,4 @@ def set_on_one_rank_alone() -> None:
 
 def test_ranks_that_set_different_kinds(ranks: RankPool) -> None:
     for failure in ranks.fails(2, set_on_one_rank_alone):
-        assert "expected None on all ranks, or on none, for 'last.bias', found both" in failure.text
+        assert "expected None for 'last.bias' on all ranks or on none, found both" in failure.text

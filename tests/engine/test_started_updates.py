@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.engine.step import step_update
-from lowtide.engine.step.accumulation_state import Clipping
-from lowtide.engine.step.step_sums import SummedStep
+from lowtide.engine.step.step_sums import Clipping, SummedStep
 from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs, to_limbs, value_of
 from tests.kit import models
 from tests.kit.ranks import RankPool

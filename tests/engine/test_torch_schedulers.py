@@ -213,8 +213,8 @@ def given(value: Any) -> Callable[[nn.Module], dict[str, Any]]:
 
 
 ANOTHER = (
-    r"lr_scheduler: expected a scheduler of the optimizer that is passed to initialize, found ConstantLR of "
-    r"another AdamW, .*pass that optimizer too, or a callable such as lambda optimizer: ConstantLR\(optimizer, ...\)"
+    r"lr_scheduler: expected a scheduler of the optimizer that is passed to initialize, found ConstantLR of another "
+    r"AdamW, .*pass that optimizer too, or a callable, for example lambda optimizer: ConstantLR\(optimizer, ...\)"
 )
 
 
@@ -226,14 +226,14 @@ ANOTHER = (
         (made_of_another, ANOTHER),
         (
             given(schedulers.ReduceLROnPlateau),
-            r"whose step\(\) needs nothing, .* found ReduceLROnPlateau, which needs 'metrics'; make it over "
-            r"engine.optimizer after initialize, and call its step yourself",
+            r"whose step\(\) needs no argument, .* found ReduceLROnPlateau, whose step\(\) needs 'metrics'; make it "
+            r"with engine.optimizer after initialize, and call its step yourself",
         ),
-        (given("cosine"), r"expected a scheduler with a step\(\), or a callable that makes one .*, found str"),
+        (given("cosine"), r"expected a scheduler with a step\(\), or a callable optimizer -> scheduler, found str"),
         (given(lambda optimizer: None), r"a callable that returns a scheduler with a step\(\), found NoneType"),
         (
             given(MAKERS["OneCycleLR"]),
-            r"found a momentum of 0.95 that OneCycleLR has set .* give the optimizer a momentum",
+            r"found momentum 0.95 set by OneCycleLR .* give the optimizer a momentum",
         ),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_closed_engine_makes_no_call(closed: Engine, what: str) -> None:
     with pytest.raises(StateError) as caught:
         (CALLS | {GATHERED: enter_gathered})[what](closed)
     assert str(caught.value).startswith(
-        f"{what}: expected an open engine, found one after engine.close() (destroy() in"
+        f"{what}: expected an open engine, found a closed engine (engine.close(), destroy() in"
     )
 
 
@@ -73,7 +73,7 @@ def test_a_hook_cannot_make_a_call_of_the_engine(what: str) -> None:
             with pytest.raises(StateError) as caught:
                 engine.train_step(BATCH)
             handle.remove()
-            assert str(caught.value).startswith(f"{what}: expected a call between others, found one from inside of ")
+            assert str(caught.value).startswith(f"{what}: expected no call in progress, found engine.train_step(): ")
             assert str(caught.value).endswith("or a signal handler; call it when engine.train_step() has returned")
         assert engine.train_step(BATCH).loss.isfinite()
 
@@ -111,8 +111,8 @@ def test_two_threads_cannot_be_in_an_engine_at_once(what: str) -> None:
         thread.join()
         handle.remove()
         assert str(caught.value) == (
-            f"{what}: an engine belongs to one thread at a time: expected it free for thread 'MainThread', found "
-            "thread 'trainer' in engine.train_step(); let one thread make all calls, or hold a lock from the forward "
-            "to the end of the step"
+            f"{what}: an engine belongs to a single thread at a time: expected it free for thread 'MainThread', found "
+            "thread 'trainer' in engine.train_step(); make all calls in the same thread, or hold a lock from the "
+            "forward to the end of the step"
         )
         assert engine.global_step == 1 and engine.train_step(BATCH).loss.isfinite()

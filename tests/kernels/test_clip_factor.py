@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lowtide.engine.step.accumulation_state import Clipping
+from lowtide.engine.step.step_sums import Clipping
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs, to_limbs
 from lowtide.kernels.sum_of_squares import clip_factor

@@ -214,7 +214,7 @@ def test_a_forward_of_one_rank_alone_ends(ranks: RankPool, has_trained: bool, wh
 
 
 def test_ranks_without_data_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"expected an engine without parallel.expert, found one with it"):
+    with pytest.raises(RankError, match=r"expected a config without parallel.expert, found it"):
         ranks(2, joined)
 
 

@@ -214,7 +214,7 @@ REFUSED = {
     "short": "sequence(2) > tokens(1): a rank would have no token",
     "positional": "expected a call with keyword arguments, engine(**batch), found positional arguments",
     "no labels": "expected labels among the inputs",
-    "differs": "batch: expected the same one on the 2 ranks of sequence",
+    "differs": "batch: expected the same batch on the 2 ranks of sequence",
 }
 
 

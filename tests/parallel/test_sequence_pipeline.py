@@ -168,4 +168,4 @@ def refusals() -> dict[str, str]:
 def test_all_stages_hear_of_tokens_that_meet_and_of_other_batches(ranks: RankPool) -> None:
     for found in ranks(4, refusals):
         assert "expected tokens of Plain to mix only in attention" in found["meets"]
-        assert "batch: expected the same one on the 4 ranks of pipe x sequence" in found["fits"]
+        assert "batch: expected the same batch on the 4 ranks of pipe x sequence" in found["fits"]

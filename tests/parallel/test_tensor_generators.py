@@ -41,7 +41,7 @@ def seeded_apart(pipeline: int) -> list[str]:
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_ranks_that_are_seeded_apart_are_told(ranks: RankPool, pipeline: int) -> None:
     for first, second in ranks(2 * pipeline, seeded_apart, pipeline):
-        assert first.startswith("random generators: expected one state on the 2 ranks of parallel.tensor, which must")
+        assert first.startswith("random generators: expected the same state on the 2 ranks of parallel.tensor, since")
         assert second == "trained"
 
 

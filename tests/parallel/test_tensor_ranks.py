@@ -98,7 +98,7 @@ def other_batches() -> None:
 
 def test_ranks_with_other_batches_are_told(ranks: RankPool) -> None:
     with pytest.raises(
-        RankError, match=r"expected the same one on the 2 ranks of tensor \(ranks 0, 1\), found different"
+        RankError, match=r"expected the same batch on the 2 ranks of tensor \(ranks 0, 1\), found different"
     ):
         ranks(2, other_batches)
 

@@ -366,7 +366,7 @@ def test_loops_by_hand() -> None:
         ):
             with pytest.raises(ValueError, match=r"without zero_optimization\.layered_gradient_accumulation, found it"):
                 call()
-        with pytest.raises(ValueError, match="so there is no step with fewer"), engine.join():
+        with pytest.raises(ValueError, match="so a step cannot have fewer"), engine.join():
             pass
-        with engine.no_sync(), pytest.raises(ValueError, match="train_step has all microbatches of a step"):
+        with engine.no_sync(), pytest.raises(ValueError, match="train_step runs all microbatches of a step"):
             engine.train_step(rows_of(0, 4))

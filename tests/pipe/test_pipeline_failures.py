@@ -125,7 +125,7 @@ def other_batches_in_one_pipeline() -> tuple[str, str]:
 def test_a_batch_that_differs_in_one_pipeline_fails_on_all(ranks: RankPool) -> None:
     found = ranks(4, other_batches_in_one_pipeline)
     expected = (
-        "ValueError: batch: expected the same one on the 2 ranks of a pipeline ({}), found different ones; divide "
+        "ValueError: batch: expected the same batch on the 2 ranks of a pipeline ({}), found different batches; divide "
         "the data by engine.data_rank and engine.data_size"
     )
     for rank, (text, after) in enumerate(found):
@@ -142,7 +142,7 @@ def mappings_of_each_rank() -> str:
 
 def test_batches_in_mappings_are_compared(ranks: RankPool) -> None:
     for text in ranks(2, mappings_of_each_rank):
-        assert text.startswith("ValueError: batch: expected the same one on the 2 ranks of a pipeline (ranks 0, 1)")
+        assert text.startswith("ValueError: batch: expected the same batch on the 2 ranks of a pipeline (ranks 0, 1)")
 
 
 def initialize_twice() -> str:
@@ -267,10 +267,10 @@ def stopped() -> str:
 def test_a_rank_that_was_stopped_in_mid_schedule_joins_no_further_step(ranks: RankPool) -> None:
     for text, why in zip(ranks(2, stopped), ("CollectiveError: rank 0", "KeyboardInterrupt: "), strict=True):
         assert text.startswith(
-            "RuntimeError: pipeline: expected ranks that are in step with each other, found that an earlier step has "
-            f"failed on this one in the middle of its schedule ({why}"
+            "RuntimeError: pipeline: expected ranks at the same place in the schedule, found that an earlier step "
+            f"failed on this rank in the middle of its schedule ({why}"
         )
-        assert text.endswith("; start all ranks again, from the last checkpoint")
+        assert text.endswith("; restart all ranks from the last checkpoint")
 
 
 def train_broken(how: str, timeout_seconds: float) -> tuple[str, float]:
@@ -366,7 +366,7 @@ def train_a_part_of_a_step(case: Case) -> str:
 
 
 def test_a_schedule_has_all_of_a_step(ranks: RankPool) -> None:
-    words = "expected an engine without parallel.pipeline, found one with it, whose train_step has all microbatches"
+    words = "expected a config without parallel.pipeline, found it: its train_step runs all microbatches"
     for text in ranks(
         2, train_a_part_of_a_step, pipelined(Case(deep_gpt_64, models.token_batch, accumulation=2), 2, "1f1b")
     ):

@@ -110,7 +110,9 @@ def test_the_first_engine_that_trains_is_tried_and_no_other(tmp_path: Path, monk
 
 def test_a_variable_that_names_no_request_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="LOWTIDE_TRIAL: expected a file that `lowtide tune` has written, found"):
+    with pytest.raises(
+        ValueError, match="LOWTIDE_TRIAL: expected a file of `lowtide tune` that every host sees, found"
+    ):
         lowtide.initialize(models.tiny_gpt(), OWN)
 
 

@@ -157,7 +157,7 @@ def refused(kinds: list[str], stage: int) -> str:
         (
             ["parameters"],
             2,
-            "expected parameters that are freed after use, with stage 3 over several ranks, found",
+            "expected parameters that are freed after use (stage 3 over several ranks), found",
         ),
     ],
 )

@@ -131,5 +131,5 @@ def test_other_batches_are_told_in_their_own_step(pretend_ranks: RankPool) -> No
     case = pipelined(ANY_ROWS.at(3), 2, "zb-h1")
     for rank, texts in enumerate(pretend_ranks(4, train_on_other_batches, case, process_group=False)):
         where = "not this rank's" if rank % 2 else "ranks 0, 2"
-        expected = f"batch: expected the same one on the 2 ranks of a pipeline ({where}), found different ones"
+        expected = f"batch: expected the same batch on the 2 ranks of a pipeline ({where}), found different batches"
         assert len(texts) == 8 and all(text.startswith(expected) for text in texts), texts

@@ -108,4 +108,4 @@ def told_of_other_batches() -> str:
 
 def test_other_batches_are_told_at_the_end_of_their_step(pretend_ranks: RankPool) -> None:
     for text in pretend_ranks(2, told_of_other_batches, process_group=False):
-        assert text.startswith("batch: expected the same one on the 2 ranks of tensor (ranks 0, 1), found different")
+        assert text.startswith("batch: expected the same batch on the 2 ranks of tensor (ranks 0, 1), found different")

@@ -182,7 +182,7 @@ def notes_at_start(case: Case) -> list[str]:
 
 def test_ranks_that_share_memory_send_nothing_and_are_told_so(ranks: RankPool) -> None:
     case = at(2, "shared_memory", weight_bits=8)
-    why = "has no effect here: ranks of one host share memory, and send each other nothing"
+    why = "has no effect here: ranks of the same host share memory, and send nothing"
     said = [f"config: communication.weight_bits: 8 {why}", f"config: communication.gradient_bits: 4 {why}"]
     assert ranks(2, notes_at_start, case) == [said, []]
     plain, same = ranks(2, train_all, [at(2, "shared_memory", gradient_bits=None), case])[0]

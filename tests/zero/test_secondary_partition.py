@@ -138,8 +138,8 @@ def notes_at_start(zero: dict[str, Any]) -> list[str]:
 
 def test_ranks_that_share_memory_are_told_that_it_is_idle(ranks: RankPool) -> None:
     assert ranks(4, notes_at_start, PAIRS)[0] == [
-        "config: zero_optimization.zero_hpz_partition_size: 2 has no effect here: its ranks share the memory of one "
-        "host, which has one copy of the parameters that nobody gathers"
+        "config: zero_optimization.zero_hpz_partition_size: 2 has no effect here: its ranks share the memory of a "
+        "host, with a single copy of the parameters, so nothing is gathered"
     ]
     assert ranks(4, notes_at_start, {})[0] == []
 

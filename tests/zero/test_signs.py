@@ -270,7 +270,7 @@ def test_errors_are_zero_at_another_number_of_ranks(ranks: RankPool, tmp_path: P
     case = case_of(short_gpt)
     saved = ranks(2, save_here, case, tmp_path)[0]
     largest, warnings, state = ranks(4, load_elsewhere, case, tmp_path)[0]
-    assert largest == 0 and any("these errors begin with zero" in one for one in warnings)
+    assert largest == 0 and any("the residuals begin with zero" in one for one in warnings)
     assert all(torch.equal(value, saved[name]) for name, value in state.items())
     assert ranks(2, load_elsewhere, case, tmp_path)[0][0] > 0
 

@@ -408,7 +408,7 @@ def test_what_nobody_used_is_named_once(ranks: RankPool, zero: dict[str, Any], c
     branch = WIDTH * 51 + 51 + 51 * WIDTH + WIDTH
     share = (63 + 60 * WIDTH + branch) / (63 + 60 * WIDTH + 3 * branch + WIDTH * (WIDTH + 1))
     assert line == (
-        "model: beside, lonely, branches.2 got no gradient in 20 steps: if that is meant, requires_grad_(False) before "
-        f"lowtide.initialize saves {100 * share:.0f} % of all gradients and optimizer states"
+        "model: beside, lonely, branches.2 got no gradient in 20 steps: if that is intended, requires_grad_(False) "
+        f"before lowtide.initialize saves {100 * share:.0f} % of all gradients and optimizer states"
     )
     assert others == [[]]

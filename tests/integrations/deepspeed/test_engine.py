@@ -195,8 +195,8 @@ def initialized_again(stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_model_is_initialized_again(ranks: RankPool, stage: int) -> None:
     assert ranks(2, initialized_again, stage)[0] == (
-        "engine(...): expected an open engine, found one after engine.close() (destroy() in lowtide.deepspeed); call "
-        "it before, or make another engine with initialize"
+        "engine(...): expected an open engine, found a closed engine (engine.close(), destroy() in lowtide.deepspeed); "
+        "call it before, or make another engine with initialize"
     )
 
 
@@ -222,8 +222,8 @@ def sums_so_far(stage: int, others: dict[str, Any]) -> None:
     with pytest.raises((ValueError, RuntimeError)) as wrong:  # the latter on ranks that have nothing of it
         safe_get_full_optimizer_state(weight, "exp_vag")
     assert str(wrong.value).endswith(
-        "engine.full() (safe_get_full_optimizer_state in lowtide.deepspeed): expected a state of 'c.weight' that has "
-        "its shape (exp_avg, exp_avg_sq), found 'exp_vag'"
+        "engine.full() (safe_get_full_optimizer_state in lowtide.deepspeed): expected a state with the shape of "
+        "'c.weight' (exp_avg, exp_avg_sq), found 'exp_vag'"
     )
     engine.destroy()
 
@@ -409,7 +409,7 @@ def refusals() -> None:
         (engine.optimizer.backward, "optimizer.backward"),
     ):
         with pytest.raises(
-            AssertionError, match=f"{name}: expected a loss with one element .* shape .2,., requires_gr"
+            AssertionError, match=f"{name}: expected a loss with a single element .* shape .2,., requires_gr"
         ):
             call(torch.ones(2, requires_grad=True))
     with pytest.raises(AssertionError, match=r"expected engine.backward\(loss\) for a loss of tiled .* 2\. loss"):

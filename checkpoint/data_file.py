@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -91,19 +92,19 @@ class DataFile:
         self._blocks = blocks
         self._descriptor = os.open(path, os.O_RDONLY | _CLOEXEC)
         self._direct = -1
-        self._residency: _Residency | None = None
+        self._pages: np.ndarray[Any, Any] | None = None
         try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             if blocks is not None and _DIRECT:
                 self._direct = _open_direct(path)
-                self._residency = _Residency(self._descriptor)
+                self._pages = _mapped(self._descriptor)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        self._residency = None
+        self._pages = None
         for descriptor in (self._descriptor, self._direct):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -127,10 +128,10 @@ class DataFile:
 
     def _read_past_cache(self, parts: Sequence[FileChunk]) -> bool:
         """Return False if the data are cached, or if O_DIRECT is not possible."""
-        if self._blocks is None or self._residency is None or self._direct < 0:
+        if self._blocks is None or self._pages is None or self._direct < 0:
             return False
         low, high = parts[0].offset, max(part.end for part in parts)
-        if self._residency.has(low, high):
+        if _is_cached(self._pages, low, high):
             return False
         try:
             with self._blocks.lend() as block:
@@ -164,31 +165,28 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class _Residency:
-    """Tells which pages of a file are in the page cache. The query loads no pages, unlike a read with RWF_NOWAIT.
+def _mapped(descriptor: int) -> np.ndarray[Any, Any]:
+    """Map a file, to query its pages in the page cache."""
+    if not os.fstat(descriptor).st_size:  # an empty file cannot be mapped
+        return np.empty(0, np.uint8)
+    return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
 
-    For a file that the user neither owns nor may write, the system claims that all pages are cached.
+
+def _is_cached(pages: np.ndarray[Any, Any], low: int, high: int) -> bool:
+    """Return True if the first, middle and last page of the bytes [low, high) of a mapped file are in the page cache.
+
+    The query loads no pages, unlike a read with RWF_NOWAIT. For a file that the user neither owns nor may write, the
+    system claims that all pages are cached.
     """
-
-    def __init__(self, descriptor: int) -> None:
-        self._nbytes = os.fstat(descriptor).st_size
-        self._address = 0
-        if self._nbytes:  # an empty file cannot be mapped
-            self._pages = np.frombuffer(mmap.mmap(descriptor, self._nbytes, access=mmap.ACCESS_READ), np.uint8)
-            self._address = self._pages.ctypes.data
-
-    def has(self, low: int, high: int) -> bool:
-        """Return True if the first, middle and last page of the bytes [low, high) are cached.
-
-        Only three pages are queried. To query each page would take a tenth of the time of a cached read.
-        """
-        is_there = ctypes.c_ubyte(1)  # stays 1 if the call fails or the range is past the end of the file
-        for offset in (low, (low + high) // 2, high - 1):
-            if offset < self._nbytes:
-                _mincore()(self._address + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, ctypes.byref(is_there))
-            if not is_there.value & 1:
-                return False
-        return True
+    is_there = ctypes.c_ubyte(1)  # stays 1 if the call fails or the range is past the end of the file
+    # Only three pages: to query each page would take a tenth of the time of a cached read.
+    for offset in (low, (low + high) // 2, high - 1):
+        if offset < len(pages):
+            address = pages.ctypes.data + offset // mmap.PAGESIZE * mmap.PAGESIZE
+            _mincore()(address, 1, ctypes.byref(is_there))
+        if not is_there.value & 1:
+            return False
+    return True
 
 
 @functools.cache

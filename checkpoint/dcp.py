@@ -19,7 +19,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,10 +27,6 @@ from ..optimizers import OPTIMIZERS
 from .chunk_view import TensorInfo
 from .files import data_name
 from .index import Row, RowsByName
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 PARAM_GROUPS = "optim.param_groups."
 """Prefix of options of parameter groups, which are not tensors."""
@@ -72,58 +68,46 @@ def metadata_bytes(
 
     tensors: by full name, as listed above. aliases: further full name -> full name. rows: of all ranks, by name.
     """
-    built = _Builder(rows)
+    from torch.distributed.checkpoint import metadata as types
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    found: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    storage: dict[types.MetadataIndex, _StorageInfo] = {}
+
+    def storage_of(rank: int, row: Row) -> _StorageInfo:
+        return _StorageInfo(data_name(rank), row.place.offset, row.place.nbytes)
+
+    def add_tensor(name: str, info: TensorInfo, source: str) -> None:
+        chunks = []
+        for rank, row in rows.get(source, ()):
+            chunks.append(types.ChunkStorageMetadata(torch.Size(row.chunk.offsets), torch.Size(row.chunk.sizes)))
+            storage[types.MetadataIndex(name, row.chunk.offsets)] = storage_of(rank, row)
+        found[name] = types.TensorStorageMetadata(types.TensorProperties(info.dtype), torch.Size(info.shape), chunks)
+        paths[name] = _path_of(name)
+
+    def add_option(name: str) -> None:
+        number, option = name.removeprefix(PARAM_GROUPS).split(".", 1)
+        members = optimizer.groups[int(number)] if option != "params" else ()
+        for rank, row in rows[name]:
+            for key in (name, *(f"{PARAM_GROUPS}{param}.{option}" for param in members)):
+                storage[types.MetadataIndex(key)] = storage_of(rank, row)
+                found[key] = types.BytesStorageMetadata()
+                # Both names of an option have the same path, so a reader of everything finds it once.
+                paths[key] = ("optim", "param_groups", int(number), option)
+
     for name, info in tensors.items():
         if name != STEP and not name.startswith(f"{STEP}."):
-            built.add_tensor(name, info, source=name)
+            add_tensor(name, info, source=name)
     for alias, name in aliases.items():
-        built.add_tensor(alias, tensors[name], source=name)
+        add_tensor(alias, tensors[name], source=name)
     for name in optimizer.stepped:
         own = f"{STEP}.{name}"
-        built.add_tensor(f"{_STATE}{name}.step", tensors[STEP], source=own if own in tensors else STEP)
+        add_tensor(f"{_STATE}{name}.step", tensors[STEP], source=own if own in tensors else STEP)
     for name in rows:
         if name.startswith(PARAM_GROUPS):
-            built.add_option(name, optimizer)
-    return pickle.dumps(built.build())
-
-
-class _Builder:
-    """Collects the three tables of the metadata. rows: by name, each with the rank of its file."""
-
-    def __init__(self, rows: RowsByName) -> None:
-        from torch.distributed.checkpoint import filesystem, metadata
-
-        self._rows = rows
-        self._types = metadata
-        self._storage_type = filesystem._StorageInfo
-        self._metadata: dict[str, Any] = {}
-        self._paths: dict[str, Any] = {}
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
-
-    def build(self) -> Metadata:
-        return self._types.Metadata(self._metadata, self._paths, self._storage)
-
-    def add_tensor(self, name: str, info: TensorInfo, source: str) -> None:
-        types, chunks = self._types, []
-        for rank, row in self._rows.get(source, ()):
-            chunks.append(types.ChunkStorageMetadata(torch.Size(row.chunk.offsets), torch.Size(row.chunk.sizes)))
-            self._storage[types.MetadataIndex(name, row.chunk.offsets)] = self._storage_of(rank, row)
-        properties = types.TensorProperties(info.dtype)
-        self._metadata[name] = types.TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
-        self._paths[name] = _path_of(name)
-
-    def add_option(self, name: str, optimizer: OptimizerNames) -> None:
-        """Add an option under both of its names, with a common path, so a reader of everything finds it once."""
-        number, option = name.removeprefix(PARAM_GROUPS).split(".", 1)
-        others = optimizer.groups[int(number)] if option != "params" else ()
-        for rank, row in self._rows[name]:
-            for key in (name, *(f"{PARAM_GROUPS}{param}.{option}" for param in others)):
-                self._storage[self._types.MetadataIndex(key)] = self._storage_of(rank, row)
-                self._metadata[key] = self._types.BytesStorageMetadata()
-                self._paths[key] = ("optim", "param_groups", int(number), option)
-
-    def _storage_of(self, rank: int, row: Row) -> _StorageInfo:
-        return self._storage_type(data_name(rank), row.place.offset, row.place.nbytes)
+            add_option(name)
+    return pickle.dumps(types.Metadata(found, paths, storage))
 
 
 def _path_of(name: str) -> tuple[str, ...]:

@@ -88,18 +88,10 @@ class CheckpointReader:
     def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo], rows: RowsByName) -> None:
         """rows: name -> (rank of the file, row) of each chunk. Every element is in a chunk (`check_coverage`)."""
         self._folder = folder
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         self._rows = rows
-        self._bytes_read = 0
+        self.bytes_read = 0
         self._own = threading.local()  # a buffer for each thread that needs one
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
-    @property
-    def bytes_read(self) -> int:
-        return self._bytes_read
 
     def read(self, chunk_views: Sequence[ChunkView], shared: bool = True) -> None:
         """Fill the views. Raises CheckpointError for a file that is missing, truncated or altered.
@@ -123,10 +115,10 @@ class CheckpointReader:
                 threads = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS, "lowtide checkpoint reader"))
                 stack.callback(threads.shutdown, cancel_futures=True)  # after an error, skip the remaining batches
                 for done in threads.map(lambda batch: self._read_batch(files, batch), batches):
-                    self._bytes_read += done
+                    self.bytes_read += done
         with self._open(read.rank for read in elsewhere) as files:
             for read in elsewhere:
-                self._bytes_read += self._read_batch(files, [read])
+                self.bytes_read += self._read_batch(files, [read])
 
     def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read and verify every chunk. Raises CheckpointError for the first chunk that differs from what was written.
@@ -136,7 +128,7 @@ class CheckpointReader:
         by_rank: dict[int, list[tuple[Row, int]]] = {}
         for name, rows in self._rows.items():
             for rank, row in rows:
-                info = self._tensors.get(name)
+                info = self.tensors.get(name)
                 nbytes = row.place.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
                 by_rank.setdefault(rank, []).append((row, nbytes))
         for rank, members in sorted(by_rank.items()):
@@ -148,7 +140,7 @@ class CheckpointReader:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def _reads_of(self, chunk_view: ChunkView) -> list[_Read]:
-        info = self._tensors[chunk_view.name]
+        info = self.tensors[chunk_view.name]
         assert info.shape == chunk_view.shape, chunk_view.name
         chunks, offset = [], 0
         for chunk in chunk_view.chunks():
@@ -218,8 +210,8 @@ class CheckpointReader:
         for row, memory in rows:
             if checksum_of(memory) != row.place.values_checksum:
                 raise CheckpointError(
-                    f"{path}: expected the written values of '{row.name}' at offset {row.place.values_offset}, found "
-                    "another checksum: the file is altered"
+                    f"{path}: expected the values of '{row.name}' at offset {row.place.values_offset} as written, "
+                    "found different values (the checksum differs): the file is altered"
                 )
 
 

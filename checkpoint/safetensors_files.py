@@ -171,15 +171,11 @@ class SafetensorsSource:
         Raises FileNotFoundError if there is none of these, ValueError if a file is damaged.
         """
         self._places = _find(Path(path))
-        self._bytes_read = 0
+        self.bytes_read = 0
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: place.info for name, place in self._places.items()}
-
-    @property
-    def bytes_read(self) -> int:
-        return self._bytes_read
 
     def read(self, chunk_views: Sequence[ChunkView]) -> None:
         """Fill each view in chunks, cast to its dtype. Raises OSError if a file ends early."""
@@ -210,7 +206,7 @@ class SafetensorsSource:
                 part = values[done : done + min(step, end - low)]
                 done += part.numel()
                 target = part if is_direct else staging.view(dtype)[: part.numel()]
-                self._bytes_read += _read_into(descriptor, target, place, low)
+                self.bytes_read += _read_into(descriptor, target, place, low)
                 if not is_direct:
                     part.copy_(target)
 

@@ -3,7 +3,7 @@
 from .activations import ActivationOffload, in_storages_of
 from .block_file import Checksum
 from .file_store import AioOptions, FileStore
-from .host_copies import HostCopies, OffloadedMemory, OnHost, StreamCopies, bytes_in_memory, sent
+from .host_copies import HostCopies, OffloadedMemory, OnHost, bytes_in_memory, sent
 from .host_memory import HostPool, OffloadError, allocate_host, host_is_pinned, keep_heap, trim_heap
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .sequential_file import SequentialFile
@@ -32,7 +32,6 @@ __all__ = [
     "StagedStore",
     "Store",
     "StoredRange",
-    "StreamCopies",
     "TensorChunk",
     "TensorShard",
     "Transfer",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,21 +11,12 @@ from .host_memory import allocate_host
 from .store import Transfer, Underway, stream_waits
 
 
-class HostCopies(Protocol):
-    """Starts copies. A copy comes after all work queued on the device before it.
+class HostCopies:
+    """Starts copies on two streams of a device, a stream for each direction, since a link carries both at once.
 
-    Both tensors must stay unchanged until `Transfer.wait`. After `wait` the copy is complete on the host.
+    A copy comes after all work queued on the device before it. Both tensors must stay unchanged until `Transfer.wait`,
+    after which the copy is complete on the host.
     """
-
-    def to_host(self, values: Tensor, out: Tensor) -> Transfer:
-        """Start a copy from the device into pinned host memory of the same shape and dtype."""
-
-    def to_device(self, values: Tensor, out: Tensor) -> Transfer:
-        """Start a copy from pinned host memory to the device. Later work on the device waits for the copy."""
-
-
-class StreamCopies:
-    """Copies on two streams of the device, a stream for each direction, since a link carries both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,10 +24,12 @@ class StreamCopies:
         self._to_device = torch.Stream(device)
 
     def to_host(self, values: Tensor, out: Tensor) -> Transfer:
+        """Start a copy from the device into pinned host memory of the same shape and dtype."""
         copied = self._start(self._to_host, values, out)
         return Underway(copied.query, copied.synchronize)
 
     def to_device(self, values: Tensor, out: Tensor) -> Transfer:
+        """Start a copy from pinned host memory to the device. Later work on the device waits for the copy."""
         copied = self._start(self._to_device, values, out)
         stream_waits(self._device, copied)
         return Underway(copied.query, copied.synchronize)

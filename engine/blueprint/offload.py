@@ -17,7 +17,6 @@ from ...offload import (
     PagePool,
     StagedStore,
     Store,
-    StreamCopies,
     host_is_pinned,
 )
 from ...optimizers import OPTIMIZERS
@@ -91,7 +90,7 @@ def model_is_apart(device: str) -> bool:
 
 def copies_for(world: World) -> HostCopies:
     """Return the copier between model and host memory."""
-    return StreamCopies(world.device)
+    return HostCopies(world.device)
 
 
 def host_update(config: Config, offload_plan: OffloadPlan, world: World) -> HostUpdate | None:

@@ -18,9 +18,9 @@ def forget(path: Path) -> None:
 def resident_pages(path: Path) -> int:
     """How many of its pages are in the page cache, asked one by one."""
     with path.open("rb") as file:
-        residency = data_file._Residency(file.fileno())
+        pages = data_file._mapped(file.fileno())
         size = path.stat().st_size
-        return sum(residency.has(at, at + 1) for at in range(0, size, mmap.PAGESIZE))
+        return sum(data_file._is_cached(pages, at, at + 1) for at in range(0, size, mmap.PAGESIZE))
 
 
 def supports_direct(path: Path) -> bool:

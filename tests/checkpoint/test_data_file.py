@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_requests_past_the_cache_fit_a_block_and_none_is_small(path: Path, monke
 def test_a_file_system_that_refuses_only_the_read_is_read_through_the_cache(
     path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(data_file._Residency, "has", lambda self, low, high: False)
+    monkeypatch.setattr(data_file, "_is_cached", lambda pages, low, high: False)
     calls = Calls(monkeypatch, refusal=number)
     file = DataFile(path, Blocks(1))
     assert read(file, [(5, 90), (100, 2 * BLOCK_BYTES)]) == [content[5:90], content[100 : 2 * BLOCK_BYTES]]
@@ -157,7 +158,7 @@ def test_a_file_system_that_refuses_only_the_read_is_read_through_the_cache(
 def test_a_file_system_that_refuses_to_open_is_read_through_the_cache(
     path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_file._Residency, "has", lambda self, low, high: False)
+    monkeypatch.setattr(data_file, "_is_cached", lambda pages, low, high: False)
     monkeypatch.setattr(os, "open", failing_direct_open(errno.EINVAL))
     file = DataFile(path, Blocks(1))
     assert read(file, [(5, FILE_BYTES)]) == [content[5:]]
@@ -177,7 +178,7 @@ def failing_direct_open(number: int) -> Callable[..., int]:
 
 @NEEDS_DIRECT
 def test_other_errors_are_not_refusals(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_file._Residency, "has", lambda self, low, high: False)
+    monkeypatch.setattr(data_file, "_is_cached", lambda pages, low, high: False)
     with monkeypatch.context() as patch:
         Calls(patch, refusal=errno.EIO)
         file = DataFile(path, Blocks(1))
@@ -198,7 +199,7 @@ def test_other_errors_are_not_refusals(path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_end_of_a_file_is_said_with_its_place(
     path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, past_cache: bool, file_nbytes: int
 ) -> None:
-    monkeypatch.setattr(data_file._Residency, "has", lambda self, low, high: False)
+    monkeypatch.setattr(data_file, "_is_cached", lambda pages, low, high: False)
     path.write_bytes(content[:file_nbytes])
     file = DataFile(path, Blocks(1) if past_cache else None)
     with pytest.raises(EndOfFileError) as caught:
@@ -216,15 +217,16 @@ def test_residency_asks_and_brings_nothing(path: Path) -> None:
     if not supports_direct(path):
         pytest.skip("the file system refuses O_DIRECT, or keeps files in memory")
     with path.open("rb") as file:
-        residency = data_file._Residency(file.fileno())
-        assert not residency.has(0, FILE_BYTES)
+        pages = data_file._mapped(file.fileno())
+        is_cached = partial(data_file._is_cached, pages)
+        assert not is_cached(0, FILE_BYTES)
         assert resident_pages(path) == 0
-        assert residency.has(FILE_BYTES + 1, FILE_BYTES + 2), "nothing to read past the cache there"
+        assert is_cached(FILE_BYTES + 1, FILE_BYTES + 2), "nothing to read past the cache there"
         file.seek(0)
         path.read_bytes()
-        assert residency.has(0, FILE_BYTES) and residency.has(FILE_BYTES - 1, FILE_BYTES)
+        assert is_cached(0, FILE_BYTES) and is_cached(FILE_BYTES - 1, FILE_BYTES)
         os.posix_fadvise(file.fileno(), 2 << 20, 0, os.POSIX_FADV_DONTNEED)
-        assert residency.has(0, 1 << 20) and not residency.has(0, FILE_BYTES)
+        assert is_cached(0, 1 << 20) and not is_cached(0, FILE_BYTES)
 
 
 def test_blocks_are_lent_one_at_a_time_and_do_not_overlap() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.checkpoint import reader, writer
+from lowtide.checkpoint import data_file, reader, writer
 from lowtide.checkpoint.archive import MAX_VALUES_BYTES, ArchivePlace
 from lowtide.checkpoint.checkpoint import Checkpoint
 from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo
-from lowtide.checkpoint.data_file import Blocks, DataFile, _Residency
+from lowtide.checkpoint.data_file import Blocks, DataFile
 from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.index import Row
 from lowtide.checkpoint.reader import _batches_of, _Common, _Read
@@ -51,7 +51,7 @@ def random_pieces(values: dict[str, Tensor], world_size: int, seed: int) -> list
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in the page cache, as far as a reader sees."""
-    monkeypatch.setattr(_Residency, "has", lambda self, low, high: False)
+    monkeypatch.setattr(data_file, "_is_cached", lambda pages, low, high: False)
 
 
 @pytest.mark.usefixtures("cold")
@@ -282,8 +282,8 @@ def test_every_byte_of_a_tensors_values_counts(tmp_path: Path, shared: bool) -> 
             with pytest.raises(CheckpointError) as caught:
                 source.read([ChunkView("w", (8,), 0, torch.empty(8))], shared)
             assert str(caught.value) == (
-                f"{path}: expected the written values of 'model.w' at offset {row.place.values_offset}, found "
-                "another checksum: the file is altered"
+                f"{path}: expected the values of 'model.w' at offset {row.place.values_offset} as written, found "
+                "different values (the checksum differs): the file is altered"
             )
         path.write_bytes(intact)
     assert torch.equal(read_whole(target, "w"), values)

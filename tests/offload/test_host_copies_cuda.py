@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowtide.offload import HostPool, StreamCopies
+from lowtide.offload import HostCopies, HostPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,7 +14,7 @@ NUMEL = 16 << 20
 
 def test_values_go_to_the_host_and_come_back_in_order_with_the_work() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    copies, pool = StreamCopies(device), HostPool(pinned=True)
+    copies, pool = HostCopies(device), HostPool(pinned=True)
     buffer = pool.take(NUMEL * 4).view(torch.float32)
     values = torch.zeros(NUMEL, device=device)
     for step in range(1, 6):

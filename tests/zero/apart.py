@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.engine.blueprint import offload as engine_offload
-from lowtide.offload import HostPool, HostStore, PagePool, Transfer
+from lowtide.offload import HostCopies, HostPool, HostStore, PagePool, Transfer
 from tests.kit.training import Case, Outcome, train
 
 GARBAGE = 0x7F  # bytes that are no number in any dtype, or a large one
@@ -55,10 +55,13 @@ class LateHostCopy(LateCopy):
         self.host_knows = True
 
 
-class LateCopies:
-    """HostCopies of the device that is not there."""
+class LateCopies(HostCopies):
+    """Of the device that is not there."""
 
     last: ClassVar[dict[int, LateHostCopy]] = {}  # by the address of the host's memory
+
+    def __init__(self) -> None:
+        """Without streams."""
 
     def to_host(self, values: Tensor, out: Tensor) -> LateHostCopy:
         return self._remembered(LateHostCopy(values, out, out))

@@ -147,7 +147,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     num_hosts = arguments.gpus // per_host
     if arguments.machine is None:
         if arguments.device is not None:
-            raise ValueError("--device: expected --machine FILE with it, which has the device's speed")
+            raise ValueError("--device: expected --machine FILE with it; the file has the device's speed")
         return replace(Machine(num_hosts=num_hosts, devices_per_host=per_host), **changes)
     measured = Measured.read(arguments.machine)
     if arguments.device is not None:

@@ -122,7 +122,7 @@ def memory_prediction(
     """
     config = blueprint.config
     if config.tiles.mlp or config.tiles.loss:
-        raise ValueError("the model already has tiles, which only `lowtide plan` predicts")
+        raise ValueError("the model already has tiles; only `lowtide plan` predicts them")
     casts = config.bf16.auto_cast if config.bf16.enabled else config.fp16.auto_cast
     machine = Machine(device="cpu" if blueprint.device == "cpu" else "cuda")
     try:

@@ -214,7 +214,7 @@ class Measured:
                 f"{path}: expected curves and factors, found {type(error).__name__}: {error}; {advice}"
             ) from error
         if not by_ranks and not factors:
-            raise ValueError(f"{path}: expected numbers of at least one count of ranks, found none; {advice}")
+            raise ValueError(f"{path}: expected speeds of at least 1 number of ranks, found none; {advice}")
         return cls(by_ranks, process, factors, {key: value for key, value in found.items() if key != "format"})
 
 

@@ -105,7 +105,7 @@ class MetaRun:
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
             degrees = "".join(f", with parallel.{name} {size}," for name, size in self._splits.sizes)
             raise ValueError(
-                f"plan: the model{degrees} does not run on the meta device, where tensors have shapes and no values "
+                f"plan: the model{degrees} does not run on the meta device, because its tensors have no values "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Pass a batch of the "
                 "model as sample_batch; forwards that read values (.item(), a condition on a tensor) cannot be planned"
             ) from error

@@ -115,9 +115,10 @@ class Planner:
         return of_stages.estimate(config, stages, run)
 
     def _step_parts(self, choice: Choice) -> StepParts:
-        where, what = "parts of where all but states rests", replace(choice.states(), offload_optimizer="none")
-        made = StepParts(self._of_states(choice), self.machine, like=self._made.get((where, what)))
-        self._once(where, what, lambda: made)
+        # The order of collectives does not depend on the optimizer's offload.
+        key = ("parts, whatever the optimizer's offload", replace(choice.states(), offload_optimizer="none"))
+        made = StepParts(self._of_states(choice), self.machine, like=self._made.get(key))
+        self._once(*key, lambda: made)
         return made
 
     def _work(self, profile: Profile) -> MachineWork:

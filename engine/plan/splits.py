@@ -89,8 +89,8 @@ class PlannedSplits:
             experts = ExpertPlan.of(model, self.expert)
             if experts.lists:
                 raise ValueError(
-                    f"parallel.expert: expected experts in a single module, found the list '{experts.lists[0].name}', "
-                    'whose calls depend on values that a plan does not have. Train without a plan (no "auto" in the '
+                    f"parallel.expert: expected experts in a single module, found the list '{experts.lists[0].name}'; "
+                    'their calls depend on values, and a plan has none. Train without a plan (no "auto" in the '
                     "config), or put the experts into a module with parameters of shape (experts, ..., ...)"
                 )
         share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: self.tensor_place}.__getitem__)

@@ -53,7 +53,7 @@ def test_an_operation_that_was_not_measured_takes_what_an_addition_does() -> Non
         (None, "expected numbers of a machine, found No such file or directory; write it again: lowtide env --measure"),
         ("{", "expected JSON, found"),
         ("{}", 'expected "format": 1, found None'),
-        ({"process_bytes": {}, "ranks": {}}, "expected numbers of at least one count of ranks, found none"),
+        ({"process_bytes": {}, "ranks": {}}, "expected speeds of at least 1 number of ranks, found none"),
         (
             {"process_bytes": {}, "ranks": {"1": {}}},
             "expected curves and factors, found KeyError: 'threads'",

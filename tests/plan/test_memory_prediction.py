@@ -43,7 +43,7 @@ def test_a_prediction_that_there_is_not_has_a_reason(tmp_path: Path) -> None:
     with lowtide.initialize(models.tiny_gpt(), config) as engine:
         for step in range(2):
             engine.train_step(models.token_batch(step, 2))
-        assert "the model already has tiles, which only `lowtide plan` predicts" in engine.memory_report().why_not
+        assert "the model already has tiles; only `lowtide plan` predicts them" in engine.memory_report().why_not
 
 
 def test_a_pipeline_is_recorded_on_each_rank(ranks: RankPool, tmp_path: Path) -> None:

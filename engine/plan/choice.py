@@ -115,10 +115,11 @@ class Space:
                     if self._has_whole_rows(rows, degrees.sequence):
                         continue
                     for every, offload_activations in self._activations(pipeline):
-                        for of_states in states:
+                        for stage, shard_size, partition, of_optimizer, of_param in states:
                             yield Choice(
-                                *of_axes, schedule, chunks, *of_states, rows, accumulation, every, offload_activations
-                            )
+                                *of_axes, schedule, chunks, stage, shard_size, partition, of_optimizer, of_param,
+                                rows, accumulation, every, offload_activations,
+                            )  # fmt: skip
 
     def _degrees(self) -> Iterator[Choice]:
         """Yield degrees that divide the devices. Tensor and sequence degrees stay within a host.

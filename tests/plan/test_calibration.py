@@ -70,6 +70,6 @@ def test_the_command_plans_for_a_device_that_was_tried(tmp_path: Path, capsys: p
         seconds.append(float(said.partition(" s a step")[0].split()[-1]))
     assert seconds[1] > 10 * seconds[0]
     assert plan_main([*words, "--machine", str(path), "--device", "other"]) == 1
-    assert f'--device: expected one of {path}, found "other"; it has "GPU"' in capsys.readouterr().err
+    assert f'--device: expected a device in {path}, found "other"; it has "GPU"' in capsys.readouterr().err
     assert plan_main(words) == 1
-    assert "--device: expected --machine beside it" in capsys.readouterr().err
+    assert "--device: expected --machine FILE with it" in capsys.readouterr().err

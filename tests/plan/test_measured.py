@@ -150,7 +150,7 @@ def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest
     assert main(arguments) == 0
     assert "a device to spare" in capsys.readouterr().out
     assert main([*arguments, "--intra", "1GB"]) == 1
-    assert "says how fast it is; leave out what else describes one" in capsys.readouterr().err
+    assert "has the machine's speeds; leave out options that set them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -97,7 +97,7 @@ def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
     assert found == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2)}
     assert {one.rows % 2 for one in choices(planner) if one.sequence > 1} == {1}
     assert not any(one.expert > 1 for one in choices(planner))
-    assert "heads(4) / tensor(8)" in (planner.fault(Choice(tensor=8)) or "")
+    assert "heads(4) % tensor(8)" in (planner.fault(Choice(tensor=8)) or "")
 
 
 def test_parts_of_tokens_over_stages_are_whole_between_them() -> None:

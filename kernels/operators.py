@@ -49,8 +49,7 @@ def row_norm(
     return y, total if residual is not None else x.new_empty(0), mean, rstd
 
 
-@register_fake("lowtide::row_norm")
-def _(x: Tensor, residual: MaybeTensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_row_norm(x: Tensor, residual: MaybeTensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     h = torch.empty_like(y) if residual is not None else x.new_empty(0)
     rows = x.shape[:-1].numel()
@@ -93,12 +92,13 @@ def row_norm_backward(
         dx = dx - g.mean(-1, keepdim=True)
     dx = dx * deviation if dh is None else dx * deviation + dh
     vectors = zip((dweight, dbias), (weight, bias), strict=True)
-    of_vectors = [total.to(vector.dtype) if vector is not None else dy.new_empty(0) for total, vector in vectors]
-    return dx.to(h.dtype), *of_vectors
+    dweight, dbias = (total.to(vector.dtype) if vector is not None else dy.new_empty(0) for total, vector in vectors)
+    return dx.to(h.dtype), dweight, dbias
 
 
-@register_fake("lowtide::row_norm_backward")
-def _(dy: Tensor, dh: MaybeTensor, h: Tensor, weight: MaybeTensor, bias: MaybeTensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake_row_norm_backward(
+    dy: Tensor, dh: MaybeTensor, h: Tensor, weight: MaybeTensor, bias: MaybeTensor, *_: Any
+) -> tuple[Tensor, ...]:
     vectors = [torch.empty_like(vector) if vector is not None else dy.new_empty(0) for vector in (weight, bias)]
     return torch.empty_like(h, memory_format=torch.contiguous_format), *vectors
 
@@ -139,8 +139,7 @@ def gated_mlp(x: Tensor, up: MaybeTensor, activation: str, backend: str) -> Tens
     return _gated_formula(x, up, activation)
 
 
-@register_fake("lowtide::gated_mlp")
-def _(x: Tensor, up: MaybeTensor, *_: Any) -> Tensor:
+def _fake_gated_mlp(x: Tensor, up: MaybeTensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] if up is not None else x.shape[-1] // 2))
 
 
@@ -165,8 +164,7 @@ def gated_mlp_backward(dy: Tensor, x: Tensor, up: MaybeTensor, activation: str, 
     return (dgate, dup) if up is not None else (torch.cat((dgate, dup), dim=-1), dgate.new_empty(0))
 
 
-@register_fake("lowtide::gated_mlp_backward")
-def _(dy: Tensor, x: Tensor, up: MaybeTensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_gated_mlp_backward(dy: Tensor, x: Tensor, up: MaybeTensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape) if up is not None else dy.new_empty(0)
 
 
@@ -199,8 +197,7 @@ def rotary(
     return rotated_q, rotated_k
 
 
-@register_fake("lowtide::rotary")
-def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_rotary(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
@@ -214,6 +211,11 @@ def _differentiate_rotary(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
     return *torch.ops.lowtide.rotary(dq, dk, *ctx.saved_tensors, *options), *(None,) * 5
 
 
+register_fake("lowtide::row_norm", _fake_row_norm)
+register_fake("lowtide::row_norm_backward", _fake_row_norm_backward)
+register_fake("lowtide::gated_mlp", _fake_gated_mlp)
+register_fake("lowtide::gated_mlp_backward", _fake_gated_mlp_backward)
+register_fake("lowtide::rotary", _fake_rotary)
 register_autograd("lowtide::row_norm", _differentiate_row_norm, setup_context=_save_row_norm)
 register_autograd("lowtide::gated_mlp", _differentiate_gated_mlp, setup_context=_save_gated_mlp)
 register_autograd("lowtide::rotary", _differentiate_rotary, setup_context=_save_rotary)

@@ -16,7 +16,7 @@ from tests.kit.compiling import with_a_new_compiler
 
 ROWS, WIDTH = (2, 3), 12
 X, W = (*ROWS, WIDTH), (WIDTH,)
-HEADS = [(2, 4, 5, 8), (2, 2, 5, 8)]  # of queries and of keys: (batch, heads, seq, head_dim)
+HEADS: list[tuple[int, ...]] = [(2, 4, 5, 8), (2, 2, 5, 8)]  # of queries and of keys: (batch, heads, seq, head_dim)
 
 CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rms_norm": (lambda x, w, backend: rms_norm(x, w, backend=backend), [X, W]),

@@ -61,7 +61,7 @@ CONTENDERS = by_name(
     *(lowtide(f"lowtide-{stage}", "", stage) for stage in (0, 1, 2, 3)),
     lowtide("lowtide-3-in-backward", ", update in backward", 3, {"update_in_backward": True}),
     *(
-        lowtide(f"lowtide-{stage}-sockets", ", sockets", stage, communication={"route": "sockets"})
+        lowtide(f"lowtide-{stage}-sockets", ", sockets", stage, communication={"transport": "sockets"})
         for stage in (0, 1, 2, 3)
     ),
     _offload("states-cpu", "states on the CPU", states={"device": "cpu"}),

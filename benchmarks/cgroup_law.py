@@ -144,15 +144,15 @@ def drawn(generator: random.Random, ranks: int) -> Case:
         "optimizer": {"type": generator.choice(("adamw", "lion")), "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage},
         "activation_checkpointing": {"every": generator.choice((0, 1))},
-        "communication": {"route": generator.choice(("shared_memory", "sockets")) if ranks > 1 else "auto"},
+        "communication": {"transport": generator.choice(("shared_memory", "sockets")) if ranks > 1 else "auto"},
     }
     if generator.random() < 0.3:
         config["bf16"] = {"enabled": True}
-    route = config["communication"]["route"]
+    transport = config["communication"]["transport"]
     name = (
         f"{size.num_layers} x {width}, {size.sequence_length} tokens x {config['train_micro_batch_size_per_gpu']}, "
         f"stage {stage}, {accumulation} microbatches, {config['optimizer']['type']}, {ranks} ranks"
-        + (f", {route}" if ranks > 1 else "")
+        + (f", {transport}" if ranks > 1 else "")
         + (", recomputed" if config["activation_checkpointing"]["every"] else "")
         + (", bf16" if "bf16" in config else "")
     )

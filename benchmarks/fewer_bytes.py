@@ -42,7 +42,7 @@ def _bytes(masters: bool | str, states: str, more: dict[str, Any] | None = None)
 
 def _bits(stage: int, ranks_of_host: int = 1, zero: dict[str, Any] | None = None, **bits: int) -> dict[str, Any]:
     """More of a config: the bits of its messages."""
-    communication = {"route": "sockets", **bits, **({"ranks_of_host": ranks_of_host} if bits else {})}
+    communication = {"transport": "sockets", **bits, **({"ranks_of_host": ranks_of_host} if bits else {})}
     return {"zero_optimization": {"stage": stage, **(zero or {})}, "communication": communication}
 
 

@@ -137,7 +137,7 @@ def ours(stage: int, num_blocks: int, dtype: torch.dtype) -> Step:
     config: dict[str, Any] = {
         "optimizer": {"type": "adamw"},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": "native"},
+        "communication": {"transport": "native"},
         "gradient_clipping": CLIP,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "steps_per_print": 0,

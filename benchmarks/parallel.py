@@ -68,10 +68,10 @@ def _split(name: str, label: str, peer: str, parallel: dict[str, Any]) -> list[C
             f"lowtide-{name}{suffix}",
             f"lowtide {label}{words}",
             "lowtide",
-            {"parallel": parallel, "route": route},
+            {"parallel": parallel, "transport": transport},
             peer=peer,
         )
-        for route, suffix, words in (("auto", "", ""), ("sockets", "-sockets", ", sockets"))
+        for transport, suffix, words in (("auto", "", ""), ("sockets", "-sockets", ", sockets"))
     ]
 
 
@@ -233,7 +233,7 @@ def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
     return float(loss.detach())
 
 
-def _lowtide(model: nn.Module, size: dict[str, int], parallel: dict[str, Any], route: str, **more: Any) -> Trainer:
+def _lowtide(model: nn.Module, size: dict[str, int], parallel: dict[str, Any], transport: str, **more: Any) -> Trainer:
     lowtide = importlib.import_module("lowtide")
     config = {
         "train_micro_batch_size_per_gpu": size["rows"],
@@ -242,7 +242,7 @@ def _lowtide(model: nn.Module, size: dict[str, int], parallel: dict[str, Any], r
         "optimizer": {"type": "adamw", "params": ADAMW},
         "zero_optimization": {"stage": 0},
         "parallel": parallel,
-        "communication": {"route": route},
+        "communication": {"transport": transport},
         **more,
     }
     engine = lowtide.initialize(model, config)

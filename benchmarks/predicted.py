@@ -138,19 +138,19 @@ def cases(counts: Sequence[int], folder: Path | None) -> list[Case]:
 
 def _configs(ranks: int, size: GPTSize, folder: Path | None) -> dict[str, dict[str, Any]]:
     found = {}
-    routes = ("shared_memory", "sockets") if ranks > 1 else ("auto",)
-    for route in routes:
+    transports = ("shared_memory", "sockets") if ranks > 1 else ("auto",)
+    for transport in transports:
         for stage in range(4):
             for accumulation in (1, 3):
-                if route == "sockets" and (stage == 2 or accumulation > 1):
+                if transport == "sockets" and (stage == 2 or accumulation > 1):
                     continue
-                name = f"stage {stage}, {accumulation} microbatches" + (f", {route}" if ranks > 1 else "")
-                found[name] = _config(stage, accumulation, route)
-    found["stage 0, 8 rows"] = _config(0, 1, routes[0], train_micro_batch_size_per_gpu=8)
-    found["stage 1, recomputed"] = _config(1, 1, routes[0], activation_checkpointing={"every": 1})
+                name = f"stage {stage}, {accumulation} microbatches" + (f", {transport}" if ranks > 1 else "")
+                found[name] = _config(stage, accumulation, transport)
+    found["stage 0, 8 rows"] = _config(0, 1, transports[0], train_micro_batch_size_per_gpu=8)
+    found["stage 1, recomputed"] = _config(1, 1, transports[0], activation_checkpointing={"every": 1})
     if folder is not None:
         offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
-        found["stage 1, states in files"] = _config(1, 1, routes[0], zero=offload)
+        found["stage 1, states in files"] = _config(1, 1, transports[0], zero=offload)
     for schedule in ("1f1b", "zb-h1") if ranks > 1 and size.num_layers >= ranks else ():
         pipeline: dict[str, Any] = {"parallel": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
         found[f"pipeline, {schedule}"] = _config(0, 2 * ranks, "auto", **pipeline)
@@ -158,7 +158,7 @@ def _configs(ranks: int, size: GPTSize, folder: Path | None) -> dict[str, dict[s
 
 
 def _config(
-    stage: int, accumulation: int, route: str, zero: dict[str, Any] | None = None, **more: Any
+    stage: int, accumulation: int, transport: str, zero: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -167,7 +167,7 @@ def _config(
         "device": "cpu",
         "optimizer": {"type": "adamw", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage, **(zero or {})},
-        "communication": {"route": route},
+        "communication": {"transport": transport},
         **more,
     }
 

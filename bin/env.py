@@ -154,7 +154,7 @@ def _abilities(report: HostReport, facts: Mapping[str, Any]) -> dict[str, Abilit
         "triton kernels": _triton(),
         "c++ compiler": _compiler(),
         "cpu update kernel": _cpu_kernel(),
-        "shared-memory route": Ability(
+        "shared-memory transport": Ability(
             has_room, f"{size_text(shared)} free in /dev/shm" if has_room else "/dev/shm is full or read-only"
         ),
         "parameters on nvme": Ability(

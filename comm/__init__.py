@@ -17,7 +17,7 @@ from ..watch.progress import Activity, Progress
 from .axis import Axis, Numels, Pending, Terms, regions_of
 from .collectives import EXCHANGE_SLOTS, Arriving, Collectives, exchange_slot_bytes
 from .errors import BODY, CollectiveError, ErrorBroadcast
-from .mesh import Mesh, route_for
+from .mesh import Mesh, transport_for
 from .p2p import P2P
 from .parallel_dims import ParallelDims
 from .world import World
@@ -41,5 +41,5 @@ __all__ = [
     "World",
     "exchange_slot_bytes",
     "regions_of",
-    "route_for",
+    "transport_for",
 ]

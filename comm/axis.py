@@ -192,7 +192,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]  # global ranks, ascending: the order of sums
     places: tuple[int, ...]  # coordinate of each rank: the part that it has of anything divided over the axis
-    route: Transport
+    transport: Transport
 
     # Cached: a step reads them some ten times for each block.
 

@@ -58,7 +58,7 @@ class Collectives:
         slot = self._filled_slot(x, what)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         flat = out.view(-1)
-        _sum(self._axis.route.all_reduce(slot, flat, what), flat)
+        _sum(self._axis.transport.all_reduce(slot, flat, what), flat)
         return out
 
     def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -72,7 +72,7 @@ class Collectives:
         slot = self._filled_slot(parts, what)
         shape = (parts.shape[0] // self.size, *parts.shape[1:])
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        _sum(self._axis.route.reduce_scatter(slot, None, what), out.view(-1))
+        _sum(self._axis.transport.reduce_scatter(slot, None, what), out.view(-1))
         return out.transpose(0, dim)
 
     def gather(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -83,7 +83,7 @@ class Collectives:
         part = _first(x, dim)
         full = torch.empty((self.size * part.shape[0], *part.shape[1:]), dtype=x.dtype, device=x.device)
         self._reserve(part.numel() * part.element_size())
-        self._axis.route.gather_copies(full.view(-1), part.view(-1), what).wait()
+        self._axis.transport.gather_copies(full.view(-1), part.view(-1), what).wait()
         return full.transpose(0, dim)
 
     def swap(self, x: Tensor, what: str) -> Tensor:
@@ -116,7 +116,7 @@ class Collectives:
             return out
         self._reserve(most * x.element_size())
         numels = [[count * width for count in row] for row in counts]
-        self._axis.route.swap(out.view(-1), x.view(-1), numels, what).wait()
+        self._axis.transport.swap(out.view(-1), x.view(-1), numels, what).wait()
         return out
 
     def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
@@ -131,7 +131,7 @@ class Collectives:
         self._reserve(chunks.numel() * chunks.element_size())
         ranks = {place: rank for rank, place in enumerate(self._axis.places)}
         sources = [(ranks[place], chunk) for place, chunk in of]
-        pending = self._axis.route.pass_on(chunks, [ranks[place] for place in to], sources, out, what)
+        pending = self._axis.transport.pass_on(chunks, [ranks[place] for place in to], sources, out, what)
         return Arriving(out, pending, chunks)
 
     def shift(self, x: Tensor, by: int, what: str) -> Arriving:
@@ -147,14 +147,14 @@ class Collectives:
 
     def _filled_slot(self, x: Tensor, what: str) -> Tensor:
         self._reserve(x.numel() * x.element_size())
-        slot = self._axis.route.open_slot(x.numel(), x.dtype, what)
+        slot = self._axis.transport.open_slot(x.numel(), x.dtype, what)
         slot.view(x.shape).copy_(x)
         return slot
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > self._slot_bytes:
             self._slot_bytes = exchange_slot_bytes(nbytes)
-            self._axis.route.reserve_slots(self._slot_bytes, EXCHANGE_SLOTS)
+            self._axis.transport.reserve_slots(self._slot_bytes, EXCHANGE_SLOTS)
 
 
 def _first(x: Tensor, dim: int) -> Tensor:

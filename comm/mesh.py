@@ -55,7 +55,7 @@ class Mesh:
         cls,
         world: World,
         parallel_dims: ParallelDims,
-        route: str,
+        transport: str,
         shared_bytes: int,
         messages: str,
         folds: Sequence[Sequence[str]] = (),
@@ -63,8 +63,8 @@ class Mesh:
     ) -> Mesh:
         """Connect the ranks of each axis. A collective.
 
-        route: auto, shared_memory, sockets or native. shared_bytes: the shared memory that an engine takes on a host.
-        If a rank has less, `auto` takes sockets and logs why. messages: the axis of `peers`. folds: the groups of
+        transport: auto, shared_memory, sockets or native. shared_bytes: the shared memory that an engine takes on a
+        host. If a rank has less, `auto` takes sockets and logs why. messages: the axis of `peers`. folds: the groups of
         several axes that `over` will be asked for. inner: axes that get a second transport for the collectives of
         layers, which run while gradients are in flight. Raises ValueError if the arrangement has another number of
         ranks, or if the transport is not possible here.
@@ -73,7 +73,7 @@ class Mesh:
             raise ValueError(f"{parallel_dims} = {parallel_dims.num_ranks} != world size ({world.size})")
         lines = parallel_dims.lines(folds)
         inside = parallel_dims.wide(inner)
-        route, first, pids = _agree(world, route, shared_bytes, len(lines) + 3 + len(inside))
+        transport, first, pids = _agree(world, transport, shared_bytes, len(lines) + 3 + len(inside))
         recorder, error_broadcast = FlightRecorder(world, first), world.error_broadcast
         error_broadcast.start(world.rank, world.store, first)
         in_flight = InFlight(world, recorder.compare)
@@ -84,7 +84,9 @@ class Mesh:
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
             channel = AxisRecorder(recorder, error_broadcast, world.progress, number, ranks)
-            made = _make_route(world, route, rank, ranks, places, pids, group, _first_tag(number), channel, in_flight)
+            made = _make_transport(
+                world, transport, rank, ranks, places, pids, group, _first_tag(number), channel, in_flight
+            )
             return Axis(" x ".join(names), rank, ranks, places, made)
 
         for number, names in enumerate(lines, first):
@@ -96,11 +98,11 @@ class Mesh:
         }
         number = first + len(lines)
         along = (messages,)
-        on_host: Transport = axes[along].route if along in axes else SoloTransport(world.device)
+        on_host: Transport = axes[along].transport if along in axes else SoloTransport(world.device)
         ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # [Note: messages without tags] in p2p.py: a group for each direction
             ways = _new_group(world, parallel_dims, along), _new_group(world, parallel_dims, along)
-            on_host, _ = _make_host_route(world, parallel_dims, along, number + 1, recorder, error_broadcast)
+            on_host, _ = _make_host_transport(world, parallel_dims, along, number + 1, recorder, error_broadcast)
         places = parallel_dims.ranks(world.rank, along)
         peers = P2P(places, ways, _first_tag(number), world, recorder, in_flight, number % NUM_RECORDED, on_host)
         host: Transport | None = None
@@ -108,7 +110,7 @@ class Mesh:
         if not world.waits_on_host and not world.is_simulated:
             every = tuple(name for name, _ in parallel_dims.sizes)
             after = number + 2 + len(inside)
-            host, host_group = _make_host_route(world, parallel_dims, every, after, recorder, error_broadcast)
+            host, host_group = _make_host_transport(world, parallel_dims, every, after, recorder, error_broadcast)
         alone = Axis("", 0, (world.rank,), (0,), SoloTransport(world.device))
         single = {name: axes.get((name,), alone) for name, _ in parallel_dims.sizes}
         return cls(world, parallel_dims, single, peers, {**axes, (): alone}, own, error_broadcast, host, host_group)
@@ -116,8 +118,8 @@ class Mesh:
     @property
     def slot_bytes(self) -> int:
         """Bytes that this rank's transports keep between operations."""
-        routes = {id(axis.route): axis.route for axis in (*self._lines.values(), *self.inner.values())}
-        return sum(route.slot_bytes for route in routes.values())
+        transports = {id(axis.transport): axis.transport for axis in (*self._lines.values(), *self.inner.values())}
+        return sum(transport.slot_bytes for transport in transports.values())
 
     def over(self, names: Sequence[str]) -> Axis:
         """Return the axis of the ranks that differ only on these axes. The first axis divides first."""
@@ -177,7 +179,7 @@ class Mesh:
         """Sum a small int64 vector over all ranks. Overwrites `values`. Also a barrier."""
         for name, size in reversed(self.parallel_dims.sizes):
             if size > 1:
-                values = self.axes[name].route.sum_small(values, what)
+                values = self.axes[name].transport.sum_small(values, what)
         return values
 
     def gather_values(self, value: T) -> list[T]:
@@ -204,19 +206,19 @@ class Mesh:
     def fence(self, what: str) -> None:
         """Wait until every rank with the same parameters has arrived, if they share memory. Else return at once."""
         for axis in self._summed:
-            axis.route.fence(what)
+            axis.transport.fence(what)
 
     def close(self) -> None:
         """Drop the process groups and leave the world. No collective is possible afterwards."""
         for axis in (*self._lines.values(), *self.inner.values()):
-            axis.route.close()
+            axis.transport.close()
         if self._host is not None:
             self._host.close()
         self.peers.close()
         self.world.leave()
 
 
-def route_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> str:
+def transport_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> str:
     """Choose the transport: solo, shared_memory, sockets or native.
 
     wanted: auto, shared_memory, sockets or native. device: its type. Raises ValueError if `wanted` is not possible
@@ -225,10 +227,10 @@ def route_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> str:
     if num_ranks == 1:
         return "solo"
     if device != "cpu" and wanted in ("shared_memory", "sockets"):
-        raise ValueError(f'communication.route: "{wanted}" is for CPU ranks. On {device} use "auto".')
+        raise ValueError(f'communication.transport: "{wanted}" is for CPU ranks. On {device} use "auto".')
     if wanted == "shared_memory" and num_hosts > 1:
         raise ValueError(
-            'communication.route: expected all ranks on one host for "shared_memory", found '
+            'communication.transport: expected all ranks on one host for "shared_memory", found '
             f'{num_hosts} hosts. Use "auto" or "sockets".'
         )
     if wanted != "auto":
@@ -242,15 +244,15 @@ def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> t
     """Agree on the transport, the first of `num_channels` unused channel numbers, and the process ids by rank."""
     if world.size == 1 or world.is_simulated:
         return "solo" if world.size == 1 else "native", 0, []
-    route = route_for(wanted, world.device.type, world.size, world.num_hosts)
-    may_lack_room = route == "shared_memory" and wanted == "auto"
+    transport = transport_for(wanted, world.device.type, world.size, world.num_hosts)
+    may_lack_room = transport == "shared_memory" and wanted == "auto"
     own_fault = shared_memory_fault(shared_bytes) if may_lack_room else ""
     end = world.store.add("lowtide/channels", num_channels) if world.rank == 0 else 0
     told = world.gather_objects((own_fault, end, os.getpid()))
     faults = [(rank, fault) for rank, (fault, _, _) in enumerate(told) if fault]
     if faults and world.rank == 0:
-        logger.warning('communication.route: "auto" uses sockets, because on rank %d %s', *faults[0])
-    return "sockets" if faults else route, told[0][1] - num_channels, [pid for _, _, pid in told]
+        logger.warning('communication.transport: "auto" uses sockets, because on rank %d %s', *faults[0])
+    return "sockets" if faults else transport, told[0][1] - num_channels, [pid for _, _, pid in told]
 
 
 def _first_tag(number: int) -> int:
@@ -264,7 +266,7 @@ def _make_group(world: World, parallel_dims: ParallelDims, names: Sequence[str])
     return _new_group(world, parallel_dims, names)
 
 
-def _make_host_route(
+def _make_host_transport(
     world: World,
     parallel_dims: ParallelDims,
     names: Sequence[str],
@@ -279,8 +281,8 @@ def _make_host_route(
         return SoloTransport(torch.device("cpu")), None
     channel = AxisRecorder(recorder, error_broadcast, world.progress, number, ranks)
     rank, places = ranks.index(world.rank), tuple(range(len(ranks)))
-    route = SocketTransport(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
-    return route, group
+    transport = SocketTransport(rank, ranks, places, group, _first_tag(number), world.timeout_seconds, channel)
+    return transport, group
 
 
 def _new_group(
@@ -298,9 +300,9 @@ def _new_group(
     return make([list(ranks) for ranks in every], timeout=timeout, backend=backend)[0]
 
 
-def _make_route(
+def _make_transport(
     world: World,
-    route: str,
+    transport: str,
     rank: int,
     ranks: tuple[int, ...],
     places: tuple[int, ...],
@@ -312,10 +314,10 @@ def _make_route(
 ) -> Transport:
     if group is None:
         return SoloTransport(world.device)
-    if route == "shared_memory":
+    if transport == "shared_memory":
         exchange = partial(gather_objects, group=group)
         own_pids = [pids[member] for member in ranks]
         return SharedMemoryTransport(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
-    if route == "sockets":
+    if transport == "sockets":
         return SocketTransport(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
     return NativeTransport(rank, ranks, places, group, world.device, channel, in_flight)

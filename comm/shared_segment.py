@@ -86,7 +86,7 @@ def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gat
     except RuntimeError as error:
         fault = (
             f"shared memory for {purpose}: rank {ranks[rank]} cannot map {path} "
-            f'({str(error).splitlines()[0]}). Set "communication": {{"route": "sockets"}}.'
+            f'({str(error).splitlines()[0]}). Set "communication": {{"transport": "sockets"}}.'
         )
     faults = [fault for fault in gather(fault, what) if fault]
     if rank == 0:
@@ -103,7 +103,7 @@ def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
     except OSError as error:
         return "", (
             f"shared memory for {purpose}: cannot create a file in {FOLDER} ({error}). "
-            'Set "communication": {"route": "sockets"}.'
+            'Set "communication": {"transport": "sockets"}.'
         )
     try:
         # Reserves the pages now, so a full /dev/shm is an error here instead of a bus error at a later store.
@@ -112,7 +112,7 @@ def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
         os.unlink(path)
         return "", (
             f"shared memory for {purpose}: expected {nbytes} free bytes in {FOLDER}, found {free_shared_bytes()}. "
-            'Enlarge it (containers: --shm-size), or set "communication": {"route": "sockets"}.'
+            'Enlarge it (containers: --shm-size), or set "communication": {"transport": "sockets"}.'
         )
     finally:
         os.close(handle)

@@ -201,18 +201,18 @@ def _connect(blueprint: Blueprint, world: World) -> Mesh:
     mesh = Mesh.create(
         world,
         blueprint.parallel_dims,
-        blueprint.wanted_route,
+        blueprint.wanted_transport,
         shared_bytes(blueprint),
         messages=PIPE,
         folds=blueprint.folds,
         inner=blueprint.inner,
     )
     partition = blueprint.config.zero_optimization.partition_size
-    if partition > 1 and mesh.over(blueprint.sharding.states).route.copies_are_shared and not world.rank:
+    if partition > 1 and mesh.over(blueprint.sharding.states).transport.copies_are_shared and not world.rank:
         why = "its ranks share the memory of a host, with a single copy of the parameters, so nothing is gathered"
         logger.info("config: zero_optimization.zero_hpz_partition_size: %d has no effect here: %s", partition, why)
     wire = blueprint.config.communication
-    if world.size > 1 and blueprint.route == "shared_memory" and not world.rank:
+    if world.size > 1 and blueprint.transport == "shared_memory" and not world.rank:
         for key in ("weight_bits", "frozen_weight_bits", "gradient_bits"):
             if (bits := getattr(wire, key)) is not None:
                 why = "ranks of the same host share memory, and send nothing"

@@ -132,7 +132,7 @@ class GroupMemories:
         for axes, nbytes, count in rings_for(trained, self._mesh.parallel_dims):
             if nbytes > self._slot_bytes.get(axes, 0):
                 self._slot_bytes[axes] = nbytes
-                self._mesh.over(axes).route.reserve_slots(nbytes, count)
+                self._mesh.over(axes).transport.reserve_slots(nbytes, count)
 
     def _common_sums(self, trained: Sequence[GroupPlan]) -> dict[str, Tensor]:
         """Allocate the gradient sums that replicas on a host share, by name of the group."""
@@ -140,10 +140,10 @@ class GroupMemories:
         for axes, plans in _by_axes(
             [plan for plan in trained if not plan.sharding.tied], lambda sharding: sharding.replicas
         ):
-            route = self._mesh.over(axes).route
-            if self._shares_gradients and route.copies_are_shared:
+            transport = self._mesh.over(axes).transport
+            if self._shares_gradients and transport.copies_are_shared:
                 specs = [(plan.layout.shard_numel, plan.accumulation_dtype) for plan in plans]
-                found |= zip((plan.name for plan in plans), route.allocate(specs), strict=True)
+                found |= zip((plan.name for plan in plans), transport.allocate(specs), strict=True)
         return found
 
     @cached_property
@@ -160,13 +160,13 @@ class GroupMemories:
     def _memory_on(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
         """As `_memory_for`, for groups whose states are divided over the same axes."""
         mesh, shard_store, sharding = self._mesh, self._shard_store, plans[0].sharding
-        route, device = mesh.over(sharding.states).route, mesh.world.device
+        transport, device = mesh.over(sharding.states).transport, mesh.world.device
         axis = mesh.over(sharding.parameters)
-        frees_memory = shard_store is not None or (axis.size > 1 and not route.copies_are_shared)
-        if not frees_memory and device.type == "cpu" and not route.copies_are_shared:
+        frees_memory = shard_store is not None or (axis.size > 1 and not transport.copies_are_shared)
+        if not frees_memory and device.type == "cpu" and not transport.copies_are_shared:
             return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.plan.dtype, device))
         if not frees_memory:
-            buffers = iter(route.allocate([(plan.layout.padded_numel, plan.dtype) for plan in plans]))
+            buffers = iter(transport.allocate([(plan.layout.padded_numel, plan.dtype) for plan in plans]))
             return lambda group: group.adopt(next(buffers))
         if device.type == "cpu" and PagePool.is_possible():
 
@@ -179,7 +179,7 @@ class GroupMemories:
         def adopt_storage(
             group: ShardedGroup,
         ) -> None:  # one by one: each is made, and its memory freed, before the next
-            (full,) = route.allocate([(group.layout.padded_numel, group.plan.dtype)])
+            (full,) = transport.allocate([(group.layout.padded_numel, group.plan.dtype)])
             group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), shard_store)
 
         return adopt_storage

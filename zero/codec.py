@@ -58,15 +58,15 @@ class Codec:
 
     def may_lack_own(self, dtype: torch.dtype) -> bool:
         """Whether this rank's term may lie in the sum, of that dtype, instead of in the message."""
-        return self.axis.route.sums_here and self.dtype == dtype
+        return self.axis.transport.sums_here and self.dtype == dtype
 
     def next_message(self, numel: int) -> Tensor | None:
         """Return the memory that `open_message` will return, to write early; None if it is not free yet."""
-        return self.axis.route.next_slot(numel, self.dtype)
+        return self.axis.transport.next_slot(numel, self.dtype)
 
     def open_message(self, numel: int, what: str) -> Tensor:
         """Return memory to stage the next gradient in, (numel,). May wait for other ranks."""
-        return self.axis.route.open_slot(numel, self.dtype, what)
+        return self.axis.transport.open_slot(numel, self.dtype, what)
 
     def staged(self, shard: Tensor, what: str) -> Tensor:
         """Copy a shard into a message for `all_reduce`, which writes its result to the shard.
@@ -86,7 +86,7 @@ class Codec:
         return shard.numel() - num_left
 
     def _left_out(self, shard: Tensor) -> slice:
-        if not (self.axis.route.slots_may_lack_own and self.may_lack_own(shard.dtype)):
+        if not (self.axis.transport.slots_may_lack_own and self.may_lack_own(shard.dtype)):
             return slice(0, 0)
         return regions_of(shard.numel(), self.axis.size)[self.axis.rank]
 
@@ -96,12 +96,12 @@ class Codec:
             by_place = sorted(range(self.axis.size), key=self.axis.places.__getitem__)
             order = [index for rank in by_place for index in self._parts[rank]]
             staged = staged.view(len(order), -1)[order].view(-1)
-        terms = self.axis.route.reduce_scatter(staged, spare, what)
+        terms = self.axis.transport.reduce_scatter(staged, spare, what)
         return Coming(terms.arrived, terms.region, partial(self._sum_up, terms), terms.summed)
 
     def all_reduce(self, staged: Tensor, out: Tensor, what: str) -> Coming:
         """Start out = the sum over ranks of a staged gradient."""
-        terms = self.axis.route.all_reduce(staged, out, what)
+        terms = self.axis.transport.all_reduce(staged, out, what)
         return Coming(terms.arrived, terms.region, partial(self._sum_up, terms), terms.summed)
 
     def reset(self) -> None:
@@ -110,7 +110,7 @@ class Codec:
     def _sum_up(self, terms: Terms, out: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
         of_ranks = terms.read()
         sum_with_held(of_ranks, self.axis.rank, out, held, accumulate)
-        return of_ranks if self.axis.route.sums_here else ()
+        return of_ranks if self.axis.transport.sums_here else ()
 
 
 class QuantizedCodec(Codec):
@@ -227,7 +227,7 @@ class QuantizedCodec(Codec):
             numels[rank][own] = taken[rank]
         numels[own][own] = 0
         whole = torch.empty(sum(taken), dtype=torch.uint8, device=got[own].device)
-        pending = self.axis.route.swap(
+        pending = self.axis.transport.swap(
             whole, torch.cat([message for message in given if message is not None]), numels, what
         )
 
@@ -288,12 +288,12 @@ class WeightCodec:
         """
         bits = self._bits
         if bits is None:
-            return axis.route.gather(full, part, what)
+            return axis.transport.gather(full, part, what)
         nbytes = quantized_bytes(part.numel(), bits)
         messages = torch.empty(axis.size * nbytes, dtype=torch.uint8, device=part.device)
         own = messages.view(axis.size, nbytes)[axis.place]
         quantize(part, bits, own, less=full.view(axis.size, -1)[axis.place] if is_update else None)
-        pending = axis.route.gather(messages, own, what)
+        pending = axis.transport.gather(messages, own, what)
 
         def collect() -> None:
             pending.wait()

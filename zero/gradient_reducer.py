@@ -84,7 +84,7 @@ class GradientReducer:
 
     def _message_numel(self, axis: Axis, has_shard: bool) -> int:
         """Elements of a message of `axis`."""
-        held = self._held(axis, has_shard) if axis.route.slots_may_lack_own else NOTHING
+        held = self._held(axis, has_shard) if axis.transport.slots_may_lack_own else NOTHING
         num_held: int = held.stop - held.start
         return self._group.layout.padded_numel - num_held
 
@@ -155,13 +155,13 @@ class GradientReducer:
         It is the whole region if that makes the message smaller, and on the shard axis, where memory counts more. Else
         it is whole parameters, whose gradients can then be computed in place (see `Staging.place`).
         """
-        if has_shard or not axis.route.sums_here:
+        if has_shard or not axis.transport.sums_here:
             return NOTHING
         is_one_sum = axis is self._group.axes.replicas or len(self._levels) == 1
         if not is_one_sum or not self._stager.may_lack_own(self._dtype):
             return NOTHING
         own = regions_of(self._group.layout.padded_numel, axis.size)[axis.place]
-        if axis is self._group.axes.states or axis.route.slots_may_lack_own:
+        if axis is self._group.axes.states or axis.transport.slots_may_lack_own:
             return slice(0, own.stop - own.start)
         start, end = self._group.layout.whole_parameters(own.start, own.stop)
         return slice(start - own.start, end - own.start) if start < end else NOTHING

@@ -271,7 +271,7 @@ class ShardedGroup:
         what = f"gather of {self.plan.name}"
         if is_update:
             return self._codec.gather(self.axes.refreshed, self._memory.own, self.shard, what, is_update=True)
-        return self.axes.refreshed.route.gather(self._memory.own, self.shard, what)
+        return self.axes.refreshed.transport.gather(self._memory.own, self.shard, what)
 
     @property
     def rests_beside(self) -> bool:
@@ -290,13 +290,13 @@ class ShardedGroup:
             return
         self.refresh().wait()
         if self.axes.parameters.size > 1:
-            route, what = self.axes.parameters.route, f"gather of {self.plan.name}"
-            untransformed(lambda: route.gather(self.full, self._memory.own, what).wait())
+            transport, what = self.axes.parameters.transport, f"gather of {self.plan.name}"
+            untransformed(lambda: transport.gather(self.full, self._memory.own, what).wait())
 
     def _exchange(self) -> Pending:
         what = f"gather of {self.plan.name}"
         if self.axes.are_refreshed:
-            return self.axes.parameters.route.gather(self.full, self._memory.own, what)
+            return self.axes.parameters.transport.gather(self.full, self._memory.own, what)
         return self._codec.gather(self.axes.parameters, self.full, self._memory.own, what)
 
     def _take_gathered(self) -> None:

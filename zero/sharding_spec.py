@@ -110,7 +110,7 @@ class ShardingAxes:
         """The same among the ranks of a pipeline stage."""
         self.is_tied = bool(sharding.tied)
         """Whether gradients of copies are added after the sum over ranks."""
-        self.copies_are_shared = self.states.route.copies_are_shared
+        self.copies_are_shared = self.states.transport.copies_are_shared
         """Whether the ranks of `states` share a single copy of the parameters in host memory."""
         self.are_refreshed = self.refreshed.size > 1
         """Whether parts of the parameters that rest here are updated by different ranks."""

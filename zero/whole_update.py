@@ -312,7 +312,7 @@ class _Norms:
         axis = self._shard.group.axes.states
         sums = self._sums
         if axis.size > 1:
-            sums = axis.route.sum_small(sums, f"norms of {self._shard.group.plan.name}")
+            sums = axis.transport.sum_small(sums, f"norms of {self._shard.group.plan.name}")
         *limbs, flag = sums.tolist()
         parts = [limbs[at : at + NUM_LIMBS] for at in range(0, len(limbs), NUM_LIMBS)]
         values = [math.nan if flag else from_limbs(part) for part in parts]

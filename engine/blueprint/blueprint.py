@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ...comm import ParallelDims, route_for
+from ...comm import ParallelDims, transport_for
 from ...offload import PagePool
 from ...parallel.experts import ExpertPlan
 from ...parallel.plan import TensorPlan
@@ -58,7 +58,7 @@ class Blueprint:
     | division over axes             | `sharding`; `policy` is the ZeRO stage                                |
     | units, groups, flat layouts    | `units` of the whole model; `places`, by `place_of`, of the ranks   |
     | dtypes                         | `dtypes`; each group of a place has its dtypes                      |
-    | transport                      | `route`                                                             |
+    | transport                      | `transport`                                                             |
     | placement                      | `offload_plan`                                                             |
     | order                          | `timing` of the updates; `pipeline.schedule` with stages            |
     | optimizer                      | `optimizer`                                                         |
@@ -81,8 +81,8 @@ class Blueprint:
     optimizer: OptimizerPlan
     offload_plan: OffloadPlan
     timing: Timing
-    wanted_route: str
-    route: str  # chosen for axes with several ranks; "auto" falls back to sockets if shared memory is full
+    wanted_transport: str
+    transport: str  # chosen for axes with several ranks; "auto" falls back to sockets if shared memory is full
     device: str  # device type of the ranks
     moves_pages: bool  # memory of released parameters moves to the next unit instead of being freed
 
@@ -114,8 +114,8 @@ class Blueprint:
         policy, dtypes = ZeroPolicy.from_stage(zero.stage), dtypes or _dtypes(config, model)
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
         offload_plan = OffloadPlan.of(config, device, chosen.fused is not None)
-        wanted, route = _routes(config, offload_plan, device, num_ranks, num_hosts)
-        wire = _wire(config, num_ranks // num_hosts) if route in ("sockets", "native") else PLAIN
+        wanted, transport = _transports(config, offload_plan, device, num_ranks, num_hosts)
+        wire = _wire(config, num_ranks // num_hosts) if transport in ("sockets", "native") else PLAIN
         parallel_dims, sharding = _axes(config, policy, wire, num_ranks)
         dtypes = replace(dtypes, wire=wire)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
@@ -136,8 +136,8 @@ class Blueprint:
             optimizer=chosen,
             offload_plan=offload_plan,
             timing=Timing.of(config),
-            wanted_route=wanted,
-            route=route,
+            wanted_transport=wanted,
+            transport=transport,
             device=device,
             moves_pages=device == "cpu" and PagePool.is_possible(),
         )
@@ -233,11 +233,13 @@ def _dtypes(config: Config, module: nn.Module) -> Dtypes:
     return Dtypes(compute, reduce, accumulate, frozenset(map(id, _beside_statistics(module))))
 
 
-def _routes(config: Config, offload_plan: OffloadPlan, device: str, num_ranks: int, num_hosts: int) -> tuple[str, str]:
-    """Return the wanted route and the route it leads to."""
+def _transports(
+    config: Config, offload_plan: OffloadPlan, device: str, num_ranks: int, num_hosts: int
+) -> tuple[str, str]:
+    """Return the wanted transport and the transport it leads to."""
     rests_in_pages = offload_plan.parameters is Placement.FILE and not offload_plan.is_apart and num_ranks > 1
-    wanted = "sockets" if rests_in_pages else config.communication.route
-    return wanted, route_for(wanted, device, num_ranks, num_hosts)
+    wanted = "sockets" if rests_in_pages else config.communication.transport
+    return wanted, transport_for(wanted, device, num_ranks, num_hosts)
 
 
 def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tuple[ParallelDims, ShardingSpec]:

@@ -29,7 +29,7 @@ from .blueprint import Blueprint, Timing
 from .gathered import peak_gathered_bytes
 from .offload import Placement
 
-_SLOTS_IN_TURN = 3  # buffers of the sockets route that take turns
+_SLOTS_IN_TURN = 3  # buffers of the sockets transport that take turns
 
 
 class MemoryPhase(Enum):
@@ -52,7 +52,7 @@ class RankBytes:
     gradients: int  # of a model on an accelerator: only those on it
     optimizer: int  # states, master weights and second versions of them, with the model
     gathered: int  # peak of full parameters in addition to `parameters`
-    staging: int  # gradients in flight to ranks (not on the native route) or to the host
+    staging: int  # gradients in flight to ranks (not on the native transport) or to the host
     host: int  # of a model on an accelerator: offloaded bytes and gradients in host memory
     file: int
 
@@ -82,12 +82,12 @@ def bytes_of(blueprint: Blueprint, rank: int = 0, moment: MemoryPhase = MemoryPh
 
 
 def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = None) -> int:
-    """Return the bytes of shared memory that the ranks of the host take; 0 on other routes.
+    """Return the bytes of shared memory that the ranks of the host take; 0 on other transports.
 
     exchanged: axis -> bytes of the largest tensor that its ranks exchange within the model. None: the size that is
     known without a batch, and that ranks take before the first batch.
     """
-    if blueprint.route != "shared_memory":
+    if blueprint.transport != "shared_memory":
         return 0
     parallel_dims, same_size = blueprint.parallel_dims, blueprint.ranks_of_place
     lines = [*parallel_dims.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
@@ -186,7 +186,7 @@ class Footprint:
         if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return True
         is_divided = any(self._size(group.sharding.parameters) > 1 for group in self._plan.groups)
-        return is_divided and self._blueprint.route != "shared_memory"
+        return is_divided and self._blueprint.transport != "shared_memory"
 
     def _size(self, axes: tuple[str, ...]) -> int:
         return self._blueprint.parallel_dims.size(axes)
@@ -247,7 +247,7 @@ class Footprint:
 
     def _gradient(self, group: GroupPlan, moment: MemoryPhase) -> int:
         blueprint, shard = self._blueprint, _sum_bytes(group)
-        shares_memory = blueprint.route == "shared_memory"
+        shares_memory = blueprint.transport == "shared_memory"
         sizes = self._sizes(group.sharding)
         common, own = (shard // sizes.replicas, 0) if self._is_common(group) else (0, shard)
         leaves = self._leaves(group)
@@ -323,14 +323,14 @@ class Footprint:
     def _is_common(self, group: GroupPlan) -> bool:
         """Return whether replicas hold a single sum of the gradient."""
         blueprint, has_replicas = self._blueprint, self._sizes(group.sharding).replicas > 1
-        is_shared = blueprint.shares_gradients and blueprint.route == "shared_memory"
+        is_shared = blueprint.shares_gradients and blueprint.transport == "shared_memory"
         return is_shared and has_replicas and not group.sharding.tied
 
     def _staging(self) -> int:
-        trained, route = self._plan.trained, self._blueprint.route
-        if route == "shared_memory":
+        trained, transport = self._plan.trained, self._blueprint.transport
+        if transport == "shared_memory":
             return _ring_bytes(self._plan, self._blueprint.parallel_dims)
-        if route != "sockets":
+        if transport != "sockets":
             return 0
         # Each set of axes has its own buffers. Axes -> (dtype, elements of a slot, elements that this rank sums).
         parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
@@ -489,7 +489,7 @@ class _Sizes:
 def _sizes(blueprint: Blueprint, sharding: ShardingSpec) -> _Sizes:
     size = blueprint.parallel_dims.size
     states = size(sharding.states)
-    has_one_copy = blueprint.route == "shared_memory" and states > 1
+    has_one_copy = blueprint.transport == "shared_memory" and states > 1
     parameters = states if has_one_copy else size(sharding.parameters)
     return _Sizes(states, size(sharding.replicas), ShardCounts.of(blueprint.reduces_every_backward, states, parameters))
 

@@ -166,9 +166,9 @@ def _check_pages(config: Config) -> None:
             'offload_param.device: "nvme" moves pages between buffers: expected Linux 5.7 or newer, found '
             f'{platform.system()} {platform.release()}; set "none"'
         )
-    if config.communication.route == "shared_memory":
+    if config.communication.transport == "shared_memory":
         raise ValueError(
-            'communication.route: expected "auto" or "sockets" with offload_param.device "nvme", found '
+            'communication.transport: expected "auto" or "sockets" with offload_param.device "nvme", found '
             '"shared_memory", with a copy of all parameters in memory'
         )
 

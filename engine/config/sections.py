@@ -207,7 +207,7 @@ class CommunicationConfig(ConfigSection):
 
     path = "communication"
 
-    route: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
+    transport: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
     """"auto": chosen for each message. "shared_memory": CPU ranks of a host. "sockets": point-to-point. "native": the
     backend's collectives."""
 

@@ -30,7 +30,9 @@ ALIASES = {  # second name of a key -> its name
     "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
     "aio.intra_op_parallelism": "aio.thread_count",
+    "communication.route": "communication.transport",
 }
+_OLD_NAMES = ("communication.route",)  # aliases that only older files have: a note names the new key
 _OFFLOAD = (
     "zero_optimization.offload_optimizer",
     "zero_optimization.offload_param",
@@ -286,6 +288,8 @@ def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dial
                 message = f'means the same as "{name}", which is given too; keep one of them'
                 out.faults.append(Fault(here, "conflict", message))
                 continue
+            if here in _OLD_NAMES:
+                out.notes.append(f'{here}: read as "{name}", the present name of this key')
             key, here = name, ALIASES[here]
         if here in REMOVED:
             out.add([_removed(here, value)])

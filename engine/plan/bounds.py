@@ -202,7 +202,7 @@ class Bounds:
         profile: (rows, every) -> a profile with at most the costs of a run. blocks: names. beside: whether parameters
         are released -> (gathered and staged bytes, part, phase) at each moment of a microbatch without a pipeline.
         """
-        self._machine, self._config, self._route = machine, first.config, first.route
+        self._machine, self._config, self._transport = machine, first.config, first.transport
         self._is_layered = first.config.zero_optimization.layered_gradient_accumulation
         self._blocks, self._profile = blocks, profile
         self._model = ModelBytes.of(first, frozenset(blocks))
@@ -279,7 +279,7 @@ class Bounds:
 
     def _least_block(self, rows: int, every: int) -> LeastBlock:
         profile = self._profile(rows, every)
-        return LeastBlock.of(profile, MachineWork(profile, self._machine, self._route), self._blocks)
+        return LeastBlock.of(profile, MachineWork(profile, self._machine, self._transport), self._blocks)
 
     def _exposed(self, choice: Choice, parts: _Division) -> float:
         """Return seconds that a pipeline's rank with a mean part of the model waits for collectives."""
@@ -355,7 +355,7 @@ class Bounds:
     ) -> tuple[float, float, float, float]:
         """Return (seconds of computing, seconds of exchanges in them, peak bytes of activations, offloaded bytes)."""
         profile = self._profile(rows, every)
-        work = MachineWork(profile, self._machine, self._route)
+        work = MachineWork(profile, self._machine, self._transport)
         seconds = sum(work.forward(name) + work.backward(name) for name in profile.names)
         exchanging = sum(map(work.exchanging, profile.names))
         kept, limit = sum(part.kept_bytes for part in profile.parts.values()), kept_limit(profile, self._config)

@@ -62,12 +62,12 @@ class Estimate:
 class MachineWork:
     """Seconds of a microbatch's parts on a machine, by a unit's name, START or END of `step_order`.
 
-    route: transport of the exchanges between ranks that share layers or sequences.
+    transport: transport of the exchanges between ranks that share layers or sequences.
     """
 
     profile: Profile
     machine: Machine
-    route: str = "native"
+    transport: str = "native"
 
     def forward(self, name: str) -> float:
         return self._seconds[name][0] if name in self._seconds else 0.0
@@ -91,7 +91,7 @@ class MachineWork:
 
     def _of_part(self, part: ProfilePart) -> tuple[float, float, float]:
         machine, itemsize = self.machine, self.profile.itemsize
-        calls = Calls.of(self.profile, machine, self.route)
+        calls = Calls.of(self.profile, machine, self.transport)
         before, behind = calls.seconds(part.forward_exchanges), calls.seconds(part.backward_exchanges)
         forward = machine.computing(
             "forward", part.forward_flops, part.forward_traffic, itemsize, part.forward_operations
@@ -206,7 +206,7 @@ class StepParts:
     def estimate(self, config: Config, profile: Profile) -> Estimate:
         """Estimate a blueprint without a pipeline. place: index in `blueprint.places`; -1: the fullest."""
         accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
-        work = MachineWork(profile, self.machine, self.blueprint.route)
+        work = MachineWork(profile, self.machine, self.blueprint.transport)
         activations = Activations(profile, config, self.blueprint.policy)
         line = self.order.timeline(work.forward, work.backward)
         times = {"compute": line.computed, **_exposed(line)}
@@ -237,7 +237,7 @@ class StepParts:
         for message in self._refreshes:
             sent["intra"] += message.intra
             sent["inter"] += message.inter
-        calls = Calls.of(profile, self.machine, self.blueprint.route)
+        calls = Calls.of(profile, self.machine, self.blueprint.transport)
         for link, nbytes in calls.sent([call for part in profile.parts.values() for call in part.exchanges]).items():
             sent[link] += accumulation * nbytes
         kinds, peak = self._memory(activations)

@@ -81,7 +81,7 @@ class CollectiveCosts:
         summed = region.stop - region.start  # elements that this rank sums and sends to all
         if bits is not None:  # terms and sums are quantized
             sent = quantized_bytes(numel - summed, bits) + (size - 1) * quantized_bytes(summed, bits)
-        elif self.blueprint.route == "sockets":  # terms in the reduce dtype, sums in the accumulation dtype
+        elif self.blueprint.transport == "sockets":  # terms in the reduce dtype, sums in the accumulation dtype
             sent = (numel - summed) * narrow + (size - 1) * summed * wide
         else:
             sent = 2 * numel * narrow * (size - 1) // size
@@ -101,14 +101,14 @@ class CollectiveCosts:
 
     def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> Message:
         """Make the message of a "gather" or "reduce". seconds: used unless the machine was measured."""
-        size, route = self.blueprint.parallel_dims.size(names), self.blueprint.route
+        size, transport = self.blueprint.parallel_dims.size(names), self.blueprint.transport
         if size == 1:
             return Message()
-        if route == "shared_memory":
+        if transport == "shared_memory":
             read = 2 * sent / self.machine.host_memory
             return Message(seconds=0.0 if what == "gather" else self.machine.moving("shared_memory reduce", sent, read))
-        seconds = self.machine.moving(f"{route} {what}", sent, seconds)
-        return _over_links(sent, size, self._on_host(names), goes_to_each=route == "sockets", seconds=seconds)
+        seconds = self.machine.moving(f"{transport} {what}", sent, seconds)
+        return _over_links(sent, size, self._on_host(names), goes_to_each=transport == "sockets", seconds=seconds)
 
     def _on_host(self, names: Sequence[str]) -> int:
         return self.machine.ranks_on_host(self.blueprint.parallel_dims, names)
@@ -139,11 +139,11 @@ class Calls:
 
     machine: Machine
     sizes: tuple[tuple[str, int], ...]  # see `Profile`
-    route: str
+    transport: str
 
     @classmethod
-    def of(cls, profile: Profile, machine: Machine, route: str) -> Calls:
-        return cls(machine, profile.sizes, route)
+    def of(cls, profile: Profile, machine: Machine, transport: str) -> Calls:
+        return cls(machine, profile.sizes, transport)
 
     def seconds(self, calls: Sequence[CollectiveCall]) -> float:
         return sum(self._message(call).seconds for call in calls)
@@ -174,10 +174,10 @@ class Calls:
         else:
             seconds = self.machine.collective(call.nbytes, size, on_host) * (2 if call.kind == "sum" else 1)
         name = "gather" if call.kind == "gather" else "reduce"
-        if self.route == "shared_memory":
+        if self.transport == "shared_memory":
             return Message(call.sent, 0, self.machine.moving("shared_memory reduce", call.sent, seconds))
-        seconds = self.machine.moving(f"{self.route} {name}", call.sent, seconds)
-        goes_to_each = self.route == "sockets" or call.kind == "swap"
+        seconds = self.machine.moving(f"{self.transport} {name}", call.sent, seconds)
+        goes_to_each = self.transport == "sockets" or call.kind == "swap"
         return _over_links(call.sent, size, on_host, goes_to_each, seconds)
 
 
@@ -226,7 +226,7 @@ def _of_group(
 
 def host_seconds(blueprint: Blueprint, machine: Machine, num_units: int, num_microbatches: int) -> float:
     """Return host time of the engine in a step: for each unit of each microbatch, and for the step."""
-    stage, route = blueprint.config.zero_optimization.stage, blueprint.route
+    stage, transport = blueprint.config.zero_optimization.stage, blueprint.transport
     measured = {0: 0, 1: 1, 2: 3, 3: 3}.get(int(stage), 0)
-    unit, step = machine.host(f"{route} unit {measured}"), machine.host(f"{route} step {measured}")
+    unit, step = machine.host(f"{transport} unit {measured}"), machine.host(f"{transport} step {measured}")
     return num_microbatches * num_units * unit + step

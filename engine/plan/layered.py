@@ -49,7 +49,7 @@ class LayeredParts:
             id(group): exchange.reduce(group).and_then(exchange.all_reduce(group, rank)) for group in plan.trained
         }
         self._refreshes = [exchange.refresh(group) for group in plan.updated]
-        is_native = blueprint.route == "native"
+        is_native = blueprint.transport == "native"
         self._staged = 2 * max((group.slot_bytes for group in plan.trained), default=0) if is_native else 0
         self._update = update_seconds(blueprint, machine, self._place)
         ends = ((True, False), (False, False), (False, True))
@@ -256,4 +256,6 @@ def memory_in_layers(
 ) -> tuple[Mapping[str, int], int]:
     """Return (peak of each kind, peak of the total) of a place's ranks."""
     parts = LayeredParts(blueprint, machine, place)
-    return parts.memory(blueprint.config, Stages(parts.split, profile, MachineWork(profile, machine, blueprint.route)))
+    return parts.memory(
+        blueprint.config, Stages(parts.split, profile, MachineWork(profile, machine, blueprint.transport))
+    )

@@ -28,7 +28,7 @@ bf16; {} if the system does not report it. `seconds` has curves by name, a list 
 | sockets gather                      | bytes that a rank sends                                                    |
 | sockets message                     | bytes of a message to the next rank                                        |
 | file read, file write               | bytes, as the offload to files moves them                                  |
-| solo unit 0, sockets unit 3, ...    | 0: host time for a unit of a microbatch, by route and stage                |
+| solo unit 0, sockets unit 3, ...    | 0: host time for a unit of a microbatch, by transport and stage                |
 | solo step 0, sockets step 3, ...    | 0: host time for a step; stage 2 equals stage 3                            |
 """
 

@@ -109,7 +109,7 @@ class PlaceMemory:
         self._by_stage = by_stage
         # Without a budget all stages of a rank are gathered at the same time, from first to last use.
         self._gathered = sum(map(footprint.gathered, plan.groups)) if footprint.frees_memory else 0
-        is_native = blueprint.route == "native"
+        is_native = blueprint.transport == "native"
         self._staged = 2 * max((group.slot_bytes for group in plan.trained), default=0) if is_native else 0
         flat = any(group.is_added_up_flat for group in plan.trained)
         self._takes_each = blueprint.policy.reduces_every_backward or flat
@@ -323,6 +323,6 @@ def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) ->
     """Return (peak of each kind, peak of the total) of the ranks of each place of a pipeline."""
     assert blueprint.pipeline is not None
     schedule = blueprint.pipeline.schedule
-    stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine, blueprint.route))
+    stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine, blueprint.transport))
     run = ScheduleRun.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
     return PipelineParts(blueprint, machine).memory(stages, run)

@@ -122,7 +122,7 @@ class Planner:
         return made
 
     def _work(self, profile: Profile) -> MachineWork:
-        return MachineWork(profile, self.machine, self._first.route)
+        return MachineWork(profile, self.machine, self._first.transport)
 
     def _run(self, choice: Choice, stages: Stages) -> ScheduleRun:
         """Simulate the schedule; the result depends neither on the ZeRO stage nor on the offload."""

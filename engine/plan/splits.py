@@ -41,7 +41,7 @@ _SLOTS_IN_TURN = 3  # of the sockets transport
 class PlannedSplits:
     """Degrees of the axes that split layers, sequences and experts, and the rank that is profiled.
 
-    tensor_place: coordinate on the tensor axis. plan: `tensor_parallel.plan`. route: transport of the exchanges.
+    tensor_place: coordinate on the tensor axis. plan: `tensor_parallel.plan`. transport: transport of the exchanges.
     has_parts: whether tokens are split between split layers. attention: `sequence_parallel.attention`. expert: ranks
     that share experts; routers are assumed to choose each expert equally often. stages: block names of each pipeline
     stage, between which activations are whole; None without a pipeline.
@@ -51,7 +51,7 @@ class PlannedSplits:
     tensor_place: int = 0
     sequence: int = 1
     plan: Mapping[str, str] | None = None
-    route: str = "native"
+    transport: str = "native"
     has_parts: bool = False
     attention: str = "auto"
     expert: int = 1
@@ -67,7 +67,7 @@ class PlannedSplits:
             tensor_place=parallel.tensor - 1 if tensor_place is None else tensor_place,
             sequence=parallel.sequence,
             plan=config.tensor_parallel.plan,
-            route=blueprint.route,
+            transport=blueprint.transport,
             has_parts=parallel.tensor_sequence,
             attention=config.sequence_parallel.attention,
             expert=parallel.expert,
@@ -105,10 +105,10 @@ class MetaTransport(SoloTransport):
     The tracker sees memory of the allocator. This class counts slots in shared memory and slots that are kept.
     """
 
-    def __init__(self, route: str, size: int, place: int, tracker: Tracker) -> None:
+    def __init__(self, transport: str, size: int, place: int, tracker: Tracker) -> None:
         super().__init__(_META)
         self.size, self.rank = size, place
-        self._kind, self._tracker = route, tracker
+        self._kind, self._tracker = transport, tracker
         self._reserved = 0
         self._opened: list[tuple[int, int]] = []  # bytes of a slot, and bytes received for it
 
@@ -171,9 +171,9 @@ class MetaTransport(SoloTransport):
 class MetaCollectives(Collectives):
     """An `Collectives` that reports its calls to a tracker."""
 
-    def __init__(self, name: str, size: int, place: int, route: str, tracker: Tracker) -> None:
-        self.route = MetaTransport(route, size, place, tracker)
-        super().__init__(Axis(name, place, tuple(range(size)), tuple(range(size)), self.route))
+    def __init__(self, name: str, size: int, place: int, transport: str, tracker: Tracker) -> None:
+        self.transport = MetaTransport(transport, size, place, tracker)
+        super().__init__(Axis(name, place, tuple(range(size)), tuple(range(size)), self.transport))
         self._name, self._tracker = name, tracker
 
     def sum(self, x: Tensor, what: str) -> Tensor:
@@ -254,14 +254,14 @@ class SplitModel:
 
     @property
     def slot_bytes(self) -> int:
-        return sum(exchange.route.slot_bytes for exchange in self._exchanges)
+        return sum(exchange.transport.slot_bytes for exchange in self._exchanges)
 
     @cached_property
     def _sequence(self) -> MetaCollectives:
         return self._exchange(SEQUENCE, self._splits.sequence, 0)
 
     def _exchange(self, name: str, size: int, place: int) -> MetaCollectives:
-        made = MetaCollectives(name, size, place, self._splits.route, self._tracker)
+        made = MetaCollectives(name, size, place, self._splits.transport, self._tracker)
         self._exchanges.append(made)
         return made
 

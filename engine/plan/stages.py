@@ -40,7 +40,7 @@ class Stages:
     @cached_property
     def exchanged(self) -> tuple[Mapping[str, int], ...]:
         """Bytes that a rank sends in a microbatch to ranks that share layers or sequences: by stage, by link."""
-        calls = Calls.of(self.profile, self.work.machine, self.work.route)
+        calls = Calls.of(self.profile, self.work.machine, self.work.transport)
         different = {id(part): part for part in self.profile.parts.values()}
         known = {key: calls.sent(part.exchanges) for key, part in different.items()}
         return tuple(

@@ -199,7 +199,7 @@ class StepOrder:
     @property
     def stages_apart(self) -> bool:
         """Whether each gradient gets a new message, instead of a reused slot."""
-        return self.blueprint.route == "native"
+        return self.blueprint.transport == "native"
 
     def _send(self, kind: Literal["gather", "reduce"], message: Message) -> int:
         for link in ("intra", "inter"):

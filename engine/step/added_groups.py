@@ -64,7 +64,7 @@ class AddedParameterGroups:
         shard_store: ShardStore | None,
         host: HostUpdate | None,
     ) -> None:
-        """memories: makes the memory of groups. rest, host: as for `ShardedOptimizer`."""
+        """memories: makes the memory of groups. shard_store, host: as for `ShardedOptimizer`."""
         self._blueprint = blueprint
         self._mesh = mesh
         self._memories = memories

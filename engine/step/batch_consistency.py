@@ -85,13 +85,13 @@ class BatchConsistencyCheck(StepFeature):
         differ = any(other != digest for other in found)
         for axis in (self._mesh.axes[name] for name in self._axes if name != PIPE):
             own = torch.tensor([digest, differ, num_apart], dtype=torch.int64)
-            total, others, num_apart = axis.route.sum_small(own.to(self._mesh.world.device), what).tolist()
+            total, others, num_apart = axis.transport.sum_small(own.to(self._mesh.world.device), what).tolist()
             differ = total != digest * axis.size or others > 0
         return BatchDifference.BATCH if differ else BatchDifference.GENERATORS if num_apart else BatchDifference.NOTHING
 
     def _generators_differ(self, what: str) -> bool:
         axis, own = self._mesh.axes[TENSOR], self._digest_of_generators()
-        total = axis.route.sum_small(torch.tensor([own], device=self._mesh.world.device), what)
+        total = axis.transport.sum_small(torch.tensor([own], device=self._mesh.world.device), what)
         return int(total) != own * axis.size
 
     def refuse(self, differ: BatchDifference) -> None:
@@ -122,7 +122,7 @@ class BatchConsistencyCheck(StepFeature):
         for name in self._axes:
             axis = self._mesh.axes[name]
             own = sent(torch.tensor([digest, generators if name == TENSOR else 0]), device)
-            differs |= (axis.route.sum_small(own.clone(), what) != own * axis.size).long()
+            differs |= (axis.transport.sum_small(own.clone(), what) != own * axis.size).long()
         anywhere = differs
         if self._mesh.world.size > self._mesh.axes[self._axes[0]].size:
             anywhere = self._mesh.sum_small(differs.clone(), what)

@@ -20,7 +20,7 @@ class CallGuard:
     """The call that an engine makes now. `what` is the call as users write it: "engine.step()"."""
 
     def __init__(self, error_broadcast: ErrorBroadcast) -> None:
-        """raised: tells the other ranks if an error ends a call."""
+        """error_broadcast: tells the other ranks if an error ends a call."""
         self.error_broadcast = error_broadcast
         self.is_over = False
         self._lock = threading.Lock()

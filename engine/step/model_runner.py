@@ -114,7 +114,8 @@ class ModelRunner:
         mesh: Mesh,
         patches: ModelPatches,
     ) -> None:
-        """passes: the hooks report all uses to it. ledger: undoes the listening to backwards when the engine closes."""
+        """passes: the hooks report all uses to it. patches: undoes the listening to backwards when the engine
+        closes."""
         self.passes = passes
         self.whole = UnsplitModel.of(module, passes.units)
         self._module = module

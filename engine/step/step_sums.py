@@ -149,7 +149,7 @@ class SummedStep:
         """Return the factor of the gradients, (1,), and a flag that is not 0 if the update is skipped, (1,), on the
         device.
 
-        rest: multiplies the sum of the gradients in any case.
+        grad_scale: multiplies the sum of the gradients in any case.
         """
         fixed = 1.0 if clipping.fixed is None else clipping.fixed
         known, by_hand = (_CLEARED, self._cleared_by_all), clipping.is_by_hand

@@ -268,9 +268,9 @@ class _Reading:
     def _read_frozen(self) -> None:
         """Read frozen parameters (without master weights): whole, or at stage 3 a row on each rank."""
         shapes = dict(self._main.get("frozen_param_shapes") or {})
-        fragments = [dict(rank.get("frozen_param_fragments") or {}) for rank in self._ranks or [self._main]]
+        chunk_views = [dict(rank.get("frozen_param_fragments") or {}) for rank in self._ranks or [self._main]]
         for name, shape in shapes.items():
-            whole = torch.cat([fragment[name].reshape(-1) for fragment in fragments])
+            whole = torch.cat([chunk_view[name].reshape(-1) for chunk_view in chunk_views])
             self._weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
 
 

@@ -141,7 +141,7 @@ _FREE = {"arg_mappings", "config", "kwargs", "partition_config", "quantized_init
 _NAMES = {"different_groups", "curriculum_metrics"}  # their keys are the user's names
 
 _BUCKETS = "gradients and parameters travel unit by unit in flat buffers, there are no buckets to size"
-_COLLECTIVES = "the engine chooses the collective for each message (communication.route)"
+_COLLECTIVES = "the engine chooses the collective for each message (communication.transport)"
 _BUFFERS = "host buffers have exactly the sizes that are needed"
 _FLAT = "every unit has flat buffers in any case"
 _OVERLAP = "the engine chooses whether communication overlaps with computation"
@@ -182,7 +182,7 @@ _TENSOR = "set parallel.tensor to the number of ranks; remove the key"
 _SPLITS = "set tensor_parallel.plan; remove the key"
 _VOCABULARY = "a head over the vocabulary is split together with the loss over its logits"
 _LOCO = "quantized gradients use unbiased stochastic rounding without feedback; remove the section"
-_SIGNS_GO = "signs use communication.route, as every message does"
+_SIGNS_GO = "signs use communication.transport, as every message does"
 
 RULES: dict[str, Rule] = {
     "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),

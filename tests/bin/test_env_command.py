@@ -148,7 +148,7 @@ def test_the_text_has_the_same_with_units(
     assert {"versions", "torch", "machine", "works"} <= heads
     assert ["OMP_NUM_THREADS", "3"] in lines
     assert any(line[:1] == ["free_memory"] and line[-1] in ("GiB", "TiB") for line in lines)
-    assert any(line[:2] == ["shared-memory", "route"] and line[2] in ("yes", "no") for line in lines)
+    assert any(line[:2] == ["shared-memory", "transport"] and line[2] in ("yes", "no") for line in lines)
 
 
 def test_what_cannot_be_measured_is_said(

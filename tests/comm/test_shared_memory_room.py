@@ -1,4 +1,4 @@
-"""Too little shared memory: an error on every rank where that route was asked for, sockets where none was."""
+"""Too little shared memory: an error on every rank where that transport was asked for, sockets where none was."""
 
 import contextlib
 import errno
@@ -14,14 +14,14 @@ from lowtide.comm import CollectiveError, Mesh, ParallelDims, World
 from tests.kit.ranks import RankPool
 
 
-def create(route: str, patched: str, replacement: Any) -> tuple[str, str, list[str]]:
-    """(route of the mesh, error, files left behind), with one function replaced."""
+def create(transport: str, patched: str, replacement: Any) -> tuple[str, str, list[str]]:
+    """(transport of the mesh, error, files left behind), with one function replaced."""
     parallel_dims = ParallelDims((("shard", 2),), data=("shard",))
     before = set(os.listdir("/dev/shm"))
     with mock.patch(patched, replacement):
         try:
-            mesh = Mesh.create(World.join("cpu", 20.0), parallel_dims, route, 1 << 20, "shard")
-            return mesh.axes["shard"].route.name, "", []
+            mesh = Mesh.create(World.join("cpu", 20.0), parallel_dims, transport, 1 << 20, "shard")
+            return mesh.axes["shard"].transport.name, "", []
         except CollectiveError as error:
             left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith(f"lowtide-{os.getpid()}-")]
             return "", str(error), left
@@ -43,7 +43,7 @@ def test_full_shared_memory_is_an_error_on_every_rank(ranks: RankPool) -> None:
     module = "lowtide.comm.shared_segment"
     for _, text, left in ranks(2, create, "shared_memory", f"{module}.os.posix_fallocate", has_no_room):
         assert text.startswith("shared memory for counters: expected ") and " free bytes in /dev/shm, found " in text
-        assert '--shm-size), or set "communication": {"route": "sockets"}' in text and left == []
+        assert '--shm-size), or set "communication": {"transport": "sockets"}' in text and left == []
 
 
 def test_shared_memory_that_cannot_be_made_is_an_error_on_every_rank(ranks: RankPool) -> None:
@@ -61,7 +61,7 @@ REAL_OPEN = os.open
 
 
 def create_with_log(patched: str, replacement: Any) -> tuple[str, list[str]]:
-    """(route of the mesh, what was logged), on rank 1 with one function replaced."""
+    """(transport of the mesh, what was logged), on rank 1 with one function replaced."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def test_auto_takes_sockets_on_all_ranks_where_one_gets_no_shared_memory(
     found = ranks(2, create_with_log, f"lowtide.comm.shared_segment.{patched}", replacement)
     assert [name for name, _ in found] == ["sockets", "sockets"]
     assert [len(said) for _, said in found] == [1, 0]
-    assert found[0][1][0].startswith(f'communication.route: "auto" uses sockets, because on rank 1 {why}')
+    assert found[0][1][0].startswith(f'communication.transport: "auto" uses sockets, because on rank 1 {why}')
 
 
 def cannot_map(*args: Any, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ def test_shared_memory_that_one_rank_cannot_map_is_an_error_on_every_rank(ranks:
     for _, text, left in ranks(2, create_on_rank_1, cannot_map):
         assert text.startswith("shared memory for counters: rank 1 cannot map /dev/shm/lowtide-") and left == []
         assert text.endswith(
-            '(unable to open file: Permission denied (13)). Set "communication": {"route": "sockets"}.'
+            '(unable to open file: Permission denied (13)). Set "communication": {"transport": "sockets"}.'
         )
 
 
@@ -123,7 +123,7 @@ def reserve_slots(patched: str, replacement: Any, rank: int) -> str:
     )
     fails = mock.patch(patched, replacement) if os.environ["RANK"] == str(rank) else contextlib.nullcontext()
     with fails, pytest.raises(CollectiveError) as error:
-        mesh.axes["shard"].route.reserve_slots(4096, 2)
+        mesh.axes["shard"].transport.reserve_slots(4096, 2)
     return str(error.value)
 
 

@@ -17,12 +17,12 @@ def gloo_threads() -> list[str]:
     return sorted(name for name in names if "gloo" in name)
 
 
-def threads_before_and_after_close(route: str) -> tuple[list[str], list[str]]:
+def threads_before_and_after_close(transport: str) -> tuple[list[str], list[str]]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": 3},
-        "communication": {"route": route},
+        "communication": {"transport": transport},
     }
     engine = lowtide.initialize(nn.Linear(3, 3), config, loss_fn=lambda output, batch: output.square().mean())
     engine.train_step((torch.ones(2, 3),))
@@ -42,7 +42,7 @@ def new_ranks() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_close_ends_the_threads_of_the_process_group(new_ranks: RankPool, route: str, world_size: int) -> None:
-    for meanwhile, after in new_ranks(world_size, threads_before_and_after_close, route, process_group=False):
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_close_ends_the_threads_of_the_process_group(new_ranks: RankPool, transport: str, world_size: int) -> None:
+    for meanwhile, after in new_ranks(world_size, threads_before_and_after_close, transport, process_group=False):
         assert "pt_gloo_runloop" in meanwhile and after == []

@@ -56,7 +56,7 @@ class Large(nn.Module):
 LARGE_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "sgd", "params": {"lr": 1e-2}},
-    "communication": {"route": "sockets"},  # so that no memory is shared, and what is released is really gone
+    "communication": {"transport": "sockets"},  # so that no memory is shared, and what is released is really gone
     "zero_optimization": {"stage": 3},
 }
 

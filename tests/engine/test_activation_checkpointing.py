@@ -78,14 +78,14 @@ OWN = [Reentrant, NonReentrant, AroundBlocks, AroundBlocksNonReentrant, AroundTw
 
 
 @pytest.mark.parametrize(
-    ("build", "route", "stages"), [(models.TinyGPT, "sockets", (0, 3)), (Noisy, "shared_memory", (3, 0))]
+    ("build", "transport", "stages"), [(models.TinyGPT, "sockets", (0, 3)), (Noisy, "shared_memory", (3, 0))]
 )
 def test_checkpointing_by_the_config_is_bitwise_the_same(
-    ranks: RankPool, build: type[nn.Module], route: str, stages: tuple[int, int]
+    ranks: RankPool, build: type[nn.Module], transport: str, stages: tuple[int, int]
 ) -> None:
     """Every block at the first of the stages, every second one at the other."""
     routed = [
-        Case(build, models.token_batch, stage, 2, steps=2, clip=0.3, config={"communication": {"route": route}})
+        Case(build, models.token_batch, stage, 2, steps=2, clip=0.3, config={"communication": {"transport": transport}})
         for stage in stages
     ]
     recomputed = [
@@ -97,9 +97,11 @@ def test_checkpointing_by_the_config_is_bitwise_the_same(
         assert ours.differences(plain) == []
 
 
-@pytest.mark.parametrize(("route", "stages"), [("shared_memory", (3,)), ("sockets", (0, 2))])
-def test_checkpointing_by_the_model_is_bitwise_the_same(ranks: RankPool, route: str, stages: tuple[int, ...]) -> None:
-    config = {"communication": {"route": route}}
+@pytest.mark.parametrize(("transport", "stages"), [("shared_memory", (3,)), ("sockets", (0, 2))])
+def test_checkpointing_by_the_model_is_bitwise_the_same(
+    ranks: RankPool, transport: str, stages: tuple[int, ...]
+) -> None:
+    config = {"communication": {"transport": transport}}
     plain = Case(models.TinyGPT, models.token_batch, steps=2, clip=0.3, config=config)
     cases = [replace(plain, build=build, stage=stages[at % len(stages)]) for at, build in enumerate(OWN)]
     expected, *outcomes = ranks(2, train_all, [plain, *cases])[0]

@@ -15,8 +15,8 @@ from tests.kit.ranks import RankPool
 
 pytest.importorskip("peft")
 
-LEFT_OUT = {"checkpoint": {"exclude_frozen_parameters": True}, "communication": {"route": "sockets"}}
-WRITTEN = {"communication": {"route": "sockets"}}
+LEFT_OUT = {"checkpoint": {"exclude_frozen_parameters": True}, "communication": {"transport": "sockets"}}
+WRITTEN = {"communication": {"transport": "sockets"}}
 
 
 def save(folder: str, stage: int, config: dict[str, Any]) -> list[float]:

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 
 
 def with_head() -> Any:

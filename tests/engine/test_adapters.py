@@ -16,7 +16,7 @@ from tests.kit.training import train_all as train_cases
 
 pytest.importorskip("peft")
 
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 ON_HOST = {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
 RECOMPUTED = {"activation_checkpointing": {"every": 1}}
 STEPS = 2

@@ -26,14 +26,14 @@ from tests.engine.loops import (
 )
 from tests.kit.ranks import RankPool
 
-CHOSEN = {  # for loops that take turns; of two ranks, every second loop is on each route
+CHOSEN = {  # for loops that take turns; of two ranks, every second loop is on each transport
     "solo": ("all in files", "speculating"),
     "shared_memory": ("stage 3", "stage 1", "stage 3", "each rank its own shards"),
     "sockets": ("stage 0", "stage 2", "stage 3"),
 }
 
 
-def kinds(route: str, folder: Path, number: int) -> dict[str, dict[str, Any]]:
+def kinds(transport: str, folder: Path, number: int) -> dict[str, dict[str, Any]]:
     """What the loop of this number is run with."""
     files = {"device": "nvme", "nvme_path": str(folder)}
     sections: dict[str, dict[str, Any]] = {
@@ -43,9 +43,9 @@ def kinds(route: str, folder: Path, number: int) -> dict[str, dict[str, Any]]:
         "each rank its own shards": {"stage": 2, "shard_size": 1},
     }
     predivided: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4.0}
-    kind = CHOSEN[route][number % len(CHOSEN[route])]
+    kind = CHOSEN[transport][number % len(CHOSEN[transport])]
     found = {kind: {"zero_optimization": sections[kind]}}
-    return {**found, "predivided": predivided} if route == "solo" else found
+    return {**found, "predivided": predivided} if transport == "solo" else found
 
 
 LEFT_OUT = {
@@ -56,25 +56,25 @@ LEFT_OUT = {
 }
 
 
-def loops_of(route: str) -> tuple[Loop, ...]:
-    return LOOPS if route == "solo" else LOOPS[route == "sockets" :: 2]
+def loops_of(transport: str) -> tuple[Loop, ...]:
+    return LOOPS if transport == "solo" else LOOPS[transport == "sockets" :: 2]
 
 
-def run_all(route: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
-    route_of = {"communication": {"route": route}} if route != "solo" else {}
+def run_all(transport: str, folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
+    transport_of = {"communication": {"transport": transport}} if transport != "solo" else {}
     return {
-        (loop.__name__, kind): run(loop, {**config, **route_of})
-        for number, loop in enumerate(loops_of(route))
-        for kind, config in kinds(route, folder, number).items()
+        (loop.__name__, kind): run(loop, {**config, **transport_of})
+        for number, loop in enumerate(loops_of(transport))
+        for kind, config in kinds(transport, folder, number).items()
         if loop not in LEFT_OUT.get(kind, ())
     }
 
 
-@pytest.mark.parametrize("route", ["solo", "shared_memory", "sockets"])
-def test_every_loop_trains_as_in_plain_torch(ranks: RankPool, route: str, tmp_path: Path) -> None:
-    world_size = 1 if route == "solo" else 2
-    expected = {loop.__name__: run_plainly(loop, world_size) for loop in loops_of(route)}
-    for (loop, kind), states in ranks(world_size, run_all, route, tmp_path)[0].items():
+@pytest.mark.parametrize("transport", ["solo", "shared_memory", "sockets"])
+def test_every_loop_trains_as_in_plain_torch(ranks: RankPool, transport: str, tmp_path: Path) -> None:
+    world_size = 1 if transport == "solo" else 2
+    expected = {loop.__name__: run_plainly(loop, world_size) for loop in loops_of(transport)}
+    for (loop, kind), states in ranks(world_size, run_all, transport, tmp_path)[0].items():
         what = f"{loop}, {kind}"
         for found, wanted in zip(states, expected[loop], strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=f"{what}: {{}}".format)

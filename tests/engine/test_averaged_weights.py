@@ -91,10 +91,10 @@ def assert_averages(found: Averaged, expected: Averaged, tolerance: float, what:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "route", "stages"), [(1, "auto", (0, 3)), (2, "shared_memory", (1, 3)), (2, "sockets", (0, 2))]
+    ("world_size", "transport", "stages"), [(1, "auto", (0, 3)), (2, "shared_memory", (1, 3)), (2, "sockets", (0, 2))]
 )
-def test_averages_are_those_of_torch(ranks: RankPool, world_size: int, route: str, stages: tuple[int, ...]) -> None:
-    cases = [CASE.at(stage, config={"communication": {"route": route}}) for stage in stages]
+def test_averages_are_those_of_torch(ranks: RankPool, world_size: int, transport: str, stages: tuple[int, ...]) -> None:
+    cases = [CASE.at(stage, config={"communication": {"transport": transport}}) for stage in stages]
     expected = averaged_by_torch(CASE, world_size)
     for case, found in zip(cases, ranks(world_size, average_all, cases)[0], strict=True):
         assert_averages(found, expected, 1e-9, f"stage {case.stage}")

@@ -78,14 +78,14 @@ def model_of(config: dict[str, Any]) -> nn.Module:
     return routed_gpt() if "expert" in parallel else frozen_gpt(5 if "pipeline" in parallel else 4)
 
 
-def config_of(stage: int, accumulation: int = 1, route: str = "sockets", **more: Any) -> dict[str, Any]:
+def config_of(stage: int, accumulation: int = 1, transport: str = "sockets", **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, **more.pop("zero", {})}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "steps_per_print": 0,
         "optimizer": ADAMW,
-        "communication": {"route": route},
+        "communication": {"transport": transport},
         "zero_optimization": zero,
         **more,
     }
@@ -161,11 +161,11 @@ def bytes_outside(engine: lowtide.Engine) -> Found:
 def staging_bytes(engine: lowtide.Engine) -> int:
     """Of this rank's slots, in shared memory or of its own, with what comes to them."""
     memory: list[Tensor] = []
-    for route in {id(axis.route): axis.route for axis in engine._mesh._lines.values()}.values():
-        if isinstance(route, SharedMemoryTransport):
-            memory += [slots[route.rank] for slots in route._slots]
-        elif isinstance(route, SocketTransport):
-            memory += route._scratch.values()
+    for transport in {id(axis.transport): axis.transport for axis in engine._mesh._lines.values()}.values():
+        if isinstance(transport, SharedMemoryTransport):
+            memory += [slots[transport.rank] for slots in transport._slots]
+        elif isinstance(transport, SocketTransport):
+            memory += transport._scratch.values()
     return sum(one.nbytes for one in memory)
 
 
@@ -237,12 +237,12 @@ def assert_equal(by_rank: list[list[tuple[str, Found, Found]]]) -> None:
 
 
 def plain_cases() -> dict[str, dict[str, Any]]:
-    """Each stage with narrow gradients and with wide ones, at which float32 and bf16 take turns; so do routes."""
+    """Each stage with narrow gradients and with wide ones, at which float32 and bf16 take turns; so do transports."""
     cases = {}
     for stage in range(4):
         for number, dtypes in enumerate([(FP32, BF16)[stage % 2], NARROW]):
-            route = ("sockets", "shared_memory")[(stage // 2 + number) % 2]
-            cases[f"{stage} {number} {route}"] = config_of(stage, 2 - number, route, **dtypes)
+            transport = ("sockets", "shared_memory")[(stage // 2 + number) % 2]
+            cases[f"{stage} {number} {transport}"] = config_of(stage, 2 - number, transport, **dtypes)
     cases["in backward"] = config_of(2, zero={"update_in_backward": True})
     cases["without masters"] = config_of(3, **DRAWN)
     cases["with remainders"] = config_of(2, 2, "shared_memory", **KAHAN)
@@ -262,13 +262,13 @@ def test_one_rank() -> None:
 
 
 def layered_cases(folder: Path) -> dict[str, dict[str, Any]]:
-    """Stages, dtypes, routes and places of parameters take turns; stage 3 has every dtype."""
+    """Stages, dtypes, transports and places of parameters take turns; stage 3 has every dtype."""
     nvme: dict[str, Any] = {"device": "nvme", "nvme_path": str(folder)}
     layered = {"layered_gradient_accumulation": True}
     cases = {}
     for number, (stage, dtypes) in enumerate([(0, FP32), (1, BF16), (2, NARROW), (3, NARROW)]):
-        route = ("sockets", "shared_memory")[number % 2]
-        cases[f"{stage} {route}"] = config_of(stage, 2, route, zero=layered, **dtypes)
+        transport = ("sockets", "shared_memory")[number % 2]
+        cases[f"{stage} {transport}"] = config_of(stage, 2, transport, zero=layered, **dtypes)
     cases["no prefetch"] = config_of(3, 2, zero={**layered, "stage3_prefetch_bucket_size": 0})
     cases["in backward"] = config_of(3, 3, zero={**layered, "update_in_backward": True}, **BF16)
     delayed = {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}
@@ -298,7 +298,7 @@ def quantized_cases() -> dict[str, dict[str, Any]]:
 
 def in_few_bits(**more: Any) -> dict[str, Any]:
     """The section, for four ranks that stand for two hosts."""
-    return {"route": "sockets", "gradient_bits": 4, "ranks_of_host": 2, **more}
+    return {"transport": "sockets", "gradient_bits": 4, "ranks_of_host": 2, **more}
 
 
 def test_several_axes(ranks: RankPool) -> None:
@@ -343,7 +343,7 @@ def test_offload_from_another_memory(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "num_hosts", "wanted", "route"),
+    ("device", "num_hosts", "wanted", "transport"),
     [
         ("cpu", 1, "auto", "shared_memory"),
         ("cpu", 2, "auto", "sockets"),
@@ -351,10 +351,10 @@ def test_offload_from_another_memory(ranks: RankPool, tmp_path: Path) -> None:
         ("cuda", 1, "auto", "native"),
     ],
 )
-def test_routes(device: str, num_hosts: int, wanted: str, route: str) -> None:
-    config = Config.load(config_of(2, route=wanted)).resolve(4)
+def test_routes(device: str, num_hosts: int, wanted: str, transport: str) -> None:
+    config = Config.load(config_of(2, transport=wanted)).resolve(4)
     blueprint = Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
-    assert blueprint.route == route and (shared_bytes(blueprint) > 0) == (route == "shared_memory")
+    assert blueprint.transport == transport and (shared_bytes(blueprint) > 0) == (transport == "shared_memory")
 
 
 @pytest.mark.parametrize(
@@ -365,8 +365,8 @@ def test_routes(device: str, num_hosts: int, wanted: str, route: str) -> None:
     ],
 )
 def test_routes_that_are_not_possible(device: str, num_hosts: int, wanted: str, said: str) -> None:
-    config = Config.load(config_of(2, route=wanted)).resolve(4)
-    with pytest.raises(ValueError, match=re.escape(f"communication.route: {said}")):
+    config = Config.load(config_of(2, transport=wanted)).resolve(4)
+    with pytest.raises(ValueError, match=re.escape(f"communication.transport: {said}")):
         Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
 
 

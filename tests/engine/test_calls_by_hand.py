@@ -205,7 +205,7 @@ def test_forwards_after_the_last_backward_are_of_what_is_not_tried() -> None:
 def clear_on_rank_0(stage: int, zero: dict[str, Any], is_last: bool) -> list[str]:
     """The errors of clearings that ranks do not have in common. Training goes on after them, on both ranks alike."""
     found = []
-    config = CASE.at(stage, config={"zero_optimization": zero, "communication": {"route": "sockets"}}).as_config()
+    config = CASE.at(stage, config={"zero_optimization": zero, "communication": {"transport": "sockets"}}).as_config()
     with lowtide.initialize(models.mlp(), config) as engine:
         for name, to_none in (("", True), ("first", False), ("layers", True)):
             engine.backward(engine(*models.vector_batch(0, 2)))
@@ -330,11 +330,15 @@ def train_as_nanogpt(config: dict[str, Any] | None) -> tuple[list[float], dict[s
     return numbers, dict(state)
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_a_loop_of_ddp_changes_the_line_that_wraps(ranks: RankPool, route: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_a_loop_of_ddp_changes_the_line_that_wraps(ranks: RankPool, transport: str) -> None:
     plain = ranks(2, train_as_nanogpt, None)
     for stage in STAGES:
-        config = {"zero_optimization": {"stage": stage}, "communication": {"route": route}, "steps_per_print": 0}
+        config = {
+            "zero_optimization": {"stage": stage},
+            "communication": {"transport": transport},
+            "steps_per_print": 0,
+        }
         found = ranks(2, train_as_nanogpt, config)
         torch.testing.assert_close(found[0], plain[0], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(found[1][0], plain[1][0], rtol=1e-9, atol=1e-12)
@@ -455,7 +459,7 @@ def steps_after_a_forward(call: str, layer: int) -> list[float]:
         raise RuntimeError("on purpose")
 
     torch.manual_seed(0)
-    case = CASE.at(3).as_config() | {"communication": {"route": "sockets"}}
+    case = CASE.at(3).as_config() | {"communication": {"transport": "sockets"}}
     with lowtide.initialize(models.mlp(), case) as engine:
         if call:
             hook = engine.module.get_submodule(f"layers.{layer}").register_forward_hook(fail)

@@ -43,7 +43,7 @@ def measure(folder: Path, stage: int, asynchronous: bool) -> dict[str, int]:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "adamw", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": "sockets"},  # no shared pages in the count
+        "communication": {"transport": "sockets"},  # no shared pages in the count
         "checkpoint": {"async": asynchronous},
         "steps_per_print": 0,
     }

@@ -138,9 +138,11 @@ def go_back_while_trained(case: Case, folder: Path) -> list[list[float]]:
     return losses
 
 
-@pytest.mark.parametrize(("stage", "route"), [(0, "sockets"), (3, "shared_memory")])
-def test_a_training_goes_back_to_its_own_checkpoint(ranks: RankPool, tmp_path: Path, stage: int, route: str) -> None:
-    case = Case(tied_gpt, token_batch, stage, config={"communication": {"route": route}})
+@pytest.mark.parametrize(("stage", "transport"), [(0, "sockets"), (3, "shared_memory")])
+def test_a_training_goes_back_to_its_own_checkpoint(
+    ranks: RankPool, tmp_path: Path, stage: int, transport: str
+) -> None:
+    case = Case(tied_gpt, token_batch, stage, config={"communication": {"transport": transport}})
     first, second = ranks(2, go_back_while_trained, case, tmp_path)[0]
     assert first == second
 

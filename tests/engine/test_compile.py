@@ -135,10 +135,10 @@ def check(case: Case, found: Any, how: str, plain: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "route", "hows"), [(0, "shared_memory", HOW[1:4:2]), (3, "sockets", HOW[::2] + HOW[5:])]
+    ("stage", "transport", "hows"), [(0, "shared_memory", HOW[1:4:2]), (3, "sockets", HOW[::2] + HOW[5:])]
 )
-def test_compiled_training_is_the_same(ranks: RankPool, stage: int, route: str, hows: list[str]) -> None:
-    case = CASE.at(stage, config={"communication": {"route": route}, **CHECKPOINTED})
+def test_compiled_training_is_the_same(ranks: RankPool, stage: int, transport: str, hows: list[str]) -> None:
+    case = CASE.at(stage, config={"communication": {"transport": transport}, **CHECKPOINTED})
     ((plain, *found),) = ranks(2, train_in_each_way, [case], hows)[0]
     for how, one in zip(hows, found, strict=True):
         check(case, one, how, plain)
@@ -154,11 +154,11 @@ def vectors(step: int, rows: int) -> tuple[Tensor]:
 
 SMALL = Case(steps_of_nine, vectors, steps=2)
 OTHERS: list[tuple[int, dict[str, Any]]] = [  # with the stage
-    (0, {"communication": {"route": "sockets"}, "gradient_accumulation_steps": 1}),
+    (0, {"communication": {"transport": "sockets"}, "gradient_accumulation_steps": 1}),
     (3, {"zero_optimization": {"update_in_backward": True}}),
     (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
     (1, {"activation_checkpointing": {"every": 2, "offload": {"device": "cpu", "min_bytes": 1}}}),
-    (3, {"communication": {"route": "native"}}),
+    (3, {"communication": {"transport": "native"}}),
     (3, {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
 ]
 

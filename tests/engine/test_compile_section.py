@@ -16,7 +16,7 @@ from tests.kit.compiling import with_a_new_compiler
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, share_of
 
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 COMPILED: dict[str, Any] = {"compile": {"blocks": True, "backend": "eager"}}
 OTHERS: list[dict[str, Any]] = [
     {},

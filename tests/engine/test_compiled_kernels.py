@@ -49,7 +49,7 @@ def train_both(stage: int, more: dict[str, Any]) -> Any:
     ("stage", "more"),
     [
         (0, {}),
-        (3, {"activation_checkpointing": {"every": 1}, "communication": {"route": "sockets"}}),
+        (3, {"activation_checkpointing": {"every": 1}, "communication": {"transport": "sockets"}}),
         (3, {"bf16": {"enabled": True}}),
     ],
     ids=["0", "3, recomputed", "3, bf16"],

@@ -33,13 +33,23 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def test_the_old_name_of_the_transport_is_read_with_a_note() -> None:
+    old, new = (Config.load({"communication": {key: "sockets"}}) for key in ("route", "transport"))
+    assert old == new and old.communication.transport == "sockets"
+    assert (
+        list(old.notes) == ['communication.route: read as "transport", the present name of this key'] and not new.notes
+    )
+    with pytest.raises(ConfigError, match=r'communication\.route: means the same as "transport", which is given too'):
+        Config.load({"communication": {"route": "sockets", "transport": "native"}})
+
+
 def test_an_empty_config_has_the_documented_defaults() -> None:
     config = Config.load({})
     assert config.device == "auto" and config.optimizer is None and config.scheduler is None
     assert config.gradient_clipping == 0.0 and config.steps_per_print == 10 and config.seed is None
     assert config.zero_optimization.stage == 0 and config.zero_optimization.units == "auto"
     assert config.zero_optimization.stage3_prefetch_bucket_size is None
-    assert config.communication.route == "auto" and config.communication.timeout_seconds == 300
+    assert config.communication.transport == "auto" and config.communication.timeout_seconds == 300
     assert not config.bf16.enabled and not config.fp16.enabled and config.bf16.auto_cast
     assert config.activation_checkpointing.every == 0
     assert config.zero_optimization.offload_optimizer.device == config.zero_optimization.offload_param.device == "none"
@@ -216,7 +226,7 @@ def test_numbers_that_are_not_finite_are_errors(tmp_path: Path, number: str) -> 
         ({"bf16": True}, "bf16: expected an object, found true"),
         ({"bf16": {"enabled": 2}}, "bf16.enabled: expected true or false, found 2"),
         ({"device": "cuda:1"}, 'such as "cuda" or "xpu", found "cuda:1"'),
-        ({"communication": {"route": "mpi"}}, '"shared_memory", "sockets" or "native", found "mpi"'),
+        ({"communication": {"transport": "mpi"}}, '"shared_memory", "sockets" or "native", found "mpi"'),
         ({"communication": {"timeout_seconds": 0}}, "expected more than 0, found 0"),
         ({"communication_data_type": "float"}, 'expected "fp32", "bf16" or "fp16", found "float"'),
         ({"train_batch_size": 0}, "train_batch_size: expected at least 1, found 0"),

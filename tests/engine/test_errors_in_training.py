@@ -43,7 +43,7 @@ def microbatches(step: int, fault: str) -> Iterator[tuple[Tensor, str]]:
         yield torch.randn(2, 20, generator=generator), fault
 
 
-def train(stage: int, route: str, faults: list[str]) -> tuple[list[float], dict[str, Tensor], list[str]]:
+def train(stage: int, transport: str, faults: list[str]) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """Losses and parameters of two steps; after each of them a failing one for each fault."""
     torch.manual_seed(0)
     config: dict[str, Any] = {
@@ -51,7 +51,7 @@ def train(stage: int, route: str, faults: list[str]) -> tuple[list[float], dict[
         "gradient_clipping": 0.1,
         "optimizer": {"type": "adamw"},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": route},
+        "communication": {"transport": transport},
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(Net(), config)
@@ -67,14 +67,14 @@ def train(stage: int, route: str, faults: list[str]) -> tuple[list[float], dict[
     return losses, state, errors
 
 
-def train_with_and_without(route: str) -> list[tuple[Any, Any]]:
-    return [(train(stage, route, []), train(stage, route, FAULTS)) for stage in range(4)]
+def train_with_and_without(transport: str) -> list[tuple[Any, Any]]:
+    return [(train(stage, transport, []), train(stage, transport, FAULTS)) for stage in range(4)]
 
 
-@pytest.mark.parametrize(("route", "world_size"), [("auto", 1), ("shared_memory", 2), ("sockets", 2)])
-def test_a_failed_step_leaves_nothing_behind(ranks: RankPool, route: str, world_size: int) -> None:
+@pytest.mark.parametrize(("transport", "world_size"), [("auto", 1), ("shared_memory", 2), ("sockets", 2)])
+def test_a_failed_step_leaves_nothing_behind(ranks: RankPool, transport: str, world_size: int) -> None:
     kinds = ["ArithmeticError", "ArithmeticError", "ValueError", "ValueError", "NonFiniteGradientError"]
-    for found in ranks(world_size, train_with_and_without, route):
+    for found in ranks(world_size, train_with_and_without, transport):
         for stage, ((losses, state, _), (losses_after, state_after, errors)) in enumerate(found):
             assert errors == kinds, stage
             assert losses_after == losses, stage

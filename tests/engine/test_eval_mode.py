@@ -50,7 +50,7 @@ def evaluate_and_not(cases: list[Case]) -> list[tuple[Outcome, tuple[list[float]
 def test_eval_step_gives_the_loss_and_changes_nothing(
     ranks: RankPool, world_size: int, places: list[tuple[str, int]]
 ) -> None:
-    cases = [CASE.at(stage, config={"communication": {"route": route}}) for route, stage in places]
+    cases = [CASE.at(stage, config={"communication": {"transport": transport}}) for transport, stage in places]
     for expected, (losses, evaluated, state) in ranks(world_size, evaluate_and_not, cases)[0]:
         assert losses == expected.losses
         assert evaluated == pytest.approx(losses, rel=1e-6)

@@ -27,7 +27,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True}}
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 HYBRID = {"zero_optimization": {"shard_size": 2}}
 
 

@@ -75,8 +75,8 @@ def test_a_fault_in_the_script_s_own_part_on_one_rank(ranks: RankPool) -> None:
     assert "lowtide.initialize failed on rank 1: ArithmeticError: a fault of rank 1 alone" in first.text
 
 
-def exchanges_of_a_start(route: str) -> int:
-    config = CONFIG | {"communication": {"route": route}, "zero_optimization": {"stage": 3}}
+def exchanges_of_a_start(transport: str) -> int:
+    config = CONFIG | {"communication": {"transport": transport}, "zero_optimization": {"stage": 3}}
     world = dist.distributed_c10d  # where dist's own functions look each other up
     kinds = ["all_gather", "broadcast", "all_reduce", "barrier"]
     with contextlib.ExitStack() as stack:

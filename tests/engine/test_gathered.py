@@ -82,9 +82,11 @@ def expected(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_changes_reach_every_shard(ranks: RankPool, world_size: int) -> None:
     """Over four ranks one of the parameters fills the third's shard, and reaches into those beside it."""
-    routes, stages = ROUTES if world_size == 2 else ("auto",), {1: (0, 3), 2: STAGES, 4: (3,)}[world_size]
-    grid = pairs(routes, stages, (False, True)) if world_size > 1 else pairs(routes, stages, (True,))
-    cases = [(CASE.at(stage, config={"communication": {"route": route}}), all_) for route, stage, all_ in grid]
+    transports, stages = ROUTES if world_size == 2 else ("auto",), {1: (0, 3), 2: STAGES, 4: (3,)}[world_size]
+    grid = pairs(transports, stages, (False, True)) if world_size > 1 else pairs(transports, stages, (True,))
+    cases = [
+        (CASE.at(stage, config={"communication": {"transport": transport}}), all_) for transport, stage, all_ in grid
+    ]
     losses, state, seen = expected(CASE, world_size)
     results = ranks(world_size, train_and_change_all, cases)
     for found_losses, found_state, _ in results[0]:
@@ -95,13 +97,15 @@ def test_changes_reach_every_shard(ranks: RankPool, world_size: int) -> None:
             torch.testing.assert_close(found_seen, seen, rtol=1e-9, atol=1e-9)
 
 
-def change_master(stage: int, route: str) -> list[Any]:
+def change_master(stage: int, transport: str) -> list[Any]:
     """Small steps after a change show whether the float32 master weights have its exact value."""
     torch.manual_seed(0)
     optimizer = {"type": "sgd", "params": {"lr": 1.0}}
     case = Case(models.mlp, models.vector_batch, stage, config={"bf16": {"enabled": True}, "optimizer": optimizer})
     engine = lowtide.initialize(
-        case.build(), {**case.as_config(), "communication": {"route": route}}, loss_fn=lambda loss, batch: loss * 2**-14
+        case.build(),
+        {**case.as_config(), "communication": {"transport": transport}},
+        loss_fn=lambda loss, batch: loss * 2**-14,
     )
     weight: Any = engine.module.last.weight  # type: ignore[union-attr]
     with engine.gathered(weight, modify=True), torch.no_grad():
@@ -119,9 +123,9 @@ def change_master(stage: int, route: str) -> list[Any]:
 
 
 def test_changes_reach_the_master_weights_of_bf16(ranks: RankPool) -> None:
-    for route in ROUTES:
+    for transport in ROUTES:
         for stage in STAGES:
-            for weight, master in ranks(2, change_master, stage, route):
+            for weight, master in ranks(2, change_master, stage, transport):
                 assert weight.dtype == torch.bfloat16
                 torch.testing.assert_close(weight.float(), torch.ones(3, 7), rtol=0, atol=1 / 128)
                 for part in master:
@@ -183,8 +187,10 @@ def test_a_change_without_modify_is_an_error_on_every_rank(
         "every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's values). Load "
         "the old values again if you need them"
     )
-    for route, stages in zip(ROUTES, ((0, 3), (1, 2)), strict=True):
-        by_rank = ranks(2, change_without_modify, stages, {**config, "communication": {"route": route}}, change, 1)
+    for transport, stages in zip(ROUTES, ((0, 3), (1, 2)), strict=True):
+        by_rank = ranks(
+            2, change_without_modify, stages, {**config, "communication": {"transport": transport}}, change, 1
+        )
         for texts in by_rank:
             assert all(text in (f"{words} on rank {rank}{ends}" for rank in (0, 1)) for text in texts), texts
     assert all(text.startswith(f"{words} on rank 1, which") for text in by_rank[0])  # by sockets nobody else sees it
@@ -202,13 +208,13 @@ def evaluate_inside(stages: tuple[int, ...]) -> None:
         engine.close()
 
 
-def interrupt_changes(route: str) -> list[tuple[bool, str, bool]]:
-    return [interrupt_a_change(stage, route) for stage in STAGES]
+def interrupt_changes(transport: str) -> list[tuple[bool, str, bool]]:
+    return [interrupt_a_change(stage, transport) for stage in STAGES]
 
 
-def interrupt_a_change(stage: int, route: str) -> tuple[bool, str, bool]:
+def interrupt_a_change(stage: int, transport: str) -> tuple[bool, str, bool]:
     """Does an error inside leave all as it was; what a call inside says; does a step inside of a look work."""
-    case = CASE.at(stage, config={"communication": {"route": route}})
+    case = CASE.at(stage, config={"communication": {"transport": transport}})
     torch.manual_seed(0)
     engine = lowtide.initialize(case.build(), case.as_config())
     batch = share_of(case.global_batch(0, engine.world_size))
@@ -229,9 +235,9 @@ def interrupt_a_change(stage: int, route: str) -> tuple[bool, str, bool]:
     return all(torch.equal(before[name], after[name]) for name in before), text, changes
 
 
-@pytest.mark.parametrize(("world_size", "route"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
-def test_an_error_inside_of_a_change_leaves_all_as_it_was(ranks: RankPool, world_size: int, route: str) -> None:
-    for by_stage in ranks(world_size, interrupt_changes, route):
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
+def test_an_error_inside_of_a_change_leaves_all_as_it_was(ranks: RankPool, world_size: int, transport: str) -> None:
+    for by_stage in ranks(world_size, interrupt_changes, transport):
         for is_same, text, changes in by_stage:
             assert is_same and changes
             assert "found engine.gathered(modify=True)" in text

@@ -101,13 +101,13 @@ def batch_of(name: str, generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens)}
 
 
-def config_of(stage: int, route: str) -> dict[str, Any]:
+def config_of(stage: int, transport: str) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "adamw", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": route},
+        "communication": {"transport": transport},
     }
 
 
@@ -123,9 +123,9 @@ def count_idle_experts(model: nn.Module, outcome: Outcome) -> None:
             module.register_forward_hook(count)
 
 
-def train(name: str, stage: int, route: str, deferred: bool = False) -> Outcome:
+def train(name: str, stage: int, transport: str, deferred: bool = False) -> Outcome:
     torch.manual_seed(0)
-    engine = lowtide.initialize(MODELS[name] if deferred else MODELS[name](), config_of(stage, route))
+    engine = lowtide.initialize(MODELS[name] if deferred else MODELS[name](), config_of(stage, transport))
     outcome = Outcome()
     count_idle_experts(engine.module, outcome)
     torch.manual_seed(engine.rank)  # dropout
@@ -139,18 +139,18 @@ def train(name: str, stage: int, route: str, deferred: bool = False) -> Outcome:
     return outcome
 
 
-def train_all(names: list[str], stages: list[int], route: str) -> dict[str, list[Outcome]]:
-    return {name: [train(name, stage, route) for stage in stages] for name in names}
+def train_all(names: list[str], stages: list[int], transport: str) -> dict[str, list[Outcome]]:
+    return {name: [train(name, stage, transport) for stage in stages] for name in names}
 
 
-def train_llama_from_a_builder(route: str) -> list[Outcome]:
-    return [train("llama", 0, route), train("llama", 0, route, True), train("llama", 3, route, True)]
+def train_llama_from_a_builder(transport: str) -> list[Outcome]:
+    return [train("llama", 0, transport), train("llama", 0, transport, True), train("llama", 3, transport, True)]
 
 
-def generate(stage: int, route: str) -> tuple[Tensor, Tensor]:
+def generate(stage: int, transport: str) -> tuple[Tensor, Tensor]:
     """Greedy continuation by hand, then `generate`, between two steps of training."""
     torch.manual_seed(0)
-    engine = lowtide.initialize(llama(), config_of(stage, route))
+    engine = lowtide.initialize(llama(), config_of(stage, transport))
     generator = torch.Generator().manual_seed(engine.rank)
     engine.train_step(batch_of("llama", generator))
     engine.eval()
@@ -175,16 +175,16 @@ def generate(stage: int, route: str) -> tuple[Tensor, Tensor]:
     return tokens, own
 
 
-def generate_at_stages(route: str) -> list[tuple[Tensor, Tensor]]:
-    return [generate(stage, route) for stage in (0, 3)]
+def generate_at_stages(transport: str) -> list[tuple[Tensor, Tensor]]:
+    return [generate(stage, transport) for stage in (0, 3)]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, route: str) -> None:
-    """Models take turns in their routes; llama and mixtral have both."""
-    first = ROUTES.index(route)
+@pytest.mark.parametrize("transport", ROUTES)
+def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, transport: str) -> None:
+    """Models take turns in their transports; llama and mixtral have both."""
+    first = ROUTES.index(transport)
     names = ["llama", "mixtral", *[name for name in MODELS if name not in ("llama", "mixtral")][first::2]]
-    for results in ranks(2, train_all, names, [0, 3], route):
+    for results in ranks(2, train_all, names, [0, 3], transport):
         for name, (plain, sharded) in results.items():
             assert sharded.differences(plain) == [], name
             assert plain.losses[1] != plain.losses[0], name

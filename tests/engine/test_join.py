@@ -27,8 +27,8 @@ ZERO: list[dict[str, Any]] = [
     {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
     {"zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}}},
     {"zero_optimization": {"update_in_backward": True}, "gradient_clipping": 0},
-    {"communication": {"route": "native"}},
-    {"prescale_gradients": True, "communication": {"route": "sockets"}},
+    {"communication": {"transport": "native"}},
+    {"prescale_gradients": True, "communication": {"transport": "sockets"}},
 ]
 
 
@@ -87,12 +87,16 @@ def expected(case: Case, counts: list[int]) -> tuple[list[float], list[float], d
     [([3, 1], 1, False), ([3, 4], 2, True), ([1, 3, 2], 1, True), ([2, 0, 4], 2, False)],
 )
 def test_the_mean_is_over_what_there_was(ranks: RankPool, counts: list[int], accumulation: int, by_hand: bool) -> None:
-    """Stages take turns in their routes: of two ranks all of them have both. Three ranks have each stage one way."""
+    """Stages take turns in their transports: of two ranks all of them have both. Three ranks have each stage one
+    way."""
     turn = len(counts) + accumulation
     stages = range(4) if len(counts) == 2 else (0, 3) if by_hand else (1, 2)
-    routes = [{"communication": {"route": ("shared_memory", "sockets")[(stage + turn) % 2]}} for stage in stages]
+    transports = [
+        {"communication": {"transport": ("shared_memory", "sockets")[(stage + turn) % 2]}} for stage in stages
+    ]
     cases = [
-        CASE.at(stage, config=route, accumulation=accumulation) for stage, route in zip(stages, routes, strict=True)
+        CASE.at(stage, config=transport, accumulation=accumulation)
+        for stage, transport in zip(stages, transports, strict=True)
     ]
     losses, norms, state = expected(cases[0], counts)
     for rank, found in enumerate(ranks(len(counts), train_all, cases, counts, by_hand)):
@@ -114,7 +118,7 @@ def test_it_goes_with_whatever_else_the_config_says(ranks: RankPool) -> None:
 
 
 def in_half_precision(dtype: str) -> list[float]:
-    config = {dtype: {"enabled": True}, "communication": {"route": "sockets"}}
+    config = {dtype: {"enabled": True}, "communication": {"transport": "sockets"}}
     engine = lowtide.initialize(CASE.build().float(), CASE.at(3, config=config).as_config())
     with engine.join():
         results = [engine.train_step(batch) for batch in microbatches(CASE, engine.rank, 2 + 2 * engine.rank)]
@@ -130,7 +134,7 @@ def test_norms_are_of_the_mean_in_half_precision_too(ranks: RankPool, dtype: str
 
 def do_more_in_the_loop(stage: int, folder: str) -> list[Any]:
     """Evaluates, agrees and saves while rank 1 has run out."""
-    config = {"communication": {"route": "sockets"}, "checkpoint": {"folder": folder, "every_steps": 1}}
+    config = {"communication": {"transport": "sockets"}, "checkpoint": {"folder": folder, "every_steps": 1}}
     engine = lowtide.initialize(models.tiny_gpt_float64(), CASE.at(stage, config=config).as_config())
     found: list[Any] = []
     with engine.join():
@@ -184,7 +188,7 @@ def test_a_step_that_all_leave_unfinished_waits_for_its_rest(ranks: RankPool) ->
 
 
 def make_other_calls(what: str) -> str:
-    config = {"communication": {"route": "sockets", "timeout_seconds": 5}}
+    config = {"communication": {"transport": "sockets", "timeout_seconds": 5}}
     with patch.object(plan, "_MIN_END_NUMEL", 1):
         engine, other = (lowtide.initialize(models.tiny_gpt(), CASE.at(3, config=config).as_config()) for _ in range(2))
     batch = next(microbatches(CASE, engine.rank, 1))
@@ -298,9 +302,9 @@ def train_one_as_torch_does(case: Case, counts: list[int]) -> tuple[dict[str, Te
 
 def test_torch_s_own_backward_and_steps_by_hand(ranks: RankPool) -> None:
     cases = []
-    for stage, route, overlap in pairs([0, 3], ["shared_memory", "sockets"], ["none", "speculative"]):
+    for stage, transport, overlap in pairs([0, 3], ["shared_memory", "sockets"], ["none", "speculative"]):
         zero = {"offload_optimizer": {"device": "cpu", "overlap": overlap}}
-        config = {"communication": {"route": route}, "zero_optimization": zero}
+        config = {"communication": {"transport": transport}, "zero_optimization": zero}
         cases.append(CASE.at(stage, config=config, accumulation=2))
     wanted = dict(expected(cases[0], [4, 1])[2])
     for state, num_steps in ranks(2, train_as_torch_does, cases, [4, 1])[0]:
@@ -321,10 +325,10 @@ def clip_by_hand(cases: list[Case], counts: list[int], max_norm: float) -> list[
     return found
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_clipping_by_hand(ranks: RankPool, route: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_clipping_by_hand(ranks: RankPool, transport: str) -> None:
     """Ranks without data learn how, and do it too."""
-    cases = [CASE.at(stage, clip=0.0, config={"communication": {"route": route}}) for stage in (0, 3)]
+    cases = [CASE.at(stage, clip=0.0, config={"communication": {"transport": transport}}) for stage in (0, 3)]
     state = expected(CASE, [3, 1])[2]
     for found in ranks(2, clip_by_hand, cases, [3, 1], CASE.clip)[0]:
         torch.testing.assert_close(found, dict(state), rtol=1e-8, atol=1e-9)

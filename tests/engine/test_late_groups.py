@@ -51,7 +51,7 @@ def groups_of(model: Any) -> dict[int, list[dict[str, Any]]]:
 class Case:
     make: Make = adamw
     stage: int = 0
-    route: str = "auto"
+    transport: str = "auto"
     clip: float = 0.0
     accumulation: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "zero_optimization": {"stage": self.stage, **self.zero},
-            "communication": {"route": self.route},
+            "communication": {"transport": self.transport},
             "steps_per_print": 0,
             **self.more,
         }
@@ -171,7 +171,7 @@ def test_groups_that_come_later(ranks: RankPool, tmp_path: Path, world_size: int
 def test_over_several_axes(ranks: RankPool) -> None:
     cases = [
         Case(stage=2, clip=0.05, zero={"shard_size": 2}),
-        Case(stage=3, route="sockets", zero={"zero_hpz_partition_size": 2}),
+        Case(stage=3, transport="sockets", zero={"zero_hpz_partition_size": 2}),
     ]
     check(ranks(4, train_all, cases, None)[0], cases, 4)
 
@@ -181,7 +181,7 @@ def test_checkpoints_between_them(ranks: RankPool, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     cases = [
         Case(rmsprop, 3),
-        Case(stage=3, route="sockets", zero={"offload_optimizer": nvme}),
+        Case(stage=3, transport="sockets", zero={"offload_optimizer": nvme}),
         Case(stage=1, ema=True),
     ]
     check(ranks(2, train_all, cases, tmp_path)[0], cases, 2)
@@ -203,9 +203,9 @@ def test_masters_begin_with_what_is_computed_with(ranks: RankPool, tmp_path: Pat
     cases = [
         Case(more=half),
         Case(stage=2, more=half),
-        Case(stage=3, route="sockets", zero={"offload_optimizer": nvme, "offload_param": nvme}, more=half),
+        Case(stage=3, transport="sockets", zero={"offload_optimizer": nvme, "offload_param": nvme}, more=half),
         Case(stage=1, zero={"offload_optimizer": {"device": "cpu", **delayed}}, more=half),
-        Case(stage=3, route="sockets", zero={"offload_optimizer": {**nvme, **delayed}}, more=half),
+        Case(stage=3, transport="sockets", zero={"offload_optimizer": {**nvme, **delayed}}, more=half),
     ]
     found = ranks(2, train_all, cases, None)[0]
     for one in found[1:3]:

@@ -34,13 +34,13 @@ def load_and_train(cases: list[Case]) -> list[tuple[dict[str, Tensor], float]]:
     return found
 
 
-@pytest.mark.parametrize(("route", "precision"), [("shared_memory", {}), ("sockets", BF16)])
-def test_every_stage_takes_the_values_of_rank_0(ranks: RankPool, route: str, precision: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("transport", "precision"), [("shared_memory", {}), ("sockets", BF16)])
+def test_every_stage_takes_the_values_of_rank_0(ranks: RankPool, transport: str, precision: dict[str, Any]) -> None:
     expected = other_state()
     module = models.tied_gpt()
     module.load_state_dict(expected)
     loss = module(*CASE.global_batch(0, 2)).item()
-    cases = [CASE.at(stage, config={"communication": {"route": route}, **precision}) for stage in (0, 1, 3)]
+    cases = [CASE.at(stage, config={"communication": {"transport": transport}, **precision}) for stage in (0, 1, 3)]
     for values, found_loss in ranks(2, load_and_train, cases)[1]:
         assert all(torch.equal(value, expected[name]) for name, value in values.items())
         assert found_loss == pytest.approx(loss, rel=2e-2 if precision else 1e-5)

@@ -37,7 +37,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 HYBRID = {"zero_optimization": {"shard_size": 2}}
 
 

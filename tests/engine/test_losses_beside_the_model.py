@@ -139,9 +139,9 @@ def test_each_backward_is_that_of_the_loss(ranks: RankPool) -> None:
     check(found, 1)
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_ranks_train_as_one(ranks: RankPool, route: str) -> None:
-    check(ranks(2, train_all, [2], ["prescaled"], ["loss"], communication={"route": route})[0], 2)
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_ranks_train_as_one(ranks: RankPool, transport: str) -> None:
+    check(ranks(2, train_all, [2], ["prescaled"], ["loss"], communication={"transport": transport})[0], 2)
 
 
 def with_layers_before(stages: list[int]) -> list[tuple[dict[str, Tensor], bool]]:
@@ -149,7 +149,7 @@ def with_layers_before(stages: list[int]) -> list[tuple[dict[str, Tensor], bool]
     found = []
     for stage in stages:
         torch.manual_seed(0)
-        config = {"optimizer": SGD, "zero_optimization": {"stage": stage}, "communication": {"route": "sockets"}}
+        config = {"optimizer": SGD, "zero_optimization": {"stage": stage}, "communication": {"transport": "sockets"}}
         with lowtide.initialize(Net(), config) as engine:
             first, head = map(engine.module.get_submodule, ("first", "head"))
             with torch.no_grad():

@@ -21,12 +21,12 @@ ROUTES = ["shared_memory", "sockets"]
 TIMEOUT_SECONDS = 2.5
 
 
-def train_until_rank_1_is_lost(stage: int, route: str, how: str) -> tuple[str, str, float]:
+def train_until_rank_1_is_lost(stage: int, transport: str, how: str) -> tuple[str, str, float]:
     """On rank 0: class and text of the error, and seconds until it came. how: late, dies, closes, or fails."""
     config = {
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": route, "timeout_seconds": TIMEOUT_SECONDS if how == "late" else 60},
+        "communication": {"transport": transport, "timeout_seconds": TIMEOUT_SECONDS if how == "late" else 60},
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(linear_chain(8, 2), config)
@@ -53,17 +53,17 @@ def train_until_rank_1_is_lost(stage: int, route: str, how: str) -> tuple[str, s
     return "nothing", "", 0.0
 
 
-@pytest.mark.parametrize(("route", "stage"), [("shared_memory", 0), ("shared_memory", 3), ("sockets", 2)])
-def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool, route: str, stage: int) -> None:
-    kind, text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, route, "late")[0]
+@pytest.mark.parametrize(("transport", "stage"), [("shared_memory", 0), ("shared_memory", 3), ("sockets", 2)])
+def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool, transport: str, stage: int) -> None:
+    kind, text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, transport, "late")[0]
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text
     assert "communication.timeout_seconds" in text
     assert TIMEOUT_SECONDS - 0.1 <= seconds < 45  # while rank 1 would still not come
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, route: str) -> None:
-    survivor, dead = ranks.fails(2, train_until_rank_1_is_lost, 3, route, "dies")
+@pytest.mark.parametrize("transport", ROUTES)
+def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, transport: str) -> None:
+    survivor, dead = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, "dies")
     assert isinstance(dead, RankError) and dead.kind == "Died"
     kind, text, seconds = survivor
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text and "died" in text
@@ -71,7 +71,7 @@ def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, route: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("route", "how", "told"),
+    ("transport", "how", "told"),
     [
         (
             "shared_memory",
@@ -83,8 +83,8 @@ def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, route: str) -> No
         ("native", "closes", "A rank died, has left, or the ranks make different calls of the engine. "),
     ],
 )
-def test_a_rank_that_left_is_an_error_at_once(ranks: RankPool, route: str, how: str, told: str) -> None:
-    found, _ = ranks.fails(2, train_until_rank_1_is_lost, 3, route, how, process_group=False)
+def test_a_rank_that_left_is_an_error_at_once(ranks: RankPool, transport: str, how: str, told: str) -> None:
+    found, _ = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, how, process_group=False)
     kind, text, seconds = found
     assert kind == "CollectiveError" and text.startswith("rank 0 in ") and told in text
     assert ("end all ranks at the smallest number of batches." in text) == (how == "closes")
@@ -131,7 +131,7 @@ def train_or_look() -> str:
     config = {
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0},
-        "communication": {"route": "sockets", "timeout_seconds": TIMEOUT_SECONDS},
+        "communication": {"transport": "sockets", "timeout_seconds": TIMEOUT_SECONDS},
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(Chain(*(nn.Linear(8, 8) for _ in range(3))), config)

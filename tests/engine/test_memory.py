@@ -76,23 +76,23 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def config_of(stage: int, route: str, is_mixed: bool) -> dict[str, Any]:
+def config_of(stage: int, transport: str, is_mixed: bool) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "adamw"},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": route},
+        "communication": {"transport": transport},
         "steps_per_print": 0,
         **({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}} if is_mixed else {}),
     }
 
 
-def bytes_between_microbatches(kind: type[Padded | Even], route: str, is_mixed: bool) -> list[tuple[Any, Any]]:
+def bytes_between_microbatches(kind: type[Padded | Even], transport: str, is_mixed: bool) -> list[tuple[Any, Any]]:
     """For each stage (what the engine says, what the storages say) with all states there and gradients half done."""
     found = []
     for stage in range(4):
-        engine = lowtide.initialize(kind(), config_of(stage, route, is_mixed))
+        engine = lowtide.initialize(kind(), config_of(stage, transport, is_mixed))
         x = torch.randn(2, 40 if kind is Padded else 64)
         for _ in range(3):
             engine.backward(engine(x))
@@ -119,13 +119,13 @@ def padded_bytes(stage: int, world_size: int, shares: bool, param: int, state: i
 
 
 @pytest.mark.parametrize(
-    ("is_mixed", "route", "world_size"), [(True, "sockets", 2), (False, "shared_memory", 2), (False, "sockets", 4)]
+    ("is_mixed", "transport", "world_size"), [(True, "sockets", 2), (False, "shared_memory", 2), (False, "sockets", 4)]
 )
-def test_bytes_are_those_of_the_padded_layout(ranks: RankPool, is_mixed: bool, route: str, world_size: int) -> None:
+def test_bytes_are_those_of_the_padded_layout(ranks: RankPool, is_mixed: bool, transport: str, world_size: int) -> None:
     param, state = (2, 12) if is_mixed else (4, 8)
-    for found in ranks(world_size, bytes_between_microbatches, Padded, route, is_mixed):
+    for found in ranks(world_size, bytes_between_microbatches, Padded, transport, is_mixed):
         for stage, (said, held) in enumerate(found):
-            shares = route == "shared_memory"
+            shares = transport == "shared_memory"
             expected = padded_bytes(stage, world_size, shares, param, state)
             assert said == expected, (stage, "memory()")
             assert held == expected, (stage, "storages")
@@ -141,7 +141,7 @@ def test_bytes_per_parameter_are_those_of_the_paper(ranks: RankPool) -> None:
 
 
 def test_one_copy_of_the_parameters_for_the_host(ranks: RankPool) -> None:
-    """Under stages 1 and 2 the shared-memory route saves what stage 3 saves elsewhere."""
+    """Under stages 1 and 2 the shared-memory transport saves what stage 3 saves elsewhere."""
     for found in ranks(4, bytes_between_microbatches, Even, "shared_memory", True):
         assert [said["parameter_bytes"] for said, _ in found] == [2 * EVEN_NUMEL] + [2 * EVEN_NUMEL // 4] * 3
 

@@ -155,7 +155,9 @@ def test_a_change_in_place_of_shared_parameters_is_named(ranks: RankPool, stage:
         assert failure.kind == "ValueError" and "parameter 'norm.bias' was changed in place" in failure.text
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_a_change_in_place_of_a_released_parameter_is_named(ranks: RankPool, route: str) -> None:
-    for failure in ranks.fails(2, change_and_step, change_in_place, 3, {"communication": {"route": route}}, False):
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_a_change_in_place_of_a_released_parameter_is_named(ranks: RankPool, transport: str) -> None:
+    for failure in ranks.fails(
+        2, change_and_step, change_in_place, 3, {"communication": {"transport": transport}}, False
+    ):
         assert failure.kind == "ReleasedParameterError" and "parameter 'norm.bias' is released" in failure.text

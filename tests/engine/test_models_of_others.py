@@ -49,11 +49,11 @@ def train_plainly(name: str, world_size: int) -> Outcome:
         return Outcome(losses, family.loss(model(*batch), batch).item(), dict(model.state_dict()))
 
 
-def train(name: str, stage: int, route: str) -> Outcome:
+def train(name: str, stage: int, transport: str) -> Outcome:
     family = FAMILIES[name]
     torch.manual_seed(0)
     model = family.build if family.from_callable else family.build()
-    config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "communication": {"route": route}}
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "communication": {"transport": transport}}
     optimizer = None
     if family.optimizer is not None:
         assert isinstance(model, torch.nn.Module)
@@ -65,17 +65,17 @@ def train(name: str, stage: int, route: str) -> Outcome:
         return Outcome(losses, engine.eval_step(batch_of(family.kind, STEPS, 0)).item(), engine.state_dict())
 
 
-def train_all(route: str) -> dict[tuple[str, int], Outcome]:
-    return {(name, stage): train(name, stage, route) for name, stage, its in GRID if its == route}
+def train_all(transport: str) -> dict[tuple[str, int], Outcome]:
+    return {(name, stage): train(name, stage, transport) for name, stage, its in GRID if its == transport}
 
 
 ROUTES = ("shared_memory", "sockets")
 GRID = pairs(list(FAMILIES), (0, 3), ROUTES)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_models_of_others_train_as_in_plain_torch(ranks: RankPool, route: str) -> None:
-    for (name, stage), found in ranks(2, train_all, route)[0].items():
+@pytest.mark.parametrize("transport", ROUTES)
+def test_models_of_others_train_as_in_plain_torch(ranks: RankPool, transport: str) -> None:
+    for (name, stage), found in ranks(2, train_all, transport)[0].items():
         expected = replace(train_plainly(name, 2), state=dict(train_plainly(name, 2).state))
         for key in [key for key in expected.state if "running_" in key or "num_batches" in key]:
             del found.state[key], expected.state[key]  # each rank has its own

@@ -237,7 +237,7 @@ def profiled(folder: Path, stage: int) -> dict[str, Any]:
         "optimizer": SGD,
         "steps_per_print": 0,
         "zero_optimization": {"stage": stage},
-        "communication": {"route": "sockets"},
+        "communication": {"transport": "sockets"},
         "profile": {"enabled": True, "folder": str(folder), "step": 2},
     }
     with lowtide.initialize(models.tiny_gpt(), config) as engine:

@@ -19,14 +19,14 @@ ROUTES = ["shared_memory", "sockets"]
 STAGES = [0, 1, 2, 3]
 
 
-def engine_with_fault(stage: int, route: str, value: float, step: int, rank: int, **changes: Any) -> lowtide.Engine:
+def engine_with_fault(stage: int, transport: str, value: float, step: int, rank: int, **changes: Any) -> lowtide.Engine:
     """An engine whose gradient of blocks.1.weight has `value` at one place, in that step on that rank."""
     torch.manual_seed(0)
     config = {
         "gradient_clipping": 1.0,
         "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage},
-        "communication": {"route": route},
+        "communication": {"transport": transport},
         "steps_per_print": 0,
         **changes,
     }
@@ -44,11 +44,11 @@ def engine_with_fault(stage: int, route: str, value: float, step: int, rank: int
     return engine
 
 
-def errors(route: str, rank: int) -> list[tuple[str, str, bool]]:
+def errors(transport: str, rank: int) -> list[tuple[str, str, bool]]:
     """For each stage: class and text of the error of step 2, and whether no parameter has changed in it."""
     found = []
     for stage in STAGES:
-        engine = engine_with_fault(stage, route, float(("nan", "inf")[(stage + rank) % 2]), 2, rank)
+        engine = engine_with_fault(stage, transport, float(("nan", "inf")[(stage + rank) % 2]), 2, rank)
         x = torch.randn(2, 40)
         for _ in range(2):
             engine.train_step((x,))
@@ -65,13 +65,13 @@ def errors(route: str, rank: int) -> list[tuple[str, str, bool]]:
 
 
 @pytest.mark.parametrize(
-    ("route", "world_size", "rank"),
+    ("transport", "world_size", "rank"),
     [("sockets", 1, 0), ("sockets", 2, 1), ("shared_memory", 3, 2), ("native", 2, 1)],
 )
-def test_the_error_names_parameter_rank_and_step(ranks: RankPool, route: str, world_size: int, rank: int) -> None:
-    """By the native route only the sum is seen, and so no rank is named."""
-    producer = "the sum over ranks" if route == "native" else f"rank {rank}"
-    for found in ranks(world_size, errors, route, rank):
+def test_the_error_names_parameter_rank_and_step(ranks: RankPool, transport: str, world_size: int, rank: int) -> None:
+    """By the native transport only the sum is seen, and so no rank is named."""
+    producer = "the sum over ranks" if transport == "native" else f"rank {rank}"
+    for found in ranks(world_size, errors, transport, rank):
         for kind, text, is_same in found:
             assert kind == "NonFiniteGradientError" and is_same
             assert text.startswith(
@@ -80,13 +80,13 @@ def test_the_error_names_parameter_rank_and_step(ranks: RankPool, route: str, wo
             )
 
 
-def skips(route: str) -> list[tuple[list[bool], list[float], bool]]:
+def skips(transport: str) -> list[tuple[list[bool], list[float], bool]]:
     """For each stage, of three steps with an overflow in the second: skipped, loss scale, and nothing changed in it."""
     found = []
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
     for stage in STAGES:
         rank = dist.get_world_size() - 1
-        engine = engine_with_fault(stage, route, float("inf"), 1, rank, fp16=fp16)
+        engine = engine_with_fault(stage, transport, float("inf"), 1, rank, fp16=fp16)
         x = torch.randn(2, 40)
         results, states = [], [engine.state_dict()]
         for _ in range(3):
@@ -100,11 +100,11 @@ def skips(route: str) -> list[tuple[list[bool], list[float], bool]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("transport", ROUTES)
 def test_float16_skips_the_step_on_every_rank_and_halves_the_scale(
-    ranks: RankPool, route: str, world_size: int
+    ranks: RankPool, transport: str, world_size: int
 ) -> None:
-    for found in ranks(world_size, skips, route):
+    for found in ranks(world_size, skips, transport):
         assert found == [([False, True, False], [16.0, 16.0, 8.0], True)] * len(STAGES)
 
 

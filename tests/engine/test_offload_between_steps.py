@@ -124,11 +124,11 @@ def losses_with_a_look_between(config: dict[str, Any], looks: bool) -> list[floa
 def test_a_forward_between_backward_and_step_changes_nothing(
     ranks: RankPool, tmp_path: Path, rests: bool, world_size: int
 ) -> None:
-    config = Case(mlp, vector_batch, stage=3, config={"communication": {"route": "auto"}}).as_config()
+    config = Case(mlp, vector_batch, stage=3, config={"communication": {"transport": "auto"}}).as_config()
     if rests:
         config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
     elif world_size > 1:
-        config["communication"] = {"route": "sockets"}
+        config["communication"] = {"transport": "sockets"}
     expected = ranks(world_size, losses_with_a_look_between, config, False)
     assert ranks(world_size, losses_with_a_look_between, config, True) == expected
 
@@ -152,7 +152,7 @@ def loss_after_loading(config: dict[str, Any], folder: Path) -> tuple[float, flo
 
 
 def test_full_parameters_are_loaded_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    config = Case(mlp, vector_batch, stage=3, config={"communication": {"route": "sockets"}}).as_config()
+    config = Case(mlp, vector_batch, stage=3, config={"communication": {"transport": "sockets"}}).as_config()
     for saved, loaded in ranks(2, loss_after_loading, config, tmp_path):
         assert saved == loaded
 

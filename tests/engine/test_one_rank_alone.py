@@ -30,10 +30,10 @@ class Generating(models.TinyGPT):
         return ids
 
 
-def train_and_look(stage: int, route: str, evaluates: bool, gathers: bool) -> tuple[list[float], list[Any]]:
+def train_and_look(stage: int, transport: str, evaluates: bool, gathers: bool) -> tuple[list[float], list[Any]]:
     """The losses of training, and what rank 0 alone has computed before each step."""
     torch.manual_seed(0)
-    config = {"communication": {"route": route, "timeout_seconds": 20}}
+    config = {"communication": {"transport": transport, "timeout_seconds": 20}}
     engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
     losses, seen = [], []
     for step in range(2):
@@ -50,27 +50,27 @@ def train_and_look(stage: int, route: str, evaluates: bool, gathers: bool) -> tu
     return losses, seen
 
 
-def train_and_look_all(stage: int, route: str, gathers: list[bool]) -> list[tuple[list[float], list[Any]]]:
-    plain = train_and_look(stage, route, evaluates=False, gathers=False)
-    return [plain, *(train_and_look(stage, route, True, one) for one in gathers)]
+def train_and_look_all(stage: int, transport: str, gathers: list[bool]) -> list[tuple[list[float], list[Any]]]:
+    plain = train_and_look(stage, transport, evaluates=False, gathers=False)
+    return [plain, *(train_and_look(stage, transport, True, one) for one in gathers)]
 
 
 @pytest.mark.parametrize(
-    ("route", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 2), ("sockets", 3)]
+    ("transport", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 2), ("sockets", 3)]
 )
-def test_one_rank_evaluates_alone(ranks: RankPool, route: str, stage: int) -> None:
+def test_one_rank_evaluates_alone(ranks: RankPool, transport: str, stage: int) -> None:
     """Where parameters come from other ranks, those take part when they come to their next forward or step."""
     gathers = [False, True]
-    (expected, _), *found = ranks(2, train_and_look_all, stage, route, gathers)[0]
+    (expected, _), *found = ranks(2, train_and_look_all, stage, transport, gathers)[0]
     for is_gathered, (losses, seen) in zip(gathers, found, strict=True):
         assert losses == expected and seen[0] == seen[1]
         assert len(seen) == (6 if stage < 3 or is_gathered else 4)
 
 
-def step_inside_of_gathered(stage: int, route: str) -> list[float]:
+def step_inside_of_gathered(stage: int, transport: str) -> list[float]:
     """Parameters that a step has changed are not kept as they were."""
     torch.manual_seed(0)
-    config = {"communication": {"route": route, "timeout_seconds": 20}}
+    config = {"communication": {"transport": transport, "timeout_seconds": 20}}
     engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
     with engine.gathered():
         found = [engine.train_step(share_of(CASE.global_batch(step, 2))).loss.item() for step in range(2)]
@@ -83,9 +83,9 @@ def test_steps_inside_of_gathered_go_on_with_what_they_have_made(ranks: RankPool
     assert ranks(2, step_inside_of_gathered, 3, "sockets")[0] == expected
 
 
-def evaluate_alone(route: str) -> str:
+def evaluate_alone(transport: str) -> str:
     """The error where rank 0 evaluates as only all ranks together can, and the other goes on to a step."""
-    config = {"communication": {"route": route, "timeout_seconds": 0.5}}
+    config = {"communication": {"transport": transport, "timeout_seconds": 0.5}}
     engine = lowtide.initialize(CASE.build(), CASE.at(3, config=config).as_config())
     batch = share_of(CASE.global_batch(0, 2))
     with pytest.raises(lowtide.CollectiveError) as error:
@@ -97,18 +97,18 @@ def evaluate_alone(route: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("route", "text"),
+    ("transport", "text"),
     [
         ("shared_memory", "Do all ranks make the same calls of the engine in the same order?"),
         ("sockets", "or the ranks make different calls of the engine"),
     ],
 )
-def test_a_call_of_all_ranks_that_one_makes_alone_is_an_error(ranks: RankPool, route: str, text: str) -> None:
-    assert text in ranks(2, evaluate_alone, route)[0]
+def test_a_call_of_all_ranks_that_one_makes_alone_is_an_error(ranks: RankPool, transport: str, text: str) -> None:
+    assert text in ranks(2, evaluate_alone, transport)[0]
 
 
-def agree_on_many(stage: int, route: str) -> list[bool]:
-    config = {"communication": {"route": route}}
+def agree_on_many(stage: int, transport: str) -> list[bool]:
+    config = {"communication": {"transport": transport}}
     engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch, stage, config=config).as_config())
     rank = engine.rank
     found = [
@@ -122,9 +122,9 @@ def agree_on_many(stage: int, route: str) -> list[bool]:
     return [*found, engine.agree(rank == 0)]
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets", "native"])
-def test_ranks_agree(ranks: RankPool, route: str) -> None:
-    assert ranks(2, agree_on_many, 2, route) == [[True, True, False, True, False, True]] * 2
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
+def test_ranks_agree(ranks: RankPool, transport: str) -> None:
+    assert ranks(2, agree_on_many, 2, transport) == [[True, True, False, True, False, True]] * 2
 
 
 def agree_on_one_rank() -> str:
@@ -147,10 +147,10 @@ def test_how_ranks_agree_is_one_of_two() -> None:
         engine.agree(True, how="most")  # type: ignore[arg-type]  # what a user may write
 
 
-def update_in_the_background_inside_of_gathered(route: str) -> list[Any]:
+def update_in_the_background_inside_of_gathered(transport: str) -> list[Any]:
     """`state_dict` takes over an update that was under way."""
     zero = {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}}
-    config = {"communication": {"route": route}, "zero_optimization": zero}
+    config = {"communication": {"transport": transport}, "zero_optimization": zero}
     engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch, 3, config=config).as_config())
     for step in range(2):
         engine.train_step(share_of(models.vector_batch(step, 4)))
@@ -163,6 +163,6 @@ def update_in_the_background_inside_of_gathered(route: str) -> list[Any]:
     return [torch.equal(before, now), torch.equal(after.get("last.weight", now), now)]
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_what_an_update_in_the_background_changes_is_seen_after_it(ranks: RankPool, route: str) -> None:
-    assert ranks(2, update_in_the_background_inside_of_gathered, route) == [[False, True]] * 2
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_what_an_update_in_the_background_changes_is_seen_after_it(ranks: RankPool, transport: str) -> None:
+    assert ranks(2, update_in_the_background_inside_of_gathered, transport) == [[False, True]] * 2

@@ -59,7 +59,7 @@ class Case:
     before_step: Callable[[Any, int], None] = nothing
     make: Make = adamw
     stage: int = 0
-    route: str = "auto"
+    transport: str = "auto"
     clip: float = 0.0
     accumulation: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "zero_optimization": {"stage": self.stage, **self.zero},
-            "communication": {"route": self.route},
+            "communication": {"transport": self.transport},
             "steps_per_print": 0,
         }
 
@@ -134,8 +134,8 @@ def grid(choose: Callable[[Any, Make], torch.optim.Optimizer], **changes: Any) -
     """Every stage; optimizers in turn, which are at the other stages where groups are of all members."""
     kinds = [(adamw, 0.05), (rmsprop, 0.0)][:: 1 if choose is some else -1]
     return [
-        Case(choose, make=make, stage=stage, route=route, clip=clip, accumulation=accumulation, **changes)
-        for (stage, accumulation, route), (make, clip) in zip(
+        Case(choose, make=make, stage=stage, transport=transport, clip=clip, accumulation=accumulation, **changes)
+        for (stage, accumulation, transport), (make, clip) in zip(
             ((0, 1, "auto"), (1, 2, "auto"), (2, 2, "sockets"), (3, 1, "sockets")), kinds * 2, strict=True
         )
     ]

@@ -41,11 +41,11 @@ def offloaded(case: Case, folder: Path, states_too: bool = False, **changes: Any
     zero = {**case.config.get("zero_optimization", {}), "offload_param": place, **changes}
     if states_too:
         zero["offload_optimizer"] = place
-    return case.at(3, config={"zero_optimization": zero, "communication": {"route": "auto"}})
+    return case.at(3, config={"zero_optimization": zero, "communication": {"transport": "auto"}})
 
 
 def on_sockets(case: Case) -> Case:
-    return case.at(3, config={"communication": {"route": "sockets"}})
+    return case.at(3, config={"communication": {"transport": "sockets"}})
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def order_of_gathers(config: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for index, block in enumerate(model.get_submodule("blocks").children()):
         block.register_forward_pre_hook(lambda module, args, index=index: found.append(f"forward {index}"))
-    route = engine._mesh.axes["shard"].route
-    plain = route.gather
+    transport = engine._mesh.axes["shard"].transport
+    plain = transport.gather
 
     def gather(full: Tensor, part: Tensor, what: str) -> Any:
         found.append(what)
         return plain(full, part, what)
 
-    route.gather = gather  # type: ignore[method-assign]  # to see its messages
+    transport.gather = gather  # type: ignore[method-assign]  # to see its messages
     with torch.no_grad():
         engine.eval_step(token_batch(0, 2))
     engine.close()
@@ -184,7 +184,7 @@ def test_weights_go_out_and_come_back(ranks: RankPool, tmp_path: Path, precision
 
 
 def test_shared_memory_and_offload_contradict_each_other(ranks: RankPool, tmp_path: Path) -> None:
-    case = offloaded(CASES["mlp"], tmp_path).at(3, config={"communication": {"route": "shared_memory"}})
+    case = offloaded(CASES["mlp"], tmp_path).at(3, config={"communication": {"transport": "shared_memory"}})
     errors = ranks.fails(2, train_all, [case])
     assert all('found "shared_memory", with a copy of all parameters' in str(e) for e in errors)
 

@@ -16,7 +16,7 @@ from tests.kit.ranks import RankPool
 from tests.kit.training import Case, adamw, one_thread, share_of
 
 CASE = Case(models.short_gpt_float64, models.token_batch, accumulation=2)
-STAGES = {"auto": (3,), "shared_memory": (0, 3), "sockets": (1, 2)}  # by route
+STAGES = {"auto": (3,), "shared_memory": (0, 3), "sockets": (1, 2)}  # by transport
 SHOWN = ("embedding.weight", "blocks.0.qkv.weight", "blocks.0.norm.bias", "position")
 STATES = ("exp_avg", "exp_avg_sq")
 BF16 = {"bf16": {"enabled": True}}
@@ -106,9 +106,9 @@ def expected(case: Case, world_size: int) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize(("world_size", "route"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
-def test_what_is_shown_is_what_torch_has(ranks: RankPool, world_size: int, route: str) -> None:
-    cases = [CASE.at(stage, config={"communication": {"route": route}}) for stage in STAGES[route]]
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
+def test_what_is_shown_is_what_torch_has(ranks: RankPool, world_size: int, transport: str) -> None:
+    cases = [CASE.at(stage, config={"communication": {"transport": transport}}) for stage in STAGES[transport]]
     values = expected(CASE, world_size)
     for rank_seen in ranks(world_size, look_all, cases):
         for case, seen in zip(cases, rank_seen, strict=True):
@@ -120,7 +120,9 @@ def test_what_is_shown_is_what_torch_has(ranks: RankPool, world_size: int, route
 
 def test_hybrid_sharding_and_hpz_show_the_same(ranks: RankPool) -> None:
     zeros: list[dict[str, Any]] = [{"shard_size": 2}, {"zero_hpz_partition_size": 2}]
-    cases = [CASE.at(3, config={"zero_optimization": zero, "communication": {"route": "sockets"}}) for zero in zeros]
+    cases = [
+        CASE.at(3, config={"zero_optimization": zero, "communication": {"transport": "sockets"}}) for zero in zeros
+    ]
     values = expected(CASE, 4)
     for seen in ranks(4, look_whole_values, cases)[0]:
         torch.testing.assert_close(seen, {name: values[name] for name in seen}, rtol=1e-9, atol=1e-9)
@@ -145,7 +147,7 @@ def tied_float64() -> nn.Module:
 
 
 SO_FAR = CASE.at(0, accumulation=3, build=tied_float64)
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 PARTS = {  # by number of ranks
     1: [SO_FAR.at(stage) for stage in (0, 3)],
     2: [
@@ -271,9 +273,9 @@ def changed_by_torch(case: Case, world_size: int) -> tuple[list[float], Seen]:
     return losses, {**seen, **model.state_dict()}
 
 
-@pytest.mark.parametrize(("world_size", "route"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
-def test_what_is_set_is_what_training_goes_on_with(ranks: RankPool, world_size: int, route: str) -> None:
-    cases = [CASE.at(stage, config={"communication": {"route": route}}) for stage in STAGES[route]]
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
+def test_what_is_set_is_what_training_goes_on_with(ranks: RankPool, world_size: int, transport: str) -> None:
+    cases = [CASE.at(stage, config={"communication": {"transport": transport}}) for stage in STAGES[transport]]
     losses, values = changed_by_torch(CASE, world_size)
     for found_losses, seen in ranks(world_size, train_and_change, cases, "full", "local")[0]:
         torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=0)

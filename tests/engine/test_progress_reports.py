@@ -79,23 +79,23 @@ class Observer:
             yield BATCH
 
 
-def config(stage: int = 3, route: str = "sockets", **others: Any) -> dict[str, Any]:
+def config(stage: int = 3, transport: str = "sockets", **others: Any) -> dict[str, Any]:
     return {
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 0},
-        "communication": {"route": route, "timeout_seconds": 40},
+        "communication": {"transport": transport, "timeout_seconds": 40},
         "steps_per_print": 0,
         **others,
     }
 
 
-def late_to(what: str, folder: str, stage: int = 3, route: str = "sockets") -> tuple[str, dict[int, str]]:
+def late_to(what: str, folder: str, stage: int = 3, transport: str = "sockets") -> tuple[str, dict[int, str]]:
     """Rank 1 stays away from the second step, its data, a save, an evaluation or the start."""
     observer = Observer(folder)
     if what == "start":
         observer.stay_away()
     engine = lowtide.initialize(
-        observed_net(observer.when_watching), config(stage, route, gradient_accumulation_steps=2)
+        observed_net(observer.when_watching), config(stage, transport, gradient_accumulation_steps=2)
     )
     engine.train_step([*BATCH])
     if what == "step":
@@ -135,9 +135,11 @@ def test_a_wait_before_gathers_is_named_with_its_unit_and_number(ranks: RankPool
     assert "stay_away" in stacks[1] and "late_to" in stacks[1]
 
 
-@pytest.mark.parametrize(("stage", "route"), [(0, "sockets"), (2, "shared_memory"), (3, "shared_memory")])
-def test_a_reduction_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path: Path, stage: int, route: str) -> None:
-    text, stacks = ranks(2, late_to, "step", str(tmp_path), stage, route)[1]
+@pytest.mark.parametrize(("stage", "transport"), [(0, "sockets"), (2, "shared_memory"), (3, "shared_memory")])
+def test_a_reduction_is_named_with_its_unit_and_number(
+    ranks: RankPool, tmp_path: Path, stage: int, transport: str
+) -> None:
+    text, stacks = ranks(2, late_to, "step", str(tmp_path), stage, transport)[1]
     first, _, conclusion = lines(text)
     assert first.startswith("rank 0: step 1, backward") and ": waiting in reduction of unit blocks." in first
     assert "(seq " in first and conclusion == "rank 0 waits for rank 1."
@@ -191,10 +193,10 @@ def test_a_pipeline_names_the_action_and_the_rank(ranks: RankPool, tmp_path: Pat
     assert second == "rank 1: step 1, pipeline action 1F0" and conclusion == "rank 0 waits for rank 1."
 
 
-def numbers_after_training(folder: str, route: str) -> list[tuple[tuple[int, int], ...]]:
+def numbers_after_training(folder: str, transport: str) -> list[tuple[tuple[int, int], ...]]:
     """What both ranks have counted after three steps, as this rank sees it."""
     observer = Observer(folder)
-    engine = lowtide.initialize(observed_net(), config(2 if route == "native" else 3, route))
+    engine = lowtide.initialize(observed_net(), config(2 if transport == "native" else 3, transport))
     for _ in range(3):
         engine.train_step(BATCH)
     dist.barrier()
@@ -204,9 +206,9 @@ def numbers_after_training(folder: str, route: str) -> list[tuple[tuple[int, int
     return [report.begun for report in reports if report is not None]
 
 
-@pytest.mark.parametrize("route", ["sockets", "shared_memory", "native"])
-def test_all_ranks_count_their_collectives_alike(ranks: RankPool, tmp_path: Path, route: str) -> None:
-    first, second = ranks(2, numbers_after_training, str(tmp_path), route)[0]
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory", "native"])
+def test_all_ranks_count_their_collectives_alike(ranks: RankPool, tmp_path: Path, transport: str) -> None:
+    first, second = ranks(2, numbers_after_training, str(tmp_path), transport)[0]
     assert first == second and max(count for _, count in first) >= 6
 
 

@@ -78,12 +78,12 @@ class TensorChunk:
         self.param = param
 
 
-def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], str]:
+def read_released(transport: str) -> tuple[dict[str, tuple[str, str]], list[Any], str]:
     """(error of each read, what may be asked for, state after a forward that reads another block)."""
     config = {
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": 3},
-        "communication": {"route": route},
+        "communication": {"transport": transport},
         "steps_per_print": 0,
     }
     model = Net()
@@ -117,9 +117,9 @@ def read_released(route: str) -> tuple[dict[str, tuple[str, str]], list[Any], st
     return found, harmless, after
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_reading_a_released_parameter_is_an_error_that_names_it(ranks: RankPool, route: str) -> None:
-    for found, harmless, after in ranks(2, read_released, route):
+@pytest.mark.parametrize("transport", ROUTES)
+def test_reading_a_released_parameter_is_an_error_that_names_it(ranks: RankPool, transport: str) -> None:
+    for found, harmless, after in ranks(2, read_released, transport):
         kind, message = found.pop("in an object")
         assert kind == "ReleasedParameterError"
         assert message.startswith("a parameter is released: only its shards exist here, so sum_of cannot read it.")

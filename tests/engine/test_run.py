@@ -38,9 +38,11 @@ def trained(config: dict[str, Any], clip: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("route", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 0), ("sockets", 2), ("sockets", 3)]
+    ("transport", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 0), ("sockets", 2), ("sockets", 3)]
 )
-def test_a_function_that_calls_the_model_as_it_likes_is_one_forward(ranks: RankPool, route: str, stage: int) -> None:
+def test_a_function_that_calls_the_model_as_it_likes_is_one_forward(
+    ranks: RankPool, transport: str, stage: int
+) -> None:
     torch.manual_seed(0)
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,7 +51,7 @@ def test_a_function_that_calls_the_model_as_it_likes_is_one_forward(ranks: RankP
         step_of(model, *batch(step))["loss"].backward()
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
         optimizer.step()
-    config = {"zero_optimization": {"stage": stage}, "communication": {"route": route}}
+    config = {"zero_optimization": {"stage": stage}, "communication": {"transport": transport}}
     found = ranks(2, trained, config, 0.02)[0]
     torch.testing.assert_close(found, [param.detach() for param in model.parameters()], rtol=1e-6, atol=1e-7)
 

@@ -80,8 +80,8 @@ def test_steps_are_of_what_was_set(ranks: RankPool, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     speculative = {"zero_optimization": {"offload_optimizer": {**nvme, "overlap": "speculative"}}}
     cases = [CASE.at(stage) for stage in (0, 1, 2, 3)]
-    cases.append(CASE.at(3, config={"communication": {"route": "sockets"}, **speculative}))
-    cases.append(CASE.at(0, config={"communication": {"route": "sockets"}}))
+    cases.append(CASE.at(3, config={"communication": {"transport": "sockets"}, **speculative}))
+    cases.append(CASE.at(0, config={"communication": {"transport": "sockets"}}))
     expected = train_plainly(CASE, 2)
     for found in ranks(2, train, cases)[0]:
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)

@@ -56,9 +56,9 @@ def test_it_is_bitwise_the_plain_step(
 
 def test_parameters_may_rest_in_a_file_too(ranks: RankPool, tmp_path: Path) -> None:
     place = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = {"zero_optimization": {"offload_param": place}, "communication": {"route": "auto"}}
+    config = {"zero_optimization": {"offload_param": place}, "communication": {"transport": "auto"}}
     case = Case(tiny_gpt, token_batch, stage=3, clip=0.1, steps=4)
-    plain = case.at(3, config={"communication": {"route": "sockets"}})
+    plain = case.at(3, config={"communication": {"transport": "sockets"}})
     moved = speculative(case.at(3, config=config), "nvme", tmp_path)
     assert_pairs_agree(ranks(2, train_all, [plain, moved])[0], "rest")
 

@@ -56,9 +56,9 @@ CASES = [
             overflowing_batch,
             stage,
             clip=0.3,
-            config={"fp16": {"enabled": True, "initial_scale_power": 3}, "communication": {"route": route}},
+            config={"fp16": {"enabled": True, "initial_scale_power": 3}, "communication": {"transport": transport}},
         )
-        for build, stage, route in (
+        for build, stage, transport in (
             (LacksGradients, 1, "shared_memory"),
             (LacksGradients, 2, "sockets"),
             (LacksMore, 2, "sockets"),
@@ -97,7 +97,7 @@ class OfRank0(nn.Module):
 def overflow_where_one_rank_waits(stage: int) -> tuple[list[bool], int, Tensor]:
     config = {"optimizer": {"type": "adamw"}, "zero_optimization": {"stage": stage}, "steps_per_print": 0}
     config |= {"fp16": {"enabled": True, "initial_scale_power": 4}, "gradient_clipping": 0.1}
-    config |= {"communication": {"route": "native", "timeout_seconds": 20}}  # as of a device
+    config |= {"communication": {"transport": "native", "timeout_seconds": 20}}  # as of a device
     with patch.object(step_update, "_is_waited_for", lambda device: True):
         torch.manual_seed(0)
         engine = lowtide.initialize(OfRank0(), config)

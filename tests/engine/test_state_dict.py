@@ -42,11 +42,11 @@ def states(config: dict[str, object]) -> list[tuple[dict[str, Tensor], bool]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("route", ["auto", "sockets"])
-def test_names_and_values_are_those_of_the_model(ranks: RankPool, world_size: int, route: str) -> None:
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+def test_names_and_values_are_those_of_the_model(ranks: RankPool, world_size: int, transport: str) -> None:
     torch.manual_seed(0)
     expected = WithBuffers().state_dict()
-    first, *others = ranks(world_size, states, {"communication": {"route": route}})
+    first, *others = ranks(world_size, states, {"communication": {"transport": transport}})
     for state, is_same in first:
         assert is_same and list(state) == list(expected)
         for name, value in expected.items():

@@ -43,9 +43,9 @@ def alone(cases: list[Case]) -> list[Outcome]:
     return [train(case) for case in cases]
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_two_engines_take_turns(ranks: RankPool, route: str) -> None:
-    config = {"communication": {"route": route}}
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_two_engines_take_turns(ranks: RankPool, transport: str) -> None:
+    config = {"communication": {"transport": transport}}
     cases = [FIRST.at(3, config=config), SECOND.at(1, config=config), FIRST.at(2, config=config)]
     for found, expected in zip(ranks(2, take_turns, cases)[0], ranks(2, alone, cases)[0], strict=True):
         assert found.differences(expected) == []
@@ -139,7 +139,7 @@ def test_engines_follow_each_other_where_the_launcher_keeps_the_store(ranks: Ran
 FILES = {"device": "nvme", "nvme_path": "files"}
 FORGOTTEN: dict[str, dict[str, Any]] = {
     "shared memory": {},
-    "sockets": {"communication": {"route": "sockets"}},
+    "sockets": {"communication": {"transport": "sockets"}},
     "in files": {"zero_optimization": {"stage": 3, "offload_optimizer": FILES, "offload_param": FILES}},
     "delayed": {"zero_optimization": {"stage": 2, "offload_optimizer": {**FILES, "overlap": "delayed"}}},
     "in backward": {"zero_optimization": {"stage": 3, "update_in_backward": True}, "gradient_clipping": 0.0},

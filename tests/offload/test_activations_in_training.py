@@ -24,7 +24,7 @@ from tests.offload.activation_stores import MemoryStore
 BUDGET = 17_000  # the logits have 16856 bytes, any other saved activation 1232 to 3696
 
 GPT = Case(models.tiny_gpt, models.token_batch, steps=2)
-RUNS = pairs(("shared_memory", "sockets"), (0, 3), (0, 1, 2), (1, 2))  # route, stage, every, accumulation
+RUNS = pairs(("shared_memory", "sockets"), (0, 3), (0, 1, 2), (1, 2))  # transport, stage, every, accumulation
 
 
 class Recurrent(nn.Module):
@@ -94,21 +94,23 @@ def differences(cases: Iterable[Case], folder: str | None) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("route", "in_file"), [("shared_memory", True), ("sockets", False)])
-def test_two_ranks_train_the_same(ranks: RankPool, route: str, in_file: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transport", "in_file"), [("shared_memory", True), ("sockets", False)])
+def test_two_ranks_train_the_same(ranks: RankPool, transport: str, in_file: bool, tmp_path: Path) -> None:
     cases = [
         GPT.at(
-            stage, accumulation=a, config={"communication": {"route": its}, "activation_checkpointing": {"every": n}}
+            stage,
+            accumulation=a,
+            config={"communication": {"transport": its}, "activation_checkpointing": {"every": n}},
         )
         for its, stage, n, a in RUNS
-        if its == route
+        if its == transport
     ]
     assert ranks(2, differences, cases, str(tmp_path) if in_file else None) == [[], []]
 
 
 def test_models_of_all_kinds_train_the_same(ranks: RankPool) -> None:
     kinds = [Noisy, Reentrant, NonReentrant, AroundBlocks, Recurrent, models.tied_gpt]
-    sockets = {"communication": {"route": "sockets"}}
+    sockets = {"communication": {"transport": "sockets"}}
     cases = [replace(GPT, build=build).at(3 - 3 * (n % 2), config=sockets) for n, build in enumerate(kinds)]
     assert ranks(2, differences, cases, None) == [[], []]
 

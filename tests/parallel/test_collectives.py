@@ -15,9 +15,9 @@ SHAPES = [(6, 4), (2, 12, 7), (2, 6, 900)]
 NAME = "a layer"
 
 
-def exchange_on(size: int, route: str) -> Collectives:
+def exchange_on(size: int, transport: str) -> Collectives:
     parallel_dims = ParallelDims((("tensor", size),), (), layers=("tensor",))
-    mesh = Mesh.create(World.join("cpu", 20.0), parallel_dims, route, 1 << 24, "tensor")
+    mesh = Mesh.create(World.join("cpu", 20.0), parallel_dims, transport, 1 << 24, "tensor")
     return mesh.exchange(["tensor"])
 
 
@@ -25,9 +25,9 @@ def of_rank(rank: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).double()
 
 
-def run_all(size: int, route: str) -> list[tuple[Tensor, Tensor]]:
+def run_all(size: int, transport: str) -> list[tuple[Tensor, Tensor]]:
     """(output, gradient of the input) of each function and shape; the gradient of the output is of another seed."""
-    exchange = exchange_on(size, route)
+    exchange = exchange_on(size, transport)
     found = []
     for function, dim in FUNCTIONS:
         for shape in SHAPES:
@@ -81,10 +81,10 @@ def by_definition(function: Callable[..., Tensor], dim: int | None, x: list[Tens
     return [(y[rank], torch.as_tensor(backward(rank))) for rank in range(size)]
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets", "native"])
-def test_collectives_are_what_they_say(ranks: RankPool, route: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
+def test_collectives_are_what_they_say(ranks: RankPool, transport: str) -> None:
     size = 2
-    for own, wanted in zip(ranks(size, run_all, size, route), expected(size), strict=True):
+    for own, wanted in zip(ranks(size, run_all, size, transport), expected(size), strict=True):
         for (y, dx), (right_y, right_dx) in zip(own, wanted, strict=True):
             torch.testing.assert_close(y, right_y)
             torch.testing.assert_close(dx, right_dx)
@@ -104,8 +104,8 @@ def test_all_ranks_have_the_bits_of_a_sum_that_is_rounded_once(ranks: RankPool, 
     assert found == [right.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).tolist()] * 4
 
 
-def swaps(route: str) -> Tensor:
-    exchange = exchange_on(2, route)
+def swaps(transport: str) -> Tensor:
+    exchange = exchange_on(2, transport)
     x = of_rank(exchange.place, (2, 3, 5)).requires_grad_()
     y = swapped(x, exchange, NAME)
     (y * y.detach()).sum().backward()
@@ -113,8 +113,8 @@ def swaps(route: str) -> Tensor:
     return y.detach()
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets", "native"])
-def test_what_ranks_have_for_each_other_is_swapped(ranks: RankPool, route: str) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
+def test_what_ranks_have_for_each_other_is_swapped(ranks: RankPool, transport: str) -> None:
     given = torch.stack([of_rank(rank, (2, 3, 5)) for rank in range(2)])
-    for rank, got in enumerate(ranks(2, swaps, route)):
+    for rank, got in enumerate(ranks(2, swaps, transport)):
         assert torch.equal(got, given[:, rank])

@@ -124,7 +124,7 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
         (skipping_some, 2, 3, {"activation_checkpointing": {"every": 1}, "zero_optimization": {"offload_param": HOST}}),
     ],
     4: [
-        (calling_some, 4, 3, {"parallel": {"expert": 4}, "communication": {"route": "native"}}),
+        (calling_some, 4, 3, {"parallel": {"expert": 4}, "communication": {"transport": "native"}}),
         (skipping_some, 2, 1, {"parallel": {"expert": 2, "pipeline": 2}}),
         (skipping_some, 2, 3, {"parallel": {"expert": 2, "tensor": 2}, "tensor_parallel": COLUMNS}),
     ],

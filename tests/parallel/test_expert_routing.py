@@ -110,8 +110,8 @@ def test_a_hundred_steps_of_adversarial_choices(ranks: RankPool) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
 
 
-def of_few_steps(route: str, stage: int) -> list[float]:
-    more = {"communication": {"route": route}, "zero_optimization": {"stage": stage}}
+def of_few_steps(transport: str, stage: int) -> list[float]:
+    more = {"communication": {"transport": transport}, "zero_optimization": {"stage": stage}}
     engine = lowtide.initialize(model(), config_of(2, **more))
     norms = [engine.train_step(batch_of(step, engine.rank)).grad_norm.item() for step in range(10)]
     engine.close()
@@ -120,8 +120,8 @@ def of_few_steps(route: str, stage: int) -> list[float]:
 
 def test_every_route_takes_all_choices(ranks: RankPool) -> None:
     expected = ranks(2, of_few_steps, "shared_memory", 0)[0]
-    for route in ("shared_memory", "sockets", "native"):
-        assert ranks(2, of_few_steps, route, 3)[0] == pytest.approx(expected, rel=1e-9)
+    for transport in ("shared_memory", "sockets", "native"):
+        assert ranks(2, of_few_steps, transport, 3)[0] == pytest.approx(expected, rel=1e-9)
 
 
 def bytes_on_the_wire() -> tuple[int, int]:

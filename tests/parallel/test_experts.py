@@ -21,8 +21,8 @@ def case_of(build: Callable[[], nn.Module], accumulation: int = 2) -> Case:
     return Case(build, moe.tokens, clip=0.5, accumulation=accumulation, steps=2, config={"optimizer": SGD})
 
 
-def split(case: Case, stage: int, route: str = "auto", **parallel: Any) -> Case:
-    return case.at(stage, config={"parallel": parallel, "communication": {"route": route}})
+def split(case: Case, stage: int, transport: str = "auto", **parallel: Any) -> Case:
+    return case.at(stage, config={"parallel": parallel, "communication": {"transport": transport}})
 
 
 def plainly(case: Case, num_ranks: int) -> Outcome:
@@ -54,7 +54,12 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
     ],
     4: [
         ("qwen3", 4, 3, {"parallel": {"expert": 4}}),
-        ("mixtral", 4, 3, {"zero_optimization": {"zero_hpz_partition_size": 2}, "communication": {"route": "sockets"}}),
+        (
+            "mixtral",
+            4,
+            3,
+            {"zero_optimization": {"zero_hpz_partition_size": 2}, "communication": {"transport": "sockets"}},
+        ),
         ("mixtral", 2, 3, {"parallel": {"expert": 2, "pipeline": 2}}),
     ],
 }

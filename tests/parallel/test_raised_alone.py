@@ -41,12 +41,12 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def three_steps(route: str, failing: tuple[int, ...], axis: str) -> list[str]:
+def three_steps(transport: str, failing: tuple[int, ...], axis: str) -> list[str]:
     """What each step gives; in the second block 1 raises on some ranks, which go on as if it were nothing."""
     split = {"parallel": {"tensor": 2}, **PLAN} if axis == "tensor" else {"zero_optimization": {"stage": 3}}
     config = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 2, **split}
     torch.manual_seed(0)
-    engine = lowtide.initialize(Model(), {**config, "communication": {"route": route, "timeout_seconds": 120}})
+    engine = lowtide.initialize(Model(), {**config, "communication": {"transport": transport, "timeout_seconds": 120}})
     told = []
     for step in range(3):
         engine.module.layers[1].fails = step == 1 and dist.get_rank() in failing  # type: ignore[index, union-attr]
@@ -58,9 +58,11 @@ def three_steps(route: str, failing: tuple[int, ...], axis: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize(("route", "axis"), [("shared_memory", "tensor"), ("sockets", "tensor"), ("sockets", "shard")])
-def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool, route: str, axis: str) -> None:
-    (_, other, later), (_, own, again) = ranks(2, three_steps, route, (1,), axis)
+@pytest.mark.parametrize(
+    ("transport", "axis"), [("shared_memory", "tensor"), ("sockets", "tensor"), ("sockets", "shard")]
+)
+def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool, transport: str, axis: str) -> None:
+    (_, other, later), (_, own, again) = ranks(2, three_steps, transport, (1,), axis)
     assert own == "mine, in block 1"
     assert "rank 1 raised ValueError: mine, in block 1 and left this call of the engine, which needs all ranks" in other
     assert "rank 0" in again and "no answer" not in later
@@ -68,9 +70,9 @@ def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool
         assert "waited 120 s" not in text and "Timed out" not in text
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_what_all_ranks_raise_ends_the_step_alone(ranks: RankPool, route: str) -> None:
-    failed, whole = ranks(2, three_steps, route, (0, 1), "tensor"), ranks(2, three_steps, route, (), "tensor")
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_what_all_ranks_raise_ends_the_step_alone(ranks: RankPool, transport: str) -> None:
+    failed, whole = ranks(2, three_steps, transport, (0, 1), "tensor"), ranks(2, three_steps, transport, (), "tensor")
     assert failed[0] == failed[1] == [whole[0][0], "mine, in block 1", whole[0][1]]
 
 
@@ -98,10 +100,10 @@ CALLS: dict[str, Callable[[lowtide.Engine], object]] = {
 }
 
 
-def raised_alone(call: str, route: str, stage: int) -> tuple[str, float]:
+def raised_alone(call: str, transport: str, stage: int) -> tuple[str, float]:
     """What a call ends with in which rank 1 raises, and after how many seconds. Rank 1 catches it and is elsewhere."""
     config = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
-    engine = lowtide.initialize(Model(), {**config, "communication": {"route": route, "timeout_seconds": 60}})
+    engine = lowtide.initialize(Model(), {**config, "communication": {"transport": transport, "timeout_seconds": 60}})
     if "ema" in call:
         engine.ema()
     began = time.monotonic()
@@ -111,7 +113,7 @@ def raised_alone(call: str, route: str, stage: int) -> tuple[str, float]:
     except (ValueError, lowtide.CollectiveError) as error:
         text = str(error)
     seconds = time.monotonic() - began
-    key = f"test/{route}/done"
+    key = f"test/{transport}/done"
     store = dist.distributed_c10d._get_default_store()
     if engine.rank == 0:
         store.set(key, "")
@@ -120,22 +122,22 @@ def raised_alone(call: str, route: str, stage: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("call", "route", "stage"),
+    ("call", "transport", "stage"),
     [(call, "sockets", 3) for call in CALLS] + [(call, "shared_memory", 1) for call in list(CALLS)[:2]],
 )
-def test_the_others_hear_of_an_error_in_any_call(ranks: RankPool, call: str, route: str, stage: int) -> None:
+def test_the_others_hear_of_an_error_in_any_call(ranks: RankPool, call: str, transport: str, stage: int) -> None:
     """Within 2 s, in the fastest of at most three runs: a busy machine delays a single run, and the timeout is 60 s."""
     for _ in range(3):
-        (told, seconds), (own, _) = ranks(2, raised_alone, call, route, stage)
+        (told, seconds), (own, _) = ranks(2, raised_alone, call, transport, stage)
         assert "CollectiveError" not in own and f"rank 1 raised ValueError: {own}, in " in told and call in told
         if seconds < 2:
             return
     pytest.fail(f"rank 0 heard of the error of rank 1 after {seconds:.1f} s in the last of three runs, expected 2 s")
 
 
-def two_engines(route: str) -> str:
+def two_engines(transport: str) -> str:
     """What rank 0 is told by `initialize` after an error in a collective of an engine that nobody has closed."""
-    config = {"optimizer": {"type": "sgd"}, "communication": {"route": route, "timeout_seconds": 60}}
+    config = {"optimizer": {"type": "sgd"}, "communication": {"transport": transport, "timeout_seconds": 60}}
     engine = lowtide.initialize(Model(), config)
     with pytest.raises((ValueError, lowtide.CollectiveError)):
         CALLS["engine.gathered()"](engine)

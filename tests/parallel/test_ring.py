@@ -67,9 +67,9 @@ def whole_of(case: str, stream: int = 0) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
-def round_a_ring(route: str, size: int, stride: int) -> dict[str, tuple[list[Tensor], int, int]]:
+def round_a_ring(transport: str, size: int, stride: int) -> dict[str, tuple[list[Tensor], int, int]]:
     """By case: this rank's output and gradients, bytes that it sent in the forward, and in the backward."""
-    exchange, found = exchange_on(size, route), {}
+    exchange, found = exchange_on(size, transport), {}
     for case in CASES:
         place, beside = divmod(exchange.place, stride)
         parts = [one.chunk(size // stride, 2)[place].clone() for one in tensors_of(case, beside)]
@@ -98,14 +98,15 @@ def bytes_of(case: str, place: int, size: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("route", "size", "stride"), [("shared_memory", 4, 1), ("shared_memory", 4, 2), ("sockets", 3, 1), ("native", 2, 1)]
+    ("transport", "size", "stride"),
+    [("shared_memory", 4, 1), ("shared_memory", 4, 2), ("sockets", 3, 1), ("native", 2, 1)],
 )
 def test_a_ring_attends_as_one_process_does_with_the_bytes_of_the_formula(
-    ranks: RankPool, route: str, size: int, stride: int
+    ranks: RankPool, transport: str, size: int, stride: int
 ) -> None:
     rings = size // stride
     right = {(case, beside): whole_of(case, beside) for case in CASES for beside in range(stride)}
-    for rank, found in enumerate(ranks(size, round_a_ring, route, size, stride)):
+    for rank, found in enumerate(ranks(size, round_a_ring, transport, size, stride)):
         place, beside = divmod(rank, stride)
         for case, (values, forward, backward) in found.items():
             for value, whole in zip(values, right[case, beside], strict=True):
@@ -212,7 +213,7 @@ MODELS: dict[str, Any] = SHARED | {
     "capped": capped,
 }
 RING = {"sequence_parallel": {"attention": "ring"}}
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 AGAIN = {"activation_checkpointing": {"every": 1}}
 TRAININGS: list[tuple[str, int, str, dict[str, Any]]] = [
     ("six", 2, "packed", {}),

@@ -115,7 +115,7 @@ def train(
 
 
 CASES: list[tuple[str, int, str, dict[str, Any]]] = [
-    ("llama", 3, "padded", {"communication": {"route": "sockets"}}),
+    ("llama", 3, "padded", {"communication": {"transport": "sockets"}}),
     ("gpt2", 1, "odd", {}),
     ("mistral", 2, "odd", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
     ("Plain", 1, "plain, packed", {}),  # it asks for no mask

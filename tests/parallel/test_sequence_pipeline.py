@@ -61,7 +61,7 @@ def train(name: str, kind: str, config: dict[str, Any], group: int = 0) -> dict[
 RECOMPUTED = {"activation_checkpointing": {"every": 1}}
 CASES: list[tuple[str, str, str, int, dict[str, Any]]] = [
     ("plain", "plain", "zb-h1", 3, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
-    ("llama", "packed", "zb-v", 1, {"communication": {"route": "sockets"}, **RECOMPUTED}),
+    ("llama", "packed", "zb-v", 1, {"communication": {"transport": "sockets"}, **RECOMPUTED}),
 ]
 
 

@@ -39,7 +39,7 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
     ],
     4: [
         ("gpt_oss", 1, 1, {"parallel": {"tensor": 4}}),
-        ("gpt_oss", 2, 3, {"parallel": {**PARTS, "expert": 2}, "communication": {"route": "native"}}),
+        ("gpt_oss", 2, 3, {"parallel": {**PARTS, "expert": 2}, "communication": {"transport": "native"}}),
         ("mixtral", 1, 1, {"parallel": {"tensor": 2, "pipeline": 2}}),
     ],
 }
@@ -73,7 +73,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": ADAMW,
     "parallel": BOTH,
     "zero_optimization": {"stage": 3},
-    "communication": {"route": "sockets"},
+    "communication": {"transport": "sockets"},
 }
 
 

@@ -180,7 +180,7 @@ def test_a_parameter_between_splits_that_nobody_names_is_found(ranks: RankPool) 
 
 def bytes_there_are() -> dict[str, int]:
     torch.manual_seed(0)
-    config = config_of(communication={"route": "sockets"})
+    config = config_of(communication={"transport": "sockets"})
     engine = lowtide.initialize(others.gpt2(), config)
     rows = others.tokens(0, 2 * engine.data_size)
     engine.train_step(tuple(t.chunk(engine.data_size)[engine.data_rank] for t in rows))
@@ -197,7 +197,7 @@ def bytes_there_are() -> dict[str, int]:
 
 def test_the_blueprint_says_the_bytes_of_a_split(ranks: RankPool) -> None:
     """Without shards; tests/parallel/test_split_experts.py has those of stage 3."""
-    config = Config.load(config_of(communication={"route": "sockets"})).resolve(2)
+    config = Config.load(config_of(communication={"transport": "sockets"})).resolve(2)
     blueprint = Blueprint.of(config, others.gpt2(), 2)
     whole = sum(param.numel() * 8 for param in others.gpt2().parameters())
     for rank, found in enumerate(ranks(2, bytes_there_are)):

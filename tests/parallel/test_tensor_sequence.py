@@ -24,7 +24,7 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
             *("llama", 1, 3),
             {
                 "parallel": {"tensor": 4, "tensor_sequence": True},
-                "communication": {"route": "sockets"},
+                "communication": {"transport": "sockets"},
                 "activation_checkpointing": {"every": 1},
             },
         ),

@@ -32,7 +32,7 @@ def tiled(case: Case, stage: int, has_parts: bool, **config: Any) -> Case:
 
 def test_mlps_in_tiles_train_as_in_one_process(ranks: RankPool) -> None:
     """Losses are computed of whole logits, which the model casts from float64."""
-    recomputed: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"route": "sockets"}}
+    recomputed: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"transport": "sockets"}}
     cases = {"gpt2": tiled(CASES["gpt2"], 1, False), "llama": tiled(LLAMA, 3, True, **recomputed)}
     for name, outcome in zip(cases, ranks(2, train_all, list(cases.values()))[0], strict=True):
         assert_close(outcome, expected_of(name), TOLERANCE, TOLERANCE, name)

@@ -26,8 +26,8 @@ def case_of(build: Callable[[], nn.Module], batch: Any = others.tokens, accumula
     return Case(build, batch, clip=0.5, accumulation=accumulation, steps=2, config={"optimizer": SGD})
 
 
-def split(case: Case, stage: int, route: str = "auto", **parallel: int) -> Case:
-    return case.at(stage, config={"parallel": parallel, "communication": {"route": route}})
+def split(case: Case, stage: int, transport: str = "auto", **parallel: int) -> Case:
+    return case.at(stage, config={"parallel": parallel, "communication": {"transport": transport}})
 
 
 def plainly(case: Case, num_ranks: int) -> Outcome:
@@ -57,8 +57,8 @@ ROWS: dict[int, list[Row]] = {  # by number of ranks
     2: [(name, 1, number % 4, {}) for number, name in enumerate(("llama", "gpt2", "gemma2", "bert", "t5"))],
     4: [
         # Heads of keys that two ranks have are counted once.
-        ("grouped_llama", 1, 3, {"parallel": {"tensor": 4}, "communication": {"route": "sockets"}}),
-        ("llama", 2, 3, {"communication": {"route": "sockets"}}),
+        ("grouped_llama", 1, 3, {"parallel": {"tensor": 4}, "communication": {"transport": "sockets"}}),
+        ("llama", 2, 3, {"communication": {"transport": "sockets"}}),
     ],
 }
 

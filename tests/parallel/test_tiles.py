@@ -118,7 +118,7 @@ def loss_of_logits(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 OFFLOADED = {"activation_checkpointing": {"offload": {"device": "cpu", "min_bytes": 1}}}
 OWN_HEAD = {"zero_optimization": {"stage": 3, "units": ["*.layers.?", "lm_head"]}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

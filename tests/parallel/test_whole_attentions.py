@@ -70,7 +70,7 @@ CASES = {build.__name__: case_of(build, accumulation=1) for build in (olmo2, phi
     "t5": FAMILIES["t5"],
 }
 PARTS: dict[str, Any] = {"parallel": {"tensor": 2, "tensor_sequence": True}}
-AGAIN: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"route": "sockets"}}
+AGAIN: dict[str, Any] = {"activation_checkpointing": {"every": 1}, "communication": {"transport": "sockets"}}
 # Between stages tokens are whole.
 STAGES: dict[str, Any] = {"parallel": {"tensor": 2, "tensor_sequence": True, "pipeline": 2}}
 ROWS: dict[int, list[tuple[str, int, dict[str, Any]]]] = {  # by number of ranks: model, stage, config

@@ -99,10 +99,12 @@ def test_update_in_backward(tmp_path: Path) -> None:
     assert not train(plain).differences(train(layered.at(3, config=zero(**LAYERED, **updates))))
 
 
-@pytest.mark.parametrize(("world_size", "route"), [(2, "sockets"), (4, "shared_memory")])
-def test_several_ranks_have_the_sums_of_stage_1(ranks: RankPool, tmp_path: Path, world_size: int, route: str) -> None:
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "sockets"), (4, "shared_memory")])
+def test_several_ranks_have_the_sums_of_stage_1(
+    ranks: RankPool, tmp_path: Path, world_size: int, transport: str
+) -> None:
     """Which adds up microbatches first, and then ranks; stages 2 and 3 in the plain order reduce each microbatch."""
-    by: dict[str, Any] = {"communication": {"route": route}}
+    by: dict[str, Any] = {"communication": {"transport": transport}}
     file: dict[str, Any] = {"device": "nvme", "nvme_path": str(tmp_path)}
     plain, layered = pair(1, of_two_blocks, **by)
     laws: list[Law]
@@ -128,7 +130,7 @@ def test_what_is_updated_or_sent_otherwise(ranks: RankPool) -> None:
     signs = {"type": "onebitadam", "params": {"lr": 1e-3, "freeze_step": 1}}
     laws.append(tuple(pair(0, of_two_blocks, optimizer=signs)))
     laws = [tuple(case.at(case.stage, accumulation=2) for case in law) for law in laws]
-    few_bits = {"route": "sockets", "weight_bits": 8, "gradient_bits": 8}
+    few_bits = {"transport": "sockets", "weight_bits": 8, "gradient_bits": 8}
     laws.append(tuple(case.at(3, accumulation=1) for case in pair(3, of_two_blocks, communication=few_bits)))
     assert not differences(laws, ranks(2, train_all, cases_of(laws))[0])
 
@@ -146,7 +148,7 @@ def rows_of(step: int, rows: int) -> tuple[Tensor]:
 
 def trained(settings: dict[str, Any], accumulation: int) -> lowtide.Engine:
     """After a step."""
-    case = Case(chain, rows_of, 3, accumulation=accumulation, config={"communication": {"route": "sockets"}})
+    case = Case(chain, rows_of, 3, accumulation=accumulation, config={"communication": {"transport": "sockets"}})
     engine = lowtide.initialize(chain(), case.at(3, config={**case.config, **zero(**settings)}).as_config())
     engine.train_step(rows_of(0, 2 * accumulation))
     return engine

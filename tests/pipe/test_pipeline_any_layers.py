@@ -92,7 +92,7 @@ def test_they_train_like_one_rank(ranks: RankPool) -> None:
 
 
 def test_with_parameters_that_are_released(ranks: RankPool) -> None:
-    sections = {"zero_optimization": {"stage": 3}, "communication": {"route": "sockets"}}
+    sections = {"zero_optimization": {"stage": 3}, "communication": {"transport": "sockets"}}
     split = sections | {"pipeline": {"schedule": "zb-h1"}}
     expected = ranks(2, train_nets, [(kind, 1, sections) for kind in KINDS[1:]])[0]
     found = ranks(4, train_nets, [(kind, 2, split) for kind in KINDS[1:]])[0]

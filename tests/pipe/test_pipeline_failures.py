@@ -334,7 +334,7 @@ SCHEDULES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # ranks, the mic
         {"zero_optimization": {"stage": 1}, "pipeline": {"schedule": "interleaved", "chunks": 2}},
     ),
     "halves": (2, 1, 1, {"pipeline": {"schedule": "zb-h1"}}),
-    "sockets": (4, 1, 2, {"parallel": {"pipeline": 2}, "communication": {"route": "sockets"}}),
+    "sockets": (4, 1, 2, {"parallel": {"pipeline": 2}, "communication": {"transport": "sockets"}}),
 }
 
 

@@ -11,7 +11,7 @@ from tests.kit.ranks import RankPool
 from tests.kit.training import Case, train_all
 from tests.pipe.pipelines import MICROBATCHES, deep_gpt, pipelined, with_steps
 
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 CASE = Case(deep_gpt, models.token_batch, accumulation=MICROBATCHES, steps=1, config=SOCKETS)
 
 

@@ -134,7 +134,7 @@ def test_one_microbatch_gives_the_bits_of_one_process(ranks: RankPool) -> None:
 
 
 def test_stages_are_gathered_for_each_use_within_a_budget(ranks: RankPool) -> None:
-    case = PLAIN.at(3, config={"communication": {"route": "sockets"}})
+    case = PLAIN.at(3, config={"communication": {"transport": "sockets"}})
     once, budgeted = ranks(
         4,
         train_all,

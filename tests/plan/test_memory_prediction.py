@@ -15,9 +15,9 @@ from tests.plan.test_planned_peak import ROWS, TOLERANCE, batch_of, config_of, g
 PLAIN = {"optimizer": ADAMW, "steps_per_print": 0}
 
 
-def recorded(folder: str, stage: int, route: str) -> dict[str, Any]:
+def recorded(folder: str, stage: int, transport: str) -> dict[str, Any]:
     """What the rank has saved in the third step."""
-    report = {"memory_report": {"folder": folder}, "communication": {"route": route}}
+    report = {"memory_report": {"folder": folder}, "communication": {"transport": transport}}
     with lowtide.initialize(gpt(), {**config_of(stage, 0, 1), **report}) as engine:
         for number in range(3):
             engine.train_step(batch_of("gpt", number))
@@ -25,9 +25,9 @@ def recorded(folder: str, stage: int, route: str) -> dict[str, Any]:
     return vars(MemoryReport.load(Path(folder) / f"memory-rank{rank}.json"))
 
 
-@pytest.mark.parametrize(("stage", "route"), [(0, "sockets"), (3, "sockets"), (2, "shared_memory"), (3, "native")])
-def test_what_a_step_holds_is_what_was_predicted(stage: int, route: str, ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks(2, recorded, str(tmp_path), stage, route):
+@pytest.mark.parametrize(("stage", "transport"), [(0, "sockets"), (3, "sockets"), (2, "shared_memory"), (3, "native")])
+def test_what_a_step_holds_is_what_was_predicted(stage: int, transport: str, ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks(2, recorded, str(tmp_path), stage, transport):
         assert found["predicted_peak_bytes"] == pytest.approx(found["peak_bytes"], rel=TOLERANCE)
         for kind in ("optimizer_bytes", "buffer_bytes"):
             assert found["measured"][kind] == found["predicted"][kind], kind

@@ -153,7 +153,7 @@ def config_of(stage: int, every: int, accumulation: int, **more: Any) -> dict[st
         "optimizer": ADAMW,
         "zero_optimization": {"stage": stage},
         "activation_checkpointing": {"every": every},
-        "communication": {"route": "sockets"},
+        "communication": {"transport": "sockets"},
         **more,
     }
 

@@ -120,7 +120,7 @@ def test_messages_lie_at_the_ends_of_stages_and_one_ahead_for_each(schedule: str
 
 def test_gradients_of_a_stage_that_has_ended_are_final_while_another_computes() -> None:
     """Of a first block whose backward takes a gigabyte, the last of which comes when the rank's other one has ended."""
-    shared = {"communication": {"route": "shared_memory"}}  # where shards are given back after a step
+    shared = {"communication": {"transport": "shared_memory"}}  # where shards are given back after a step
     blueprint, profile = planned("fused", {**over_stages("interleaved", 1, 1, **BF16), **shared}, 4)
     parts = dict.fromkeys(profile.parts, ProfilePart())
     parts["blocks.0"] = ProfilePart(backward_start_bytes=10**9, holding_peak_bytes=10**9)

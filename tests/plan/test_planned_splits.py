@@ -112,8 +112,8 @@ def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
     engine = lowtide.initialize(model_of(config), config)
     microbatches = config["gradient_accumulation_steps"]
     whole = batch(ROWS * microbatches)
-    parallel, route = config["parallel"], config["communication"]["route"]
-    for _ in range(3 if "expert" in parallel or route == "shared_memory" else 2 if "pipeline" in parallel else 1):
+    parallel, transport = config["parallel"], config["communication"]["transport"]
+    for _ in range(3 if "expert" in parallel or transport == "shared_memory" else 2 if "pipeline" in parallel else 1):
         engine.train_step(whole)
     exchanges = {name: engine._mesh.exchange((name,)) for name in (EXPERT, SEQUENCE, TENSOR)}
     if not is_watched():
@@ -124,7 +124,7 @@ def measured(config: dict[str, Any]) -> tuple[int, dict[str, int]]:
     with LiveBytes(engine) as live:
         engine.train_step(whole)
     sent = {name: exchange.bytes_sent - before[name] for name, exchange in exchanges.items()}
-    apart = exchanges[EXPERT]._axis.route  # data-parallel ranks have another route for gradients
+    apart = exchanges[EXPERT]._axis.transport  # data-parallel ranks have another transport for gradients
     slots = sum(slot[apart.rank].nbytes for slot in apart._slots) if isinstance(apart, SharedMemoryTransport) else 0
     engine.close()
     return live.peak + slots, sent
@@ -155,7 +155,7 @@ def split(stage: int, every: int, accumulation: int, parallel: dict[str, int], *
 def test_two_ranks(ranks: RankPool) -> None:
     cases = {
         "sequence, stage 0": split(0, 0, 2, {"sequence": 2}),
-        "tensor, stage 1": split(1, 1, 1, {"tensor": 2}, communication={"route": "shared_memory"}),
+        "tensor, stage 1": split(1, 1, 1, {"tensor": 2}, communication={"transport": "shared_memory"}),
         "tensor, stage 2": split(2, 0, 2, {"tensor": 2}, **BF16),
         "sequence, stage 3": split(3, 1, 1, {"sequence": 2}),
     }
@@ -197,7 +197,7 @@ def test_sequences_over_stages(ranks: RankPool) -> None:
 
 def with_experts() -> dict[str, dict[str, Any]]:
     return {
-        "stage 1, shared memory": split(1, 1, 2, {"expert": 2}, communication={"route": "shared_memory"}),
+        "stage 1, shared memory": split(1, 1, 2, {"expert": 2}, communication={"transport": "shared_memory"}),
         "stage 3, recomputed": split(3, 1, 1, {"expert": 2}, **BF16),
     }
 
@@ -252,7 +252,7 @@ def test_reports_of_layers_over_stages(ranks: RankPool, tmp_path: Path) -> None:
 
 def shared(parallel: dict[str, int]) -> tuple[int, int, int]:
     """(shared memory as planned before the first batch, as mapped, by rank 0 of each axis, slots after a step)."""
-    config = split(1, 0, 1, parallel, communication={"route": "shared_memory"})
+    config = split(1, 0, 1, parallel, communication={"transport": "shared_memory"})
     blueprint, profile, _ = planned(config)
     mapped = [0]
     with shared_memory_counted(mapped):
@@ -260,9 +260,9 @@ def shared(parallel: dict[str, int]) -> tuple[int, int, int]:
     taken = mapped[0]
     engine.train_step(batch(ROWS))
     slots = sum(
-        sum(slot[exchange._axis.route.rank].nbytes for slot in exchange._axis.route._slots)
+        sum(slot[exchange._axis.transport.rank].nbytes for slot in exchange._axis.transport._slots)
         for exchange in engine._mesh._exchanges.values()
-        if isinstance(exchange._axis.route, SharedMemoryTransport)
+        if isinstance(exchange._axis.transport, SharedMemoryTransport)
     )
     engine.close()
     assert slots == profile.slot_bytes

@@ -48,7 +48,7 @@ def train(stage: int, config: dict[str, Any]) -> tuple[list[float], list[int]]:
 
 
 def on_device(stage: int) -> tuple[list[float], list[float], list[int]]:
-    on_cpu, _ = train(stage, {"device": "cpu", "communication": {"route": "native"}})
+    on_cpu, _ = train(stage, {"device": "cpu", "communication": {"transport": "native"}})
     group.register()
     return on_cpu, *train(stage, {"device": "pretend"})
 

@@ -25,7 +25,7 @@ def train_until_rank_1_is_late(pipeline: int, stage: int, given_up: Path) -> tup
         "optimizer": {"type": "sgd"},
         "zero_optimization": {"stage": stage},
         "parallel": {"pipeline": pipeline},
-        "communication": {"route": "native", "timeout_seconds": TIMEOUT_SECONDS},
+        "communication": {"transport": "native", "timeout_seconds": TIMEOUT_SECONDS},
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(linear_chain(8, 2), config)

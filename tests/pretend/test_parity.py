@@ -68,10 +68,10 @@ CASES = {
 def plain(case: Case) -> Case:
     """On the CPU, with all of it in memory, at stage 0 or 2: no place changes a bit, but an update that is late does.
 
-    On that route the CPU sums in the order in which the device's group does.
+    On that transport the CPU sums in the order in which the device's group does.
     """
     late = {key: one for key, one in case.config.get("zero_optimization", {}).items() if "delayed" in str(one)}
-    on_cpu = {"device": "cpu", "communication": {"route": "native"}, "activation_checkpointing": None}
+    on_cpu = {"device": "cpu", "communication": {"transport": "native"}, "activation_checkpointing": None}
     return case.at(case.stage // 2 * 2, config={**on_cpu, "zero_optimization": late})
 
 

@@ -18,7 +18,7 @@ from tests.pipe.test_pipeline_ties import Chain
 from tests.pipe.test_pipeline_ties import batch as chain_batch
 from tests.pretend import group, queues
 
-NATIVE = {"communication": {"route": "native", "timeout_seconds": 20}}
+NATIVE = {"communication": {"transport": "native", "timeout_seconds": 20}}
 TIED = Case(deep_tied_gpt_64, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2, config=NATIVE)
 TIED_TWICE = Case(Chain, chain_batch, accumulation=2, clip=0.1, steps=2, config=NATIVE)
 BESIDE_DATA = [("zb-v", 2, 1), ("dualpipe-v", 3, None)]

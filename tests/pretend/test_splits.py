@@ -52,8 +52,8 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
 def train(name: str, device: str) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Losses, norms, an evaluation and the state; and the waits of each step."""
     build, batch_of, kind, stage, more = ROWS[name]
-    route = {"route": "auto" if device == "auto" else "native"}
-    config = config_of(stage, device=device, communication=route, **more)
+    transport = {"transport": "auto" if device == "auto" else "native"}
+    config = config_of(stage, device=device, communication=transport, **more)
     torch.manual_seed(0)
     engine = lowtide.initialize(build(), config)
     values: dict[str, Tensor] = {}

@@ -24,7 +24,8 @@ Use = Callable[[Make, str], list[Tensor]]
 
 
 def maker(device: str) -> Make:
-    """Engines of two microbatches a step. On that route the CPU sums in the order in which the device's group does."""
+    """Engines of two microbatches a step. On that transport the CPU sums in the order in which the device's group
+    does."""
 
     def make(build: Any = TinyGPT, stage: int = 0, given: Any = None, **config: Any) -> Engine:
         torch.manual_seed(0)
@@ -32,7 +33,7 @@ def maker(device: str) -> Make:
         accumulation = config.pop("gradient_accumulation_steps", 1)
         sections = {
             "device": device,
-            "communication": {"route": "auto" if device == "auto" else "native"},
+            "communication": {"transport": "auto" if device == "auto" else "native"},
             "optimizer": ADAMW,
             "steps_per_print": 0,
             "kernels": {"fuse_modules": False},

@@ -47,10 +47,12 @@ def test_units_are_what_runs_in_containers(kind: Callable[[], nn.Module]) -> Non
 
 
 def test_containers_train_as_with_plain_torch(ranks: RankPool) -> None:
-    """On one route or the other, in turn."""
+    """On one transport or the other, in turn."""
     cases = [Case(kind, models.vector_batch_float64, clip=0.05, steps=2) for kind in UNITS]
-    routes = [{"communication": {"route": ("sockets", "shared_memory")[number % 2]}} for number in range(len(cases))]
-    grid = [case.at(3, config=route) for case, route in zip(cases, routes, strict=True)]
+    transports = [
+        {"communication": {"transport": ("sockets", "shared_memory")[number % 2]}} for number in range(len(cases))
+    ]
+    grid = [case.at(3, config=transport) for case, transport in zip(cases, transports, strict=True)]
     for case, outcome in zip(cases, ranks(2, train_all, grid)[0], strict=True):
         assert_close(outcome, train_plainly(case, 2), 1e-10, 1e-10, case.build.__name__)
 

@@ -104,12 +104,14 @@ def train_with_late_updates(case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(("place", "route", "first"), [("cpu", "shared_memory", 0), ("nvme", "sockets", 1)])
+@pytest.mark.parametrize(("place", "transport", "first"), [("cpu", "shared_memory", 0), ("nvme", "sockets", 1)])
 def test_an_update_reads_and_writes_nothing_that_the_next_step_does(
-    ranks: RankPool, tmp_path: Path, place: str, route: str, first: int
+    ranks: RankPool, tmp_path: Path, place: str, transport: str, first: int
 ) -> None:
     """Precisions in turn: each stage has both."""
-    cases = [in_precision(GPT, precision).at(0, config={"communication": {"route": route}}) for precision in DTYPES]
+    cases = [
+        in_precision(GPT, precision).at(0, config={"communication": {"transport": transport}}) for precision in DTYPES
+    ]
     work = [delayed(cases[(stage + first) % 2], stage, tmp_path, place) for stage in STAGES]
     expected = [train_delayed(case, 2, dtype) for case, dtype in zip(cases, DTYPES.values(), strict=True)]
     for stage, found in zip(STAGES, ranks(2, train_all_with_late_updates, work)[0], strict=True):
@@ -157,7 +159,9 @@ def test_the_norm_of_its_own_step_clips_it(ranks: RankPool, tmp_path: Path, plac
 def test_all_microbatches_of_a_step_compute_with_the_same_parameters(ranks: RankPool, tmp_path: Path) -> None:
     case = GPT.at(0, accumulation=3)
     expected = train_delayed(case, 2)
-    routed = [case.at(0, config={"communication": {"route": route}}) for route in ("shared_memory", "sockets")]
+    routed = [
+        case.at(0, config={"communication": {"transport": transport}}) for transport in ("shared_memory", "sockets")
+    ]
     for outcome in ranks(2, train_all, [delayed(one, stage, tmp_path) for one in routed for stage in (2, 3)])[0]:
         assert differences(outcome, expected) == []
 

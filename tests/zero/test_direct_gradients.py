@@ -99,12 +99,12 @@ def train_both_ways(cases: list[Case]) -> tuple[list[Outcome], list[Outcome], li
 
 
 def test_the_bits_are_those_of_copied_gradients(ranks: RankPool) -> None:
-    """Every setting has both routes, at stages that shard parameters or not, in turn."""
+    """Every setting has both transports, at stages that shard parameters or not, in turn."""
     cases = []
     for number, settings in enumerate(SETTINGS):
         clip = 0.0 if "zero_optimization" in settings.get("config", {}) else 0.1
-        for stage, route in zip(((0, 3), (2, 1))[number % 2], ("shared_memory", "sockets"), strict=True):
-            case = Case(Net, batch, clip=clip, steps=2, config={"communication": {"route": route}})
+        for stage, transport in zip(((0, 3), (2, 1))[number % 2], ("shared_memory", "sockets"), strict=True):
+            case = Case(Net, batch, clip=clip, steps=2, config={"communication": {"transport": transport}})
             cases.append(case.at(stage, **settings))
     assert_the_same(ranks, 2, cases)
 

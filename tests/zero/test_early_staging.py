@@ -85,9 +85,9 @@ def counted() -> Iterator[list[int]]:
         yield found
 
 
-def held_on(route: str) -> list[tuple[int, int]]:
+def held_on(transport: str) -> list[tuple[int, int]]:
     """At each stage."""
-    config = {"communication": {"route": route}}
+    config = {"communication": {"transport": transport}}
     return [held_at_most({**config, "zero_optimization": {"stage": stage}}) for stage in range(4)]
 
 
@@ -110,13 +110,13 @@ def held_at_most(config: dict[str, Any], accumulation: int = 1) -> tuple[int, in
     return len(found), max(found)
 
 
-@pytest.mark.parametrize("route", ["shared_memory", "sockets"])
-def test_a_gradient_is_freed_when_it_comes(ranks: RankPool, route: str) -> None:
-    for of_rank in ranks(2, held_on, route):
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_a_gradient_is_freed_when_it_comes(ranks: RankPool, transport: str) -> None:
+    for of_rank in ranks(2, held_on, transport):
         for stage, (offered, held) in enumerate(of_rank):
             assert offered == BLOCKS * (LAYERS - 1), stage  # the last of a block starts its reduction
             # On shared memory one may have to wait for the other rank, which has the slot.
-            assert held == 0 if route == "sockets" else held < LAYERS, stage
+            assert held == 0 if transport == "sockets" else held < LAYERS, stage
 
 
 def test_with_one_rank_too(ranks: RankPool) -> None:
@@ -124,7 +124,7 @@ def test_with_one_rank_too(ranks: RankPool) -> None:
 
 
 def test_where_gradients_wait_for_the_boundary_they_stay(ranks: RankPool) -> None:
-    config = {"zero_optimization": {"stage": 1}, "communication": {"route": "sockets"}}
+    config = {"zero_optimization": {"stage": 1}, "communication": {"transport": "sockets"}}
     for _, held in ranks(2, held_at_most, config, 2):
         assert held == LAYERS - 1
 
@@ -186,7 +186,9 @@ def train_together_and_not(cases: list[Case]) -> tuple[list[Outcome], list[Outco
 def test_those_that_are_staged_together_are_the_same(ranks: RankPool, world_size: int) -> None:
     """As on a device."""
     cases = [
-        Case(model, batch, stage, steps=2, config={"bf16": {"enabled": narrow}, "communication": {"route": "native"}})
+        Case(
+            model, batch, stage, steps=2, config={"bf16": {"enabled": narrow}, "communication": {"transport": "native"}}
+        )
         for model, stage, narrow in pairs((Twice, Odd), range(4), (False, True))
     ]
     for together, plain in ranks(world_size, train_together_and_not, cases):

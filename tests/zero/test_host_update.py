@@ -34,7 +34,7 @@ BF16 = {"bf16": {"enabled": True}}
 def on_native(case: Case, **zero: Any) -> Case:
     """With the collectives that a device has: no one copy of the parameters for all ranks of a host."""
     zero = {**case.config.get("zero_optimization", {}), **zero}
-    return case.at(case.stage, config={"communication": {"route": "native"}, "zero_optimization": zero})
+    return case.at(case.stage, config={"communication": {"transport": "native"}, "zero_optimization": zero})
 
 
 def pair(case: Case, folder: Path, device: str, params: bool = False, **changes: Any) -> tuple[Case, Case]:
@@ -158,7 +158,7 @@ def test_bytes_are_where_the_config_says(ranks: RankPool, ratio: float, low: flo
         "steps_per_print": 0,
         "optimizer": ADAMW,
         "bf16": {"enabled": True},
-        "communication": {"route": "native"},
+        "communication": {"transport": "native"},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
     }
     for on_device, on_host, gradients in ranks(2, apart, bytes_by_place, config):

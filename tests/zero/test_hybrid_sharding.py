@@ -13,10 +13,10 @@ from tests.kit.ranks import RankPool
 from tests.kit.training import Case, Outcome, assert_close, train, train_all, train_plainly
 
 
-@pytest.mark.parametrize(("route", "accumulation"), [("shared_memory", 2), ("sockets", 1)])
-def test_hybrid_sharding_equals_plain_torch(ranks: RankPool, route: str, accumulation: int) -> None:
+@pytest.mark.parametrize(("transport", "accumulation"), [("shared_memory", 2), ("sockets", 1)])
+def test_hybrid_sharding_equals_plain_torch(ranks: RankPool, transport: str, accumulation: int) -> None:
     """The order of sums differs: pairs of ranks first, then the pairs."""
-    config = {"communication": {"route": route}}
+    config = {"communication": {"transport": transport}}
     case = Case(models.short_gpt_float64, models.token_batch, clip=0.3, steps=2, config=config)
     hybrid = {"zero_optimization": {"shard_size": 2}}
     grid = [case.at(stage, accumulation=accumulation, config=hybrid) for stage in (2, 3)]
@@ -66,11 +66,11 @@ def _train_hearing_late(case: Case) -> Outcome:
         return train(case)
 
 
-def step_after_two_backwards(routes: list[str]) -> list[float]:
+def step_after_two_backwards(transports: list[str]) -> list[float]:
     """Norms. Both are the last of their step, as far as is known when they run."""
     norms = []
-    for route in routes:
-        case = Case(models.mlp_float64, models.vector_batch_float64, config={"communication": {"route": route}})
+    for transport in transports:
+        case = Case(models.mlp_float64, models.vector_batch_float64, config={"communication": {"transport": transport}})
         config = case.at(2, config={"zero_optimization": {"shard_size": 2}}).as_config()
         torch.manual_seed(0)
         with lowtide.initialize(models.mlp_float64(), config) as engine:

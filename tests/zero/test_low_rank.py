@@ -96,11 +96,11 @@ def first_factors() -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("size", "route"), [(1, "auto"), (2, "shared_memory"), (3, "sockets")])
-def test_it_is_the_papers_formula(ranks: RankPool, size: int, route: str) -> None:
+@pytest.mark.parametrize(("size", "transport"), [(1, "auto"), (2, "shared_memory"), (3, "sockets")])
+def test_it_is_the_papers_formula(ranks: RankPool, size: int, transport: str) -> None:
     first = ranks(1, first_factors)[0]
     assert first
-    cases = [case_of(stage, communication={"route": route}) for stage in (0, 1)]
+    cases = [case_of(stage, communication={"transport": transport}) for stage in (0, 1)]
     *found, forgetful = ranks(size, train_all, [*cases, case_of(power_sgd={"error_feedback": False})])[0]
     expected = by_hand(size, first, True)
     for outcome in found:

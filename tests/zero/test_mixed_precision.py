@@ -44,7 +44,7 @@ def test_bf16_equals_plain_torch_with_the_same_casts(ranks: RankPool, world_size
 
 def test_gradients_are_sent_in_the_communication_data_type(ranks: RankPool) -> None:
     case = Case(models.mlp, models.vector_batch, config={"communication_data_type": "bf16"})
-    grid = [case.at(stage, config={"communication": {"route": r}}) for r in ROUTES for stage in STAGES]
+    grid = [case.at(stage, config={"communication": {"transport": r}}) for r in ROUTES for stage in STAGES]
     expected = train_mixed(case, 2, Dtypes(torch.float32, reduce=torch.bfloat16))
     plain = train_mixed(case, 2, Dtypes(torch.float32))
     assert abs(expected.norms[0] - plain.norms[0]) > 1e-5 * plain.norms[0], "the rounding must show"
@@ -57,7 +57,7 @@ def test_gradients_are_sent_in_the_communication_data_type(ranks: RankPool) -> N
 
 def test_a_backend_sums_in_the_communication_data_type(ranks: RankPool) -> None:
     """Its sum is rounded once more, and added to what has another dtype."""
-    config = {"communication_data_type": "bf16", "communication": {"route": "native"}}
+    config = {"communication_data_type": "bf16", "communication": {"transport": "native"}}
     case = Case(models.mlp, models.vector_batch, accumulation=2, config=config)
     expected = train_mixed(case, 2, Dtypes(torch.float32, reduce=torch.bfloat16))
     for outcome in ranks(2, train_all, [case.at(stage) for stage in STAGES])[0]:

@@ -77,7 +77,7 @@ def published(case: Case, world_size: int) -> Outcome:
 def test_it_is_the_published_update(ranks: RankPool) -> None:
     expected = published(CASE, 2)
     cases = [CASE.at(stage) for stage in range(4)]
-    cases += [CASE.at(stage, config={"communication": {"route": "sockets"}}) for stage in (0, 2)]
+    cases += [CASE.at(stage, config={"communication": {"transport": "sockets"}}) for stage in (0, 2)]
     for outcome in ranks(2, train_all, cases)[0]:
         assert_close(outcome, expected, 1e-7, 1e-7)
 

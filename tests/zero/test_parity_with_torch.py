@@ -15,7 +15,7 @@ FLOAT64 = [
     Case(models.mlp_float64, models.vector_batch_float64, clip=0.05),
 ]
 ONE_BLOCK = [Case(models.short_gpt_float64, models.token_batch, clip=0.3, steps=2)]
-NATIVE = [ONE_BLOCK[0].at(0, config={"communication": {"route": "native"}})]
+NATIVE = [ONE_BLOCK[0].at(0, config={"communication": {"transport": "native"}})]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Messages of few bits: one training at every stage and on every route that sends; errors do not add up."""
+"""Messages of few bits: one training at every stage and on every transport that sends; errors do not add up."""
 
 import logging
 from pathlib import Path
@@ -20,9 +20,11 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
-def at(stage: int, route: str = "sockets", zero: dict[str, Any] | None = None, case: Case = BASE, **more: Any) -> Case:
+def at(
+    stage: int, transport: str = "sockets", zero: dict[str, Any] | None = None, case: Case = BASE, **more: Any
+) -> Case:
     """Four ranks that stand for two hosts, with gradients of 4 bits between these. more: of the section."""
-    communication = {"route": route, "gradient_bits": 4, "ranks_of_host": 2, **more}
+    communication = {"transport": transport, "gradient_bits": 4, "ranks_of_host": 2, **more}
     return case.at(stage, config={"communication": communication, "zero_optimization": zero or {}})
 
 
@@ -36,7 +38,7 @@ def test_every_stage_has_the_same_bits_with_gradients_of_few(ranks: RankPool) ->
 
 
 def test_a_backend_that_sums_sends_the_same_messages(ranks: RankPool) -> None:
-    work = [at(stage, route, weight_bits=8) for stage in (2, 3) for route in ("sockets", "native")]
+    work = [at(stage, transport, weight_bits=8) for stage in (2, 3) for transport in ("sockets", "native")]
     outcomes: list[Outcome] = ranks(4, train_all, work)[0]
     for own, native in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert native.differences(own) == []

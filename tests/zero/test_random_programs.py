@@ -129,7 +129,7 @@ def train(program: Program) -> dict[str, Tensor]:
         "optimizer": {"type": "sgd", "params": {"lr": LR}},
         "zero_optimization": program.zero,
         "activation_checkpointing": {"every": program.every},
-        "communication": {"route": "sockets", "timeout_seconds": 10},
+        "communication": {"transport": "sockets", "timeout_seconds": 10},
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(build(program), config)
@@ -179,7 +179,7 @@ def engine_of(model: nn.Module, **zero: Any) -> lowtide.Engine:
     config = {
         "optimizer": {"type": "sgd", "params": {"lr": LR}},
         "zero_optimization": {"stage": 3} | zero,
-        "communication": {"route": "sockets", "timeout_seconds": 10},
+        "communication": {"transport": "sockets", "timeout_seconds": 10},
         "steps_per_print": 0,
     }
     return lowtide.initialize(model.double(), config)

@@ -20,7 +20,7 @@ class Gradient:
 
 
 def test_a_newer_reduction_does_not_overtake_an_older_one() -> None:
-    """Each route must see the same order on all ranks, however late a rank hears of what others have done."""
+    """Each transport must see the same order on all ranks, however late a rank hears of what others have done."""
     older: Any = Gradient(is_done=False)
     newer: Any = Gradient(is_done=True)
     reductions = Reductions()

@@ -24,9 +24,9 @@ CASES = {
 }
 
 
-def both(case: Case, route: str, **zero: Any) -> list[Case]:
+def both(case: Case, transport: str, **zero: Any) -> list[Case]:
     """Plain stage 3, and with pairs."""
-    config = {"communication": {"route": route}}
+    config = {"communication": {"transport": transport}}
     return [case.at(3, config={**config, "zero_optimization": {**zero, **more}}) for more in ({}, PAIRS)]
 
 
@@ -62,7 +62,7 @@ def test_pairs_with_a_storage_for_what_stays(ranks: RankPool) -> None:
 def test_pairs_within_shard_groups(ranks: RankPool) -> None:
     """Where a partition is all of a shard group, that is hybrid sharding, and where it is all ranks, plain stage 3."""
     case = CASES["bf16"].at(3)
-    pairs = {"communication": {"route": "sockets"}, "zero_optimization": {"shard_size": 2}}
+    pairs = {"communication": {"transport": "sockets"}, "zero_optimization": {"shard_size": 2}}
     work = [case.at(3, config=pairs), case.at(3, config={**pairs, "zero_optimization": {"shard_size": 2, **PAIRS}})]
     work += [both(case, "sockets")[0], both(case, "sockets", zero_hpz_partition_size=4)[0]]
     hybrid, same, plain, whole = ranks(4, train_all, work)[0]
@@ -72,19 +72,19 @@ def test_pairs_within_shard_groups(ranks: RankPool) -> None:
 # -- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def bytes_and_gathers(route: str, zero: dict[str, Any]) -> tuple[dict[str, int], Counter[tuple[Any, ...]]]:
+def bytes_and_gathers(transport: str, zero: dict[str, Any]) -> tuple[dict[str, int], Counter[tuple[Any, ...]]]:
     """Bytes of model states between steps; (ranks, bytes received) of each message-passing gather of a step."""
-    config = config_of(3, route, is_mixed=True)
+    config = config_of(3, transport, is_mixed=True)
     engine = lowtide.initialize(Even(), {**config, "zero_optimization": {"stage": 3, **zero}})
     gathers: Counter[tuple[Any, ...]] = Counter()
-    for axis in {id(axis.route): axis for axis in engine._mesh._lines.values()}.values():
+    for axis in {id(axis.transport): axis for axis in engine._mesh._lines.values()}.values():
 
-        def gather(full: Any, part: Any, what: str, axis: Any = axis, plain: Any = axis.route.gather) -> Any:
+        def gather(full: Any, part: Any, what: str, axis: Any = axis, plain: Any = axis.transport.gather) -> Any:
             if axis.size > 1:
                 gathers[axis.ranks, full.nbytes - part.nbytes] += 1
             return plain(full, part, what)
 
-        axis.route.gather = gather  # type: ignore[method-assign]  # to count its messages
+        axis.transport.gather = gather  # type: ignore[method-assign]  # to count its messages
     for _ in range(2):
         engine.backward(engine(torch.randn(2, 64)))
         engine.step()
@@ -92,9 +92,9 @@ def bytes_and_gathers(route: str, zero: dict[str, Any]) -> tuple[dict[str, int],
     assert measured(engine) == said.__dict__
     engine.close()
     lines = engine._mesh._lines.values()
-    assert route != "sockets" or all(getattr(axis.route, "_group", 0) is None for axis in lines if axis.size > 1), (
-        "see World.leave"
-    )
+    assert transport != "sockets" or all(
+        getattr(axis.transport, "_group", 0) is None for axis in lines if axis.size > 1
+    ), "see World.leave"
     return said.__dict__, gathers
 
 

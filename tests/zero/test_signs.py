@@ -136,10 +136,10 @@ def groups_of(build: Build = short_gpt_float64, **more: Any) -> list[list[tuple[
     return found
 
 
-@pytest.mark.parametrize(("size", "route"), [(1, "auto"), (2, "sockets"), (3, "shared_memory")])
-def test_it_is_the_papers_formulas(ranks: RankPool, size: int, route: str) -> None:
+@pytest.mark.parametrize(("size", "transport"), [(1, "auto"), (2, "sockets"), (3, "shared_memory")])
+def test_it_is_the_papers_formulas(ranks: RankPool, size: int, transport: str) -> None:
     groups = ranks(1, groups_of)[0]
-    found = ranks(size, train_all, [case_of(communication={"route": route})])[0][0]
+    found = ranks(size, train_all, [case_of(communication={"transport": transport})])[0][0]
     assert_close_to(found, by_hand(size, groups))
 
 

@@ -116,14 +116,14 @@ def build() -> Router:
     return Router().double()
 
 
-def train(case: Case, route: str) -> tuple[list[float], dict[str, Tensor]]:
+def train(case: Case, transport: str) -> tuple[list[float], dict[str, Tensor]]:
     """Gradient norms and final parameters, by lowtide."""
     config = {
         "gradient_accumulation_steps": case.accumulation,
         "optimizer": {"type": "sgd", "params": {"lr": LR, "momentum": MOMENTUM}},
         "zero_optimization": {"stage": 3} | case.zero,
         "activation_checkpointing": {"every": case.checkpoint_every},
-        "communication": {"route": route, "timeout_seconds": case.timeout_seconds},
+        "communication": {"transport": transport, "timeout_seconds": case.timeout_seconds},
         "steps_per_print": 0,
     }
     engine = lowtide.initialize(build(), config)
@@ -139,8 +139,8 @@ def train(case: Case, route: str) -> tuple[list[float], dict[str, Tensor]]:
     return norms, state
 
 
-def train_all(cases: Sequence[Case], route: str) -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [train(case, route) for case in cases]
+def train_all(cases: Sequence[Case], transport: str) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [train(case, transport) for case in cases]
 
 
 def _added(total: Tensor | None, new: Tensor | None) -> Tensor | None:
@@ -172,7 +172,7 @@ def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, T
 
 
 @pytest.mark.parametrize(
-    ("route", "world_size", "cases"),
+    ("transport", "world_size", "cases"),
     [
         ("sockets", 2, CASES),
         ("shared_memory", 2, CASES[::4]),
@@ -181,9 +181,9 @@ def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, T
     ids=["sockets", "shared memory", "sockets of 4"],
 )
 def test_skipped_blocks_count_as_zero_gradients(
-    ranks: RankPool, route: str, world_size: int, cases: list[Case]
+    ranks: RankPool, transport: str, world_size: int, cases: list[Case]
 ) -> None:
-    found = ranks(world_size, train_all, cases, route)[0]
+    found = ranks(world_size, train_all, cases, transport)[0]
     for case, (norms, state) in zip(cases, found, strict=True):
         expected_norms, expected = train_plainly(case, world_size)
         torch.testing.assert_close(norms, expected_norms, rtol=1e-10, atol=1e-12, msg=f"{case.name}: {{}}".format)

@@ -286,13 +286,13 @@ ROUTES = ("shared_memory", "sockets")
 TOLERANCES: dict[Callable[[], nn.Module], float] = {TwoDtypes: 1e-6}
 
 
-def case_of(kind: Callable[[], nn.Module], stage: int = 0, route: str = "auto", accumulation: int = 1) -> Case:
-    config = {"communication": {"route": route}}
+def case_of(kind: Callable[[], nn.Module], stage: int = 0, transport: str = "auto", accumulation: int = 1) -> Case:
+    config = {"communication": {"transport": transport}}
     return Case(kind, models.vector_batch_float64, stage, accumulation, steps=2, clip=0.05, config=config)
 
 
 def check(ranks: RankPool, world_size: int, accumulation: int, places: Sequence[tuple[int, str]]) -> None:
-    """places: (stage, route), one for each kind in turn."""
+    """places: (stage, transport), one for each kind in turn."""
     cases = [case_of(kind, *places[index % len(places)], accumulation) for index, kind in enumerate(KINDS)]
     for kind, case, outcome in zip(KINDS, cases, ranks(world_size, train_all, cases)[0], strict=True):
         tolerance = TOLERANCES.get(kind, 1e-10)
@@ -322,7 +322,7 @@ class BesideItsUnit(Base):
 def test_a_weight_may_be_read_outside_of_its_unit(ranks: RankPool) -> None:
     for kind in (ReadFromOutside, BesideItsUnit):
         expected = train_plainly(case_of(kind, accumulation=2), 2)
-        cases = [case_of(kind, stage, route, accumulation=2) for stage in (2, 3) for route in ROUTES]
+        cases = [case_of(kind, stage, transport, accumulation=2) for stage in (2, 3) for transport in ROUTES]
         for outcome in ranks(2, train_all, cases)[0]:
             assert_close(outcome, expected, 1e-10, 1e-10)
 
@@ -346,16 +346,16 @@ def by_embedding(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def of_places(read: Callable[[int, str], list[float]]) -> list[list[float]]:
-    """At stage 0, and at stage 3 on both routes."""
-    return [read(0, "auto"), *(read(3, route) for route in ROUTES)]
+    """At stage 0, and at stage 3 on both transports."""
+    return [read(0, "auto"), *(read(3, transport) for transport in ROUTES)]
 
 
-def sums_beside_the_model(stage: int, route: str) -> list[float]:
+def sums_beside_the_model(stage: int, transport: str) -> list[float]:
     """Loss and norm of each step."""
     found = []
     with patch.object(plan, "_MIN_END_NUMEL", 1):
         for logits_of in (by_head, by_embedding):
-            case = case_of(WithoutHead, stage, route, accumulation=2)
+            case = case_of(WithoutHead, stage, transport, accumulation=2)
             torch.manual_seed(0)
             with lowtide.initialize(case.build(), case.as_config()) as engine:
                 for number in range(4):
@@ -404,10 +404,10 @@ def test_what_no_loss_reads_is_an_error(ranks: RankPool) -> None:
         assert all("is released: only its shards exist here" in text for text in found if text)
 
 
-def read_in_hooks(stage: int, route: str) -> list[float]:
+def read_in_hooks(stage: int, transport: str) -> list[float]:
     """Of each step the loss, and what hooks of gradients have read of the block that the backward begins with."""
     found = []
-    case = case_of(Base, stage, route)
+    case = case_of(Base, stage, transport)
     torch.manual_seed(0)
     with lowtide.initialize(case.build(), case.as_config()) as engine:
         first, last = (engine.module.get_parameter(f"layers.{index}.weight") for index in (0, 2))
@@ -460,7 +460,7 @@ def test_buffers_of_batch_norm(ranks: RankPool) -> None:
 
 def test_special_parameters_in_bf16(ranks: RankPool) -> None:
     """float64 parameters become bf16; integer ones stay what they are."""
-    config = {"bf16": {"enabled": True, "auto_cast": False}, "communication": {"route": "sockets"}}
+    config = {"bf16": {"enabled": True, "auto_cast": False}, "communication": {"transport": "sockets"}}
     kinds = [Unused, TiedAcrossUnits, Empty, Integer, NotContiguous]
     cases = [Case(Half(kind), models.vector_batch, clip=0.05, config=config) for kind in kinds]
     outcomes = ranks(2, train_all, [case.at(stage) for case in cases for stage in (0, 3)])[0]

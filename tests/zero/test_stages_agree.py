@@ -1,4 +1,4 @@
-"""Stages give the same bits: at one world size, without accumulation, on every route between CPU ranks."""
+"""Stages give the same bits: at one world size, without accumulation, on every transport between CPU ranks."""
 
 import pytest
 
@@ -17,17 +17,19 @@ CASES = [
 ]
 
 
-def stages_of(case: Case, first_route: int | None) -> list[Case]:
-    """Stage 0 on both routes, the others in turn on one or the other. None: there is one rank.
+def stages_of(case: Case, first_transport: int | None) -> list[Case]:
+    """Stage 0 on both transports, the others in turn on one or the other. None: there is one rank.
 
-    Without a prefetch, and on both routes, where parameters are narrow.
+    Without a prefetch, and on both transports, where parameters are narrow.
     """
     no_prefetch = {**case.config.get("zero_optimization", {}), "stage3_prefetch_bucket_size": 0}
     grid = [*(case.at(stage) for stage in (0, 0, 1, 2, 3)), case.at(3, config={"zero_optimization": no_prefetch})]
-    if first_route is None:
+    if first_transport is None:
         return grid[1:]
-    routes = [{"communication": {"route": ROUTES[(first_route + number) % 2]}} for number in range(len(grid))]
-    found = [one.at(one.stage, config=config) for one, config in zip(grid, routes, strict=True)]
+    transports = [
+        {"communication": {"transport": ROUTES[(first_transport + number) % 2]}} for number in range(len(grid))
+    ]
+    found = [one.at(one.stage, config=config) for one, config in zip(grid, transports, strict=True)]
     return found if case is CASES[-1] else found[1:-1]
 
 

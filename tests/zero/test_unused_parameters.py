@@ -73,7 +73,7 @@ class Case:
     accumulation: int = 1
     optimizer: Any = field(default_factory=lambda: ADAMW)
     dtype: torch.dtype = torch.float64
-    route: str = "auto"
+    transport: str = "auto"
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     own: Callable[[Any], torch.optim.Optimizer] | None = None  # an optimizer of the caller's
@@ -87,7 +87,7 @@ class Case:
         values = {
             "gradient_accumulation_steps": self.accumulation,
             "zero_optimization": {"stage": self.stage, **self.zero},
-            "communication": {"route": self.route},
+            "communication": {"transport": self.transport},
             "steps_per_print": 0,
             **({} if self.own else {"optimizer": self.optimizer}),
             **self.config,
@@ -152,16 +152,16 @@ FORMS = [(2, ADAMW, torch.float64), (1, ADAMW, torch.float32), (2, SGD, torch.fl
 
 
 def grid(first: int = 0, **zero: Any) -> list[Case]:
-    """Every stage; forms and routes in turn."""
-    routes = ("shared_memory", "sockets")
+    """Every stage; forms and transports in turn."""
+    transports = ("shared_memory", "sockets")
     return [
-        Case(stage, accumulation, optimizer, dtype, routes[(stage + first) % 2], zero)
+        Case(stage, accumulation, optimizer, dtype, transports[(stage + first) % 2], zero)
         for stage, (accumulation, optimizer, dtype) in enumerate([*FORMS, *FORMS][first:][:4])
     ]
 
 
 def test_it_trains_as_torch_alone_does(ranks: RankPool) -> None:
-    cases = [replace(case, route="auto") for case in grid()]
+    cases = [replace(case, transport="auto") for case in grid()]
     check(ranks(1, train_all, cases)[0], cases, 1)
 
 
@@ -191,7 +191,7 @@ def test_hybrid_and_secondary_partitions(ranks: RankPool) -> None:
     """The second pair of ranks does what the first one does."""
     cases = [
         Case(3, 2, zero={"shard_size": 2}),
-        Case(3, 2, zero={"zero_hpz_partition_size": 2}, route="sockets"),
+        Case(3, 2, zero={"zero_hpz_partition_size": 2}, transport="sockets"),
         Case(1, 1, zero={"shard_size": 2, "update_in_backward": True}),
     ]
     check(ranks(4, train_all, cases)[0], cases, 4)
@@ -204,7 +204,7 @@ def train_both_ways(cases: list[Case]) -> list[tuple[dict[str, Tensor], dict[str
 
 def test_an_update_on_the_host(ranks: RankPool) -> None:
     cases = [
-        Case(stage, 2, dtype=torch.float32, route="native", config=config)
+        Case(stage, 2, dtype=torch.float32, transport="native", config=config)
         for stage, config in ((0, {}), (3, {"bf16": {"enabled": True}}))
     ]
     for plain, moved in ranks(2, train_both_ways, cases)[0]:
@@ -401,7 +401,7 @@ def unused_lines(zero: dict[str, Any], config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("zero", "config"),
-    [({"stage": 0}, {}), ({"stage": 3}, {"communication": {"route": "sockets"}}), ({"stage": 2}, {"fp16": FP16})],
+    [({"stage": 0}, {}), ({"stage": 3}, {"communication": {"transport": "sockets"}}), ({"stage": 2}, {"fp16": FP16})],
 )
 def test_what_nobody_used_is_named_once(ranks: RankPool, zero: dict[str, Any], config: dict[str, Any]) -> None:
     (line,), *others = ranks(2, unused_lines, zero, config)

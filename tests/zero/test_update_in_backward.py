@@ -18,16 +18,16 @@ def of_two_blocks() -> nn.Module:
     return models.TinyGPT(layers=2)
 
 
-@pytest.mark.parametrize(("world_size", "routes"), [(1, ("auto",)), (2, ("shared_memory", "sockets"))])
+@pytest.mark.parametrize(("world_size", "transports"), [(1, ("auto",)), (2, ("shared_memory", "sockets"))])
 def test_update_in_backward_equals_the_plain_update_bitwise(
-    ranks: RankPool, world_size: int, routes: tuple[str, ...]
+    ranks: RankPool, world_size: int, transports: tuple[str, ...]
 ) -> None:
-    """At each stage, on each route: those of stage 0."""
+    """At each stage, on each transport: those of stage 0."""
     plain = [Case(of_two_blocks, models.token_batch, steps=2, config=dtype) for dtype in ({}, BF16)]
-    grid = pairs((0, 1, 2, 3), routes, (0, 1))
+    grid = pairs((0, 1, 2, 3), transports, (0, 1))
     updated = [
-        plain[narrow].at(stage, config={"communication": {"route": route}, **IN_BACKWARD})
-        for stage, route, narrow in grid
+        plain[narrow].at(stage, config={"communication": {"transport": transport}, **IN_BACKWARD})
+        for stage, transport, narrow in grid
     ]
     found = ranks(world_size, train_all, [*plain, *updated])[0]
     for (*where, narrow), ours in zip(grid, found[2:], strict=True):

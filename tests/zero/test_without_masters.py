@@ -36,14 +36,14 @@ def case_of(masters: bool | str, **config: Any) -> Case:
     return Case(short_gpt, token_batch, clip=0.5, steps=2, config=config)
 
 
-def routed(case: Case, route: str) -> Case:
-    return case.at(case.stage, config={"communication": {"route": route}})
+def routed(case: Case, transport: str) -> Case:
+    return case.at(case.stage, config={"communication": {"transport": transport}})
 
 
 def places(case: Case, folder: Path) -> list[Case]:
-    """Every stage and route, and each place where parameters and states may rest, at one stage or another."""
+    """Every stage and transport, and each place where parameters and states may rest, at one stage or another."""
     zero = {"offload_param": {"device": "nvme", "nvme_path": str(folder)}}
-    in_files = offloaded(case.at(3, config={"zero_optimization": zero, "communication": {"route": "auto"}}), folder)
+    in_files = offloaded(case.at(3, config={"zero_optimization": zero, "communication": {"transport": "auto"}}), folder)
     return [
         *(routed(case.at(stage), ("sockets", "shared_memory")[stage % 2]) for stage in range(4)),
         offloaded(case.at(0), folder),

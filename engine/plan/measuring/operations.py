@@ -319,21 +319,21 @@ def host_curves(measured: Measured, world: World) -> dict[str, Curve]:
     They are the measured time of a step with many small blocks minus the prediction from `measured`.
     """
     found = {}
-    routes = ("shared_memory", "sockets") if world.size > 1 else ("solo",)
-    for route in routes:
+    transports = ("shared_memory", "sockets") if world.size > 1 else ("solo",)
+    for transport in transports:
         for stage in (0, 1, 3):
             rounds = [
-                [_lacking(measured, world, route, stage, count) for count in _COUNTS] for _ in range(_ENGINE_ROUNDS)
+                [_lacking(measured, world, transport, stage, count) for count in _COUNTS] for _ in range(_ENGINE_ROUNDS)
             ]
             few, many = map(min, zip(*rounds, strict=True))
             unit = max(_LEAST_OF_CALL, (many - few) / (_COUNTS[1] - _COUNTS[0]))
             step = max(_LEAST_OF_CALL, few - _COUNTS[0] * unit)
-            found[f"{route} unit {stage}"] = Curve((0.0,), (unit,))
-            found[f"{route} step {stage}"] = Curve((0.0,), (step,))
+            found[f"{transport} unit {stage}"] = Curve((0.0,), (unit,))
+            found[f"{transport} step {stage}"] = Curve((0.0,), (step,))
     return found
 
 
-def _lacking(measured: Measured, world: World, route: str, stage: int, count: int) -> float:
+def _lacking(measured: Measured, world: World, transport: str, stage: int, count: int) -> float:
     """Return the seconds by which the prediction of a step is too short."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -342,7 +342,7 @@ def _lacking(measured: Measured, world: World, route: str, stage: int, count: in
         "optimizer": {"type": "adamw", "params": {}},
         "zero_optimization": {"stage": stage, "units": [f"blocks.{number}" for number in range(count)]},
     }
-    config |= {"communication": {"route": route}} if world.size > 1 else {}
+    config |= {"communication": {"transport": transport}} if world.size > 1 else {}
     batch = (torch.ones(1, _SMALL_TOKENS, _SMALL_WIDTH),)
     model = Small(count)
     blueprint = Blueprint.of(Config.load(config).resolve(world.size), model, world.size)

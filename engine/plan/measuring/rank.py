@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> None:
             curves |= _files(Path(request["folder"]), world.rank)
     if world.size > 1:
         say("messages")
-        for route in _ROUTES:
-            curves |= _messages(world, route)
+        for transport in _ROUTES:
+            curves |= _messages(world, transport)
     say("host times of an engine")
     curves |= host_curves(Measured({world.size: Speeds(world.size, torch.get_num_threads(), curves)}), world)
     found = {name: curve.points for name, curve in curves.items()}
@@ -125,31 +125,33 @@ def _load(store: FileStore, values: torch.Tensor) -> None:
     store.load("values", values).wait()
 
 
-def _messages(world: World, route: str) -> Curves:
+def _messages(world: World, transport: str) -> Curves:
     """Measure collectives and messages by bytes that a rank sends."""
     size = world.size
     parallel_dims = ParallelDims((("shard", size),), ("shard",))
-    mesh = Mesh.create(world, parallel_dims, route, 0, "shard")
+    mesh = Mesh.create(world, parallel_dims, transport, 0, "shard")
     try:
         axis = mesh.axes["shard"]
-        axis.route.reserve_slots(4 * _NUMELS[-1], _SLOTS)
+        axis.transport.reserve_slots(4 * _NUMELS[-1], _SLOTS)
         sizes = [(4.0 * (numel // size) * (size - 1), numel) for numel in _NUMELS]
-        found = {f"{route} reduce": [(sent, _together(world, partial(_reduce, axis, numel))) for sent, numel in sizes]}
-        if route == "sockets":
+        found = {
+            f"{transport} reduce": [(sent, _together(world, partial(_reduce, axis, numel))) for sent, numel in sizes]
+        }
+        if transport == "sockets":
             found["sockets gather"] = [(sent, _together(world, partial(_gather, axis, numel))) for sent, numel in sizes]
             found["sockets message"] = [
                 (4.0 * numel, _together(world, partial(_pass_on, mesh, numel))) for numel in _NUMELS
             ]
         return {name: curve_of(points) for name, points in found.items()}
     finally:
-        mesh.axes["shard"].route.close()
+        mesh.axes["shard"].transport.close()
         mesh.peers.close()
 
 
 def _reduce(axis: Axis, numel: int) -> None:
     out = torch.empty(numel // axis.size)
-    slot = axis.route.open_slot(numel, torch.float32, "a gradient")
-    terms = axis.route.reduce_scatter(slot, None, "a gradient")
+    slot = axis.transport.open_slot(numel, torch.float32, "a gradient")
+    terms = axis.transport.reduce_scatter(slot, None, "a gradient")
     terms.arrived.wait()
     sum_in_rank_order(terms.read(), out, False)
     torch.isfinite(squares_by_block(out, BLOCK_NUMEL)).all()
@@ -159,7 +161,7 @@ def _reduce(axis: Axis, numel: int) -> None:
 def _gather(axis: Axis, numel: int) -> None:
     share = numel // axis.size
     full = torch.empty(axis.size * share)
-    axis.route.gather(full, full[axis.place * share :][:share], "parameters").wait()
+    axis.transport.gather(full, full[axis.place * share :][:share], "parameters").wait()
 
 
 def _pass_on(mesh: Mesh, numel: int) -> None:

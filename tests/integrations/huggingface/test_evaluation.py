@@ -23,7 +23,7 @@ from tests.integrations.huggingface.trainings import (
 from tests.kit.ranks import RankPool
 
 TENSOR = {"parallel": {"tensor": 2}}
-SOCKETS = {"communication": {"route": "sockets"}}
+SOCKETS = {"communication": {"transport": "sockets"}}
 
 
 def evaluate_around(folder: str, config: Any) -> Any:

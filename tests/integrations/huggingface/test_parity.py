@@ -174,7 +174,7 @@ def test_stages_agree_in_16_bits(ranks: RankPool, tmp_path: Any, precision: str)
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "sockets": {"communication": {"route": "sockets"}},
+    "sockets": {"communication": {"transport": "sockets"}},
     "states in files": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "{}"}}},
     "parameters in files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "{}"}}},
     "updates in the backward": {"zero_optimization": {"stage": 3, "update_in_backward": True}},

@@ -51,7 +51,7 @@ def test_the_values_are_those_of_from_pretrained(ranks: RankPool, tmp_path: Path
     model = save(MODELS[name], tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     expected = type(model).from_pretrained(tmp_path).state_dict()
-    for number, config in ((3, {"communication": {"route": "sockets"}}), (1, {})):
+    for number, config in ((3, {"communication": {"transport": "sockets"}}), (1, {})):
         found = ranks(2, loaded, str(tmp_path), number, config, kind=type(model).__name__)[0]
         assert found.keys() == expected.keys()
         assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
@@ -67,7 +67,7 @@ def test_the_dtype_is_as_transformers_has_it(tmp_path: Path, dtype: Any) -> None
 
 def test_what_is_missing_is_initialized_alike_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     model = save(bert, tmp_path)
-    config = {"communication": {"route": "sockets"}}
+    config = {"communication": {"transport": "sockets"}}
     found = ranks(2, loaded, str(tmp_path), 3, config, kind="BertForSequenceClassification")[0]
     assert torch.equal(found["bert.embeddings.word_embeddings.weight"], model.bert.embeddings.word_embeddings.weight)
     assert 0.01 < found["classifier.weight"].std() < 0.03
@@ -120,7 +120,7 @@ def test_adapters_are_put_on_a_model_that_streams(ranks: RankPool, tmp_path: Pat
 
 
 def values_of_adapted(folder: str) -> dict[str, Tensor]:
-    config = SGD | {"zero_optimization": {"stage": 3}, "communication": {"route": "sockets"}}
+    config = SGD | {"zero_optimization": {"stage": 3}, "communication": {"transport": "sockets"}}
     with lowtide.initialize(lambda: adapted(folder), config) as engine:
         return engine.state_dict()
 

@@ -53,8 +53,8 @@ def fitted_each(how: dict[str, Any], options: dict[str, Any], ways: list[tuple[s
 def test_losses_are_those_of_ddp_at_every_stage(ranks: RankPool, way: str) -> None:
     how, options = WAYS[way]
     stages = (1, 2, 3) if way in ("plain", "accumulated") else (1, 3)
-    routes: dict[int, dict[str, Any]] = {3: {"communication": {"route": "sockets"}}}
-    ways = [(f"lowtide_stage_{stage}", routes.get(stage, {})) for stage in stages]
+    transports: dict[int, dict[str, Any]] = {3: {"communication": {"transport": "sockets"}}}
+    ways = [(f"lowtide_stage_{stage}", transports.get(stage, {})) for stage in stages]
     for expected, *found in ranks(2, fitted_each, how, options, ways):
         for one in found:
             torch.testing.assert_close(torch.tensor(one), torch.tensor(expected), rtol=1e-6, atol=1e-6)

@@ -202,5 +202,5 @@ def test_no_room_on_the_disk_is_told_before_training(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Full)
     case = offloaded(CASES["tiny_gpt"], tmp_path)
-    with pytest.raises(lowtide.OffloadError, match=r"rank 0 needs [\d,]+ bytes for .*; free [\d,]+ bytes, name"):
+    with pytest.raises(lowtide.OffloadError, match=r"rank 0 needs [\d,]+ bytes for .*\. Free [\d,]+ bytes, choose"):
         lowtide.initialize(case.build(), case.as_config())

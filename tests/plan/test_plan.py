@@ -272,7 +272,7 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: P
     ("arguments", "said"),
     [
         (["auto"], "expected one model: --model MODULE:FACTORY, --hf FOLDER, or --layers --hidden --heads --vocab"),
-        (["auto", "--layers", "2"], "expected --hidden, --heads, --vocab beside --layers: a shape is layers"),
+        (["auto", "--layers", "2"], "expected --hidden, --heads, --vocab with --layers: a shape needs layers"),
         (["auto", *SHAPE, "--heads", "5"], "heads(5) x head size(?) = hidden(64) does not hold"),
         (["auto", *SHAPE, "--gpus", "12"], "gpus(12) = gpus per node(8) x nodes(?) does not hold"),
         (

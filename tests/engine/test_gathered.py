@@ -193,7 +193,7 @@ def test_a_change_without_modify_is_an_error_on_every_rank(
         )
         for texts in by_rank:
             assert all(text in (f"{words} on rank {rank}{ends}" for rank in (0, 1)) for text in texts), texts
-    assert all(text.startswith(f"{words} on rank 1, which") for text in by_rank[0])  # by sockets nobody else sees it
+    assert all(text.startswith(f"{words} on rank 1, but") for text in by_rank[0])  # by sockets nobody else sees it
 
 
 def test_a_forward_inside_of_gathered_is_no_change(ranks: RankPool) -> None:

@@ -1,4 +1,7 @@
-"""Write plain weights: a folder of safetensors files that appears completely or not at all."""
+"""Write plain weights as safetensors files (`ExportFolder`).
+
+The files grow in a subfolder. When all are complete they move to their names, the index last.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,8 @@ def export_source(
     """Copy tensors from files into a folder of safetensors, 16 MiB at a time. Returns the written plan.
 
     dtype: of all floating-point tensors. Without it `dtypes` names the dtype of a tensor, and other tensors keep
-    theirs. model_files: further files, name -> JSON content. Raises OSError, and leaves the folder unchanged.
+    theirs. model_files: further files, name -> JSON content. Raises OSError. The folder is
+    then unchanged, unless the moves at the end failed.
     """
     infos = exported_infos(source.tensors, dtype, dtypes or {})
     plan = WeightsPlan.of(infos, shard_bytes)

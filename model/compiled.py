@@ -3,13 +3,13 @@
 [Note: what is compiled]
 Hooks wait for other ranks, and change the class and the memory of parameters. A compiler that traces them breaks its
 graph, recompiles, or fails. So if the user compiles a module, only its forward is compiled. If the module contains
-units, the forward of each unit and of each outermost remaining part is compiled:
+units, the forward of each unit is compiled, and of each largest module that contains no unit:
 
     torch.compile(model)      embedding     block 0     block 1     norm     head      a graph each
                               eager: the forwards of the model and of its containers around these
 
-All parameters are gathered when a compiled forward begins, so guards see the state of compile time. The wrapper of
-torch.compile(module) is removed meanwhile, so names contain no "_orig_mod".
+All parameters are gathered when a compiled forward begins, so torch's guards see them as at compile time. The
+wrapper of torch.compile(module) is removed meanwhile, so names contain no "_orig_mod".
 """
 
 from __future__ import annotations

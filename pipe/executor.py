@@ -282,7 +282,7 @@ class Executor:
             self._keep_graph(key, [run.scaled(output)])
             return
         crosses = self.schedule.crosses(action.stage)
-        agreed = self.messages.agreed(*key, output) if crosses else None
+        agreed = self.messages.zeros_if_shapes_differ(*key, output) if crosses else None
         wanted = zip(output.tensors, output.spec.needs_grad, strict=True)
         # Zeros in the place of a differing output have no graph, so the backward of this microbatch does nothing.
         self._keep_graph(key, [tensor for tensor, needs_grad in wanted if needs_grad and agreed is None])

@@ -31,8 +31,8 @@ def described(action: Action) -> str:
 class Messages:
     """Sends outputs of stages forward and their gradients backward, and holds them until they have arrived.
 
-    The kind of a batch is the shapes of its tensors. The first message for a kind brings a `CarriedSpec`. Later
-    messages of that kind are tensors alone, which the sender checks against the spec.
+    Batches with the same shapes are of one kind. Before the first message of a kind its `CarriedSpec` (shapes, dtypes,
+    which tensors need gradients) is sent. Later messages are tensors alone, which the sender checks against the spec.
     `deliveries` tells when a sent tensor has arrived.
     """
 
@@ -75,8 +75,8 @@ class Messages:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def agreed(self, stage: int, microbatch: int, carried: Carried) -> Carried | None:
-        """Return None if the stage returned the agreed shapes, else zeros of these shapes, and set `difference`."""
+    def zeros_if_shapes_differ(self, stage: int, microbatch: int, carried: Carried) -> Carried | None:
+        """Return zeros if the stage returned other shapes than were agreed, and set `difference`; else None."""
         spec = self._returned.setdefault((stage, self._kinds[microbatch]), carried.spec)
         if spec == carried.spec:
             return None
@@ -216,8 +216,8 @@ def _listed(spec: CarriedSpec) -> str:
 def deliveries(schedule: Schedule, place: int) -> Mapping[Action, tuple[Action, ...]]:
     """Map each receive of rank `place` to its sends that must have arrived when the received tensors are there.
 
-    The peer rank made the received tensors after it had used the sent tensors. So a send's buffer can be freed without
-    asking for its state: gloo tells the state of a message only in a wait, and the wait then returns at once.
+    When tensors from a peer arrive, all that the peer used before it made them has arrived there. So these sends are
+    done, and waiting for them returns at once. (gloo tells the state of a send only in a wait.)
     A send belongs to the first receive that proves its arrival. A send without a proof is in no list.
     """
     actions = schedule.actions[place]

@@ -1,4 +1,8 @@
-"""Staging of a group's gradients in flat memory, and the memory in which a step's gradients add up."""
+"""Gradients of a `ShardedGroup` in flat memory.
+
+They are copied there (`Staging`), and added up before the reduction (`LocalSum`), after it (`ShardMemory`) or in host
+memory (`HostSum`).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ Region = tuple[int, int, Tensor]
 
 
 def stages_early(device: torch.device) -> bool:
-    """Whether gradients are staged as they arrive, while they are in the processor's cache, not a unit's together.
+    """Return True if each gradient is copied when it arrives, False if all gradients of a unit are copied together.
 
-    On a device that would start a kernel for each, and the device would wait for the host.
+    On the CPU a gradient is still in the cache when it arrives. A device would start a kernel for each gradient.
     """
     return device.type == "cpu"
 
@@ -29,8 +33,8 @@ class Staging:
         param.grad    |  weight       |  bias |  weight          |
         regions       |       slot        |    shard    |   slot   |
 
-    A gradient that is copied as it arrives is still in the processor's cache, and two large gradients never exist at
-    once. Together they are a single kernel on a device.
+    slot: the memory of a message; shard: this rank's own part. A gradient that is copied as it arrives is still in the
+    processor's cache, and two large gradients never exist at once. On a device `finish` copies all by a single kernel.
     """
 
     def __init__(self, group: ShardedGroup, regions: Sequence[Region], adds: bool) -> None:
@@ -172,7 +176,7 @@ class LocalSum:
         return taken
 
     def add_total(self, total: Tensor) -> None:
-        """Add a sum, (padded_numel,), that another backward continues."""
+        """Take back a total, (padded_numel,), that was already reduced, because another backward adds to it."""
         flat = self._open_flat()
         flat.add_(total) if self.has_values else flat.copy_(total)
         self.has_values = True

@@ -24,7 +24,7 @@ class ShardedState(Enum):
     """Which memory a group holds."""
 
     UNSHARDED = "full"  # `full` holds the values of all parameters, which are views of it
-    UNSHARDING = "coming"  # memory as FULL; the gather is in flight, and reading a parameter raises
+    UNSHARDING = "coming"  # memory as UNSHARDED; the gather is in flight, and reading a parameter raises
     LOADING = "loading"  # as UNSHARDING, while the store still loads the shard: see `continue_gather`
     SHARDED = "sharded"  # only `shard` has values; reading a parameter raises
 

@@ -1,4 +1,7 @@
-"""Units, which are gathered, reduced and released as a whole, and the record of their uses in forwards."""
+"""Units, which are gathered, reduced and released as a whole, and the record of their uses in forwards.
+
+From the record a backward knows in which order to gather units, and when all gradients of a unit have arrived.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Unit:
         self.is_ready = False
         self.is_collected = False
         self.is_left_over = False  # it was reduced before all its gradients had arrived
-        self.first_use: int | None = None  # in the forwards of which a backward may run
+        self.first_use: int | None = None  # in the forwards that a backward may still run through
         self.num_uses = 0  # in these forwards
         self.repeats = False
         """Whether a forward has used it twice in a row."""
@@ -132,7 +135,7 @@ class Unit:
         return len(self.gradients) == len(self.groups)
 
 
-BEFORE_ALL_USES = 1  # the number of a use that autograd reaches last; 0: unknown
+BEFORE_ALL_USES = 1  # below the number of every use: autograd has gone through all of them; 0: unknown how far
 
 
 class Forward:
@@ -141,13 +144,13 @@ class Forward:
     def __init__(self) -> None:
         self.first_use: dict[Unit, int] = {}
         self.num_uses: dict[Unit, int] = {}
-        self.order: list[Unit] = []  # of the uses; repeated uses of a unit are entered once
+        self.order: list[Unit] = []  # of the uses; a unit used several times in a row is entered once
         self.is_done = False
         """Whether a backward has run through it. Another may follow if its graph is retained."""
 
 
 class OpenForwards:
-    """The forwards of which a backward may run."""
+    """The forwards that a backward may still run through."""
 
     def __init__(self) -> None:
         self.num_uses = BEFORE_ALL_USES  # number of the last use in any forward

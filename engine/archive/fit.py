@@ -28,7 +28,7 @@ def check_fits(
     optimizer: ShardedOptimizer,
     scheduler: Any,
 ) -> tuple[dict[str, Any], dict[int | str, Any]]:
-    """Return the training state and the scalars of a checkpoint, by this run's parameter groups: see `in_own_groups`.
+    """Check that the checkpoint fits. Return its training state and scalars, arranged by this run's groups.
 
     Raises CheckpointError, with every difference, if the checkpoint is of another model or optimizer.
     """

@@ -1,4 +1,7 @@
-"""Sequences that several ranks share: the axis `sequence` on a model and its batches."""
+"""Sequences that several ranks share: the axis `sequence` on a model and its batches.
+
+`self_check` finds models whose tokens mix outside of attention, or whose losses of parts do not add up.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +131,8 @@ class Sequences:
     ) -> None:
         """Check once that tokens mix only in attention, and that losses of parts add up to the loss of the whole.
 
-        With attention of each token to itself alone, a token's loss must not depend on the rest. For calls without
-        labels the output takes the place of the loss. loss_of: returns None if the loss is on another rank. output_of:
+        In the check each token attends to itself alone. Then its loss may not change with the other tokens. For calls
+        without labels the output takes the place of the loss. loss_of: returns None if the loss is on another rank. output_of:
         None: calls have labels. summed: a sum over the ranks with parts of the model. A collective. Raises
         SequenceError.
         """

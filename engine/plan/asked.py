@@ -1,4 +1,8 @@
-"""The planner's answers for an engine: "auto", the prediction of a memory report, the plans of a trial."""
+"""What an engine asks of the planner.
+
+Values for "auto" (`planned_config`), bytes for a memory report (`memory_prediction`), configs for `lowtide tune`
+(`plans_of_trial`).
+"""
 
 from __future__ import annotations
 

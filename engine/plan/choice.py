@@ -1,4 +1,4 @@
-"""A way to train a model on a machine, as values of config keys; and the space of all ways."""
+"""`Choice`: values of the parallelism, ZeRO, offload and batch keys. `Space`: the choices that the planner may try."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Choice:
         return self.pipeline * self.tensor * self.sequence
 
     def states(self) -> Choice:
-        """Return a representative of all choices with the same bytes of model states."""
+        """Return this choice with default batch and activation keys. It needs the same bytes for model states."""
         several = min(self.accumulation, 2)
         if self.pipeline > 1:
             several = max(2, self.pipeline * find_kind(self.schedule).microbatches_per_rank)
@@ -112,7 +112,7 @@ class Space:
             states = list(self._states(degrees, data))
             for schedule, chunks in self._schedules(pipeline):
                 for rows, accumulation in self._batches(pipeline, data, schedule):
-                    if self._has_whole_rows(rows, degrees.sequence):
+                    if self._wastes_traffic(rows, degrees.sequence):
                         continue
                     for every, offload_activations in self._activations(pipeline):
                         for stage, shard_size, partition, of_optimizer, of_param in states:
@@ -144,8 +144,8 @@ class Space:
                         if is_whole or (self.can_split is not None and self.can_split(degrees)):
                             yield degrees
 
-    def _has_whole_rows(self, rows: int, sequence: int) -> bool:
-        """Return whether splitting fewer sequences gives as many tokens per rank with less traffic."""
+    def _wastes_traffic(self, rows: int, sequence: int) -> bool:
+        """Return True if fewer rows over fewer ranks give each rank as many tokens, with less traffic."""
         return gcd(rows, sequence) > 1 and not {"rows", "sequence", "shard_size", "partition"} & self.held.keys()
 
     def _values(self, name: str, every: Sequence[Any]) -> Sequence[Any]:

@@ -76,7 +76,7 @@ class StepPhase:
     part: str
     stretch: ComputePhase
     gathered_bytes: int
-    staged_bytes: int  # gradients in messages, for transports whose messages the allocator provides
+    staged_bytes: int  # gradients copied into new messages; 0 if the transport reuses its slots
     arrived: frozenset[str]  # groups whose gradient this backward has made
 
 
@@ -173,7 +173,7 @@ class StepOrder:
         self.events.append(StepEvent("backward" if is_backward else "forward", name))
 
     def _add_moments_of_backward(self, name: str, arriving: Sequence[GroupPlan]) -> None:
-        """Add two moments: memory for a unit's gradients is taken with the first, or after the last."""
+        """Add two phases. Gradients take memory with the unit's first, or after its last if they add up apart."""
         is_late = any(map(self._is_added_up_apart, arriving))
         before, after = ComputePhase.BACKWARD_START, ComputePhase.BACKWARD_REST
         self._add_moment(name, ComputePhase.HOLDING if is_late else before, self.staged_bytes)

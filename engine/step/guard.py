@@ -136,7 +136,7 @@ class ModelGuard(StepFeature):
     | requires_grad                               | frozen, and in no group of the optimizer            |
     | address of its values                       | all whose memory is kept                            |
     | version: number of changes in place         | those with a copy: master weights, other ranks      |
-    | some elements, for changes through `.data`  | those of the last row that are full between steps   |
+    | some elements, for changes through `.data`  | those with a copy that are full between steps       |
     """
 
     def __init__(self, parts: Parts) -> None:

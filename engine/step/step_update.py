@@ -26,8 +26,8 @@ from .step_sums import Uses
 class StepUpdate:
     """Updates the shards of each step at the time that the config says, and sends them to the other ranks.
 
-    DELAYED starts as AFTER_NORM for some updates. Then each step ends with the values of the background update of the
-    step before, and starts its own background update.
+    With DELAYED the first `delay_after_steps` updates run as AFTER_NORM. After that a step publishes the update that
+    the previous step started in the background, and starts its own.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class StepUpdate:
     ) -> None:
         """reduction_order: units in the order in which their gradients become final.
 
-        unclipped_factor: returns the factor of reduced gradients without clipping. delay_after_steps: for DELAYED, the
-        number of updates in the foreground before the first in the background.
+        unclipped_factor: returns the number by which the update multiplies reduced gradients, without clipping.
+        delay_after_steps: for DELAYED, the number of updates in the foreground before the first in the background.
         """
         self._optimizer = optimizer
         self._mesh = mesh
@@ -78,7 +78,7 @@ class StepUpdate:
         self._update_arrived(0)
 
     def refuse_more(self, what: str) -> None:
-        """Raise StateError if shards of this step are updated for good. what: the call of the user."""
+        """Raise StateError if the backward has already updated parameters. what: the call of the user."""
         if self.timing is Timing.IN_BACKWARD:
             raise StateError(
                 "zero_optimization.update_in_backward: expected engine.step() after the last backward of a step, which "
@@ -88,7 +88,7 @@ class StepUpdate:
             )
 
     def has_missed(self, unused: Collection[int]) -> bool:
-        """Return True if a speculative update assumed other unused parameters (those of the step before)."""
+        """Return True if the speculative update left out other parameters than this step does."""
         return self._optimizer.speculation.is_open and self._optimizer.counts.unused != unused
 
     def roll_back(self) -> bool:
@@ -130,7 +130,10 @@ class StepUpdate:
         self._mesh.fence(what)
 
     def end_skipped(self, counts: bool, unused: frozenset[int]) -> None:
-        """Count or discard the step after an `end_step` with `skip`. unused: ids, over all ranks."""
+        """After `end_step(skip=...)`, when the host knows the outcome: count the step, or take back its count.
+
+        unused: ids, over all ranks.
+        """
         self._optimizer.counts.unused = unused
         self._optimizer.count() if counts else self._optimizer.uncount()
 
@@ -281,5 +284,5 @@ class StepUpdate:
 
 
 def _is_waited_for(device: torch.device) -> bool:
-    """Whether the host waits for what it asks of the device."""
+    """Whether the device runs behind the host, so that reading a value from it waits."""
     return device.type != "cpu"

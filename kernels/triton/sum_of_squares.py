@@ -1,7 +1,7 @@
 """Triton forms of `kernels/sum_of_squares.py` and `kernels/exact_sum.py`.
 
-A program sums the squares of a few blocks. For the exact sum, a program adds up its values limb by limb, with an atomic
-addition per limb. A single program computes the clipping factor.
+A program sums the squares of a few blocks. For the exact sum, a program adds up its values limb by limb (32 bits of
+a long integer, see exact_sum.py), with an atomic addition per limb. A single program computes the clipping factor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..exact_sum import BIAS_BITS, NUM_LIMBS
 from .launch import launch, next_power_of_2
 
-MAX_ENTRIES = 1024  # per launch: each program reads the first program of all entries
+MAX_ENTRIES = 1024  # tensors per launch: each program searches the first row of the table for its tensor
 _WIDTHS = (16, 128, MAX_ENTRIES)  # few, because each is compiled separately
 _NOWHERE = 2**63 - 1
 TILE_NUMEL = 4096  # elements of a program: 32 per thread

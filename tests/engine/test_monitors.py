@@ -212,7 +212,7 @@ def test_a_table_that_cannot_be_written_does_not_end_the_training(
 @pytest.mark.parametrize(("section", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_package_is_an_error_with_words(section: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=f"{section}.enabled: expected the package {section}, which cannot be impor"):
+    with pytest.raises(ValueError, match=f"{section}.enabled: expected the package {section}, found that it can"):
         lowtide.initialize(models.mlp(), {"optimizer": SGD, section: {"enabled": True}})
 
 

@@ -168,7 +168,7 @@ def losses_around_a_load(config: dict[str, Any], folder: Path) -> tuple[list[flo
     for _ in range(2):
         engine.backward(engine(*batch))
         with pytest.raises(
-            ValueError, match="save_checkpoint: expected a whole step, found 1 of 1 microbatches"
+            ValueError, match="save_checkpoint: expected a call between steps, found 1 of 1 microbatches"
         ) as error:
             engine.save_checkpoint(folder)
         engine.load_checkpoint(folder)

@@ -257,7 +257,7 @@ def test_events_go_to_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
         assert told == [*([begun] if found is None else []), *written]
         told.clear()
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"wandb.enabled: expected the package wandb, which cannot be imported"):
+    with pytest.raises(ValueError, match=r"wandb.enabled: expected the package wandb, found that it cannot be import"):
         MonitorMaster(config)
 
 

@@ -209,7 +209,7 @@ class CommunicationConfig(ConfigSection):
 
     transport: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
     """"auto": chosen for each message. "shared_memory": CPU ranks of a host. "sockets": point-to-point. "native": the
-    backend's collectives."""
+    backend's collectives. Alias: `route`."""
 
     weight_bits: Bits = None
     """8 or 4: send weights in so many bits, in blocks of 128 with a scale. Stage 3 computes with these (qwZ of ZeRO++).

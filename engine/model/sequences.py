@@ -132,8 +132,8 @@ class Sequences:
         """Check once that tokens mix only in attention, and that losses of parts add up to the loss of the whole.
 
         In the check each token attends to itself alone. Then its loss may not change with the other tokens. For calls
-        without labels the output takes the place of the loss. loss_of: returns None if the loss is on another rank. output_of:
-        None: calls have labels. summed: a sum over the ranks with parts of the model. A collective. Raises
+        without labels the output takes the place of the loss. loss_of: returns None if the loss is on another rank.
+        output_of: None: calls have labels. summed: a sum over the ranks with parts of the model. A collective. Raises
         SequenceError.
         """
         if not isinstance(batch, Mapping):

@@ -207,7 +207,7 @@ def in_folder(folder: Path) -> list[str]:
 def test_a_tag_to_load_is_a_name(tmp_path: Path, tag: str) -> None:
     with engine_for(CASE, 1) as engine:
         engine.save_checkpoint(tmp_path / "a", "b")
-        with pytest.raises(CheckpointError, match=r"looking for .* failed on rank 0: tag: expected a name"):
+        with pytest.raises(CheckpointError, match=r"looking for .* failed on rank 0: tag: expected a folder name"):
             engine.load_checkpoint(tmp_path / "c", tag)
 
 

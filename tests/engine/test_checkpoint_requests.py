@@ -101,7 +101,7 @@ def test_a_tag_that_is_no_name_of_a_folder_is_an_error_on_all(ranks: RankPool, t
     for texts in ranks(2, save_with_bad_tags, tmp_path):
         for tag, text in zip(("a/b", "", "..", "latest"), texts, strict=True):
             assert text.startswith(
-                f"saving checkpoint '{tag}' to {tmp_path} failed on rank 0: tag: expected a name for"
+                f"saving checkpoint '{tag}' to {tmp_path} failed on rank 0: tag: expected a folder name"
             )
             assert f"found {tag!r}. What was saved before is as it was" in text
     assert list(tmp_path.iterdir()) == []

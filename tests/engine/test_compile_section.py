@@ -109,7 +109,7 @@ def test_inductor(ranks: RankPool) -> None:
 
 
 def test_beside_a_tensor_split_it_is_refused(ranks: RankPool) -> None:
-    assert "found compile.blocks: what split layers exchange" in ranks(2, refused)[0]
+    assert "found compile.blocks: collectives of split layers" in ranks(2, refused)[0]
 
 
 def refused() -> str:

@@ -343,7 +343,7 @@ def test_hugging_face(name: str) -> None:
         ({"parallel": {"pipeline": 2}}, "needs parallel.pipeline 1, found 2: a pipeline schedule already runs several"),
         ({"parallel": {"sequence": 2}}, "needs parallel.sequence 1, found 2: its ranks exchange data of a single"),
         ({"parallel": {"expert": 2}}, "needs parallel.expert 1, found 2: its ranks exchange data of a single"),
-        ({"torch_autocast": {"enabled": True}}, "needs torch_autocast.enabled false, found true: blocks are called"),
+        ({"torch_autocast": {"enabled": True}}, "needs torch_autocast.enabled false, found true: blocks run outside"),
     ],
 )
 def test_what_does_not_go_together(values: dict[str, Any], part: str) -> None:
@@ -354,7 +354,7 @@ def test_what_does_not_go_together(values: dict[str, Any], part: str) -> None:
 
 def test_models_that_cannot_be_cut() -> None:
     config = Case(chain, rows_of, 3, accumulation=2, config=zero(**LAYERED)).as_config()
-    with pytest.raises(ValueError, match=r"one by one, .*: pipeline: Linear has no repeated blocks"):
+    with pytest.raises(ValueError, match=r"a stage for each block, found: pipeline: Linear has no repeated blocks"):
         lowtide.initialize(nn.Linear(3, 3), config)
 
 

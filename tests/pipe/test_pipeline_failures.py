@@ -170,8 +170,8 @@ def test_a_budget_below_a_stage(ranks: RankPool) -> None:
     assert ranks(2, initialize_within, 1_000) == ["no error"] * 2
     for text in ranks(2, initialize_within, 10):
         assert text == (
-            "ValueError: zero_optimization.stage3_max_live_parameters: expected at least the 216 parameters of "
-            "pipeline stage 0, which is gathered as a whole, found 10; raise it, or split the model over more stages"
+            "ValueError: zero_optimization.stage3_max_live_parameters: expected at least 216, the parameters of "
+            "pipeline stage 0, found 10; raise it, or split the model over more stages"
         )
 
 

@@ -301,7 +301,7 @@ def test_what_the_command_cannot_plan(arguments: list[str], said: str, capsys: p
 def test_a_number_of_tokens_is_one_number(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["auto", *SHAPE, f"--tokens={text}"])
-    assert "argument --tokens: expected a number of tokens such as 300B, 15T or 1e12" in capsys.readouterr().err
+    assert "argument --tokens: expected a number of tokens, for example 300B, 15T or 1e12" in capsys.readouterr().err
 
 
 # -- papers -----------------------------------------------------------------------------------------------------------

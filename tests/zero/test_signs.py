@@ -306,8 +306,8 @@ def test_every_element_has_a_place() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'needs "none", found "cpu"'),
         ({"zero_optimization": {"update_in_backward": True}}, "needs false, found true"),
         ({"bf16": {"enabled": True, "masters": False}}, "bf16.masters: .* needs true, found false"),
-        ({"communication": {"power_sgd": {"rank": 1}}}, "power_sgd.rank: needs 0 beside .*, found 1"),
-        ({"communication": {"gradient_bits": 4}}, 'needs null beside optimizer.type "onebitadam", found 4'),
+        ({"communication": {"power_sgd": {"rank": 1}}}, "power_sgd.rank: needs 0 with .*, found 1"),
+        ({"communication": {"gradient_bits": 4}}, 'needs null with optimizer.type "onebitadam", .*, found 4'),
     ],
 )
 def test_what_does_not_go_together(more: dict[str, Any], words: str) -> None:

@@ -429,7 +429,7 @@ def test_a_gradient_that_comes_past_the_outputs_of_a_released_unit_is_an_error(r
     for failure in ranks.fails(2, train_all, [case_of(LossesAside, 3, "sockets").at(3, config=nothing_ahead)]):
         assert failure.kind == "StateError"
         assert "the backward of unit 'layers.1' ran while its parameters were released" in failure.text
-        assert "as a loss that is kept in an attribute does; return it too, or leave the unit" in failure.text
+        assert "such as a loss kept in an attribute. Return it too, or leave the unit out" in failure.text
     for outcome in ranks(2, train_all, [case_of(LossesAside, 2, "sockets"), case_of(LossesAside, 3)])[0]:
         assert_close(outcome, train_plainly(case_of(LossesAside), 2), 1e-10, 1e-10)
 

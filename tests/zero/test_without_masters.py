@@ -340,5 +340,5 @@ def test_a_class_of_the_callers_own_is_rounded_alike(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("masters", REMAINDERS)
 def test_remainders_need_an_optimizer_that_is_known(masters: str) -> None:
-    with pytest.raises(ValueError, match=rf'bf16.masters: "{masters}" needs an optimizer .*, found Rprop; name one'):
+    with pytest.raises(ValueError, match=rf'bf16.masters: "{masters}" needs an optimizer .*, found Rprop; use an'):
         train_own([case_of(masters, optimizer=None)])

@@ -20,8 +20,7 @@ API, CONFIG = (Path(__file__).with_name(name) for name in ("api.md", "config.md"
 NO_EFFECT, UNSUPPORTED = "No effect here: ", "Not supported yet: "
 HEAD = """# Python API
 
-All that `import lowtide` offers, made from the docstrings by `python docs/reference.py`. The keys of the JSON file are
-in [config.md](config.md), the commands in [commands.md](commands.md).
+All that `import lowtide` offers. See also [config keys](config.md) and [commands](commands.md).
 """
 
 
@@ -135,8 +134,9 @@ def _types_table(schema: Any, path: str) -> str:
         keys = [
             f"`{key}` {_default(params, key, one)}".rstrip() for key, one in params["properties"].items() if _works(one)
         ]
-        rows.append(f"| `{name}` | {', '.join(keys)} | {_text(params)} |")
-    return "\n".join(["| type | params and defaults | formula |", "|---|---|---|", *rows])
+        rows.append(f"| `{name}` | {', '.join(keys)} | {_text(params).removeprefix('Keyword arguments of ')} |")
+    formula = "keyword arguments of" if path == "optimizer" else "formula"
+    return "\n".join([f"| type | params and defaults | {formula} |", "|---|---|---|", *rows])
 
 
 def _params_table(schema: Any, path: str) -> str:
@@ -156,7 +156,7 @@ def _reasons_table(schema: Any, kind: str) -> str:
     reasons: dict[str, list[str]] = {}
     for path, one in _all_keys(schema, schema, "", set()):
         if one.get("description", "").startswith(start):
-            fine = f" (fine: {_values(one['enum'])})" if "enum" in one and start == UNSUPPORTED else ""
+            fine = f" ({_values(one['enum'])})" if "enum" in one and start == UNSUPPORTED else ""
             reasons.setdefault(_text(one).removeprefix(start), []).append(f"`{path}`{fine}")
     rows = [f"| {', '.join(dict.fromkeys(keys))} | {reason} |" for reason, keys in reasons.items()]
     return "\n".join(["| keys | reason |", "|---|---|", *rows])

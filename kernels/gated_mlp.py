@@ -73,7 +73,7 @@ def _gated(kernel: str, gate: Tensor, up: Tensor, activation: Activation, backen
         raise ValueError(
             f"{kernel}: expected up like gate, {tuple(gate.shape)} {gate.dtype}, found {tuple(up.shape)} {up.dtype}"
         )
-    if is_compiling():
+    if is_compiling() and backend != "reference":
         return operators().gated_mlp(gate, up, activation, backend)  # type: ignore[no-any-return]
     if not uses_triton(backend, kernel, gate, up) or not gate.numel():
         return gated_reference(gate, up, activation)
@@ -86,7 +86,7 @@ def _gated_packed(kernel: str, x: Tensor, activation: Activation, backend: Backe
         raise ValueError(
             f"{kernel}: expected an even last dimension of x, gate and up side by side; found {tuple(x.shape)}"
         )
-    if is_compiling():
+    if is_compiling() and backend != "reference":
         return operators().gated_mlp(x, None, activation, backend)  # type: ignore[no-any-return]
     if not uses_triton(backend, kernel, x) or not x.numel():
         gate, up = x.chunk(2, dim=-1)

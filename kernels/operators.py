@@ -5,8 +5,8 @@
     lowtide::rotary          its own backward, transposed      of rotary.py
 
 Only compiled code comes here: in eager mode an autograd.Function costs the host less than an operator. Each operator
-chooses its form when it runs, as the eager kernel does. An operator may return no alias of its inputs, so a tensor that
-a kernel does not need is an empty one.
+chooses its form when it runs, as the eager kernel does. With backend "reference" the compiler traces the formula.
+An operator may return no alias of its inputs, so a tensor that a kernel does not need is an empty one.
 """
 
 from typing import Any, Optional
@@ -42,8 +42,8 @@ def row_norm(
         y, h, mean, rstd = form.forward(as_rows(x), residual_rows, weight, bias, eps, offset, subtracts_mean)
         mean = torch.zeros_like(rstd) if mean is None else mean
         return y.view(x.shape), h.view(x.shape) if residual is not None else x.new_empty(0), mean, rstd
-    total = x if residual is None else x + residual
-    y = _row_norm_formula(total, weight, bias, eps, offset, subtracts_mean)
+    total = x if residual is None else (x + residual).contiguous()
+    y = _row_norm_formula(total, weight, bias, eps, offset, subtracts_mean).contiguous()
     rows = as_rows(x).shape[0]
     mean, rstd = (torch.zeros(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     return y, total if residual is not None else x.new_empty(0), mean, rstd
@@ -66,14 +66,17 @@ def row_norm_backward(
     bias: MaybeTensor,
     mean: Tensor,
     rstd: Tensor,
+    wants_dweight: bool,
+    wants_dbias: bool,
     eps: float,
     offset: float,
     subtracts_mean: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dx, which is also the residual's gradient, and dweight and dbias (empty without)."""
+    """Compute dx, which is also the residual's gradient, and dweight and dbias (empty if they are not wanted)."""
+    vectors = weight if wants_dweight else None, bias if wants_dbias else None
     if _runs_on_triton(backend, "row_norm", dy, h, weight, bias):
-        dtypes = [vector.dtype if vector is not None else None for vector in (weight, bias)]
+        dtypes = [vector.dtype if vector is not None else None for vector in vectors]
         dh_rows = as_rows(dh) if dh is not None else None
         of_rows = as_rows(dy), dh_rows, as_rows(h), weight, mean if subtracts_mean else None, rstd, offset, *dtypes
         dx, dweight, dbias = triton_form("row_norm").backward(*of_rows)
@@ -91,16 +94,28 @@ def row_norm_backward(
     if subtracts_mean:
         dx = dx - g.mean(-1, keepdim=True)
     dx = dx * deviation if dh is None else dx * deviation + dh
-    vectors = zip((dweight, dbias), (weight, bias), strict=True)
-    dweight, dbias = (total.to(vector.dtype) if vector is not None else dy.new_empty(0) for total, vector in vectors)
-    return dx.to(h.dtype), dweight, dbias
+    dweight, dbias = (
+        total.to(vector.dtype) if vector is not None else dy.new_empty(0)
+        for total, vector in zip((dweight, dbias), vectors, strict=True)
+    )
+    return dx.to(h.dtype).contiguous(), dweight, dbias
 
 
 def _fake_row_norm_backward(
-    dy: Tensor, dh: MaybeTensor, h: Tensor, weight: MaybeTensor, bias: MaybeTensor, *_: Any
+    dy: Tensor,
+    dh: MaybeTensor,
+    h: Tensor,
+    weight: MaybeTensor,
+    bias: MaybeTensor,
+    mean: Tensor,
+    rstd: Tensor,
+    wants_dweight: bool,
+    wants_dbias: bool,
+    *_: Any,
 ) -> tuple[Tensor, ...]:
-    vectors = [torch.empty_like(vector) if vector is not None else dy.new_empty(0) for vector in (weight, bias)]
-    return torch.empty_like(h, memory_format=torch.contiguous_format), *vectors
+    vectors = weight if wants_dweight else None, bias if wants_dbias else None
+    empty = [torch.empty_like(vector) if vector is not None else dy.new_empty(0) for vector in vectors]
+    return torch.empty_like(h, memory_format=torch.contiguous_format), *empty
 
 
 def _save_row_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -117,8 +132,10 @@ def _differentiate_row_norm(ctx: Any, dy: MaybeTensor, dh: MaybeTensor, *_: None
     dh = dh if ctx.has_residual else None  # without a residual h is an empty tensor
     if dy is None:
         return dh, dh, None, None, *nothing
-    dx, dweight, dbias = torch.ops.lowtide.row_norm_backward(dy, dh, h, weight, bias, mean, rstd, *ctx.options)
-    dweight, dbias = dweight if weight is not None else None, dbias if bias is not None else None
+    _, _, wants_dweight, wants_dbias, *_ = ctx.needs_input_grad  # a frozen norm computes no gradient of its own
+    wants = wants_dweight and weight is not None, wants_dbias and bias is not None
+    dx, *found = torch.ops.lowtide.row_norm_backward(dy, dh, h, weight, bias, mean, rstd, *wants, *ctx.options)
+    dweight, dbias = (vector if is_wanted else None for vector, is_wanted in zip(found, wants, strict=True))
     return dx, dx if ctx.has_residual else None, dweight, dbias, *nothing
 
 
@@ -136,7 +153,7 @@ def gated_mlp(x: Tensor, up: MaybeTensor, activation: str, backend: str) -> Tens
     if _runs_on_triton(backend, "gated_mlp", x, up):
         y: Tensor = triton_form("gated_mlp").forward(*gate_and_up(x, up), activation)
         return y.view(*x.shape[:-1], y.shape[-1])
-    return _gated_formula(x, up, activation)
+    return _gated_formula(x, up, activation).contiguous()
 
 
 def _fake_gated_mlp(x: Tensor, up: MaybeTensor, *_: Any) -> Tensor:
@@ -161,7 +178,11 @@ def gated_mlp_backward(dy: Tensor, x: Tensor, up: MaybeTensor, activation: str, 
         activated = F.gelu(gate, approximate=approximate)
         dgate = torch.ops.aten.gelu_backward(dy * factor, gate, approximate=approximate)
     dgate, dup = dgate.to(x.dtype), (dy * activated).to(x.dtype)
-    return (dgate, dup) if up is not None else (torch.cat((dgate, dup), dim=-1), dgate.new_empty(0))
+    return (
+        (dgate.contiguous(), dup.contiguous())
+        if up is not None
+        else (torch.cat((dgate, dup), dim=-1), dgate.new_empty(0))
+    )
 
 
 def _fake_gated_mlp_backward(dy: Tensor, x: Tensor, up: MaybeTensor, *_: Any) -> tuple[Tensor, Tensor]:

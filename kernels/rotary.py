@@ -37,7 +37,7 @@ def rotary_embedding(
     not possible.
     """
     _check(q, k, cos, sin)
-    if is_compiling():
+    if is_compiling() and backend != "reference":
         return operators().rotary(q, k, cos, sin, interleaved, False, backend)  # type: ignore[no-any-return]
     if not uses_triton(backend, "rotary_embedding", q, k, cos, sin) or not (q.numel() and k.numel() and cos.numel()):
         return tuple(rotary_reference(x, cos, sin, interleaved=interleaved) for x in (q, k))  # type: ignore[return-value]

@@ -64,6 +64,17 @@ def test_a_compiled_call_equals_the_eager_call(name: str, backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+def test_a_frozen_weight_gets_no_gradient_and_strides_are_those_of_the_fake() -> None:
+    """torch.library.opcheck compares real and fake outputs; of a transposed x too."""
+    lowtide = operators()
+    x, w = torch.randn(12, 3).t().requires_grad_(), torch.randn(12)
+    torch.library.opcheck(lowtide.row_norm, (x, None, w, None, 1e-5, 0.0, False, "auto"))
+    torch.library.opcheck(lowtide.gated_mlp, (x, x.detach().requires_grad_(), "silu", "auto"))
+    rows = torch.ones(3)
+    _, dweight, _ = lowtide.row_norm_backward(x, None, x, w, None, rows, rows, False, False, 1e-5, 0.0, False, "auto")
+    assert dweight.numel() == 0
+
+
 def test_operators_keep_the_rules_of_torch() -> None:
     """Schemas, fake implementations, and gradients through the dispatcher: torch.library.opcheck."""
     lowtide = operators()

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 Backend = Literal["auto", "triton", "reference"]
 """auto: Triton for tensors on a GPU, if it is installed; triton: Triton, or an error; reference: eager torch."""
@@ -28,11 +29,11 @@ def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
     "triton" is not possible.
     """
     places = tuple([(tensor.device, tensor.dtype) for tensor in tensors if tensor is not None])
-    return _uses_triton(backend, kernel, places)
+    choose = _choose if is_compiling() else _choose_once  # the compiler traces a cached function, and warns
+    return choose(backend, kernel, places)
 
 
-@cache  # of a call that a step makes for every layer
-def _uses_triton(backend: Backend, kernel: str, given: tuple[tuple[torch.device, torch.dtype], ...]) -> bool:
+def _choose(backend: Backend, kernel: str, given: tuple[tuple[torch.device, torch.dtype], ...]) -> bool:
     devices = {device for device, _ in given}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
@@ -58,6 +59,9 @@ def _uses_triton(backend: Backend, kernel: str, given: tuple[tuple[torch.device,
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRITON_DTYPES)
         raise ValueError(f'{kernel}: backend "triton" takes {names}, found {wide[0]}; use "auto"')
     return True
+
+
+_choose_once = cache(_choose)  # a step asks for every layer
 
 
 def operators() -> Any:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,25 @@ ADAMW: dict[str, Any] = {
     "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
 }
 ROWS = 2  # of a microbatch
+
+
+def settings(stage: int = 0, **more: Any) -> dict[str, Any]:
+    """A quiet config at a stage: AdamW, ROWS rows a microbatch. `more` replaces its sections; those of None leave."""
+    values = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": ADAMW,
+        "steps_per_print": 0,
+        **more,
+        "zero_optimization": {"stage": stage, **more.get("zero_optimization", {})},
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def refusal(action: Callable[..., object], *given: Any, kind: type[Exception] = ValueError, **options: Any) -> str:
+    """The text of the error that `action(*given, **options)` raises."""
+    with pytest.raises(kind) as caught:
+        action(*given, **options)
+    return str(caught.value)
 
 
 @dataclass(frozen=True)
@@ -37,16 +57,8 @@ class Case:
         return replace(self, stage=stage, config=config, **changes)
 
     def as_config(self) -> dict[str, Any]:
-        values = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": self.clip,
-            "steps_per_print": 0,
-            "optimizer": ADAMW,
-            **self.config,
-        }
-        zero = {"stage": self.stage, **values.get("zero_optimization", {})}
-        return {key: value for key, value in {**values, "zero_optimization": zero}.items() if value is not None}
+        own = {"gradient_accumulation_steps": self.accumulation, "gradient_clipping": self.clip}
+        return settings(self.stage, **{**own, **self.config})
 
     def global_batch(self, step: int, world_size: int) -> tuple[Tensor, ...]:
         return self.batch(step, ROWS * self.accumulation * world_size)

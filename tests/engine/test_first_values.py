@@ -1,6 +1,5 @@
 """All ranks begin with rank 0's values, which come in messages of several parameters."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.model import given_model
 from tests.kit.ranks import RankPool
+from tests.kit.training import settings
 
 
 class Kinds(nn.Module):
@@ -31,12 +31,10 @@ def begin(stage: int) -> tuple[list[Tensor], list[Tensor], int]:
     torch.manual_seed(dist.get_rank())
     model = Kinds()
     own = [param.detach().clone() for param in model.parameters()]
-    config: dict[str, Any] = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as message:
-        engine = lowtide.initialize(model, config)
-    with engine.gathered():
+        engine = lowtide.initialize(model, settings(stage, optimizer=None))
+    with engine, engine.gathered():
         found = [param.detach().clone().to(was.dtype) for param, was in zip(model.parameters(), own, strict=True)]
-    engine.close()
     return own, found, message.call_count
 
 

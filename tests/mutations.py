@@ -27,6 +27,7 @@ TABLE = ROOT / "tests" / "mutations.txt"
 ASKED = {
     "zero": [
         ["tests/zero"],
+        ["tests/laws"],
         [
             "tests/pipe/test_pipeline_ties.py",
             "tests/pipe/test_pipeline_axes.py",

@@ -56,6 +56,7 @@ class StepUpdate:
             one.step, one.unit = lambda: optimizer.counts.num_steps, unclipped_factor
         self._failure = ""  # of a background update on any rank: its states are partly updated
         self._postponed: list[tuple[ShardState, list[tuple[ParamShard, Tensor]]]] = []
+        self._is_partial = False  # some parameters were updated in the backward of a step that has not ended
         self.arriving: deque[GroupGradient] = deque()
         """Final gradients that wait for their speculative update; empty after a backward."""
         self.timing = timing
@@ -69,7 +70,7 @@ class StepUpdate:
         """
         if not boundary or self.timing not in (Timing.IN_BACKWARD, Timing.SPECULATIVE):
             return None
-        self._postponed = []
+        self._postponed, self._is_partial = [], False
         self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
         return self._update_one
 
@@ -95,6 +96,20 @@ class StepUpdate:
         """Roll back the speculative update of this step. Return whether there was such an update."""
         self.arriving.clear()
         return self._optimizer.roll_back()
+
+    def forget_step(self, error: BaseException | None = None) -> bool:
+        """Roll back what can be rolled back of a step that does not end. Return whether there was such an update.
+
+        error: that has interrupted the backward. It gets a note if some parameters keep their new values.
+        """
+        if self.timing is Timing.IN_BACKWARD and self._optimizer.counts.is_in_step:
+            self._optimizer.uncount()
+            if self._is_partial and error is not None:
+                error.add_note(
+                    "zero_optimization.update_in_backward: this backward had updated some parameters before the error, "
+                    "others not; continue from a checkpoint (engine.load_checkpoint)"
+                )
+        return self.roll_back()
 
     @property
     def can_be_skipped(self) -> bool:
@@ -225,12 +240,14 @@ class StepUpdate:
         skip = None
         if self._is_waited_for and self._optimizer.can_be_skipped:  # the device checks if it is finite
             gradient.remember()
-            skip, is_finite = gradient.stats.is_bad(), True  # the host does not know
+            skip, counts = gradient.stats.is_bad(), True  # the host does not know if it is finite
         else:
-            is_finite = gradient.check()
-        if shard is not None and is_finite:  # None: the parameter is in no group of the optimizer
-            if self.timing is Timing.IN_BACKWARD:
-                self._postpone(shard)
+            counts = gradient.check()
+        if shard is not None and counts and self.timing is Timing.IN_BACKWARD:
+            self._postpone(shard)
+            counts = bool(shard.gradient.used)  # else all of it is postponed
+            self._is_partial |= counts
+        if shard is not None and counts:  # None: the parameter is in no group of the optimizer
             self._optimizer.update(shard, self._unclipped_factor(), skip=skip)
         elif shard is not None:
             self._optimizer.skip(shard)

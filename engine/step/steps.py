@@ -317,7 +317,7 @@ class Steps:
         """Forget the step whose backward `error` has interrupted."""
         self._mesh.error_broadcast.broadcast(error)
         self._passes.abort(error)
-        self.forget()
+        self.forget(error=error)
 
     def refuse_more(self, what: str) -> None:
         """Roll back a speculative update. Raise StateError if the update is final already (`update_in_backward`)."""
@@ -331,12 +331,12 @@ class Steps:
             self.join.before(Call.TAKING_BACK)
             self._mesh.fence("the end of what was tried in the backward")
 
-    def forget(self, ends_graphs: bool = True) -> None:
+    def forget(self, ends_graphs: bool = True, error: BaseException | None = None) -> None:
         """Forget all microbatches of this step: the next microbatch is the first of a step.
 
-        ends_graphs: no earlier graph is differentiated after this call, so parameters are released.
+        ends_graphs: no earlier graph is differentiated after this call, so parameters are released. error: why.
         """
-        if self.update.roll_back():
+        if self.update.forget_step(error):
             self._is_apart = True
         self.forget_gradients()
         if ends_graphs:

@@ -149,6 +149,11 @@ def token_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
+def same_rows(step: int, rows: int) -> tuple[Tensor, ...]:
+    """As `token_batch`, with the same two rows on each rank: the mean of their gradients is exact."""
+    return tuple(torch.cat([one] * (rows // 2)) for one in token_batch(step, 2))
+
+
 def vector_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
     """(x, y) of step number `step`, (rows, FEATURES) and (rows, 3)."""
     generator = torch.Generator().manual_seed(2000 + step)

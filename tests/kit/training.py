@@ -1,5 +1,6 @@
 """The same training twice: by lowtide on several ranks, and by plain torch in one process."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,25 @@ def refusal(action: Callable[..., object], *given: Any, kind: type[Exception] = 
     """The text of the error that `action(*given, **options)` raises."""
     with pytest.raises(kind) as caught:
         action(*given, **options)
-    return str(caught.value)
+    text = str(caught.value)
+    del caught  # it would hold itself, and what the frames hold
+    return text
+
+
+@contextmanager
+def logged(level: str = "INFO") -> Iterator[list[str]]:
+    """The messages of lowtide's log meanwhile; on ranks too, where no caplog is."""
+    found: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("lowtide")
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 @dataclass(frozen=True)
@@ -93,14 +112,29 @@ def share_of(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.chunk(world_size)[rank] for tensor in batch)
 
 
+def take_step(engine: lowtide.Engine, case: Case, step: int) -> lowtide.StepResult:
+    """One step on this rank's share of a global batch of the case."""
+    batch = case.global_batch(step, engine.data_size)
+    return engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
+
+
+@contextmanager
+def trained(case: Case, num_steps: int, **initialize_options: Any) -> Iterator[lowtide.Engine]:
+    """An engine that has taken so many steps of the case; runs on every rank."""
+    torch.manual_seed(0)
+    with lowtide.initialize(case.build(), case.as_config(), **initialize_options) as engine:
+        for step in range(num_steps):
+            take_step(engine, case, step)
+        yield engine
+
+
 def train(case: Case, **initialize_options: Any) -> Outcome:
     """Trains by lowtide; runs on every rank."""
     torch.manual_seed(0)
     engine = lowtide.initialize(case.build(), case.as_config(), **initialize_options)
     outcome = Outcome()
     for step in range(case.steps):
-        batch = case.global_batch(step, engine.data_size)
-        result = engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
+        result = take_step(engine, case, step)
         outcome.losses.append(result.loss.item())
         outcome.norms.append(result.grad_norm.item())
         outcome.lrs.append(result.lr)
@@ -111,9 +145,14 @@ def train(case: Case, **initialize_options: Any) -> Outcome:
     return outcome
 
 
-def train_all(cases: Sequence[Case]) -> list[Outcome]:
+def train_all(cases: Sequence[Case], **initialize_options: Any) -> list[Outcome]:
     """One call of the pool for many cases."""
-    return [train(case) for case in cases]
+    return [train(case, **initialize_options) for case in cases]
+
+
+def assert_alike(outcomes: Sequence[Outcome], what: object = "") -> None:
+    """All trainings gave the same, to the last bit."""
+    assert [other.differences(outcomes[0]) for other in outcomes[1:]] == [[]] * (len(outcomes) - 1), what
 
 
 @contextmanager

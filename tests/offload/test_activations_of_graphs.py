@@ -16,20 +16,20 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.offload import HostStore
+from lowtide.offload import FileStore, HostPool, HostStore, OffloadError, StagedStore, Store
 from lowtide.offload.activations import ActivationOffload, in_storages_of
-from lowtide.offload.file_store import FileStore
-from tests.kit import models
-from tests.offload.activation_stores import MemoryStore, assert_same_bits, gradients, offload_for
+from tests.kit.training import logged, refusal
+from tests.offload.slow_store import SlowStore
 
 ROWS, WIDTH = 16, 32
 BYTES = ROWS * WIDTH * 4  # of one activation
+Step = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Model(nn.Module):
     """Blocks that each do `step` to (ROWS, WIDTH), and keep it between -1 and 1."""
 
-    def __init__(self, step: Callable[[nn.Module, Tensor], Tensor], layers: int = 6) -> None:
+    def __init__(self, step: Step, layers: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
@@ -104,183 +104,97 @@ STEPS = [
     recomputed,
     recomputed_reentrantly,
 ]
-
-
-def grad_of(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
+Gradients = tuple[Tensor, list[Tensor]]
 
 
 def inputs(seed: int = 1) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+def offload_for(
+    model: nn.Module, store: Any, budget_bytes: int | None = None, min_bytes: int = 256
+) -> ActivationOffload:
+    return ActivationOffload(store, min_bytes, budget_bytes, in_storages_of(model.parameters()))
+
+
+def moving_all(store: Any, min_bytes: int = 1) -> ActivationOffload:
+    """What has so many bytes does not stay longer than it must."""
+    return ActivationOffload(store, min_bytes, 1, lambda tensor: False)
+
+
+def forward(model: nn.Module, offload: ActivationOffload | None, x: Tensor | None = None) -> Tensor:
+    with offload or contextlib.nullcontext():
+        return model(inputs() if x is None else x)
+
+
+def backward(model: nn.Module, loss: Tensor) -> Gradients:
+    """The loss, and the gradient of every parameter."""
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+def gradients(model: nn.Module, offload: ActivationOffload | None = None, x: Tensor | None = None) -> Gradients:
+    torch.manual_seed(3)
+    return backward(model, forward(model, offload, x))
+
+
+def assert_same_bits(found: Gradients, expected: Gradients) -> None:
+    assert found[0].isfinite() and torch.equal(found[0], expected[0])
+    assert len(found[1]) == len(expected[1]) and all(map(torch.equal, found[1], expected[1]))
+
+
+def assert_nothing_left(offload: ActivationOffload, store: SlowStore) -> None:
+    store.settle()
+    with offload:
+        pass
+    assert offload.resident_bytes == store.bytes_held == 0
+
+
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
+def store() -> SlowStore:
+    return SlowStore()
+
+
+# -- what graphs save -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [1, 4 * BYTES, None])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_gradients_are_the_same(step: Callable[[nn.Module, Tensor], Tensor], budget: int | None) -> None:
-    model, store = Model(step), MemoryStore()
+def test_gradients_are_the_same(store: SlowStore, step: Step, budget: int | None) -> None:
+    model = Model(step)
     offload = offload_for(model, store, budget)
-    results = []
-    for using in (None, offload, offload):
-        torch.manual_seed(3)
-        x = inputs()
-        loss, grads = gradients(model, partial(model, x), using)
-        assert x.grad is not None
-        results.append((loss, [*grads, x.grad]))
-    assert_same_bits(results[1], results[0])
-    assert_same_bits(results[2], results[0])
-    assert offload.offloaded_bytes > 0 and store.num_loads > 0
+    x, others = inputs(), [inputs(), inputs()]
+    expected = gradients(model, x=x)
+    for other in others:
+        assert_same_bits(gradients(model, offload, other), expected)
+        assert x.grad is not None and other.grad is not None and torch.equal(other.grad, x.grad)
+    assert offload.offloaded_bytes > 0 and store.count("load") > 0
     offload.close()
     assert offload.resident_bytes == store.bytes_held == 0
 
 
-def test_gradients_are_the_same_from_a_file(tmp_path: Path) -> None:
-    model, store = Model(masks), FileStore(tmp_path, 0)
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_gradients_are_the_same_from_a_file(tmp_path: Path, is_staged: bool) -> None:
+    model, file, pool = Model(masks), FileStore(tmp_path, 0), HostPool(16 * BYTES)
+    store: Store = StagedStore(file, pool) if is_staged else file
     offload = offload_for(model, store, 3 * BYTES)
-    torch.manual_seed(3)
-    expected = gradients(model, lambda: model(inputs()))
+    expected = gradients(model)
     for _ in range(3):
-        torch.manual_seed(3)
-        assert_same_bits(gradients(model, lambda: model(inputs()), offload), expected)
+        assert_same_bits(gradients(model, offload), expected)
     offload.close()
     assert store.bytes_held == 0 < offload.offloaded_bytes
     store.close()
+    assert pool.bytes_in_use == 0
 
 
-def test_recurrent_cells_are_the_same(store: MemoryStore) -> None:
-    """Torch's own cells change parts of one storage in place, each with a version counter of its own."""
-    torch.manual_seed(0)
-    cell = nn.LSTMCell(WIDTH, WIDTH)
-
-    def loss() -> Tensor:
-        h, c = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
-        for step in range(5):
-            h, c = cell(inputs(step), (h, c))
-        return h.square().mean() + c.mean()
-
-    expected = gradients(cell, loss)
-    assert_same_bits(gradients(cell, loss, offload_for(cell, store, 2 * BYTES)), expected)
-    assert store.num_loads > 0
-
-
-def test_bfloat16_language_model_is_the_same(store: MemoryStore) -> None:
-    torch.manual_seed(0)
-    model = models.TinyGPT().bfloat16()
-    batch = models.token_batch(0, 4)
-    offload = offload_for(model, store, 4096)
-    assert_same_bits(gradients(model, lambda: model(*batch), offload), gradients(model, lambda: model(*batch)))
-    assert store.num_loads > 0
-
-
-def test_backward_twice_is_the_same(store: MemoryStore) -> None:
-    model = Model(plain)
-    x = inputs()
-    with offload_for(model, store, 2 * BYTES) as offload:
-        loss = model(x)
-    first = torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
-    second = torch.autograd.grad(loss, [x, *model.parameters()])
-    expected = torch.autograd.grad(model(x), [x, *model.parameters()])
-    for one, other, plainly in zip(first, second, expected, strict=True):
-        assert torch.equal(one, plainly) and torch.equal(other, plainly)
-    assert offload.peak_resident_bytes <= 2 * BYTES
-
-
-def test_gradient_of_a_gradient_is_the_same(store: MemoryStore) -> None:
-    model = Model(plain)
-
-    def second_order(offload: ActivationOffload | None) -> Tensor:
-        x = inputs()
-        with offload or contextlib.nullcontext():
-            loss = model(x)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return torch.autograd.grad(slope.square().sum(), x)[0]
-
-    assert torch.equal(second_order(offload_for(model, store, 2 * BYTES)), second_order(None))
-    assert store.num_loads > 0
-
-
-def test_several_forwards_before_their_backwards_are_the_same(store: MemoryStore) -> None:
-    model = Model(plain)
-    offload = offload_for(model, store, 3 * BYTES)
-
-    def losses(using: ActivationOffload | None) -> list[Tensor]:
-        found = []
-        for seed in range(3):
-            with using or contextlib.nullcontext():
-                found.append(model(inputs(seed)))
-        return found
-
-    for order in ([2, 1, 0], [0, 1, 2]):
-        results = []
-        for using in (None, offload):
-            model.zero_grad()
-            graphs = losses(using)
-            for index in order:
-                graphs[index].backward()
-            results.append((torch.zeros(()), [grad_of(p).clone() for p in model.parameters()]))
-        assert_same_bits(results[1], results[0])
-    assert offload.peak_resident_bytes <= 3 * BYTES
-    assert offload.resident_bytes == 0
-
-
-def test_backward_in_another_thread_beside_a_forward_is_the_same() -> None:
-    model, store = Model(plain, layers=30), MemoryStore(0.0005)
-    offload = offload_for(model, store, 6 * BYTES)
-    xs = [inputs(seed) for seed in range(4)]
-    expected = [torch.autograd.grad(model(x), x)[0] for x in xs]
-    found: list[Tensor] = []
-    with offload:
-        loss = model(xs[0])
-    for following in range(1, 5):
-        x = xs[following - 1]
-        thread = threading.Thread(target=lambda loss=loss, x=x: found.append(torch.autograd.grad(loss, x)[0]))
-        thread.start()
-        with offload:
-            loss = model(xs[following % 4])
-        thread.join()
-    del loss
-    assert len(found) == 4 and all(map(torch.equal, found, expected))
-    assert offload.peak_resident_bytes <= 6 * BYTES
-    assert_nothing_left(offload, store)
-
-
-def test_two_in_one_process_do_not_meet(store: MemoryStore) -> None:
-    """Also with one store for both."""
-    one, other = Model(plain), Model(masks)
-    offloads = [offload_for(model, store, 2 * BYTES) for model in (one, other)]
-
-    def loss_of(model: nn.Module) -> Tensor:
-        return model(inputs())
-
-    expected = []
-    for model in (one, other):
-        torch.manual_seed(5)
-        expected.append(gradients(model, partial(loss_of, model)))
-    losses = []
-    for model, offload in zip((one, other), offloads, strict=True):
-        model.zero_grad()
-        torch.manual_seed(5)
-        with offload:
-            losses.append(model(inputs()))
-    for model, loss, want in zip((one, other), losses, expected, strict=True):
-        loss.backward()
-        assert_same_bits((loss.detach(), [grad_of(p) for p in model.parameters()]), want)
-
-
-def test_parameters_are_never_moved(store: MemoryStore) -> None:
+def test_parameters_are_never_moved(store: SlowStore) -> None:
     """Nor views of a flat buffer that is emptied and filled again in between."""
     flat = torch.randn(WIDTH * WIDTH)
     weight = nn.Parameter(torch.empty(0))
     weight.data = flat.view(WIDTH, WIDTH)
-    offload = ActivationOffload(store, 1, 1, in_storages_of([flat]))
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    values = flat.clone()
-    with offload:
+    x, values = inputs(), flat.clone()
+    with ActivationOffload(store, 1, 1, in_storages_of([flat])):
         loss = (x @ weight.t() @ weight).sum()
     expected = torch.autograd.grad((x @ weight.t() @ weight).sum(), x)[0]
     flat.untyped_storage().resize_(0)
@@ -290,16 +204,18 @@ def test_parameters_are_never_moved(store: MemoryStore) -> None:
     assert all(kept.numel() < flat.nbytes for kept in store.kept.values())
 
 
-def test_small_tensors_stay(store: MemoryStore) -> None:
+def test_nothing_small_and_nothing_without_gradients_is_moved(store: SlowStore) -> None:
     model = Model(plain)
     offload = offload_for(model, store, 1, min_bytes=BYTES + 1)
-    gradients(model, lambda: model(inputs()), offload)
-    assert offload.peak_resident_bytes == offload.offloaded_bytes == 0
+    gradients(model, offload)
+    with torch.no_grad():
+        forward(model, offload_for(model, store, 1))
+    assert store.trail == [] and offload.peak_resident_bytes == 0
 
 
-def test_a_storage_is_saved_and_counted_once(store: MemoryStore) -> None:
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with ActivationOffload(store, 1, 1, lambda tensor: False) as offload:
+def test_a_storage_is_saved_and_counted_once(store: SlowStore) -> None:
+    x = inputs()
+    with moving_all(store) as offload:
         y = x.exp()  # saves what it returns
         outputs = [y.sin(), y.t().cos(), y[1:].tan(), y.view(-1).sinh()]  # the storage of `tan` is new
     assert offload.resident_bytes + store.bytes_held == 2 * BYTES - WIDTH * 4
@@ -309,17 +225,15 @@ def test_a_storage_is_saved_and_counted_once(store: MemoryStore) -> None:
     assert offload.resident_bytes + store.bytes_held == 0
 
 
-def test_a_few_rows_of_a_data_set_do_not_move_all_of_it(store: MemoryStore) -> None:
-    data = torch.randn(1000, WIDTH)
-    model = Model(plain)
+def test_a_few_rows_of_a_data_set_do_not_move_all_of_it(store: SlowStore) -> None:
+    data, model = torch.randn(1000, WIDTH), Model(plain)
     offload = offload_for(model, store, 1)
-    expected = gradients(model, lambda: model(data[500:508]))
-    assert_same_bits(gradients(model, lambda: model(data[500:508]), offload), expected)
+    assert_same_bits(gradients(model, offload, data[500:508]), gradients(model, x=data[500:508]))
     assert 0 < offload.offloaded_bytes < data.nbytes // 4
 
 
 @pytest.mark.parametrize("size", [4, ROWS])  # kept, offloaded
-def test_a_saved_tensor_changed_in_place_is_torchs_error(size: int, store: MemoryStore) -> None:
+def test_a_saved_tensor_changed_in_place_is_torchs_error(size: int, store: SlowStore) -> None:
     def change(offload: ActivationOffload | None) -> str:
         x = torch.randn(size, WIDTH, requires_grad=True)
         with offload or contextlib.nullcontext():
@@ -327,21 +241,87 @@ def test_a_saved_tensor_changed_in_place_is_torchs_error(size: int, store: Memor
             z = y.sin()
         with torch.no_grad():
             y.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-            z.sum().backward()
-        return str(caught.value)
+        return refusal(z.sum().backward, kind=RuntimeError)
 
-    ours = change(ActivationOffload(store, 1000, 1, lambda tensor: False))
-    theirs = change(None)
-    assert ours.split(", which")[0] == theirs.split(", which")[0]
+    ours, theirs = change(moving_all(store, 1000)), change(None)
+    assert "modified by an inplace operation" in theirs and ours.split(", which")[0] == theirs.split(", which")[0]
     assert f"[torch.FloatTensor [{size}, {WIDTH}]]" in ours
-    assert "is at version 1; expected version 0 instead. Hint: enable anomaly detection" in ours
-    assert "is at version 1; expected version 0 instead. Hint: enable anomaly detection" in theirs
+    version = "is at version 1; expected version 0 instead. Hint: enable anomaly detection"
+    assert version in ours and version in theirs
 
 
-def test_hooks_inside_the_model_decide_for_what_they_enclose(store: MemoryStore) -> None:
+# -- how graphs are used ----------------------------------------------------------------------------------------------
+
+
+def test_backward_twice_is_the_same(store: SlowStore) -> None:
+    model, x = Model(plain), inputs()
+    offload = offload_for(model, store, 2 * BYTES)
+    loss, needed = forward(model, offload, x), [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x), needed)
+    for keeps in (True, False):
+        assert all(map(torch.equal, torch.autograd.grad(loss, needed, retain_graph=keeps), expected))
+    assert offload.peak_resident_bytes <= 2 * BYTES
+
+
+def test_gradient_of_a_gradient_is_the_same(store: SlowStore) -> None:
+    model = Model(plain)
+
+    def second_order(offload: ActivationOffload | None) -> Tensor:
+        x = inputs()
+        (slope,) = torch.autograd.grad(forward(model, offload, x), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    assert torch.equal(second_order(offload_for(model, store, 2 * BYTES)), second_order(None))
+    assert store.count("load") > 0
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2)])
+def test_several_forwards_before_their_backwards_are_the_same(store: SlowStore, order: tuple[int, ...]) -> None:
+    model = Model(plain)
+    offload = offload_for(model, store, 3 * BYTES)
+    results = []
+    for using in (None, offload):
+        graphs = [forward(model, using, inputs(seed)) for seed in range(3)]
+        results.append([backward(model, graphs[index]) for index in order])
+        del graphs
+    for found, expected in zip(*results, strict=True):
+        assert_same_bits(found, expected)
+    assert offload.peak_resident_bytes <= 3 * BYTES and offload.resident_bytes == 0
+
+
+def test_backward_in_another_thread_beside_a_forward_is_the_same() -> None:
+    model, store = Model(plain, layers=30), SlowStore(0.0005)
+    offload = offload_for(model, store, 6 * BYTES)
+    xs = [inputs(seed) for seed in range(4)]
+    expected = [torch.autograd.grad(model(x), x)[0] for x in xs]
+    found: list[Tensor] = []
+    loss = forward(model, offload, xs[0])
+    for number, x in enumerate(xs):
+        thread = threading.Thread(target=lambda loss=loss, x=x: found.append(torch.autograd.grad(loss, x)[0]))
+        thread.start()
+        loss = forward(model, offload, xs[(number + 1) % 4])
+        thread.join()
+    del loss
+    assert len(found) == 4 and all(map(torch.equal, found, expected))
+    assert offload.peak_resident_bytes <= 6 * BYTES
+    assert_nothing_left(offload, store)
+
+
+def test_two_in_one_process_do_not_meet(store: SlowStore) -> None:
+    """Also with one store for both."""
+    both = [Model(plain), Model(views_of_one_storage)]
+    expected = [gradients(model) for model in both]
+    losses = [forward(model, offload_for(model, store, 2 * BYTES)) for model in both]
+    for model, loss, want in zip(both, losses, expected, strict=True):
+        assert_same_bits(backward(model, loss), want)
+
+
+# -- who decides ------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_inside_the_model_decide_for_what_they_enclose(store: SlowStore) -> None:
     x = inputs()
-    with ActivationOffload(store, 1, 1, lambda tensor: False) as offload:
+    with moving_all(store) as offload:
         y = x.sin()
         with save_on_cpu():
             z = y.exp().cos().tan().sum()
@@ -349,9 +329,7 @@ def test_hooks_inside_the_model_decide_for_what_they_enclose(store: MemoryStore)
     assert torch.equal(torch.autograd.grad(z, x)[0], torch.autograd.grad(x.sin().exp().cos().tan().sum(), x)[0])
 
 
-def test_hooks_around_the_model_decide_and_the_log_says_so(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hooks_around_the_model_decide_and_the_log_says_so(store: SlowStore) -> None:
     model = Model(plain)
     offload = offload_for(model, store, 1)
     seen: list[Tensor] = []
@@ -360,49 +338,42 @@ def test_hooks_around_the_model_decide_and_the_log_says_so(
         seen.append(tensor.detach())
         return tensor.detach()
 
-    with caplog.at_level("INFO", logger="lowtide"):
+    with logged() as messages, saved_tensors_hooks(pack, lambda tensor: tensor):
         for _ in range(2):
-            with saved_tensors_hooks(pack, lambda tensor: tensor), offload:
-                model(inputs()).backward()
+            gradients(model, offload)
     assert seen and offload.offloaded_bytes == 0
-    assert caplog.messages == [
+    assert messages == [
         "activation offload: saved-tensor hooks of the caller are active around the model, so nothing is offloaded "
         "there"
     ]
 
 
-def test_host_memory_is_not_copied_to_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_host_memory_is_not_copied_to_host_memory() -> None:
     model, store = Model(plain), HostStore()
     offload = offload_for(model, store, 1)
-    expected = gradients(model, lambda: model(inputs()))
-    with caplog.at_level("INFO", logger="lowtide"):
+    with logged() as messages:
         for _ in range(2):
-            assert_same_bits(gradients(model, lambda: model(inputs()), offload), expected)
+            assert_same_bits(gradients(model, offload), gradients(model))
     assert offload.offloaded_bytes == offload.peak_resident_bytes == store.bytes_held == 0
-    assert caplog.messages == [
+    assert messages == [
         "activation offload: activations on the CPU are already in host memory and stay there; a file store would take "
         "them"
     ]
 
 
-def assert_nothing_left(offload: ActivationOffload, store: MemoryStore) -> None:
-    store.settle()
-    with offload:
-        pass
-    assert offload.resident_bytes == store.bytes_held == 0
+# -- what is left -----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_of_a_graph_without_backward(store: MemoryStore) -> None:
+def test_nothing_is_left_of_a_graph_without_backward(store: SlowStore) -> None:
     model = Model(plain)
     offload = offload_for(model, store, 2 * BYTES)
-    with offload:
-        loss = model(inputs())
+    loss = forward(model, offload)
     assert store.bytes_held > 0
     del loss
     assert_nothing_left(offload, store)
 
 
-def test_nothing_is_left_of_a_forward_that_failed(store: MemoryStore) -> None:
+def test_nothing_is_left_of_a_forward_that_failed(store: SlowStore) -> None:
     def fail(layer: nn.Module, x: Tensor) -> Tensor:
         if layer is model.layers[4]:
             raise KeyError("the model's own")
@@ -410,36 +381,29 @@ def test_nothing_is_left_of_a_forward_that_failed(store: MemoryStore) -> None:
 
     model = Model(fail)
     offload = offload_for(model, store, 2 * BYTES)
-    with pytest.raises(KeyError), offload:
-        model(inputs())
+    refusal(forward, model, offload, kind=KeyError)
     gc.collect()
     assert offload.offloaded_bytes > 0
     assert_nothing_left(offload, store)
     model.step = plain
-    expected = gradients(model, lambda: model(inputs()))
-    assert_same_bits(gradients(model, lambda: model(inputs()), offload), expected)
+    assert_same_bits(gradients(model, offload), gradients(model))
 
 
-def test_nothing_is_saved_without_gradients(store: MemoryStore) -> None:
-    model = Model(plain)
-    with offload_for(model, store, 1) as offload, torch.no_grad():
-        model(inputs())
-    assert offload.peak_resident_bytes == 0
+class Owner:
+    """Something that a graph refers to."""
 
 
 @pytest.mark.parametrize("min_bytes", [1, BYTES + 1])  # offloaded, kept
-def test_the_graph_is_no_reference_cycle(min_bytes: int, store: MemoryStore) -> None:
+def test_the_graph_is_no_reference_cycle(min_bytes: int, store: SlowStore) -> None:
     """Memory goes with the last reference, with no garbage collector."""
     gc.disable()
     try:
-        x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        with ActivationOffload(store, min_bytes, 1, lambda tensor: False):
-            y = (x * 2).exp().tanh()
+        with moving_all(store, min_bytes):
+            y = (inputs() * 2).exp().tanh()
         node: Any = y.grad_fn
         node.metadata["owner"] = owner = Owner()
-        del node
         alive = weakref.ref(owner)
-        del owner
+        del node, owner
         assert alive() is not None
         del y
         assert alive() is None
@@ -447,5 +411,63 @@ def test_the_graph_is_no_reference_cycle(min_bytes: int, store: MemoryStore) -> 
         gc.enable()
 
 
-class Owner:
-    """Something that a graph refers to."""
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["failing", "refusing"])
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_failing_store_ends_one_step(store: SlowStore, verb: str, how: str) -> None:
+    model = Model(plain)
+    offload = offload_for(model, store, 3 * BYTES)
+    expected = gradients(model)
+    getattr(store, how).add(verb)
+    reason = f"the disk of the test is {'full' if how == 'failing' else 'gone'} ({verb})"
+    for _ in range(2):
+        assert refusal(gradients, model, offload, kind=OffloadError) == (
+            f"activation offload: expected to {verb} 2,048 bytes of activations, but the store failed: {reason}. This "
+            "step has changed no parameter. Correct the fault of the store, raise "
+            "activation_checkpointing.offload.budget_bytes, or turn the offload off."
+        )
+    getattr(store, how).clear()
+    assert_same_bits(gradients(model, offload), expected)
+    assert_nothing_left(offload, store)
+
+
+def test_a_load_that_failed_can_be_tried_again(store: SlowStore) -> None:
+    model = Model(plain)
+    loss = forward(model, offload_for(model, store, 3 * BYTES))
+    store.failing.add("load")
+    assert "expected to load" in refusal(partial(loss.backward, retain_graph=True), kind=OffloadError)
+    store.failing.clear()
+    assert_same_bits(backward(model, loss), gradients(model))
+
+
+def test_a_prefetch_that_failed_is_no_error_of_another_tensor(store: SlowStore) -> None:
+    """Only who needs the bytes hears of it."""
+    with offload_for(nn.Module(), store, 2 * BYTES):
+        unused = inputs().exp().exp()
+        used = inputs().sin().cos().exp()
+    store.refusing.add("load")
+    assert torch.autograd.grad(used.sum(), used)[0].sum() == ROWS * WIDTH
+    assert "expected to load" in refusal(unused.sum().backward, kind=OffloadError)
+
+
+def test_after_close_backward_says_so(store: SlowStore) -> None:
+    model = Model(plain)
+    offload = offload_for(model, store, 3 * BYTES)
+    loss = forward(model, offload)
+    offload.close()
+    assert offload.resident_bytes == store.bytes_held == 0
+    assert refusal(loss.backward, kind=OffloadError) == (
+        "activation offload: expected backward before close(), found the offload closed and the activations of "
+        "this graph freed"
+    )
+    text = refusal(forward, model, offload, kind=OffloadError)
+    assert "expected a forward before close(), found the offload closed" in text
+    offload.close()
+
+
+@pytest.mark.parametrize(("name", "values"), [("min_bytes", (0, 1)), ("budget_bytes", (1, 0))])
+def test_bytes_must_be_positive(store: SlowStore, name: str, values: tuple[int, int]) -> None:
+    text = refusal(ActivationOffload, store, *values, lambda tensor: False)
+    assert text == f"{name}: expected a number of bytes above 0, found 0"

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ def content_of(nbytes: int) -> bytes:
     return random.Random(nbytes).randbytes(nbytes)
 
 
+def is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 @pytest.fixture(params=["direct", "cached"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """cached: a file system that knows no O_DIRECT."""
+def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """cached: a file system that knows no O_DIRECT. No thread is left."""
     if request.param == "cached":
         refuse_direct_open(monkeypatch)
-    return tmp_path
+    yield tmp_path / "file"
+    assert not any(thread.name == "lowtide file writer" for thread in threading.enumerate())
 
 
 def refuse_direct_open(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -43,24 +49,20 @@ def refuse_direct_open(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def writer_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "lowtide file writer"]
-
-
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_what_is_written_is_in_the_file(folder: Path, nbytes: int) -> None:
+def test_what_is_written_is_in_the_file(path: Path, nbytes: int) -> None:
+    """And nothing of a longer one of that name."""
+    path.write_bytes(bytes(6 * BLOCK_BYTES))
     content = content_of(nbytes)
-    with SequentialFile(folder / "file") as file:
-        assert file.write(content) == nbytes
-        assert file.nbytes == nbytes
-    assert (folder / "file").read_bytes() == content
-    assert writer_threads() == []
+    with SequentialFile(path) as file:
+        assert file.write(content) == file.nbytes == nbytes
+    assert path.read_bytes() == content
 
 
-def test_pieces_of_any_length_follow_each_other(folder: Path) -> None:
+def test_pieces_of_any_length_and_type_follow_each_other(path: Path) -> None:
     content = content_of(2 * BLOCK_BYTES + 12345)
     draw, start = random.Random(1), 0
-    with SequentialFile(folder / "file") as file:
+    with SequentialFile(path) as file:
         while start < len(content):
             end = start + draw.choice((0, 1, 100, 70001, BLOCK_BYTES // 2))
             piece = bytearray(content[start:end])
@@ -69,20 +71,8 @@ def test_pieces_of_any_length_follow_each_other(folder: Path) -> None:
             start = end
         assert file.nbytes == len(content)
         file.flush()
-    assert (folder / "file").read_bytes() == content
-
-
-def test_values_of_other_types_are_taken_as_their_bytes(tmp_path: Path) -> None:
-    with SequentialFile(tmp_path / "file") as file:
         assert file.write(memoryview(b"abcdefgh").cast("d")) == 8
-    assert (tmp_path / "file").read_bytes() == b"abcdefgh"
-
-
-def test_a_longer_file_of_the_same_name_is_replaced(folder: Path) -> None:
-    (folder / "file").write_bytes(bytes(3 * BLOCK_BYTES))
-    with SequentialFile(folder / "file") as file:
-        file.write(b"short")
-    assert (folder / "file").read_bytes() == b"short"
+    assert path.read_bytes() == content + b"abcdefgh"
 
 
 def test_a_file_system_without_direct_writes_is_written_through_the_cache(
@@ -96,40 +86,39 @@ def test_a_file_system_without_direct_writes_is_written_through_the_cache(
     assert (tmp_path / "file").read_bytes() == b"abc"
 
 
-def test_direct_writes_that_are_refused_later_go_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some file systems take the flag and refuse the write."""
+def write_as(monkeypatch: pytest.MonkeyPatch, path: Path, change: Any) -> None:
+    """change: of (descriptor, bytes) before they are written; the file must have all in the end."""
     real = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, data, offset: real(descriptor, change(descriptor, data), offset)
+    )
+    content = content_of(BLOCK_BYTES + 5)
+    with SequentialFile(path) as file:
+        file.write(content)
+    assert path.read_bytes() == content
 
-    def refusing(descriptor: int, data: Any, offset: int) -> int:
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+
+def test_direct_writes_that_are_refused_later_go_through_the_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems take the flag and refuse the write."""
+
+    def refuse(descriptor: int, data: Any) -> Any:
+        if is_direct(descriptor):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(descriptor, data, offset)
+        return data
 
-    monkeypatch.setattr(os, "pwrite", refusing)
-    content = content_of(BLOCK_BYTES + 5)
-    with SequentialFile(tmp_path / "file") as file:
-        file.write(content)
-    assert (tmp_path / "file").read_bytes() == content
+    write_as(monkeypatch, path, refuse)
 
 
-def test_short_writes_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, counts = os.pwrite, [100, 4096, 5000, 1]
+def test_short_writes_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [100, 4096, 5000, 1]
 
-    def short(descriptor: int, data: Any, offset: int) -> int:
-        if counts and not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            data = data[: counts.pop(0)]
-        elif counts:
+    def shorten(descriptor: int, data: Any) -> Any:
+        if counts and is_direct(descriptor):
             fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)  # the kernel itself may write a part that is not aligned
-            data = data[: counts.pop(0)]
-        return real(descriptor, data, offset)
+        return data[: counts.pop(0)] if counts else data
 
-    monkeypatch.setattr(os, "pwrite", short)
-    content = content_of(BLOCK_BYTES + 5)
-    with SequentialFile(folder / "file") as file:
-        file.write(content)
-    assert not counts and (folder / "file").read_bytes() == content
+    write_as(monkeypatch, path, shorten)
+    assert not counts
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -145,50 +134,45 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [5, BLOCK_BYTES, 9 * BLOCK_BYTES + 1])
-def test_a_full_disk_is_an_error_at_a_later_call(folder: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+def test_a_full_disk_is_an_error_at_a_later_call(path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     fail_after(monkeypatch, 0)
-    with pytest.raises(OSError, match="No space left on device"), SequentialFile(folder / "file") as file:
+    with pytest.raises(OSError, match="No space left on device"), SequentialFile(path) as file:
         file.write(content_of(nbytes))
-    assert writer_threads() == []
 
 
-def test_an_error_of_the_last_block_is_not_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_last_block_is_not_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_after(monkeypatch, 2)
-    file = SequentialFile(folder / "file")
+    file = SequentialFile(path)
     file.write(content_of(2 * BLOCK_BYTES + 1))
     with pytest.raises(OSError, match="No space left on device"):
         file.close()
     file.close()  # a second time is fine
-    assert writer_threads() == []
 
 
-def test_the_limit_of_a_process_is_an_error_too(folder: Path) -> None:
+def test_the_limit_of_a_process_is_an_error_too(path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES + 1000, before[1]))
     try:
-        with pytest.raises(OSError, match="File too large"), SequentialFile(folder / "file") as file:
+        with pytest.raises(OSError, match="File too large"), SequentialFile(path) as file:
             file.write(content_of(2 * BLOCK_BYTES))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_an_error_of_the_caller_ends_the_thread_and_keeps_its_own_name(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="mine"), SequentialFile(tmp_path / "file") as file:
+def test_an_error_of_the_caller_keeps_its_own_name(path: Path) -> None:
+    with pytest.raises(KeyError, match="mine"), SequentialFile(path) as file:
         file.write(content_of(BLOCK_BYTES))
         raise KeyError("mine")
-    assert writer_threads() == []
 
 
 @pytest.mark.parametrize(("name", "kind"), [("absent/file", FileNotFoundError), (".", IsADirectoryError)])
-def test_a_file_that_cannot_be_made_is_an_error_at_once(folder: Path, name: str, kind: type[OSError]) -> None:
+def test_a_file_that_cannot_be_made_is_an_error_at_once(path: Path, name: str, kind: type[OSError]) -> None:
     with pytest.raises(kind):
-        SequentialFile(folder / name)
-    assert writer_threads() == []
+        SequentialFile(path.parent / name)
 
 
 def test_the_file_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    real_write, real_sync, real_cut = os.pwrite, os.fsync, os.ftruncate
 
     def noted(name: str, real: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -197,12 +181,11 @@ def test_the_file_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: 
 
         return call
 
-    monkeypatch.setattr(os, "pwrite", noted("write", real_write))
-    monkeypatch.setattr(os, "ftruncate", noted("cut", real_cut))
-    monkeypatch.setattr(os, "fsync", noted("sync", real_sync))
+    for name in ("pwrite", "ftruncate", "fsync"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
     with SequentialFile(tmp_path / "file") as file:
         file.write(b"abc")
-    assert order == ["write", "cut", "sync"]
+    assert order == ["pwrite", "ftruncate", "fsync"]
 
 
 def test_the_blocks_are_what_direct_writes_need() -> None:

@@ -1,0 +1,77 @@
+"""A staged store moves any tensor through the buffers of a pool, into a store that takes host memory only."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowtide.offload import FileStore, HostPool, OffloadError, StagedStore
+from tests.kit.training import refusal
+from tests.offload.slow_store import SlowStore
+
+NBYTES = 10_000
+BUFFER = 12_288  # that many bytes, rounded up to pages
+
+
+def values(seed: int) -> Tensor:
+    return torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def loaded(store: StagedStore, key: str) -> Tensor:
+    out = torch.empty(NBYTES, dtype=torch.uint8)
+    store.load(key, out).wait()
+    return out
+
+
+def test_bytes_come_back_and_memory_is_the_pools(tmp_path: Path) -> None:
+    pool = HostPool(2 * BUFFER)
+    store = StagedStore(FileStore(tmp_path, 0), pool)
+    saves = [store.save(str(seed), values(seed)) for seed in range(10)]
+    for save in saves:
+        save.wait()
+    assert store.bytes_held == 10 * NBYTES
+    outs = [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(10)]
+    loads = [store.load(str(seed), out) for seed, out in enumerate(outs)]
+    for seed, load in enumerate(loads):
+        load.wait()
+        assert load.is_done and torch.equal(outs[seed], values(seed))
+    store.close()
+    assert pool.peak_bytes == 2 * BUFFER and pool.bytes_in_use == 0
+
+
+def test_transfers_of_a_key_are_in_order_though_saves_are_not_waited_for() -> None:
+    store = StagedStore(SlowStore(0.002), HostPool())
+    for seed in range(5):
+        store.save("a", values(seed))
+    assert torch.equal(loaded(store, "a"), values(4))
+    store.drop("a")
+    store.save("a", values(9))
+    assert torch.equal(loaded(store, "a"), values(9))
+    store.close()
+
+
+def test_the_callers_bytes_are_free_before_the_store_has_them() -> None:
+    store, given = StagedStore(SlowStore(0.2), HostPool()), values(0)
+    save = store.save("a", given)
+    assert save.is_done
+    save.wait()
+    given.zero_()
+    assert torch.equal(loaded(store, "a"), values(0))
+    store.close()
+
+
+def test_a_save_that_failed_later_is_told_on_load() -> None:
+    inner, pool = SlowStore(), HostPool()
+    inner.refusing.update(("save", "load"))
+    store = StagedStore(inner, pool)
+    store.save("a", values(0))
+    assert refusal(loaded, store, "a", kind=OffloadError) == "the disk of the test is gone (load)"
+    store.close()
+    assert pool.bytes_in_use == 0
+
+
+def test_a_pool_without_room_says_so() -> None:
+    store = StagedStore(SlowStore(), HostPool(BUFFER - 1))
+    text = refusal(store.save, "a", values(0), kind=OffloadError)
+    assert "0 bytes in use + 12,288 wanted = 12,288 > limit 12,287" in text
+    store.close()

@@ -1,4 +1,4 @@
-"""Checkpoints written by hand, without an engine and without ranks."""
+"""Checkpoints written by hand, without an engine and without ranks; and all that a source of tensors has."""
 
 import json
 import zlib
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo
+from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo, TensorSource
 from lowtide.checkpoint.dcp import STEP, OptimizerNames
 from lowtide.checkpoint.files import MANIFEST
 from lowtide.checkpoint.folder import CheckpointFolder
@@ -39,28 +39,22 @@ def manifest_of(tensors: Mapping[str, Tensor], tag: str, world_size: int, **chan
     return Manifest(**{**values, **changes})
 
 
-def halves(tensors: Mapping[str, Tensor], world_size: int) -> Pieces:
-    """Even ranges of every tensor."""
-    return [
-        {
-            name: (value.numel() * rank // world_size, value.numel() * (rank + 1) // world_size)
-            for name, value in tensors.items()
-        }
-        for rank in range(world_size)
-    ]
-
-
 def write(
     folder: Path,
     tensors: Mapping[str, Tensor],
     tag: str = "a",
     pieces: Pieces | None = None,
+    world_size: int = 2,
     keep_last: int | None = None,
     **changes: Any,
 ) -> CheckpointFolder:
-    """A complete checkpoint of the tensors; `latest` names it."""
+    """A complete checkpoint of the tensors, of which each rank has an even range; `latest` names it."""
     target = CheckpointFolder(folder)
-    pieces = pieces or halves(tensors, 2)
+    sizes = {name: value.numel() for name, value in tensors.items()}
+    pieces = pieces or [
+        {name: (size * rank // world_size, size * (rank + 1) // world_size) for name, size in sizes.items()}
+        for rank in range(world_size)
+    ]
     saving = target.begin(tag)
     for rank, ranges in enumerate(pieces):
         chunk_views = [
@@ -74,12 +68,29 @@ def write(
     return target
 
 
-def read_whole(target: CheckpointFolder, name: str, tag: str | None = None) -> Tensor:
-    source = target.open(tag).weights
-    info = source.tensors[name]
-    values = torch.empty(info.nbytes // info.dtype.itemsize, dtype=info.dtype)
-    source.read([ChunkView(name, info.shape, 0, values)])
-    return values.view(info.shape)
+def read_all(source: TensorSource) -> dict[str, Tensor]:
+    found = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
+    source.read([ChunkView(name, tuple(values.shape), 0, values.view(-1)) for name, values in found.items()])
+    return found
+
+
+def read_by_library(folder: Path) -> dict[str, Tensor]:
+    """All that the safetensors files of a folder have, by the library of that name."""
+    from safetensors.torch import load_file
+
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def put(*path: Any) -> Callable[[Any], None]:
+    """Puts the last into the place in plain values that the others lead to."""
+    *keys, last, value = path
+
+    def change(content: Any) -> None:
+        for key in keys:
+            content = content[key]
+        content[last] = value
+
+    return change
 
 
 def resign(folder: Path, change: Callable[[Any], None], name: str = MANIFEST) -> None:

@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.checkpoint import data_file, reader, writer
-from lowtide.checkpoint.archive import MAX_VALUES_BYTES, ArchivePlace
+from lowtide.checkpoint import data_file, writer
+from lowtide.checkpoint.archive import MAX_VALUES_BYTES
 from lowtide.checkpoint.checkpoint import Checkpoint
-from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo
+from lowtide.checkpoint.chunk_view import ChunkView
 from lowtide.checkpoint.data_file import Blocks, DataFile
 from lowtide.checkpoint.files import CheckpointError
-from lowtide.checkpoint.index import Row
-from lowtide.checkpoint.reader import _batches_of, _Common, _Read
 from lowtide.offload import StoredRange
-from lowtide.offload.tensor_chunk import TensorChunk
-from tests.checkpoint.making import read_whole, write
+from tests.checkpoint.making import read_all, write
+from tests.kit.training import differences, refusal
 
 BIG = 3 << 20  # elements of float32: several boxes
 
@@ -54,41 +52,30 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_file, "_is_cached", lambda pages, low, high: False)
 
 
+BOTH_WAYS = pytest.mark.parametrize("shared", [True, False])
+
+
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("shared", [True, False])
+@BOTH_WAYS
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_any_range_comes_back_whoever_wrote_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, shared: bool
 ) -> None:
     monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 64)  # many boxes in small tensors
     draw = random.Random(world_size)
+    values = tensors()
     for seed in range(2):
-        values = tensors()
-        target = write(tmp_path, values, f"{seed}", random_pieces(values, world_size, seed))
-        source = target.open().weights
-        assert {name: (info.shape, info.dtype) for name, info in source.tensors.items()} == {
-            name: (tuple(value.shape), value.dtype) for name, value in values.items()
-        }
+        source = write(tmp_path, values, f"{seed}", random_pieces(values, world_size, seed)).open().weights
+        assert differences(read_all(source), values) == []
         for name, value in values.items():
-            assert torch.equal(read_whole(target, name), value)
-            flat = value.reshape(-1)
             chunk_views = []
             for _ in range(10):
                 low, high = sorted(draw.randint(0, value.numel()) for _ in range(2))
                 memory = torch.empty(high - low, dtype=value.dtype)
                 chunk_views.append(ChunkView(name, tuple(value.shape), low, memory))
             source.read(chunk_views, shared)
-            for chunk_view in chunk_views:
-                assert torch.equal(chunk_view.values, flat[chunk_view.start : chunk_view.end])
-
-
-def test_values_are_cast_to_what_they_are_for(tmp_path: Path) -> None:
-    value = torch.randn(10, 10)
-    source = write(tmp_path, {"w": value}).open().weights
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        memory = torch.empty(60, dtype=dtype)
-        source.read([ChunkView("w", (10, 10), 25, memory)])
-        assert torch.equal(memory, value.reshape(-1)[25:85].to(dtype))
+            for one in chunk_views:
+                assert torch.equal(one.values, value.reshape(-1)[one.start : one.end])
 
 
 def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
@@ -101,42 +88,42 @@ def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("shared", [True, False])
+@BOTH_WAYS
 def test_values_in_a_store_are_filled_in_the_order_in_which_they_are_asked_for(tmp_path: Path, shared: bool) -> None:
-    values = {"a": torch.randn(40), "b": torch.randn(40), "c": torch.randn(40)}
+    values = {name: torch.randn(40) for name in "abc"}
     stored = {name: torch.zeros(40) for name in "ac"}
     opened: list[str] = []
 
-    def opener(name: str) -> Callable[[], Tensor]:
+    def stored_range(name: str) -> ChunkView:
         def open_values() -> Tensor:
             opened.append(name)
             return stored[name]
 
-        return open_values
+        return ChunkView(name, (40,), 0, StoredRange(40, torch.float32, open_values))
 
-    chunk_views = [ChunkView(name, (40,), 0, StoredRange(40, torch.float32, opener(name))) for name in "ca"]
     memory = torch.zeros(40)
-    source = write(tmp_path, values, pieces=[dict.fromkeys(values, (0, 40))]).open().weights
-    source.read([chunk_views[0], ChunkView("b", (40,), 0, memory), chunk_views[1]], shared)
-    assert torch.equal(memory, values["b"]) and all(torch.equal(stored[name], values[name]) for name in "ac")
+    source = write(tmp_path, values, world_size=1).open().weights
+    source.read([stored_range("c"), ChunkView("b", (40,), 0, memory), stored_range("a")], shared)
+    assert differences({**stored, "b": memory}, values) == []
     assert opened == ["c", "a"]
     assert source.bytes_read == 3 * 40 * 4
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("shared", [True, False])
+@BOTH_WAYS
 def test_a_box_may_be_for_several_fragments_of_several_dtypes(tmp_path: Path, shared: bool) -> None:
     value = torch.randn(BIG)
     source = write(tmp_path, {"w": value}).open().weights
-    memories = [torch.empty(BIG, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
-    source.read([ChunkView("w", (BIG,), 0, memory) for memory in memories], shared)
-    assert all(torch.equal(memory, value.to(memory.dtype)) for memory in memories)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    memories = [torch.empty(BIG - 7, dtype=dtype) for dtype in dtypes]
+    source.read([ChunkView("w", (BIG,), 5, memory) for memory in memories], shared)
+    assert all(torch.equal(memory, value[5:-2].to(memory.dtype)) for memory in memories)
 
 
 @pytest.mark.usefixtures("cold")
 def test_small_boxes_are_read_together_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {f"w{index}": torch.randn(100 + index) for index in range(300)}
-    source = write(tmp_path, values, pieces=[{name: (0, len(value)) for name, value in values.items()}]).open().weights
+    source = write(tmp_path, values, world_size=1).open().weights
     memories = {name: torch.empty(len(value)) for name, value in values.items()}
     reads: list[int] = []
     preadv = os.preadv
@@ -154,95 +141,38 @@ def test_small_boxes_are_read_together_past_the_cache(tmp_path: Path, monkeypatc
     assert len(reads) == 1, "300 archives of about 1.5 KB are less than a block"
 
 
-def reads(*places: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> list[_Read]:
-    """places: rank, offset, numel of boxes of float32, which are wanted as dtype."""
-    found = []
-    for rank, offset, numel in places:
-        row = Row("w", TensorChunk((0,), (numel,)), ArchivePlace(offset, numel * 4, offset, 0))
-        info = TensorInfo((numel,), torch.float32)
-        memory = torch.empty(numel, dtype=dtype)
-        common = [_Common(row.chunk, row.chunk, 0)]
-        found.append(_Read(rank, row, info, ChunkView("w", (numel,), 0, memory), common))
-    return found
-
-
-def test_reads_are_cut_where_they_are_far_from_each_other_or_many() -> None:
-    def cut(*places: tuple[int, int, int]) -> list[list[int]]:
-        return [[read.offset for read in batch] for batch in _batches_of(reads(*places), 4 << 20)]
-
-    million = 1 << 20
-    assert cut() == []
-    assert cut((0, 100, 10), (0, 150, 10), (1, 100, 10)) == [[100, 150], [100]]
-    assert cut((0, 0, 100), (0, 400 + 65536, 1), (0, 405 + 2 * 65536, 1)) == [[0, 65936], [131477]]
-    assert cut((0, 0, million), (0, 4 * million, 1), (0, 5 * million, million)) == [[0], [4194304], [5242880]]
-    assert cut((0, 0, million // 2), (0, 2 * million, million // 2), (0, 4 * million, 1)) == [[0, 2097152], [4194304]]
-
-
-def test_reads_past_the_cache_are_long_and_what_is_cast_takes_no_more_memory_there() -> None:
-    million = 1 << 20
-    places = [(0, 4 * million * index, million) for index in range(9)]
-    whole = _batches_of(reads(*places), reader._BATCH_BYTES_PAST_CACHE)
-    assert [len(batch) for batch in whole] == [4, 4, 1]
-    cast = _batches_of(reads(*places, dtype=torch.bfloat16), reader._BATCH_BYTES_PAST_CACHE)
-    assert [len(batch) for batch in cast] == [1] * 9
-
-
-def test_the_state_of_each_rank_comes_back(tmp_path: Path) -> None:
+def test_a_whole_checkpoint_is_verified_and_has_the_state_of_each_rank(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, tensors()).open()
+    checkpoint.verify()
     assert [checkpoint.own_state(rank) for rank in range(2)] == [{"rank": 0}, {"rank": 1}]
-
-
-def test_a_whole_checkpoint_is_verified(tmp_path: Path) -> None:
-    write(tmp_path, tensors()).open().verify()
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def append(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def flip_middle(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def remove(path: Path) -> None:
-    path.unlink()
+def flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
 FILES = ["__0_0.distcp", "__1_0.distcp", "rank0.json", "rank1.json", "lowtide.json", ".metadata"]
-DAMAGES = [truncate, empty, append, flip_middle, remove]
-
-
-def all_of(path: Path) -> None:
-    """Opens a checkpoint, and reads all that it has."""
-    checkpoint = Checkpoint(path)
-    checkpoint.verify()
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "truncated": lambda content: content[:-5],
+    "empty": lambda content: b"",
+    "longer": lambda content: content + b"\0",
+    "flipped": flip,
+    "removed": lambda content: None,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(
-    "name", ["__0_0.distcp", "__1_0.distcp", "rank0.json", "rank1.json", "lowtide.json", ".metadata"]
-)
-def test_every_damage_to_every_file_is_found_and_the_file_is_named(
-    tmp_path: Path, name: str, damage: Callable[[Path], None]
-) -> None:
-    folder = write(tmp_path, {"w": torch.randn(3000)}).path / "a"
-    damage(folder / name)
-    with pytest.raises(CheckpointError) as caught:
-        all_of(folder)
-    assert str(caught.value).startswith(f"{folder / name}: expected ")
+@pytest.mark.parametrize("name", FILES)
+def test_every_damage_to_every_file_is_found_and_the_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    path = write(tmp_path, {"w": torch.randn(3000)}).path / "a" / name
+    content = DAMAGES[damage](path.read_bytes())
+    path.unlink() if content is None else path.write_bytes(content)
+    text = refusal(lambda: Checkpoint(path.parent).verify(), kind=CheckpointError)
+    assert text.startswith(f"{path}: expected ")
 
 
 def test_every_single_byte_of_the_description_counts(tmp_path: Path) -> None:
@@ -264,12 +194,12 @@ def test_every_single_byte_of_the_description_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("shared", [True, False])
+@BOTH_WAYS
 def test_every_byte_of_a_tensors_values_counts(tmp_path: Path, shared: bool) -> None:
     values = torch.randn(8)
     target = write(tmp_path, {"w": values})
     checkpoint = target.open()
-    source = checkpoint.weights
+    wanted = [ChunkView("w", (8,), 0, torch.empty(8))]
     for rank in range(2):
         path = target.path / "a" / f"__{rank}_0.distcp"
         intact = path.read_bytes()
@@ -279,59 +209,49 @@ def test_every_byte_of_a_tensors_values_counts(tmp_path: Path, shared: bool) -> 
             content = bytearray(intact)
             content[place] ^= 1 << (place % 8)
             path.write_bytes(content)
-            with pytest.raises(CheckpointError) as caught:
-                source.read([ChunkView("w", (8,), 0, torch.empty(8))], shared)
-            assert str(caught.value) == (
+            assert refusal(checkpoint.weights.read, wanted, shared, kind=CheckpointError) == (
                 f"{path}: expected the values of 'model.w' at offset {row.place.values_offset} as written, found "
                 "different values (the checksum differs): the file is altered"
             )
         path.write_bytes(intact)
-    assert torch.equal(read_whole(target, "w"), values)
+    checkpoint.weights.read(wanted, shared)
+    assert torch.equal(wanted[0].values, values)
 
 
 def test_the_texts_say_what_is_wrong_with_a_file(tmp_path: Path) -> None:
     folder = write(tmp_path, {"w": torch.randn(3000)}).path / "a"
     data, nbytes = folder / "__1_0.distcp", (folder / "__1_0.distcp").stat().st_size
-    data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder)
-    assert str(caught.value) == f"{data}: expected {nbytes} bytes, found {nbytes - 1}: the file is truncated"
-    data.write_bytes(bytes(nbytes + 1))
-    with pytest.raises(CheckpointError, match=f"expected {nbytes} bytes, found {nbytes + 1}: the file is altered"):
-        Checkpoint(folder)
-    data.unlink()
-    with pytest.raises(CheckpointError, match=f"expected a file of {nbytes} bytes, found: No such file or directory"):
-        Checkpoint(folder)
-    (folder / "lowtide.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"lowtide.json: expected the description of a checkpoint, found no such file"
+    for found, words in (
+        (nbytes - 1, f"expected {nbytes} bytes, found {nbytes - 1}: the file is truncated"),
+        (nbytes + 1, f"expected {nbytes} bytes, found {nbytes + 1}: the file is altered"),
+        (None, f"expected a file of {nbytes} bytes, found: No such file or directory"),
     ):
-        Checkpoint(folder)
+        data.unlink() if found is None else os.truncate(data, found)
+        assert refusal(Checkpoint, folder, kind=CheckpointError) == f"{data}: {words}"
+    (folder / "lowtide.json").unlink()
+    text = refusal(Checkpoint, folder, kind=CheckpointError)
+    assert text.startswith(f"{folder / 'lowtide.json'}: expected the description of a checkpoint, found no such file")
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("shared", [True, False])
+@BOTH_WAYS
 def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path, shared: bool) -> None:
     target = write(tmp_path, {"w": torch.randn(3000)})
-    source = target.open().weights
+    source, wanted = target.open().weights, [ChunkView("w", (3000,), 0, torch.empty(3000))]
     path = target.path / "a" / "__1_0.distcp"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CheckpointError) as caught:
-        source.read([ChunkView("w", (3000,), 0, torch.empty(3000))], shared)
+    os.truncate(path, 100)
     (offset,) = [row.place.values_offset for rank, row in source._rows["w"] if rank == 1]
-    assert str(caught.value) == (
+    assert refusal(source.read, wanted, shared, kind=CheckpointError) == (
         f"{path}: expected 6000 bytes of 'model.w' at offset {offset}, found the end of the file: the file is truncated"
     )
     path.unlink()
-    with pytest.raises(
-        CheckpointError, match="_0.distcp: expected a file of the checkpoint, found: No such file".replace(".", "[.]")
-    ):
-        source.read([ChunkView("w", (3000,), 0, torch.empty(3000))], shared)
+    text = refusal(source.read, wanted, shared, kind=CheckpointError)
+    assert text.startswith(f"{path}: expected a file of the checkpoint, found: No such file")
 
 
 def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.checkpoint.index.FORMAT", 99)
     folder = write(tmp_path, {"w": torch.randn(3)}).path / "a"
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="expected a format of at most 1, found a format of a later version"):
-        Checkpoint(folder)
+    text = refusal(Checkpoint, folder, kind=CheckpointError)
+    assert "expected a format of at most 1, found a format of a later version" in text

@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +13,33 @@ from torch import Tensor
 from lowtide.checkpoint.chunk_view import ChunkView, TensorInfo
 from lowtide.checkpoint.files import INDEX
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES, DTYPE_NAMES, SafetensorsSource, WeightsPlan
+from tests.checkpoint.making import read_all
+from tests.kit.training import differences, refusal
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
-def whole(name: str, values: Tensor, shape: tuple[int, ...]) -> ChunkView:
-    return ChunkView(name, shape, 0, values.view(-1))
-
-
-def read_all(source: SafetensorsSource) -> dict[str, Tensor]:
-    found = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([whole(name, values, tuple(values.shape)) for name, values in found.items()])
-    return found
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == value.dtype
-        and found[name].shape == value.shape
-        and torch.equal(found[name].view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
-        for name, value in expected.items()
-    )
-
-
-def of_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return (torch.randint(0, 2, shape) if dtype == torch.bool else torch.randint(0, 100, shape)).to(dtype)
-
-
-def some_tensors() -> dict[str, Tensor]:
-    return {"a": torch.randn(5, 123, 3), "b": torch.randn(7).bfloat16(), "c": torch.tensor(1.5), "d": torch.empty(0, 3)}
+def write(path: Path, **tensors: Tensor) -> None:
+    safetensors_torch.save_file(tensors, path)
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def test_every_dtype_is_read_as_the_library_has_written_it(tmp_path: Path) -> None:
-    expected = {str(dtype): of_dtype(dtype, (3, 5)) for dtype in DTYPE_NAMES}
-    safetensors_torch.save_file(expected, tmp_path / "all.safetensors", {"format": "pt"})
-    assert same(read_all(SafetensorsSource(tmp_path / "all.safetensors")), expected)
-
-
-def test_scalars_and_empty_tensors_are_read(tmp_path: Path) -> None:
-    expected = some_tensors()
-    safetensors_torch.save_file(expected, tmp_path / "x.safetensors")
-    assert same(read_all(SafetensorsSource(tmp_path / "x.safetensors")), expected)
+def test_every_dtype_and_shape_is_read_as_the_library_has_written_it(tmp_path: Path) -> None:
+    expected = {name: torch.randint(0, 2, (3, 5)).to(dtype) for dtype, name in DTYPE_NAMES.items()}
+    expected |= {"a": torch.randn(5, 123, 3), "c": torch.tensor(1.5), "d": torch.empty(0, 3)}
+    write(tmp_path / "all.safetensors", **expected)
+    found = read_all(SafetensorsSource(tmp_path / "all.safetensors"))
+    kinds = [{name: (value.dtype, value.shape) for name, value in values.items()} for values in (found, expected)]
+    assert kinds[0] == kinds[1]
+    bits = [{name: value.view(-1).view(torch.uint8) for name, value in values.items()} for values in (found, expected)]
+    assert differences(*bits) == []
 
 
 def test_a_range_costs_its_own_bytes_alone_and_is_cast(tmp_path: Path) -> None:
     values = torch.randn(11, 13)
-    safetensors_torch.save_file({"w": values, "other": torch.randn(1000)}, tmp_path / "x.safetensors")
+    write(tmp_path / "x.safetensors", w=values, other=torch.randn(1000))
     source = SafetensorsSource(tmp_path / "x.safetensors")
     assert source.bytes_read == 0
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64), 1):
@@ -75,24 +52,23 @@ def test_a_range_costs_its_own_bytes_alone_and_is_cast(tmp_path: Path) -> None:
 def test_a_tensor_of_several_chunks_is_read_whole(tmp_path: Path) -> None:
     numel = 2 * CHUNK_BYTES // 4 + 7
     values = torch.arange(numel, dtype=torch.int32)
-    safetensors_torch.save_file({"w": values}, tmp_path / "x.safetensors")
+    write(tmp_path / "x.safetensors", w=values)
     found = torch.empty(numel, dtype=torch.int64)  # another dtype: by way of a chunk
     source = SafetensorsSource(tmp_path / "x.safetensors")
-    source.read([whole("w", found, (numel,))])
+    source.read([ChunkView("w", (numel,), 0, found)])
     assert torch.equal(found, values.long()) and source.bytes_read == 4 * numel
 
 
 def test_a_folder_is_read_by_its_single_file_its_index_or_all_files(tmp_path: Path) -> None:
-    parts = [{"a": torch.ones(2)}, {"b": torch.ones(3)}]
-    for number, part in enumerate(parts):
-        safetensors_torch.save_file(part, tmp_path / f"part{number}.safetensors")
-    assert same(read_all(SafetensorsSource(tmp_path)), parts[0] | parts[1])
-    weight_map = {"b": "part1.safetensors"}
-    (tmp_path / "adapter.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert same(read_all(SafetensorsSource(tmp_path)), parts[1])
+    a, b = torch.ones(2), torch.ones(3)
+    write(tmp_path / "part0.safetensors", a=a)
+    write(tmp_path / "part1.safetensors", b=b)
+    assert differences(read_all(SafetensorsSource(tmp_path)), {"a": a, "b": b}) == []
+    (tmp_path / "adapter.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "part1.safetensors"}}))
+    assert differences(read_all(SafetensorsSource(tmp_path)), {"b": b}) == []
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "part0.safetensors"}}))
-    assert same(read_all(SafetensorsSource(str(tmp_path))), parts[0])
-    safetensors_torch.save_file({"c": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert differences(read_all(SafetensorsSource(str(tmp_path))), {"a": a}) == []
+    write(tmp_path / "model.safetensors", c=torch.ones(4))
     assert list(SafetensorsSource(tmp_path).tensors) == ["c"]
 
 
@@ -137,78 +113,60 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, text: str) -> N
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    safetensors_torch.save_file({"w": torch.ones(100)}, path)
+    write(path, w=torch.ones(100))
     source = SafetensorsSource(path)
     os.truncate(path, path.stat().st_size - 8)
     with pytest.raises(OSError, match=r"x.safetensors' was truncated: it ends at byte \d+, inside a tensor"):
         read_all(source)
 
 
-def nothing(folder: Path) -> Path:
-    return folder / "absent"
+W = {"w": torch.ones(1)}
+ABSENT_FILE = json.dumps({"weight_map": {"w": "model-1.safetensors"}})
+ABSENT_TENSOR = json.dumps({"weight_map": {"w": "x.safetensors", "v": "x.safetensors"}})
+FOLDERS: list[tuple[dict[str, str | dict[str, Tensor]], type[Exception], str]] = [
+    (
+        {"notes.txt": ""},
+        FileNotFoundError,
+        "expected model.safetensors, one index file or .safetensors files, found notes.txt",
+    ),
+    (
+        {"a.safetensors.index.json": "", "b.safetensors.index.json": ""},
+        FileNotFoundError,
+        "found a.safetensors.index.json, b.safetensors.index.json",
+    ),
+    ({INDEX: ABSENT_FILE}, FileNotFoundError, "index.json' names missing files: model-1.safetensors"),
+    (
+        {INDEX: ABSENT_TENSOR, "x.safetensors": W},
+        ValueError,
+        "index.json' names tensors that are missing in their files: v (x.safetensors)",
+    ),
+    (
+        {"model-00001-of-00002.safetensors": W},
+        FileNotFoundError,
+        "an index file beside model-00001-of-00002.safetensors, found none. After an",
+    ),
+    ({INDEX: '{"weights": 1}'}, ValueError, "expected JSON with a weight_map from tensors to files; KeyError"),
+    (
+        {"one.safetensors": W, "two.safetensors": W},
+        ValueError,
+        "expected each tensor once, found w in two.safetensors and in one.safetensors",
+    ),
+]
 
 
-def empty(folder: Path) -> Path:
-    (folder / "notes.txt").touch()
-    return folder
-
-
-def two_indices(folder: Path) -> Path:
-    for name in ("a", "b"):
-        (folder / f"{name}.safetensors.index.json").touch()
-    return folder
-
-
-def absent_file(folder: Path) -> Path:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
-    return folder
-
-
-def absent_tensor(folder: Path) -> Path:
-    safetensors_torch.save_file({"w": torch.ones(1)}, folder / "x.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "x.safetensors", "v": "x.safetensors"}}))
-    return folder
-
-
-def no_index(folder: Path) -> Path:
-    safetensors_torch.save_file({"w": torch.ones(1)}, folder / "model-00001-of-00002.safetensors")
-    return folder
-
-
-def broken_index(folder: Path) -> Path:
-    (folder / INDEX).write_text('{"weights": 1}')
-    return folder
-
-
-def twice(folder: Path) -> Path:
-    for name in ("one", "two"):
-        safetensors_torch.save_file({"w": torch.ones(1)}, folder / f"{name}.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (nothing, FileNotFoundError, "expected a safetensors file or a folder of such files, found nothing at"),
-        (empty, FileNotFoundError, "expected model.safetensors, one index file or .safetensors files, found notes.txt"),
-        (two_indices, FileNotFoundError, "found a.safetensors.index.json, b.safetensors.index.json"),
-        (absent_file, FileNotFoundError, "index.json' names missing files: model-1.safetensors"),
-        (absent_tensor, ValueError, r"index.json' names tensors that are missing in their files: v \(x.safetensors\)"),
-        (
-            no_index,
-            FileNotFoundError,
-            "an index file beside model-00001-of-00002.safetensors, found none. After an",
-        ),
-        (broken_index, ValueError, "expected JSON with a weight_map from tensors to files; KeyError"),
-        (twice, ValueError, "expected each tensor once, found w in two.safetensors and in one.safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("files", "kind", "text"), FOLDERS, ids=range(len(FOLDERS)))
 def test_a_folder_that_cannot_be_meant_is_refused(
-    tmp_path: Path, make: Callable[[Path], Path], kind: type[Exception], text: str
+    tmp_path: Path, files: dict[str, str | dict[str, Tensor]], kind: type[Exception], text: str
 ) -> None:
-    with pytest.raises(kind, match=text) as caught:
-        SafetensorsSource(make(tmp_path))
-    assert str(tmp_path) in str(caught.value)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content) if isinstance(content, str) else write(tmp_path / name, **content)
+    found = refusal(SafetensorsSource, tmp_path, kind=kind)
+    assert text in found and str(tmp_path) in found
+
+
+def test_a_path_of_nothing_is_refused(tmp_path: Path) -> None:
+    text = refusal(SafetensorsSource, tmp_path / "absent", kind=FileNotFoundError)
+    assert f"expected a safetensors file or a folder of such files, found nothing at '{tmp_path / 'absent'}'" in text
 
 
 # -- the layout -----------------------------------------------------------------------------------------------------
@@ -236,12 +194,11 @@ def test_files_hold_what_those_of_hugging_face_hold(shard_bytes: int) -> None:
 
 def test_every_tensor_is_aligned_to_its_items() -> None:
     dtypes = [torch.bool, torch.float32, torch.uint8, torch.bfloat16, torch.int64, torch.bool, torch.float64]
-    plan = WeightsPlan.of({str(number): TensorInfo((3,), dtype) for number, dtype in enumerate(dtypes)}, 10**9)
-    places = plan.places
+    places = WeightsPlan.of({str(number): TensorInfo((3,), dtype) for number, dtype in enumerate(dtypes)}, 10**9).places
     assert len(places) == len(dtypes)
     assert all(place.offset % place.info.dtype.itemsize == 0 for place in places.values())
 
 
 def test_a_dtype_that_the_format_lacks_is_named() -> None:
-    with pytest.raises(ValueError, match=r"safetensors lacks the dtype of w \(torch.complex64\)"):
-        WeightsPlan.of({"w": TensorInfo((3,), torch.complex64)}, 10**9)
+    text = refusal(WeightsPlan.of, {"w": TensorInfo((3,), torch.complex64)}, 10**9)
+    assert "safetensors lacks the dtype of w (torch.complex64)" in text

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 from tests.engine.plain_weights import Adapted
 from tests.kit import models
-from tests.kit.training import ADAMW
+from tests.kit.training import adamw, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 NUM_TOKENS = 61
@@ -59,26 +57,18 @@ class ByHand(models.TinyGPT):
             block.qkv = Adapted(22, 66)
 
 
-def config_of(stage: int, accumulation: int = 1, **config: Any) -> dict[str, Any]:
-    zero = {"stage": stage, **config.pop("zero_optimization", {})}
-    return {
-        "train_batch_size": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_print": 0,
-        "optimizer": ADAMW,
-        "gradient_clipping": 0.5,
-        "zero_optimization": zero,
-        **config,
-    }
-
-
 def tokens(step: int) -> Tensor:
     return torch.randint(NUM_TOKENS, (ROWS, 7), generator=torch.Generator().manual_seed(step))
 
 
 def engine_of(build: Any, stage: int, **config: Any) -> Any:
+    """accumulation: of the config."""
     torch.manual_seed(0)
-    return lowtide.initialize(build, config_of(stage, **config))
+    batch = {"train_micro_batch_size_per_gpu": None, "train_batch_size": ROWS}
+    accumulation = config.pop("accumulation", 1)
+    return lowtide.initialize(
+        build, settings(stage, **batch, gradient_accumulation_steps=accumulation, gradient_clipping=0.5, **config)
+    )
 
 
 def run(engine: Any, first: int, count: int) -> list[float]:
@@ -89,23 +79,20 @@ def run(engine: Any, first: int, count: int) -> list[float]:
     return losses
 
 
-def train_plainly(build: Any, steps: int, accumulation: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+def train_plainly(build: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """By plain torch, in this process."""
     torch.manual_seed(0)
     model = build()
     trained = [param for param in model.parameters() if param.requires_grad]
-    options: Any = ADAMW["params"]
-    optimizer = torch.optim.AdamW(trained, **options)
+    optimizer = adamw(trained)
     losses = []
     for step in range(steps):
-        parts = tokens(step).chunk(accumulation)
-        found = [model(input_ids=ids, labels=ids).loss / accumulation for ids in parts]
-        for loss in found:
-            loss.backward()
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(sum(loss.item() for loss in found))
+        losses.append(loss.item())
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -119,19 +106,3 @@ def train_all(runs: Sequence[Run], steps: int) -> list[tuple[list[float], dict[s
         with engine_of(build, stage, **config) as engine:
             found.append((run(engine, 0, steps), engine.state_dict()))
     return found
-
-
-def bytes_at_rest(build: Any, stage: int, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
-    """What the engine holds after a step, what its blueprint says, and the elements that are trained."""
-    with engine_of(build, stage, **config) as engine:
-        run(engine, 0, 1)
-        held = engine.memory()
-        said = bytes_of(engine._parts.blueprint, engine.rank, MemoryPhase.BETWEEN_STEPS)
-        names = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
-        own = {ours: getattr(held, theirs) for ours, theirs in names.items()}
-        trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
-        return own, {name: getattr(said, name) for name in names}, trained
-
-
-def total_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,6 +1,5 @@
 """A model with everything that a file of weights must get right, and what tests of such files share."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import lowtide
 from lowtide.engine.archive.named_state import NamedState
 from tests.kit import models
 from tests.kit.training import Case, share_of
+from tests.kit.training import differences as differences
 
 
 class Adapted(nn.Linear):
@@ -45,22 +45,6 @@ class Everything(models.TinyGPT):
         return super().forward(ids, targets) * self.temperature + self.nothing.sum()
 
 
-class Large(nn.Module):
-    """Two layers of 32 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4096, 2048, bias=False) for _ in range(2))
-
-
-LARGE_CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "sgd", "params": {"lr": 1e-2}},
-    "communication": {"transport": "sockets"},  # so that no memory is shared, and what is released is really gone
-    "zero_optimization": {"stage": 3},
-}
-
-
 def engine_of(stage: int, config: dict[str, Any], seed: int = 0, steps: int = 1) -> Any:
     """An engine with Everything after some steps of training."""
     torch.manual_seed(seed)
@@ -76,25 +60,9 @@ def named_state(engine: Any) -> NamedState:
     return NamedState(engine.module, runner.passes.units, engine.optimizer, engine._mesh, runner.whole)
 
 
-def export(engine: Any, folder: Path | str, **options: Any) -> None:
-    engine.export(folder, **options)
-
-
-def load_weights(engine: Any, path: Path | str, **options: Any) -> None:
-    engine.load_weights(path, **options)
+export, load_weights = lowtide.Engine.export, lowtide.Engine.load_weights
 
 
 def saved_once(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state_dict with each tied parameter under its first name alone."""
     return {name: value for name, value in state.items() if name != "head.weight"}
-
-
-def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What is not the same to the last bit: names, dtypes, shapes and values."""
-    if found.keys() != expected.keys():
-        return sorted(found.keys() ^ expected.keys())
-    return [
-        name
-        for name, value in expected.items()
-        if found[name].dtype != value.dtype or found[name].shape != value.shape or not torch.equal(found[name], value)
-    ]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.checkpoint.chunk_view import ChunkView
 from lowtide.checkpoint.folder import CheckpointFolder
-from tests.kit.training import Case
+from tests.checkpoint.making import read_all
+from tests.kit.training import Case, differences
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 GLOBAL_ROWS = 8  # of a microbatch: the same global batches at every number of ranks
@@ -33,10 +33,7 @@ class Continuation:
 
     def state_differences(self, other: "Continuation") -> list[str]:
         """The tensors that were not restored to the last bit."""
-        if list(self.restored) != list(other.restored):
-            return ["names"]
-        pairs = ((name, value, other.restored[name]) for name, value in self.restored.items())
-        return [name for name, ours, theirs in pairs if ours.dtype != theirs.dtype or not torch.equal(ours, theirs)]
+        return differences(self.restored, other.restored)
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,6 @@ def run_steps(engine: lowtide.Engine, case: Case, first: int, count: int) -> Con
         found.lrs.append(result.lr)
         found.scales.append(result.loss_scale)
     return found
-
-
-def train_steps(engine: lowtide.Engine, case: Case, first: int, count: int) -> list[float]:
-    """The losses of steps number first, first + 1, ..."""
-    return run_steps(engine, case, first, count).losses
 
 
 def save_and_go_on(
@@ -148,14 +140,7 @@ def load_trips(trips: Sequence[Trip], folder: Path, world_size: int) -> list[Con
 
 
 def saved_tensors(folder: Path, tag: str) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, read as a whole."""
+    """Every tensor of a checkpoint; states have a prefix."""
     checkpoint = CheckpointFolder(folder).open(tag)
-    found = {}
-    for prefix, source in (("", checkpoint.weights), ("state.", checkpoint.states)):
-        wanted = []
-        for name, info in source.tensors.items():
-            values = torch.empty(info.nbytes // info.dtype.itemsize, dtype=info.dtype)
-            wanted.append(ChunkView(name, info.shape, 0, values))
-            found[prefix + name] = values.view(info.shape)
-        source.read(wanted)
-    return found
+    states = {f"state.{name}": value for name, value in read_all(checkpoint.states).items()}
+    return {**read_all(checkpoint.weights), **states}

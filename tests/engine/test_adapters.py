@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from lowtide.comm import World
+from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 from lowtide.zero.group import ShardedGroup
-from tests.engine.adapted import ByHand, bytes_at_rest, engine_of, half_base, lora, train_all, train_plainly
+from tests.engine.adapted import ByHand, engine_of, half_base, lora, run, train_all, train_plainly
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case
+from tests.kit.training import Case, differences
 from tests.kit.training import train_all as train_cases
 
 pytest.importorskip("peft")
@@ -38,7 +39,7 @@ def test_lora_trains_as_by_plain_torch_at_every_stage(ranks: RankPool, tmp_path:
         torch.testing.assert_close(own_state, state, rtol=0, atol=1e-5)
     for (own_losses, own_state), (_, stage, _) in zip(found[1:5], runs[1:5], strict=True):
         assert own_losses == found[0][0], stage
-        assert all(torch.equal(value, found[0][1][name]) for name, value in own_state.items()), stage
+        assert differences(own_state, found[0][1]) == [], stage
 
 
 def test_a_bf16_base_keeps_its_dtype_and_its_adapters_theirs(ranks: RankPool) -> None:
@@ -48,40 +49,42 @@ def test_a_bf16_base_keeps_its_dtype_and_its_adapters_theirs(ranks: RankPool) ->
     torch.testing.assert_close(losses, expected, rtol=0, atol=2e-2)
     assert {value.dtype for name, value in state.items() if "lora" in name} == {torch.float32}
     assert {value.dtype for name, value in state.items() if "lora" not in name} == {torch.bfloat16}
-    assert all(torch.equal(value, state[name]) for name, value in at_3.items())
+    assert differences(at_3, state) == []
+
+
+def bytes_at_rest(config: dict[str, Any]) -> list[tuple[dict[str, int], dict[str, int], int]]:
+    """By stage: what the engine holds after a step, what its blueprint says, and the elements that are trained."""
+    found = []
+    for stage in (0, 3):
+        with engine_of(lora, stage, **config) as engine:
+            run(engine, 0, 1)
+            held, said = engine.memory(), bytes_of(engine._parts.blueprint, engine.rank, MemoryPhase.BETWEEN_STEPS)
+            names = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
+            trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
+            own = {ours: getattr(held, theirs) for ours, theirs in names.items()}
+            found.append((own, {name: getattr(said, name) for name in names}, trained))
+    return found
 
 
 @pytest.mark.parametrize("config", [SOCKETS, {"bf16": {"enabled": True}}, ON_HOST], ids=["sockets", "bf16", "offload"])
 def test_the_base_has_no_masters_gradients_or_states(ranks: RankPool, config: dict[str, Any]) -> None:
-    for stage in (0, 3):
-        for held, said, trained in ranks(2, bytes_at_rest, lora, stage, config):
+    padding = 1024 * 2 * 8  # elements: a block for each rank and unit
+    for by_stage in ranks(2, bytes_at_rest, config):
+        for shards, (held, said, trained) in zip((1, 2), by_stage, strict=True):
             assert held == said
-            shards = 2 if stage else 1
-            padding = 1024 * 2 * 8  # elements: a block for each rank and unit
             assert held["optimizer"] <= 12 * (trained // shards + padding)
             assert held["gradients"] <= 4 * (trained + padding)
 
 
 def gathered_by_attaching() -> tuple[int, int, int]:
     """While a model is built with adapters and taken up: gathers, and bytes that are sent; and bytes of its buffers."""
-    gathers: list[str] = []
-    sent: list[int] = []
-
-    def gather(group: Any, *args: Any) -> Any:
-        gathers.append(group.plan.name)
-        return original_gather(group, *args)
-
-    def broadcast(world: Any, value: Any) -> Any:
-        sent.append(value.nbytes)
-        return original_broadcast(world, value)
-
-    original_gather, original_broadcast = ShardedGroup.gather, World.broadcast_tensor
     with (
-        mock.patch.object(ShardedGroup, "gather", gather),
-        mock.patch.object(World, "broadcast_tensor", broadcast),
+        mock.patch.object(ShardedGroup, "gather", autospec=True, side_effect=ShardedGroup.gather) as gather,
+        mock.patch.object(World, "broadcast_tensor", autospec=True, side_effect=World.broadcast_tensor) as broadcast,
         engine_of(lora, 3, **SOCKETS) as engine,
     ):
-        return len(gathers), sum(sent), sum(buffer.nbytes for buffer in engine.module.buffers())
+        sent = sum(call.args[1].nbytes for call in broadcast.call_args_list)
+        return gather.call_count, sent, sum(buffer.nbytes for buffer in engine.module.buffers())
 
 
 def test_attaching_adapters_gathers_nothing(ranks: RankPool) -> None:

@@ -6,14 +6,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
-import lowtide
 from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder, WritingProcess
 from lowtide.comm import CollectiveError
@@ -24,11 +25,14 @@ from tests.engine.saving import engine_for, run_steps, saved_tensors
 from tests.engine.scripts import run_on_two_ranks
 from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case
+from tests.kit.training import Case, differences, refusal
 
 ASYNC = {"checkpoint": {"async": True}}
 GPT = Case(short_gpt, token_batch, 3, config=ASYNC)
 SLOW_SECONDS = 1.0
+
+
+MLP = Case(mlp, vector_batch, config=ASYNC)
 
 
 class SlowDisk:
@@ -52,14 +56,16 @@ class SlowDisk:
         self.go_on.set()
         SequentialFile.write = self._real  # type: ignore[method-assign]
 
+    def let_go_in(self, seconds: float) -> None:
+        threading.Timer(seconds, self.go_on.set).start()
+
 
 def train_while_written(folder: Path, stage: int) -> bool:
     """Saves one step twice, at once and in the background, and trains two steps before the disk does anything."""
-    plain = engine_for(GPT.at(stage, config={"checkpoint": {}}), 2)
-    run_steps(plain, GPT, 0, 2)
-    plain.save_checkpoint(folder, "expected")
-    losses = run_steps(plain, GPT, 2, 2).losses
-    plain.close()
+    with engine_for(GPT.at(stage, config={"checkpoint": {}}), 2) as plain:
+        run_steps(plain, GPT, 0, 2)
+        plain.save_checkpoint(folder, "expected")
+        losses = run_steps(plain, GPT, 2, 2).losses
     engine = engine_for(GPT.at(stage), 2)
     run_steps(engine, GPT, 0, 2)
     with SlowDisk() as disk:
@@ -76,106 +82,80 @@ def train_while_written(folder: Path, stage: int) -> bool:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_steps_go_on_while_the_moment_of_the_save_is_written(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     assert ranks(2, train_while_written, tmp_path, stage) == [True, True]
-    found, expected = saved_tensors(tmp_path, "a"), saved_tensors(tmp_path, "expected")
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert differences(saved_tensors(tmp_path, "a"), saved_tensors(tmp_path, "expected")) == []
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
-    case = Case(mlp, vector_batch, config=ASYNC)
-    engine = engine_for(case, 1)
-    with SlowDisk() as disk:
-        engine.save_checkpoint(tmp_path, "a")
-        timer = threading.Timer(SLOW_SECONDS, disk.go_on.set)
-        start = time.monotonic()
-        timer.start()
-        engine.save_checkpoint(tmp_path, "b")
-        assert time.monotonic() - start > 0.9 * SLOW_SECONDS
-        assert "a" in CheckpointFolder(tmp_path).tags()  # and "b" too, where that was quick
-        engine.close()
-    assert CheckpointFolder(tmp_path).tags() == ["a", "b"]
+def test_a_second_save_and_a_load_wait_for_what_is_being_saved(tmp_path: Path) -> None:
+    """The first save is before the first step: it has no states, though training goes on."""
+    with engine_for(MLP, 1) as engine:
+        with SlowDisk() as disk:
+            engine.save_checkpoint(tmp_path, "a")
+            expected = run_steps(engine, MLP, 0, 2).losses
+            start = time.monotonic()
+            disk.let_go_in(SLOW_SECONDS)
+            engine.save_checkpoint(tmp_path, "b")
+            assert time.monotonic() - start > 0.9 * SLOW_SECONDS
+            assert "a" in CheckpointFolder(tmp_path).tags()  # and "b" too, where that was quick
+        later = run_steps(engine, MLP, 2, 2).losses
+        assert not [name for name in saved_tensors(tmp_path, "a") if name.startswith("state.")]
+        assert b"optim.state." not in (tmp_path / "a" / ".metadata").read_bytes()
+        engine.load_checkpoint(tmp_path, "a")
+        assert run_steps(engine, MLP, 0, 2).losses == expected
+        with SlowDisk() as disk:
+            engine.save_checkpoint(tmp_path, "c")
+            disk.let_go_in(0.2)
+            engine.load_checkpoint(tmp_path, "c")
+        assert run_steps(engine, MLP, 2, 2).losses == later
+    assert CheckpointFolder(tmp_path).tags() == ["a", "b", "c"]
 
 
-def test_loading_waits_for_what_is_being_saved(tmp_path: Path) -> None:
-    case = Case(mlp, vector_batch, config=ASYNC)
-    engine = engine_for(case, 1)
-    run_steps(engine, case, 0, 2)
-    with SlowDisk() as disk:
-        engine.save_checkpoint(tmp_path, "a")
-        expected = run_steps(engine, case, 2, 2).losses
-        threading.Timer(0.2, disk.go_on.set).start()
-        engine.load_checkpoint(tmp_path)
-    assert run_steps(engine, case, 2, 2).losses == expected
-    engine.close()
+def no_space(*args: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_save_before_the_first_step_has_no_states_though_training_goes_on(tmp_path: Path) -> None:
-    case = Case(mlp, vector_batch, config=ASYNC)
-    engine = engine_for(case, 1)
-    with SlowDisk() as disk:
-        engine.save_checkpoint(tmp_path, "a")
-        expected = run_steps(engine, case, 0, 2).losses
-        disk.go_on.set()
-        engine.close()
-    assert not [name for name in saved_tensors(tmp_path, "a") if name.startswith("state.")]
-    assert b"optim.state." not in (tmp_path / "a" / ".metadata").read_bytes()
-    engine = engine_for(case, 1)
-    engine.load_checkpoint(tmp_path)
-    assert run_steps(engine, case, 0, 2).losses == expected
-    engine.close()
+WHERE = ("step", "save", "load", "close")
 
 
-def fail_in_background(folder: Path, where: str) -> str:
+def fail_in_background(folder: Path) -> list[str]:
     """Rank 1 has no room; the error comes on both ranks at the next step, save, load or close."""
     engine = engine_for(GPT, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: run_steps(engine, GPT, 1, 1),
+        "save": lambda: engine.save_checkpoint(folder, "next"),
+        "load": lambda: engine.load_checkpoint(folder),
+        "close": engine.close,
+    }
     run_steps(engine, GPT, 0, 1)
-    engine.save_checkpoint(folder, "good")
-    engine.load_checkpoint(folder, "good")  # waits for it
-    real = os.pwrite
-
-    def failing(*args: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    if engine.rank == 1:
-        os.pwrite = failing
-    try:
-        engine.save_checkpoint(folder, "bad")
-        if engine.rank == 1:
+    texts = []
+    for where in WHERE:
+        engine.save_checkpoint(folder, f"before {where}")
+        engine.load_checkpoint(folder, f"before {where}")  # waits for it
+        with mock.patch.object(os, "pwrite", no_space) if engine.rank == 1 else nullcontext():
+            engine.save_checkpoint(folder, "bad")
             deadline = time.monotonic() + 30
-            while not engine._archive.checkpoints.has_failed and time.monotonic() < deadline:
+            while engine.rank == 1 and not engine._archive.checkpoints.has_failed and time.monotonic() < deadline:
                 time.sleep(0.01)
-    finally:
-        os.pwrite = real
-    with pytest.raises(CheckpointError) as caught:
-        if where == "step":
-            run_steps(engine, GPT, 1, 1)
-        elif where == "save":
-            engine.save_checkpoint(folder, "next")
-        elif where == "load":
-            engine.load_checkpoint(folder)
-        else:
-            engine.close()
-    if where != "close":
-        assert engine.global_step == (2 if where == "step" else 1)
-        run_steps(engine, GPT, 2, 1)
-        engine.save_checkpoint(folder, "after")
-        engine.close()
-    return str(caught.value)
+        step = engine.global_step
+        texts.append(refusal(calls[where], kind=CheckpointError))
+        if where != "close":
+            assert engine.global_step == step + (where == "step")
+            run_steps(engine, GPT, 2, 1)
+    return texts
 
 
-@pytest.mark.parametrize("where", ["step", "save", "load", "close"])
-def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path, where: str) -> None:
-    for text in ranks(2, fail_in_background, tmp_path, where):
-        assert text == (
-            f"saving checkpoint 'bad' to {tmp_path} failed on rank 1: No space left on device. "
-            "What was saved before is as it was, and training can go on."
-        )
-    tags = ["good"] if where == "close" else ["good", "after"]
-    assert CheckpointFolder(tmp_path).tags() == tags and CheckpointFolder(tmp_path).unfinished() == []
+def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    text = (
+        f"saving checkpoint 'bad' to {tmp_path} failed on rank 1: No space left on device. "
+        "What was saved before is as it was, and training can go on."
+    )
+    assert ranks(2, fail_in_background, tmp_path) == [[text] * len(WHERE)] * 2
+    target = CheckpointFolder(tmp_path)
+    assert target.tags() == [f"before {where}" for where in WHERE] and target.unfinished() == []
 
 
 SCRIPT = """
+import signal
+from lowtide.engine.archive import checkpoint
 from lowtide.offload import SequentialFile
 from tests.kit.models import mlp, vector_batch
 
@@ -186,29 +166,6 @@ def slow(file, data):
         time.sleep(0.5)
     return real(file, data)
 slow.done = False
-SequentialFile.write = slow
-torch.manual_seed(0)
-config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "adamw"}, "checkpoint": {"async": True}}
-engine = lowtide.initialize(mlp(), config)
-engine.train_step(vector_batch(0, 4))
-engine.save_checkpoint("checkpoints")
-if engine.rank == 0:
-    sys.exit(0)  # the other falls off its end
-"""
-
-
-def test_a_script_that_ends_right_after_a_save_completes_it(tmp_path: Path) -> None:
-    ends = run_on_two_ranks(SCRIPT, tmp_path)
-    assert [end.status for end in ends] == [0, 0], ends
-    target = CheckpointFolder(tmp_path / "checkpoints")
-    assert target.latest() == "global_step1" and target.unfinished() == []
-    target.open().verify()
-
-
-LEFT_ALONE = """
-import signal
-from lowtide.engine.archive import checkpoint
-from tests.kit.models import mlp, vector_batch
 
 def never_written(*arguments, **named):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -217,6 +174,14 @@ torch.manual_seed(0)
 config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "adamw"}, "checkpoint": {"async": True}}
 engine = lowtide.initialize(mlp(), config)
 engine.train_step(vector_batch(0, 4))
+"""
+EXITS = """
+SequentialFile.write = slow
+engine.save_checkpoint("checkpoints")
+if engine.rank == 0:
+    sys.exit(0)  # the other falls off its end
+"""
+DIES = """
 if engine.rank == 1:
     checkpoint.write_part = never_written
 engine.save_checkpoint("checkpoints")
@@ -227,8 +192,16 @@ except RuntimeError as error:
 """
 
 
+def test_a_script_that_ends_right_after_a_save_completes_it(tmp_path: Path) -> None:
+    ends = run_on_two_ranks(SCRIPT + EXITS, tmp_path)
+    assert [end.status for end in ends] == [0, 0], ends
+    target = CheckpointFolder(tmp_path / "checkpoints")
+    assert target.latest() == "global_step1" and target.unfinished() == []
+    target.open().verify()
+
+
 def test_without_a_launcher_a_rank_whose_peer_has_died_leaves_at_once(tmp_path: Path) -> None:
-    left, died = run_on_two_ranks(LEFT_ALONE, tmp_path)
+    left, died = run_on_two_ranks(SCRIPT + DIES, tmp_path)
     assert died.status == -signal.SIGKILL
     assert left.seconds - died.seconds < 50, left.err  # for one that is alive elsewhere it would be 60
     words = "CollectiveError saving checkpoint 'global_step1' to checkpoints: rank 0 in an exchange of objects"
@@ -271,19 +244,11 @@ def test_a_part_from_elsewhere_is_given_up_after_the_script_soon_where_ranks_wer
 
 
 def test_an_error_in_the_with_block_waits_for_the_part_of_this_rank(tmp_path: Path) -> None:
-    case = Case(mlp, vector_batch, config=ASYNC)
-    with SlowDisk() as disk, pytest.raises(KeyError, match="mine"), engine_for(case, 1) as engine:
+    with SlowDisk() as disk, pytest.raises(KeyError, match="mine"), engine_for(MLP, 1) as engine:
         engine.save_checkpoint(tmp_path, "a")
-        threading.Timer(0.2, disk.go_on.set).start()
+        disk.let_go_in(0.2)
         raise KeyError("mine")
     deadline = time.monotonic() + 60
     while CheckpointFolder(tmp_path).latest() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     CheckpointFolder(tmp_path).open().verify()
-
-
-def test_a_save_that_is_not_in_the_background_is_complete_when_it_returns(tmp_path: Path) -> None:
-    engine: lowtide.Engine = engine_for(Case(mlp, vector_batch), 1)
-    engine.save_checkpoint(tmp_path)
-    CheckpointFolder(tmp_path).open("global_step0").verify()
-    engine.close()

@@ -1,77 +1,121 @@
-"""No rank ever holds more than its shard and a few blocks: measured on 2 ranks with 96 MiB of state."""
+"""No rank holds more than its shard and a few blocks while it saves, loads, exports: measured on two ranks."""
 
-import re
+import mmap
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
+from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
+from tests.checkpoint.page_cache import forget, resident_pages
 from tests.kit.ranks import RankPool
+from tests.kit.resident import peak_growth
+from tests.kit.training import settings
 
 WIDTH, LAYERS = 1024, 8  # 8 matrices of 4 MiB, their two moments: 96 MiB, 48 on each of 2 ranks
 MIB = 1 << 20
 SHARD_BYTES = 48 * MIB
 LIMIT_BYTES = 24 * MIB  # three blocks of 4 MiB to write; one to read; thread stacks, indexes and what a heap keeps
+SOCKETS = {"transport": "sockets"}  # no shared pages in the count, and what is released is really gone
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.mse_loss(self.layers(x), x)
 
 
-def resident_bytes(field: str) -> int:
-    """VmRSS: now; VmHWM: the most since `forget_peak`."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
+def engine_of(model: nn.Module, stage: int, **config: Any) -> lowtide.Engine:
+    return lowtide.initialize(model, settings(stage, train_micro_batch_size_per_gpu=1, **config))
 
 
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+# -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, stage: int, asynchronous: bool) -> dict[str, int]:
     """Bytes above what was resident before, at the highest."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "adamw", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": stage},
-        "communication": {"transport": "sockets"},  # no shared pages in the count
-        "checkpoint": {"async": asynchronous},
-        "steps_per_print": 0,
-    }
-    torch.manual_seed(0)
-    engine = lowtide.initialize(Wide, config)
-    batch = (torch.ones(1, WIDTH),)
-    engine.train_step(batch)
-    engine.train_step(batch)
-    found = {}
-    engine.save_checkpoint(folder, "warm")  # what is imported and allocated once is not what is measured
-    engine.load_checkpoint(folder, "warm")
-    for name, call in (("save", engine.save_checkpoint), ("load", engine.load_checkpoint)):
-        forget_peak()
-        before = resident_bytes("VmRSS")
-        call(folder, "a")
-        if name == "save" and asynchronous:
-            engine.load_checkpoint(folder, "warm")  # waits for the writing
-        found[name] = resident_bytes("VmHWM") - before
+    engine = engine_of(Wide(), stage, communication=SOCKETS, checkpoint={"async": asynchronous})
+    for _ in range(2):
+        engine.train_step((torch.ones(1, WIDTH),))
+
+    def save() -> None:
+        engine.save_checkpoint(folder, "a")
+        if asynchronous:
+            engine.load_checkpoint(folder, "a")  # waits for the writing
+
+    found = {"save": peak_growth(save), "load": peak_growth(lambda: engine.load_checkpoint(folder, "a"))}
     engine.close()
     return found
 
 
-def test_saving_and_loading_take_a_few_blocks_beside_the_shard(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks(2, measure, tmp_path, 1, False):
-        assert found["save"] < LIMIT_BYTES and found["load"] < LIMIT_BYTES, found
+@pytest.mark.parametrize(("stage", "asynchronous"), [(1, False), (3, True)])
+def test_a_checkpoint_takes_a_few_blocks_and_in_the_background_a_copy_of_the_shard(
+    ranks: RankPool, tmp_path: Path, stage: int, asynchronous: bool
+) -> None:
+    for found in ranks(2, measure, tmp_path, stage, asynchronous):
+        copied = found["save"] - SHARD_BYTES if asynchronous else found["save"]
+        assert copied > -0.1 * SHARD_BYTES, found
+        assert copied < LIMIT_BYTES and found["load"] < LIMIT_BYTES, found
 
 
-def test_saving_in_the_background_takes_a_copy_of_the_shard_and_gives_it_back(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks(2, measure, tmp_path, 3, True):
-        assert 0.9 * SHARD_BYTES < found["save"] < SHARD_BYTES + LIMIT_BYTES, found
-        assert found["load"] < LIMIT_BYTES, found
+NARROW = 512
+
+
+def save_and_train(folder: Path, stage: int, loads: bool) -> list[float]:
+    torch.manual_seed(0)
+    with engine_of(Wide(NARROW, 4), stage) as engine:
+        batch = (torch.ones(1, NARROW),)
+        if loads:
+            engine.load_checkpoint(folder, "a")
+        else:
+            engine.train_step(batch)
+            engine.save_checkpoint(folder, "a")
+        return [engine.train_step(batch).loss.item() for _ in range(2)]
+
+
+@pytest.mark.parametrize(("stage", "is_shared"), [(0, True), (1, False), (3, False)])
+def test_what_replicas_read_stays_in_the_page_cache_and_the_rest_does_not(
+    ranks: RankPool, tmp_path: Path, stage: int, is_shared: bool
+) -> None:
+    expected = ranks(2, save_and_train, tmp_path, stage, False)
+    files = sorted((tmp_path / "a").glob("*.distcp"))
+    assert len(files) == 2
+    for path in files:
+        forget(path, must=True)
+    assert ranks(2, save_and_train, tmp_path, stage, True) == expected
+    parts = [resident_pages(path) * mmap.PAGESIZE / path.stat().st_size for path in files]
+    assert min(parts) > 0.9 if is_shared else parts == [0, 0], parts
+
+
+# -- plain weights ---------------------------------------------------------------------------------------------------
+
+
+class Large(nn.Module):
+    """Two layers of 32 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 2048, bias=False) for _ in range(2))
+
+
+def peak_of_weights(path: str, dtype: str) -> int:
+    """dtype: as which they are exported; none: they are loaded."""
+    with engine_of(Large(), 3, communication=SOCKETS, optimizer={"type": "sgd"}) as engine:
+        return peak_growth(lambda: engine.export(path, dtype=dtype) if dtype else engine.load_weights(path))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_plain_weights_take_a_chunk(ranks: RankPool, tmp_path: Path, dtype: str) -> None:
+    values = torch.ones(2048, 4096, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    save_file({f"layers.{index}.weight": values.clone() for index in range(2)}, tmp_path / "x.safetensors")
+    loading = ranks(2, peak_of_weights, str(tmp_path / "x.safetensors"), "")
+    exporting = ranks(2, peak_of_weights, str(tmp_path / "out"), dtype)
+    assert max(loading + exporting) <= CHUNK_BYTES + 2 * MIB  # and what the rest of Python takes

@@ -1,20 +1,21 @@
 """One rank evaluates by itself between steps; ranks agree on when to stop."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, share_of
+from tests.kit.training import Case, refusal, share_of
 
 CASE = Case(partial(models.TinyGPT, layers=2), models.token_batch, accumulation=2)
+MLP = Case(models.mlp, models.vector_batch)
 
 
 class Generating(models.TinyGPT):
@@ -30,29 +31,33 @@ class Generating(models.TinyGPT):
         return ids
 
 
-def train_and_look(stage: int, transport: str, evaluates: bool, gathers: bool) -> tuple[list[float], list[Any]]:
-    """The losses of training, and what rank 0 alone has computed before each step."""
+def engine_of(case: Case, transport: str = "auto", seconds: float = 20, **config: Any) -> lowtide.Engine:
     torch.manual_seed(0)
-    config = {"communication": {"transport": transport, "timeout_seconds": 20}}
-    engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
+    communication = {"transport": transport, "timeout_seconds": seconds}
+    return lowtide.initialize(
+        case.build(), case.at(case.stage, config={"communication": communication, **config}).as_config()
+    )
+
+
+def train_and_look(stage: int, transport: str, how: str) -> tuple[list[float], list[Any]]:
+    """The losses of training, and what rank 0 alone has computed before each step, where it evaluates."""
     losses, seen = [], []
-    for step in range(2):
-        batch = share_of(CASE.global_batch(step, engine.world_size))
-        if evaluates:
-            with engine.gathered() if gathers else nullcontext():
-                if engine.rank == 0:
-                    with torch.no_grad():
-                        seen += [engine(*batch).item(), engine.module(*batch).item()]
-                    if stage < 3 or gathers:  # it reads a parameter outside of the model's forward
-                        seen.append(engine.module.generate(batch[0], 3).tolist())  # type: ignore[operator]
-        losses.append(engine.train_step(batch).loss.item())
-    engine.close()
+    with engine_of(replace(CASE, build=Generating, stage=stage), transport) as engine:
+        for step in range(2):
+            batch = share_of(CASE.global_batch(step, engine.world_size))
+            if how != "trains":
+                with engine.gathered() if how == "gathers" else nullcontext():
+                    if engine.rank == 0:
+                        with torch.no_grad():
+                            seen += [engine(*batch).item(), engine.module(*batch).item()]
+                        if stage < 3 or how == "gathers":  # it reads a parameter outside of the model's forward
+                            seen.append(engine.module.generate(batch[0], 3).tolist())  # type: ignore[operator]
+            losses.append(engine.train_step(batch).loss.item())
     return losses, seen
 
 
-def train_and_look_all(stage: int, transport: str, gathers: list[bool]) -> list[tuple[list[float], list[Any]]]:
-    plain = train_and_look(stage, transport, evaluates=False, gathers=False)
-    return [plain, *(train_and_look(stage, transport, True, one) for one in gathers)]
+def train_and_look_all(stage: int, transport: str) -> list[tuple[list[float], list[Any]]]:
+    return [train_and_look(stage, transport, how) for how in ("trains", "evaluates", "gathers")]
 
 
 @pytest.mark.parametrize(
@@ -60,40 +65,36 @@ def train_and_look_all(stage: int, transport: str, gathers: list[bool]) -> list[
 )
 def test_one_rank_evaluates_alone(ranks: RankPool, transport: str, stage: int) -> None:
     """Where parameters come from other ranks, those take part when they come to their next forward or step."""
-    gathers = [False, True]
-    (expected, _), *found = ranks(2, train_and_look_all, stage, transport, gathers)[0]
-    for is_gathered, (losses, seen) in zip(gathers, found, strict=True):
+    (expected, _), evaluated, gathered = ranks(2, train_and_look_all, stage, transport)[0]
+    for losses, seen in (evaluated, gathered):
         assert losses == expected and seen[0] == seen[1]
-        assert len(seen) == (6 if stage < 3 or is_gathered else 4)
+    assert [len(seen) for _, seen in (evaluated, gathered)] == [6 if stage < 3 else 4, 6]
 
 
-def step_inside_of_gathered(stage: int, transport: str) -> list[float]:
+def step_inside_of_gathered() -> tuple[list[float], list[float]]:
     """Parameters that a step has changed are not kept as they were."""
-    torch.manual_seed(0)
-    config = {"communication": {"transport": transport, "timeout_seconds": 20}}
-    engine = lowtide.initialize(Generating(), CASE.at(stage, config=config).as_config())
-    with engine.gathered():
+    with engine_of(replace(CASE, build=Generating, stage=3), "sockets") as engine, engine.gathered():
         found = [engine.train_step(share_of(CASE.global_batch(step, 2))).loss.item() for step in range(2)]
-    engine.close()
-    return found
+    return found, train_and_look(3, "sockets", "trains")[0]
 
 
 def test_steps_inside_of_gathered_go_on_with_what_they_have_made(ranks: RankPool) -> None:
-    expected = ranks(2, train_and_look, 3, "sockets", False, False)[0][0]
-    assert ranks(2, step_inside_of_gathered, 3, "sockets")[0] == expected
+    found, expected = ranks(2, step_inside_of_gathered)[0]
+    assert found == expected
 
 
 def evaluate_alone(transport: str) -> str:
     """The error where rank 0 evaluates as only all ranks together can, and the other goes on to a step."""
-    config = {"communication": {"transport": transport, "timeout_seconds": 0.5}}
-    engine = lowtide.initialize(CASE.build(), CASE.at(3, config=config).as_config())
+    engine = engine_of(CASE.at(3), transport, 0.5)
     batch = share_of(CASE.global_batch(0, 2))
-    with pytest.raises(lowtide.CollectiveError) as error:
-        if dist.get_rank() == 0:
+
+    def step() -> None:
+        if engine.rank == 0:
             with torch.no_grad():
                 engine.eval_step(batch)
         engine.train_step(batch)
-    return str(error.value)
+
+    return refusal(step, kind=lowtide.CollectiveError)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +108,8 @@ def test_a_call_of_all_ranks_that_one_makes_alone_is_an_error(ranks: RankPool, t
     assert text in ranks(2, evaluate_alone, transport)[0]
 
 
-def agree_on_many(stage: int, transport: str) -> list[bool]:
-    config = {"communication": {"transport": transport}}
-    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch, stage, config=config).as_config())
+def agree_on_many(transport: str) -> list[bool]:
+    engine = engine_of(MLP.at(2), transport)
     rank = engine.rank
     found = [
         engine.agree(True),
@@ -124,34 +124,31 @@ def agree_on_many(stage: int, transport: str) -> list[bool]:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
 def test_ranks_agree(ranks: RankPool, transport: str) -> None:
-    assert ranks(2, agree_on_many, 2, transport) == [[True, True, False, True, False, True]] * 2
+    assert ranks(2, agree_on_many, transport) == [[True, True, False, True, False, True]] * 2
 
 
 def agree_on_one_rank() -> str:
     """Rank 0 asks the others, which are in another small sum."""
-    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch).as_config())
-    with pytest.raises(lowtide.CollectiveError) as error:
-        engine.agree(True) if engine.rank == 0 else engine.eval_step(models.vector_batch(0, 2))
-    return str(error.value)
+    engine = engine_of(MLP)
+    call: Any = engine.eval_step if engine.rank else engine.agree
+    return refusal(call, models.vector_batch(0, 2) if engine.rank else True, kind=lowtide.CollectiveError)
 
 
 def test_small_sums_of_different_calls_are_not_mixed(ranks: RankPool) -> None:
-    for rank, text in enumerate(ranks(2, agree_on_one_rank)):
-        what, other = ("engine.agree()", 1) if rank == 0 else ("the mean of the loss", 0)
-        assert text.startswith(f"rank {rank} in {what}: rank {other} made a different call of the engine.")
+    first, second = ranks(2, agree_on_one_rank)
+    assert first.startswith("rank 0 in engine.agree(): rank 1 made a different call of the engine.")
+    assert second.startswith("rank 1 in the mean of the loss: rank 0 made a different call of the engine.")
 
 
 def test_how_ranks_agree_is_one_of_two() -> None:
-    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch).as_config())
-    with pytest.raises(ValueError, match=r"engine\.agree: expected how=.any. or .all., found .most."):
-        engine.agree(True, how="most")  # type: ignore[arg-type]  # what a user may write
+    text = refusal(engine_of(MLP).agree, True, how="most")
+    assert text == 'engine.agree: expected how="any" or "all", found \'most\''
 
 
 def update_in_the_background_inside_of_gathered(transport: str) -> list[Any]:
     """`state_dict` takes over an update that was under way."""
-    zero = {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}}
-    config = {"communication": {"transport": transport}, "zero_optimization": zero}
-    engine = lowtide.initialize(models.mlp(), Case(models.mlp, models.vector_batch, 3, config=config).as_config())
+    delayed = {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}}
+    engine = engine_of(MLP.at(3), transport, zero_optimization=delayed)
     for step in range(2):
         engine.train_step(share_of(models.vector_batch(step, 4)))
     weight: Any = engine.module.last.weight  # type: ignore[union-attr]

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +11,19 @@ import pytest
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.step.preemption import Preemption
 from tests.engine.saving import STEPS_AFTER, engine_for, load_and_go_on, run_steps
+from tests.engine.scripts import run_on_ranks
 from tests.kit.models import mlp, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case
+from tests.kit.training import Case, refusal
 
 CASE = Case(mlp, vector_batch)
+
+
+def preempted_case(folder: Path, **settings: object) -> Case:
+    return CASE.at(0, config={"checkpoint": {"folder": str(folder), "on_sigterm": True, **settings}})
+
+
+# -- a job -----------------------------------------------------------------------------------------------------------
 
 
 def assert_goes_on(folder: Path) -> None:
@@ -26,17 +32,15 @@ def assert_goes_on(folder: Path) -> None:
     target.open().verify()
     step = target.open().manifest.step
     assert 3 <= step < 2000 and target.tags() == [f"global_step{step}"] and target.unfinished() == []
-    whole = engine_for(CASE, 1)
-    expected = run_steps(whole, CASE, 0, step + STEPS_AFTER).losses
-    whole.close()
-    assert load_and_go_on(CASE, folder, 1, f"global_step{step}", step).losses == pytest.approx(
-        expected[step:], rel=1e-3
-    )
+    with engine_for(CASE, 1) as whole:
+        expected = run_steps(whole, CASE, 0, step + STEPS_AFTER).losses
+    found = load_and_go_on(CASE, folder, 1, f"global_step{step}", step).losses
+    assert found == pytest.approx(expected[step:], rel=1e-3)
 
 
 def interrupted(folder: Path) -> object:
     """What a rank leaves with where rank 1 has Ctrl-C after three steps."""
-    case = CASE.at(0, config={"checkpoint": {"folder": str(folder), "on_sigterm": True}})
+    case = preempted_case(folder)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     engine = engine_for(case, 2)
     run_steps(engine, case, 0, 3)
@@ -58,30 +62,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
     assert_goes_on(tmp_path / "run")
 
 
-# What a module holds goes when Python has given its handlers up.
-LATE = """
-import os, signal, sys
-from lowtide.engine.step.preemption import Preemption
-
-class Sends:
-    def __del__(self, kill=os.kill, process=os.getpid(), write=os.write):
-        kill(process, 15)
-        write(1, b"left")
-
-preemption = Preemption()
-preemption.arm()
-if "noted" in sys.argv:
-    signal.raise_signal(15)
-preemption.leave()
-preemption.disarm()
-sends = Sends()
-if "at once" in sys.argv:
-    del sends
-"""
-
-
-def preempted_case(folder: Path) -> Case:
-    return CASE.at(0, config={"checkpoint": {"folder": str(folder), "on_sigterm": True, "every_steps": 3}})
+# -- whose signal it is ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -94,7 +75,7 @@ def handler() -> Iterator[list[int]]:
 
 
 def test_the_step_is_finished_saved_once_and_the_engine_closed(tmp_path: Path, handler: list[int]) -> None:
-    case = preempted_case(tmp_path)
+    case = preempted_case(tmp_path, every_steps=3)
     engine = engine_for(case, 1)
     run_steps(engine, case, 0, 2)
     signal.raise_signal(signal.SIGTERM)
@@ -108,13 +89,18 @@ def test_the_step_is_finished_saved_once_and_the_engine_closed(tmp_path: Path, h
     assert handler == [signal.SIGTERM]  # whoever had the signal before has it again
 
 
-def test_a_second_signal_goes_to_whoever_had_it_before(tmp_path: Path, handler: list[int]) -> None:
-    engine = engine_for(preempted_case(tmp_path), 1)
-    signal.raise_signal(signal.SIGTERM)
-    assert handler == []
-    signal.raise_signal(signal.SIGTERM)
-    assert handler == [signal.SIGTERM]
-    engine.close()
+def test_a_second_signal_goes_to_whoever_had_it_before_and_all_when_the_engine_is_closed(
+    tmp_path: Path, handler: list[int]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with engine_for(CASE, 1):  # without the setting
+        assert signal.getsignal(signal.SIGTERM) is before
+    with engine_for(preempted_case(tmp_path), 1):
+        signal.raise_signal(signal.SIGTERM)
+        assert handler == []
+        signal.raise_signal(signal.SIGTERM)
+        assert handler == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
@@ -135,29 +121,9 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_the_signal_is_given_back_when_the_engine_is_closed(tmp_path: Path, handler: list[int]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    engine = engine_for(preempted_case(tmp_path), 1)
-    assert signal.getsignal(signal.SIGTERM) is not before
-    engine.close()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_without_the_setting_the_signal_is_left_alone(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with engine_for(CASE, 1):
-        assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_another_thread_cannot_receive_signals() -> None:
     texts: list[str] = []
-
-    def arm() -> None:
-        with pytest.raises(ValueError) as caught:
-            Preemption().arm()
-        texts.append(str(caught.value))
-
-    thread = threading.Thread(target=arm, name="trainer")
+    thread = threading.Thread(target=lambda: texts.append(refusal(Preemption().arm)), name="trainer")
     thread.start()
     thread.join()
     assert texts == [
@@ -166,40 +132,56 @@ def test_another_thread_cannot_receive_signals() -> None:
     ]
 
 
-def test_a_process_without_other_handlers_is_ended_by_the_second_signal() -> None:
-    code = (
-        "import signal, sys\nfrom lowtide.engine.step.preemption import Preemption\nPreemption().arm()\n"
-        "signal.raise_signal(15)\nprint('one', flush=True)\nsignal.raise_signal(15)\nprint('two')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "one\n" and done.returncode == -signal.SIGTERM
-
-
-@pytest.mark.parametrize("when", ["at once", "while Python ends"])
-@pytest.mark.parametrize("noted", [False, True])
-def test_a_rank_that_leaves_by_the_signal_of_others_takes_its_own_later(when: str, noted: bool) -> None:
-    """A launcher signals its ranks one after the other: the last may have left with the first by then."""
-    arguments = [when, "noted"] if noted else [when]
-    done = subprocess.run([sys.executable, "-c", LATE, *arguments], capture_output=True, text=True)
-    expected = (-signal.SIGTERM, "") if noted else (0, "left")
-    assert (done.returncode, done.stdout) == expected, done.stderr
-
-
-def test_two_that_are_armed_give_the_signal_back_in_any_order() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+def test_two_that_are_armed_give_the_signal_back_in_any_order(handler: list[int]) -> None:
     ours = signal.getsignal(signal.SIGTERM)
-    try:
-        for first_leaves_first in (True, False):
-            first, second = Preemption(), Preemption()
-            first.arm()
-            second.arm()
-            for one in (first, second) if first_leaves_first else (second, first):
-                one.disarm()
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert not first.is_requested and not second.is_requested
-            signal.signal(signal.SIGTERM, ours)
-        assert received == [signal.SIGTERM, signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    for order in (1, -1):
+        both = Preemption(), Preemption()
+        for one in both:
+            one.arm()
+        for one in both[::order]:
+            one.disarm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not any(one.is_requested for one in both)
+        signal.signal(signal.SIGTERM, ours)
+    assert handler == [signal.SIGTERM, signal.SIGTERM]
+
+
+# What a module holds goes when Python has given its handlers up.
+SCRIPT = """
+import signal
+from lowtide.engine.step.preemption import Preemption
+
+class Sends:
+    def __del__(self, kill=os.kill, process=os.getpid(), write=os.write):
+        kill(process, 15)
+        write(2, b"left")
+
+preemption = Preemption()
+preemption.arm()
+if ways & {"noted", "twice"}:
+    signal.raise_signal(15)
+if "twice" in ways:
+    os.write(2, b"one")
+    signal.raise_signal(15)
+preemption.leave()
+preemption.disarm()
+sends = Sends()
+if "at once" in ways:
+    del sends
+"""
+
+
+@pytest.mark.parametrize(
+    ("ways", "status", "said"),
+    [
+        ({"twice"}, -signal.SIGTERM, "one"),  # without another handler the second signal ends the process
+        *(({"noted", when}, -signal.SIGTERM, "") for when in ("at once", "while Python ends")),
+        *(({when}, 0, "left") for when in ("at once", "while Python ends")),
+    ],
+)
+def test_a_rank_that_leaves_by_the_signal_of_others_takes_its_own_later(
+    tmp_path: Path, ways: set[str], status: int, said: str
+) -> None:
+    """A launcher signals its ranks one after the other: the last may have left with the first by then."""
+    (end,) = run_on_ranks(1, f"ways = {ways}\n{SCRIPT}", tmp_path)
+    assert (end.status, end.err) == (status, said)

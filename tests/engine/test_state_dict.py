@@ -1,43 +1,37 @@
-"""state_dict: the model's own names and values, tied names and buffers included, on rank 0 alone."""
+"""state_dict: the model's own names and values on rank 0 alone; load_state_dict takes them, at every stage."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_model
+from torch import Tensor
 
 import lowtide
+from lowtide.zero.sequence import StateError
+from tests.engine.plain_weights import Everything, engine_of
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, share_of
+from tests.kit.training import differences, refusal, settings, share_of
 
 STAGES = (0, 1, 2, 3)
+BF16 = {"bf16": {"enabled": True}}
 
 
-class WithBuffers(models.TinyGPT):
-    """Tied weights, a buffer that is saved, and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__(tied=True)
-        self.register_buffer("scale", torch.full((3,), 1.5))
-        self.register_buffer("count", torch.arange(4))
-        self.register_buffer("hidden", torch.ones(2), persistent=False)
+def batch_of(engine: lowtide.Engine) -> tuple[Tensor, ...]:
+    return share_of(models.token_batch(1, 2 * engine.world_size))
 
 
-def states(config: dict[str, object]) -> list[tuple[dict[str, Tensor], bool]]:
-    """By stage: the state, and whether a second call gives the same and a step leaves both as they were."""
+def states(config: dict[str, object]) -> list[tuple[dict[str, Tensor], list[str]]]:
+    """By stage: the state, and what is another in a second call, or after a step has changed the parameters."""
     found = []
     for stage in STAGES:
-        torch.manual_seed(0)
-        case = Case(WithBuffers, models.token_batch, stage=stage, config=config)
-        engine = lowtide.initialize(WithBuffers(), case.as_config())
-        state = engine.state_dict()
-        again = engine.state_dict()
-        is_same = list(state) == list(again) and all(torch.equal(state[name], again[name]) for name in state)
-        engine.train_step(share_of(case.global_batch(0, engine.world_size)))
-        is_same = is_same and all(torch.equal(state[name], again[name]) for name in state)  # a copy, not a view
-        found.append((state, is_same))
-        engine.close()
+        with engine_of(stage, config, steps=0) as engine:
+            state, again = engine.state_dict(), engine.state_dict()
+            kept = {name: value.clone() for name, value in state.items()}
+            engine.train_step(batch_of(engine))
+            found.append((state, differences(again, state) + differences(state, kept)))
     return found
 
 
@@ -45,62 +39,111 @@ def states(config: dict[str, object]) -> list[tuple[dict[str, Tensor], bool]]:
 @pytest.mark.parametrize("transport", ["auto", "sockets"])
 def test_names_and_values_are_those_of_the_model(ranks: RankPool, world_size: int, transport: str) -> None:
     torch.manual_seed(0)
-    expected = WithBuffers().state_dict()
+    expected = Everything().state_dict()
     first, *others = ranks(world_size, states, {"communication": {"transport": transport}})
-    for state, is_same in first:
-        assert is_same and list(state) == list(expected)
-        for name, value in expected.items():
-            assert torch.equal(state[name], value), name
+    for state, changed in first:
+        assert list(state) == list(expected) and differences(state, expected) == changed == []
         assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
     for rank_states in others:
         assert [state for state, _ in rank_states] == [{}] * len(STAGES)
 
 
 def test_a_plain_model_loads_it(ranks: RankPool) -> None:
-    state, _ = ranks(2, states, {"bf16": {"enabled": True}})[0][3]
-    model: nn.Module = WithBuffers()
-    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    state, _ = ranks(2, states, BF16)[0][3]
+    assert str(Everything().load_state_dict(state)) == "<All keys matched successfully>"
     assert state["embedding.weight"].dtype == torch.bfloat16 and state["count"].dtype == torch.int64
 
 
-def saved_by_safetensors(folder: str, stages: tuple[int, ...]) -> list[str]:
-    """By stage: what is wrong with what `save_model` writes, and what it raises."""
-    from safetensors.torch import load_file, save_model
-
+def saved_by_safetensors(folder: str) -> list[list[str]]:
+    """By stage: what is wrong with what `save_model` writes, or what it raises."""
     found = []
-    for stage in stages:
-        torch.manual_seed(0)
-        case = Case(WithBuffers, models.token_batch, stage=stage)
-        engine = lowtide.initialize(WithBuffers(), case.as_config())
-        engine.train_step(share_of(case.global_batch(0, engine.world_size)))
-        path = f"{folder}/{stage}-{engine.rank}.safetensors"
-        try:
-            save_model(engine.module, path)
-        except lowtide.ReleasedParameterError as error:
-            found.append(str(error))
+    for stage in STAGES:
+        path = f"{folder}/{stage}"
+        engine = lowtide.initialize(models.tied_gpt(), settings(stage))
+        engine.train_step(batch_of(engine))
+        if stage == 3:
+            found.append([refusal(save_model, engine.module, path, kind=lowtide.ReleasedParameterError)])
             engine.close()
-            continue
-        saved, shown = load_file(path), engine.module.state_dict()
-        expected = {name: value for name, value in shown.items() if name != "head.weight"}  # tied
-        wrong = [name for name, value in expected.items() if not torch.equal(saved[name], value)]
-        wrong += sorted(saved.keys() ^ expected.keys())
+            break
+        path = f"{path}-{engine.rank}"
+        save_model(engine.module, path)
+        shown = engine.module.state_dict()
+        wrong = differences(load_file(path), {name: value for name, value in shown.items() if name != "head.weight"})
         params = dict(engine.module.named_parameters())
         wrong += [f"copied {name}" for name, param in params.items() if param.data_ptr() != shown[name].data_ptr()]
-        wrong += [f"untied at {stage}"] * (
-            shown["head.weight"].untyped_storage()._cdata != shown["embedding.weight"].untyped_storage()._cdata
-        )
-        engine.train_step(share_of(case.global_batch(1, engine.world_size)))
+        head, embedding = (shown[name].untyped_storage()._cdata for name in ("head.weight", "embedding.weight"))
+        wrong += ["untied"] * (head != embedding)
+        engine.train_step(batch_of(engine))
         wrong += [f"stale {name}" for name, param in params.items() if not torch.equal(param, shown[name])]
         module = engine.module
         engine.close()
-        wrong += ["hook"] * len(module._state_dict_hooks)
-        found.append(" ".join(wrong))
+        found.append([*wrong, *["hook"] * len(module._state_dict_hooks)])
     return found
 
 
 def test_safetensors_saves_the_module_where_parameters_are_whole(ranks: RankPool, tmp_path: Path) -> None:
     """The tensors of its state_dict are no parts of a larger storage, which that library refuses; no copies either."""
     for world_size in (1, 2):
-        for *whole, released in ranks(world_size, saved_by_safetensors, str(tmp_path), STAGES):
-            assert whole == [""] * 3
+        for *whole, (released,) in ranks(world_size, saved_by_safetensors, str(tmp_path)):
+            assert whole == [[]] * 3
             assert "is released" in released and "engine.export(folder) on all ranks" in released
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def other_state() -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    state = {name: value.clone() for name, value in Everything().state_dict().items()}
+    return {**state, "count": torch.tensor(3)}
+
+
+def load_and_train(config: dict[str, Any]) -> list[tuple[dict[str, Tensor], float]]:
+    """By stage, after loading on rank 0 alone: some values in float32, and the loss of a step."""
+    found = []
+    for stage in (0, 1, 3):
+        with engine_of(stage, config, steps=0) as engine:
+            engine.load_state_dict(other_state() if engine.rank == 0 else {})
+            values = {name: engine.full(name) for name in ("head.weight", "blocks.1.up.weight", "norm.bias")}
+            values["count"] = engine.module.get_buffer("count")
+            found.append((values, engine.train_step(batch_of(engine)).loss.item()))
+    return found
+
+
+@pytest.mark.parametrize(("transport", "precision"), [("shared_memory", {}), ("sockets", BF16)])
+def test_every_stage_takes_the_values_of_rank_0(ranks: RankPool, transport: str, precision: dict[str, Any]) -> None:
+    expected, module = other_state(), Everything()
+    module.load_state_dict(expected)
+    loss = module(*models.token_batch(1, 4)).item()
+    for values, found_loss in ranks(2, load_and_train, {"communication": {"transport": transport}, **precision})[1]:
+        assert differences(values, {name: expected[name] for name in values}) == []
+        assert found_loss == pytest.approx(loss, rel=2e-2 if precision else 1e-5)
+
+
+def test_what_does_not_fit_is_told() -> None:
+    with lowtide.initialize(torch.nn.Linear(3, 3), settings(3)) as engine:
+        weight = engine.state_dict()["weight"]
+        text = refusal(engine.load_state_dict, {"weight": weight, "scale": torch.ones(1)})
+        words = "engine.load_state_dict(): expected the model's tensors on rank 0, found 1 missing, 1 extra"
+        assert text.startswith(f"{words}\n  missing bias: ")
+        assert "found 1 misshaped" in refusal(engine.load_state_dict, {"weight": weight, "bias": torch.ones(4)})
+        engine.load_state_dict({"bias": torch.ones(3)}, strict=False)
+        assert engine.full("bias").tolist() == [1, 1, 1] and torch.equal(engine.full("weight"), weight)
+
+
+def test_the_optimizer_does_not_give_a_part_of_its_states_for_the_whole() -> None:
+    with lowtide.initialize(models.mlp(), settings()) as engine:
+        options = engine.optimizer.state_dict()
+        assert options["param_groups"][0]["lr"] == 1e-2 and not options["state"]
+        groups = list(map(id, engine.optimizer.param_groups))
+        engine.optimizer.load_state_dict({**options, "param_groups": [{**options["param_groups"][0], "lr": 0.5}]})
+        assert engine.lr == 0.5 and list(map(id, engine.optimizer.param_groups)) == groups
+        text = refusal(engine.optimizer.load_state_dict, {"state": {}, "param_groups": []})
+        assert "expected 1 parameter groups, found 0" in text
+        engine.train_step(models.vector_batch(0, 2))
+        instead = "expected engine.save_checkpoint and engine.load_checkpoint, which save and l"
+        text = refusal(engine.optimizer.state_dict, kind=StateError)
+        assert text.startswith(f"engine.optimizer.state_dict(): {instead}")
+        text = refusal(engine.optimizer.load_state_dict, {**options, "state": {0: {}}}, kind=StateError)
+        assert text.startswith(f"engine.optimizer.load_state_dict(): {instead}")
+        assert engine.train_step(models.vector_batch(0, 2)).loss.isfinite()

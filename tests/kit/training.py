@@ -58,6 +58,17 @@ def logged(level: str = "INFO") -> Iterator[list[str]]:
         logger.setLevel(before)
 
 
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """What is not the same to the last bit: names, dtypes, shapes and values."""
+    if found.keys() != expected.keys():
+        return sorted(found.keys() ^ expected.keys())
+    return [
+        name
+        for name, value in expected.items()
+        if found[name].dtype != value.dtype or found[name].shape != value.shape or not torch.equal(found[name], value)
+    ]
+
+
 @dataclass(frozen=True)
 class Case:
     """One training: a model, its global batches, and a config."""
@@ -97,9 +108,8 @@ class Outcome:
     def differences(self, other: "Outcome") -> list[str]:
         """What is not the same to the last bit; empty where all is."""
         found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
-        if list(self.state) != list(other.state):
-            return [*found, "names"]
-        return found + [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
+        found += ["order"] if list(self.state) != list(other.state) else []
+        return found + differences(self.state, other.state)
 
 
 def rank_and_world() -> tuple[int, int]:

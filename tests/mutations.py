@@ -29,8 +29,7 @@ ASKED = {
         ["tests/zero"],
         ["tests/laws"],
         [
-            "tests/pipe/test_pipeline_ties.py",
-            "tests/pipe/test_pipeline_axes.py",
+            "tests/pipe/test_pipeline_training.py",
             "tests/pretend/test_parity.py",
             "tests/pretend/test_delayed_update.py",
         ],

@@ -23,6 +23,14 @@ def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def recomputing(model: Any, use_reentrant: bool) -> Any:
+    """A model of Hugging Face that recomputes its layers itself."""
+    current = hasattr(model, "activation_checkpointing_enable")  # the older name warns where this one is
+    enable = model.activation_checkpointing_enable if current else model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+    return model
+
+
 class Block(nn.Module):
     """Attention with two heads and a feed-forward part, both with layer norm before and a residual around."""
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lowtide.pipe.schedules.schedule import Action, Op, Schedule
 from tests.kit import models
@@ -36,6 +37,29 @@ def deep_gpt_64() -> nn.Module:
 
 def deep_tied_gpt_64() -> nn.Module:
     return deep_tied_gpt().double()
+
+
+class TiedChain(nn.Module):
+    """Six layers on three stages; those of 1 and 2 are tied, and those of 3 and 4: a rank's first tie is another
+    one's second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.head = nn.Linear(8, 1)
+        for first, second in ((1, 2), (3, 4)):
+            self.blocks[second].weight = self.blocks[first].weight
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+def chain_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 8, generator=generator).double(), torch.randn(rows, 1, generator=generator).double()
 
 
 def pipelined(case: Case, num_ranks: int, schedule: str, **config: Any) -> Case:

@@ -12,6 +12,7 @@ from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.split.split import SplitPlan, plan_split
 from lowtide.pipe.stage import Stage
 
+Build = Callable[[], nn.Module]
 Call = Callable[[nn.Module], Any]
 
 
@@ -25,15 +26,16 @@ class Outcome:
 
     def differences(self, other: "Outcome") -> list[str]:
         """What is not the same to the last bit."""
-        names = {*self.gradients, *other.gradients}
-        differing = [
-            name
-            for name in sorted(names)
-            if name not in self.gradients
-            or name not in other.gradients
-            or not torch.equal(self.gradients[name], other.gradients[name])
-        ]
-        return differing if torch.equal(self.loss, other.loss) else ["loss", *differing]
+        ours, theirs = ({"loss": one.loss, **one.gradients} for one in (self, other))
+        shared = ours.keys() & theirs.keys()
+        return sorted(
+            (ours.keys() ^ theirs.keys()) | {one for one in shared if not torch.equal(ours[one], theirs[one])}
+        )
+
+
+def seeded(build: Build) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
 
 
 def loss_in(output: Any) -> Tensor:
@@ -47,12 +49,10 @@ def whole(model: nn.Module, call: Call) -> Outcome:
     return Outcome(loss, {name: param.grad for name, param in model.named_parameters() if param.grad is not None})
 
 
-def stages_of(
-    build: Callable[[], nn.Module], num_stages: int, balance: str | Sequence[int] = "parameters"
-) -> list[Stage]:
+def stages_of(build: Build, num_stages: int, balance: str | Sequence[int] = "parameters") -> list[Stage]:
     """Each stage on a model of its own, as on ranks of their own."""
-    plan = plan_split(build(), num_stages, balance)
-    return [Stage(build(), travelled(plan), index) for index in range(num_stages)]
+    plan = plan_split(seeded(build), num_stages, balance)
+    return [Stage(seeded(build), travelled(plan), index) for index in range(num_stages)]
 
 
 def staged(stages: Sequence[Stage], call: Call) -> Outcome:
@@ -78,6 +78,13 @@ def staged(stages: Sequence[Stage], call: Call) -> Outcome:
             if param.grad is not None:
                 gradients[name] = gradients[name] + param.grad if name in gradients else param.grad
     return Outcome(loss, gradients, sent)
+
+
+def equal_staged(build: Build, call: Call, num_stages: int, balance: str | Sequence[int] = "parameters") -> Outcome:
+    """What stages give, which has the bits of the whole model."""
+    found = staged(stages_of(build, num_stages, balance), call)
+    assert found.differences(whole(seeded(build), call)) == [], num_stages
+    return found
 
 
 def travelled(plain: Any) -> Any:

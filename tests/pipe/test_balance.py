@@ -2,31 +2,26 @@
 
 import itertools
 import random
-import re
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from lowtide.pipe.split.split import given_counts, partition
+from tests.kit.training import refusal
 
 
 def all_partitions(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     for cuts in itertools.combinations(range(1, num_blocks), num_stages - 1):
-        ends = (*cuts, num_blocks)
-        yield tuple(end - begin for begin, end in zip((0, *cuts), ends, strict=True))
+        yield tuple(end - begin for begin, end in itertools.pairwise((0, *cuts, num_blocks)))
 
 
-def stage_costs(counts: tuple[int, ...], costs: list[float], first: float, last: float) -> list[float]:
+def quality(counts: tuple[int, ...], costs: list[float], first: float, last: float) -> tuple[float, float]:
+    """The costliest stage, and how far the stages are from even."""
     remaining = iter(costs)
     found = [sum(itertools.islice(remaining, count)) for count in counts]
     found[0] += first
     found[-1] += last
-    return found
-
-
-def quality(counts: tuple[int, ...], costs: list[float], first: float, last: float) -> tuple[float, float]:
-    found = stage_costs(counts, costs, first, last)
     return max(found), sum(cost**2 for cost in found)
 
 
@@ -43,16 +38,6 @@ def test_no_other_partition_is_better() -> None:
         assert quality(counts, costs, first, last) == best, (costs, num_stages, first, last)
 
 
-def test_equal_blocks_are_spread_evenly() -> None:
-    assert partition([1.0] * 12, 4) == (3, 3, 3, 3)
-    assert sorted(partition([1.0] * 10, 4)) == [2, 2, 3, 3]
-
-
-def test_a_large_embedding_and_head_take_blocks_from_their_stages() -> None:
-    assert partition([1.0] * 11 + [3.0], 4, first=2) == (2, 4, 4, 2)
-    assert partition([1.0] * 6, 3, first=100) == (1, 2, 3) or partition([1.0] * 6, 3, first=100) == (1, 3, 2)
-
-
 def test_costs_whose_sums_round_find_a_partition() -> None:
     assert sum(partition([0.1] * 30 + [0.8], 7, first=0.3)) == 31
 
@@ -66,16 +51,10 @@ def test_two_hundred_blocks_on_sixty_four_stages_take_no_time() -> None:
 
 @pytest.mark.parametrize("num_stages", [0, 4])
 def test_more_stages_than_blocks_is_an_error(num_stages: int) -> None:
-    text = (
+    assert refusal(partition, [1.0] * 3, num_stages) == (
         "pipeline: expected 1 to 3 stages, because the model has 3 blocks and each stage needs a block, "
         f"found {num_stages}; use fewer stages (ranks x chunks), or a model with more blocks"
     )
-    with pytest.raises(ValueError, match=re.escape(text)):
-        partition([1.0] * 3, num_stages)
-
-
-def test_an_explicit_list_is_taken_as_it_is() -> None:
-    assert given_counts([1, 3, 2], 6, 3) == (1, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +66,6 @@ def test_an_explicit_list_is_taken_as_it_is() -> None:
         ([1.5, 1.5, 3], "expected at least one block for each stage, found [1.5, 1.5, 3]"),
     ],
 )
-def test_an_explicit_list_that_does_not_fit_is_an_error(counts: list[int], text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"pipeline: {text}")):
-        given_counts(counts, 6, 3)
+def test_an_explicit_list_is_taken_if_it_fits(counts: list[int], text: str) -> None:
+    assert given_counts([1, 3, 2], 6, 3) == (1, 3, 2)
+    assert f"pipeline: {text}" in refusal(given_counts, counts, 6, 3)

@@ -12,39 +12,45 @@ from lowtide.pipe.schedules.simulator import simulate
 from tests.pipe.pipelines import with_steps
 
 
-def test_a_cell_is_as_long_as_its_action_and_dots_are_idle_time() -> None:
-    assert text_grid(simulate(make_schedule("1f1b", 2, 3))) == (
-        "rank 0  F0 F1 ..... B0--- F2 B1--- .. B2---\nrank 1  .. F0 B0--- F1 B1--- F2 B2--- .....\n"
-    )
+@pytest.mark.parametrize(
+    ("name", "microbatches", "costs", "rows"),
+    [
+        ("1f1b", 3, None, ["F0 F1 ..... B0--- F2 B1--- .. B2---", ".. F0 B0--- F1 B1--- F2 B2--- ....."]),
+        (  # stages are named where a rank has several
+            "zb-v",
+            3,
+            None,
+            [
+                "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 ...",
+                "... 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
+            ],
+        ),
+        (
+            "1f1b",
+            1,
+            Costs.uniform(2, forward=1.0, backward=2.5, send=0.5),
+            ["F0 ............ B0-----", "... F0- B0---- ........"],
+        ),
+    ],
+)
+def test_a_cell_is_as_long_as_its_action_and_dots_are_idle_time(
+    name: str, microbatches: int, costs: Costs | None, rows: list[str]
+) -> None:
+    found = text_grid(simulate(make_schedule(name, 2, microbatches), costs)).splitlines()
+    assert found == [f"rank {rank}  {row}" for rank, row in enumerate(rows)]
 
 
-def test_stages_are_named_where_a_rank_has_several() -> None:
-    assert text_grid(simulate(make_schedule("zb-v", 2, 3))) == (
-        "rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 ...\n"
-        "rank 1  ... 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2\n"
-    )
+def test_an_idle_time_of_one_column_is_a_space() -> None:
+    """Rank 1's F1 begins at 2.6, column 8; its F0 ends at 2.3, column 7."""
+    ones = (1.0, 1.0)
+    costs = Costs((1.3, 1.0), (2.0, 2.0), ones, ones, ones, ones, ones)
+    assert text_grid(simulate(make_schedule("gpipe", 2, 2), costs)).splitlines()[1].startswith("rank 1  ... F0  F1 B0")
 
 
 def test_all_that_passes_add_takes_no_room() -> None:
     schedule = make_schedule("interleaved", 2, 4)
     whole = with_steps(complete(schedule, gathers=True))
     assert text_grid(simulate(whole)) == text_grid(simulate(schedule))
-
-
-def test_uneven_costs_stretch_the_cells() -> None:
-    costs = Costs.uniform(2, forward=1.0, backward=2.5, send=0.5)
-    assert text_grid(simulate(make_schedule("1f1b", 2, 1), costs)) == (
-        "rank 0  F0 ............ B0-----\nrank 1  ... F0- B0---- ........\n"
-    )
-
-
-def test_an_idle_time_of_one_column_is_a_space() -> None:
-    ones = (1.0, 1.0)
-    costs = Costs((1.3, 1.0), (2.0, 2.0), ones, ones, ones, ones, ones)
-    # Rank 1's F1 begins at 2.6, column 8; its F0 ends at 2.3, column 7.
-    assert (
-        text_grid(simulate(make_schedule("gpipe", 2, 2), costs)).splitlines()[1].startswith("rank 1  ... F0  F1 B0--- ")
-    )
 
 
 def test_a_wide_grid_goes_on_in_panels_of_one_width() -> None:
@@ -67,10 +73,8 @@ def test_colours_leave_the_text_as_it_is(name: str) -> None:
     simulation = simulate(make_schedule(name, 3, 6))
     colours = colour_grid(simulation, 80)
     assert [line.rstrip() for line in colours.plain.splitlines()] == text_grid(simulation, 80).splitlines()
-    styles = {str(span.style) for span in colours.spans}
-    assert len(styles - {""}) == (2 + KINDS[name].splits_backward * (1 + (name == "dualpipe-v"))) * (
-        1 if simulation.schedule.num_stages == 3 else 2
-    )
+    kinds, chunks = 2 + KINDS[name].splits_backward * (1 + (name == "dualpipe-v")), simulation.schedule.num_stages // 3
+    assert len({str(span.style) for span in colours.spans} - {""}) == kinds * chunks
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -1,101 +1,110 @@
 """Hugging Face models, unchanged, train over a pipeline to the numbers of one rank; built, given, and from files."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
-from tests.engine.test_hugging_face import MODELS, NUM_TOKENS, Outcome, batch_of
+from tests.kit import models
 from tests.kit.ranks import RankPool
+from tests.kit.training import Outcome, settings
+from tests.pipe.hugging_face import batch_for, builder, transformers
 
-NAMES = ["gpt2", "mixtral", "bert", "t5", "vit", "llama_with_checkpointing"]
-MICROBATCHES = 2
-WITH_DROPOUT = {"gpt2", "bert", "t5"}  # eval mode: a stage does not draw the random numbers of those before
-
-
-def config_of(pipeline: int, schedule: str, stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 0,
-        "optimizer": {"type": "adamw", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "parallel": {"pipeline": pipeline},
-        "pipeline": {"schedule": schedule},
-    }
+LLAMA, BERT, T5, VIT = "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"
 
 
-def batches_of(name: str, engine: lowtide.Engine, step: int) -> Any:
-    generator = torch.Generator().manual_seed(100 * step + engine.data_rank)
-    return iter([batch_of(name, generator) for _ in range(MICROBATCHES)])
+class AutocastGPT(models.TinyGPT):
+    """Asks for autocast itself, in its forward."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(input_ids[:, : models.LENGTH], labels[:, : models.LENGTH].clamp(min=0))
 
 
-def train(name: str, config: dict[str, Any], deferred: bool = False, weights: Path | None = None) -> Outcome:
+def recomputing_llama() -> nn.Module:
+    made: nn.Module = models.recomputing(builder(LLAMA)(), use_reentrant=False)
+    return made
+
+
+OWN: dict[str, Any] = {"autocast": partial(AutocastGPT, layers=5), "recomputing": recomputing_llama}
+
+
+def train(name: str, stage: int, deferred: bool = False, weights: Path | None = None, **config: Any) -> Outcome:
     torch.manual_seed(0)
-    engine = lowtide.initialize(MODELS[name] if deferred else MODELS[name](), config)
-    if weights is not None:
-        engine.load_weights(weights)
-    engine.train(name not in WITH_DROPOUT)
+    build = OWN.get(name) or builder(name)
+    given = settings(stage, gradient_accumulation_steps=2, gradient_clipping=1.0, **config)
     outcome = Outcome()
-    for step in range(2):
-        result = engine.train_step(batches_of(name, engine, step))
-        outcome.losses.append(result.loss.item())
-        outcome.norms.append(result.grad_norm.item())
-    outcome.losses.append(engine.eval_step(next(batches_of(name, engine, 9))).item())
-    outcome.state = engine.state_dict()
-    engine.close()
+    with lowtide.initialize(build if deferred else build(), given) as engine:
+        if weights is not None:
+            engine.load_weights(weights)
+        for step in range(2):
+            result = engine.train_step(iter([batch_for(name, 10 * step + half) for half in range(2)]))
+            outcome.losses.append(result.loss.item())
+            outcome.norms.append(result.grad_norm.item())
+        outcome.losses.append(engine.eval_step(batch_for(name, 99)).item())
+        outcome.state = engine.state_dict()
     return outcome
 
 
-def train_all(names: list[str], config: dict[str, Any]) -> dict[str, Outcome]:
-    return {name: train(name, config) for name in names}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+MANY = ["GPT2LMHeadModel", "MixtralForCausalLM", BERT, T5, VIT, "recomputing"]
+Row = tuple[list[str], str, dict[str, Any], float, float]
+PRECISIONS: dict[str, Row] = {  # models, schedule, config, tolerances of losses and norms
+    "fp32": (MANY, "zb-h1", {}, 1e-5, 1e-4),
+    "bf16": ([LLAMA, *MANY[2:]], "1f1b", {"bf16": {"enabled": True}}, 2e-3, 2e-3),  # masks and tables too
+    "fp16": ([LLAMA, T5], "zb-h1", FP16, 2e-3, 2e-3),
+    "autocast": (["autocast"], "zb-v", {}, 1e-6, 1e-6),
+}
 
 
-def test_they_train_like_one_rank(ranks: RankPool) -> None:
-    alone = ranks(1, train_all, NAMES, config_of(1, "1f1b", 0))[0]
-    by_rank = ranks(2, train_all, NAMES, config_of(2, "zb-h1", 1), timeout=120)
-    for name in NAMES:
-        first, expected = by_rank[0][name], alone[name]
-        assert first.losses == pytest.approx(expected.losses, rel=1e-5), name
-        assert first.norms == pytest.approx(expected.norms, rel=1e-4), name
-        assert list(first.state) == list(expected.state), name
-        for key, value in expected.state.items():
+def train_all(names: list[str], stage: int, config: dict[str, Any]) -> list[Outcome]:
+    return [train(name, stage, **config) for name in names]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_they_train_like_one_rank(ranks: RankPool, precision: str) -> None:
+    names, schedule, config, of_losses, of_norms = PRECISIONS[precision]
+    alone = ranks(1, train_all, names, 0, config)[0]
+    split = {**config, "parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+    first, other = ranks(2, train_all, names, int(precision == "fp32"), split, timeout=120)
+    for name, found, second, expected in zip(names, first, other, alone, strict=True):
+        assert found.losses == second.losses, name
+        assert found.losses == pytest.approx(expected.losses, rel=of_losses), name
+        assert found.norms == pytest.approx(expected.norms, rel=of_norms), name
+        assert list(found.state) == list(expected.state), name
+        for key, value in expected.state.items() if precision == "fp32" else ():
             # Adam's first steps are as large where a gradient is all but 0 as where it is not.
-            torch.testing.assert_close(first.state[key], value, rtol=1e-3, atol=2e-3, msg=f"{key}: {{}}".format)
-        assert all(result[name].losses == first.losses for result in by_rank), name
+            torch.testing.assert_close(found.state[key], value, rtol=1e-3, atol=2e-3, msg=f"{key}: {{}}".format)
 
 
-def from_builder_and_files(folder: Path) -> tuple[Outcome, Outcome, Outcome]:
-    config = config_of(2, "1f1b", 3)
-    return train("llama", config), train("llama", config, deferred=True), train("llama", config, True, folder)
+def from_builder_and_files(folder: Path) -> list[Outcome]:
+    over_two = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
+    return [
+        train(LLAMA, 3, deferred, weights, **over_two)
+        for deferred, weights in ((False, None), (True, None), (True, folder))
+    ]
 
 
 def test_a_builder_and_files_give_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model: Any = MODELS["llama"]()
+    model: Any = builder(LLAMA)()
     model.save_pretrained(tmp_path)
     given, built, read = ranks(2, from_builder_and_files, tmp_path)[0]
     assert given.differences(built) == [] and given.differences(read) == []
 
 
 def export_from_pipeline(folder: Path) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    engine = lowtide.initialize(MODELS["llama"](), config_of(2, "zb-h1", 1))
-    engine.train_step(batches_of("llama", engine, 0))
-    engine.export(folder)
-    state = engine.state_dict()
-    engine.close()
-    return state
+    config = settings(1, parallel={"pipeline": 2}, pipeline={"schedule": "zb-h1"}, gradient_accumulation_steps=2)
+    with lowtide.initialize(builder(LLAMA)(), config) as engine:
+        engine.train_step(iter([batch_for(LLAMA, half) for half in range(2)]))
+        engine.export(folder)
+        return engine.state_dict()
 
 
 def test_an_export_is_what_from_pretrained_loads(ranks: RankPool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     state = ranks(2, export_from_pipeline, tmp_path / "weights")[0]
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights")
-    assert model.config.vocab_size == NUM_TOKENS
-    found = model.state_dict()
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights").state_dict()
     assert found.keys() == state.keys() and all(torch.equal(found[name], value) for name, value in state.items())

@@ -1,12 +1,15 @@
 """A pipeline takes as long as its schedule says, and holds what it needs no longer than it needs it."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+import time
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.pipe.schedules.costs import Costs
@@ -16,8 +19,8 @@ from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.stage import Call, Stage
 from tests.kit import models
 from tests.kit.ranks import RankPool, slowness
+from tests.kit.training import settings
 from tests.pipe.pipelines import SCHEDULES, deep_gpt
-from tests.pipe.sleeping import ROWS, SleepingModel, SleepingProducts, sleeping_batch
 
 RANKS, MICROBATCHES, BLOCKS = 2, 4, 4
 SECONDS = 0.08  # of each of F, I and W of a rank's share, on an idle machine
@@ -25,45 +28,74 @@ LONGEST = 8.0  # times that, so that what a busy machine adds stays small beside
 # A pipeline that sends the gradient only after W takes 1.2 times as long with zb-v; one that overlaps nothing, twice.
 BOUND = 1.15
 TRIES = 3  # on a machine that does other things too
+ROWS, WIDTH, VOCAB = 2, 3, 16  # by the shape of a product one sees which of a layer's three it is
 
 
-def engine_of(model: nn.Module, schedule: str, rows: int, **pipeline: Any) -> Any:
+def engine_of(model: nn.Module, schedule: str, **pipeline: Any) -> Any:
     section = {"schedule": schedule, "chunks": SCHEDULES[schedule], "microbatches": MICROBATCHES, **pipeline}
-    return lowtide.initialize(
-        model,
-        {
-            "train_micro_batch_size_per_gpu": rows,
-            "steps_per_print": 0,
-            "optimizer": {"type": "sgd", "params": {"lr": 1e-3}},
-            "parallel": {"pipeline": RANKS},
-            "pipeline": section,
-        },
-    )
+    optimizer = {"type": "sgd", "params": {"lr": 1e-3}}
+    return lowtide.initialize(model, settings(parallel={"pipeline": RANKS}, pipeline=section, optimizer=optimizer))
+
+
+class SleepingBlock(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH + 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (ROWS, WIDTH)
+        # Not the view itself, which would keep what it is a part of; nor what a later op would save.
+        return x + super().forward(x)[:, :WIDTH]
+
+
+class SleepingModel(nn.Module):
+    """Its matrix products sleep: a pipeline of any number of ranks takes as long as if each had a processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(SleepingBlock() for _ in range(BLOCKS))
+
+    def forward(self, tokens: Tensor, classes: Tensor) -> Tensor:  # (ROWS,) both
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(x, classes)
+
+
+class SleepingProducts(TorchDispatchMode):
+    """In the context each product of a block sleeps so long: its forward and both halves of its backward, however a
+    backward is split."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            time.sleep(self._seconds)
+        return out
 
 
 def intervals_of_steps(schedule: str, seconds: float) -> tuple[list[tuple[float, float]], float]:
     """(first start, last end) of each step on this rank, by a clock that all ranks share; the simulated makespan."""
-    chunks = SCHEDULES[schedule]
-    each_has = BLOCKS // (RANKS * chunks)
-    engine = engine_of(SleepingModel(BLOCKS), schedule, ROWS, balance=[each_has] * RANKS * chunks)
-    pipeline = engine._runner
+    num_stages = RANKS * SCHEDULES[schedule]
+    engine = engine_of(SleepingModel(), schedule, balance=[BLOCKS // num_stages] * num_stages)
     times: list[tuple[float, float]] = []
 
     def note(action: Action, start: float, end: float) -> None:
         if action.op in COMPUTE_OPS:
             times.append((start, end))
 
-    steps = []
-    seconds_of_block = seconds * RANKS / BLOCKS
+    steps, tokens = [], torch.arange(MICROBATCHES * ROWS)
     for number in range(1 + TRIES):  # the first learns the shapes
-        pipeline.executor.on_action = note
+        engine._runner.executor.on_action = note
         times.clear()
-        with SleepingProducts(*[seconds_of_block if number else 0.0] * 3):
-            engine.train_step(sleeping_batch(MICROBATCHES))
+        with SleepingProducts(seconds * RANKS / BLOCKS if number else 0.0):
+            engine.train_step((tokens % VOCAB, tokens % WIDTH))
         steps.append((times[0][0], times[-1][1]))
-    each = seconds / chunks
-    costs = Costs.uniform(RANKS * chunks, forward=each, input_backward=each, weight_backward=each)
-    simulated = simulate(pipeline.schedule, costs).makespan
+    each = seconds / SCHEDULES[schedule]
+    costs = Costs.uniform(num_stages, forward=each, input_backward=each, weight_backward=each)
+    simulated = simulate(engine._runner.schedule, costs).makespan
     engine.close()
     return steps[1:], simulated
 
@@ -79,38 +111,30 @@ def test_a_step_takes_as_long_as_simulated(ranks: RankPool, schedule: str) -> No
     assert 1 <= min(measured) / simulated <= BOUND, (measured, simulated)
 
 
-@dataclass
-class Buffers:
-    """The memory of what came into each stage and of what it gave, by stage: microbatch after microbatch."""
-
-    received: dict[int, list[list[StorageWeakRef]]] = field(default_factory=dict)
-    given: dict[int, list[list[StorageWeakRef]]] = field(default_factory=dict)
-
-    def watch(self, stage: Stage) -> None:
-        original = stage.run
-
-        def run(call: Call, received: Carried | None = None) -> Any:
-            output = original(call, received)
-            into = received.tensors if received is not None else ()
-            given = output.tensors if isinstance(output, Carried) else ()
-            self.received.setdefault(stage.index, []).append(_memory_of(into))
-            self.given.setdefault(stage.index, []).append(_memory_of(given))
-            return output
-
-        stage.run = run  # type: ignore[method-assign]
+Memory = dict[tuple[str, int], list[list[StorageWeakRef]]]  # by kind and stage: of microbatch after microbatch
 
 
-def _memory_of(tensors: tuple[Tensor, ...]) -> list[StorageWeakRef]:
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+def watch(stage: Stage, buffers: Memory) -> None:
+    """Notes the memory of what comes into a stage and of what it gives."""
+    original = stage.run
+
+    def run(call: Call, received: Carried | None = None) -> Any:
+        output = original(call, received)
+        for kind, carried in (("input", received), ("output", output)):
+            tensors = carried.tensors if isinstance(carried, Carried) else ()
+            buffers[kind, stage.index].append([StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])
+        return output
+
+    stage.run = run  # type: ignore[method-assign]
 
 
 def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int, Schedule]:
     """Complaints; the number of each kind of checks; the most graphs that were held at once; the schedule."""
-    engine = engine_of(deep_gpt(), schedule, 2)
+    engine = engine_of(deep_gpt(), schedule)
     executor = engine._runner.executor
-    buffers = Buffers()
+    buffers: Memory = defaultdict(list)
     for stage in executor._stages.values():
-        buffers.watch(stage)
+        watch(stage, buffers)
     found: list[str] = []
     checks: Counter[str] = Counter()
     most_held = 0
@@ -121,14 +145,13 @@ def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int
         if action.op not in (Op.B, Op.I):
             return
         assert action.microbatch is not None
-        for what, of in (("input", buffers.received), ("output", buffers.given)):
-            for memory in of[action.stage][action.microbatch]:
-                checks[what] += 1
-                if not memory.expired():
-                    found.append(f"{what} of stage {action.stage}, microbatch {action.microbatch}, after {action}")
+        for kind in ("input", "output"):
+            memories = buffers[kind, action.stage][action.microbatch]
+            checks[kind] += len(memories)
+            found.extend(f"{kind} of {action}" for memory in memories if not memory.expired())
 
     executor.on_action = look
-    engine.train_step(models.token_batch(0, 2 * MICROBATCHES))
+    engine.train_step(models.token_batch(0, ROWS * MICROBATCHES))
     complete = engine._runner.schedule
     engine.close()
     return found, dict(checks), most_held, complete
@@ -139,14 +162,14 @@ def test_what_a_backward_needed_is_freed_by_it(ranks: RankPool, schedule: str) -
     for rank, (found, checks, most_held, complete) in enumerate(ranks(RANKS, what_is_held_too_long, schedule)):
         assert not found
         own = complete.stages_of_rank(rank)
-        assert checks.get("input", 0) == MICROBATCHES * sum(stage > 0 for stage in own)
-        assert checks.get("output", 0) == MICROBATCHES * sum(stage + 1 < complete.num_stages for stage in own)
+        assert checks["input"] == MICROBATCHES * sum(stage > 0 for stage in own)
+        assert checks["output"] == MICROBATCHES * sum(stage + 1 < complete.num_stages for stage in own)
         assert most_held == simulate(complete).peaks[rank].in_flight
 
 
 def storages_of_gradients(schedule: str) -> list[bool]:
     """Whether each parameter's gradient lay in its shard, at every action of a step but the last ones."""
-    engine = engine_of(deep_gpt(), schedule, ROWS)
+    engine = engine_of(deep_gpt(), schedule)
     found: list[bool] = []
 
     def note(action: Action, start: float, end: float) -> None:

@@ -1,53 +1,36 @@
 """A pipeline trains to the numbers of one process: every schedule, ZeRO stage and precision, tied weights or not."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import lowtide
+from lowtide.pipe.schedules.passes import complete
+from lowtide.pipe.schedules.registry import make_schedule
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, adamw, assert_close, train_all, train_plainly
+from tests.kit.training import Case, Outcome, adamw, assert_close, train_all, train_plainly
 from tests.pipe.pipelines import (
     MICROBATCHES,
     SCHEDULES,
     TOLERANCE_64,
+    TiedChain,
+    chain_batch,
     deep_gpt,
     deep_gpt_64,
     deep_tied_gpt,
     deep_tied_gpt_64,
     pipelined,
+    with_steps,
 )
-
-PLAIN = Case(deep_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2)
-TIED = Case(deep_tied_gpt, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2)
-PLAIN_64, TIED_64 = replace(PLAIN, build=deep_gpt_64), replace(TIED, build=deep_tied_gpt_64)
-
-
-def test_every_schedule_trains_like_one_process(ranks: RankPool) -> None:
-    expected = train_plainly(TIED_64, 1, num_parts=MICROBATCHES)
-    cases = [pipelined(TIED_64, 2, schedule) for schedule in SCHEDULES]
-    for schedule, by_rank in zip(SCHEDULES, zip(*ranks(2, train_all, cases), strict=True), strict=True):
-        assert_close(by_rank[0], expected, TOLERANCE_64, TOLERANCE_64, schedule)
-        for other in by_rank[1:]:
-            for name in ("losses", "norms", "skipped"):
-                assert getattr(other, name) == getattr(by_rank[0], name)
-
-
-STAGES_BESIDE_PIPELINES = [("1f1b", 0, None), ("zb-v", 3, None), ("zb-v", 2, 1), ("1f1b", 3, 1)]
-
-
-def test_every_zero_stage_trains_like_one_process(ranks: RankPool) -> None:
-    expected = train_plainly(TIED_64, 2, num_parts=MICROBATCHES)
-    cases = [
-        pipelined(TIED_64.at(stage), 2, schedule, zero_optimization={"shard_size": shard_size})
-        for schedule, stage, shard_size in STAGES_BESIDE_PIPELINES
-    ]
-    for what, outcome in zip(STAGES_BESIDE_PIPELINES, ranks(4, train_all, cases)[0], strict=True):
-        assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(what))
+from tests.zero import containers
 
 
 class PartlyUnused(models.TinyGPT):
@@ -61,22 +44,82 @@ class PartlyUnused(models.TinyGPT):
         self.double()
 
 
-def test_what_nobody_uses_stays_as_it_was(ranks: RankPool) -> None:
-    case = replace(PLAIN, build=PartlyUnused)
-    for num_ranks, stages in ((2, {0: "1f1b"}), (4, {3: "zb-v"})):
-        expected = train_plainly(case, num_ranks // 2, num_parts=MICROBATCHES)
-        cases = [pipelined(case.at(stage), 2, schedule) for stage, schedule in stages.items()]
-        for one, outcome in zip(cases, ranks(num_ranks, train_all, cases)[0], strict=True):
-            assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, str(one))
+class Computed(nn.Module):
+    """Its weight is computed, from buffers that change with every look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = spectral_norm(nn.Linear(7, 7))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
 
 
-def blocks_of(model: Any) -> list[nn.Parameter]:
-    return [param for block in model.blocks for param in block.parameters()]
+def computed() -> nn.Module:
+    model = models.Mlp()
+    model.layers = nn.Sequential(*(Computed() for _ in range(5)))
+    return model.double()
+
+
+def frozen() -> nn.Module:
+    """Layers at both ends, and some blocks."""
+    model = models.Mlp(layers=5).double()
+    for part in (model.first, model.layers[0], model.layers[1], model.layers[3], model.last):
+        part.requires_grad_(False)
+    return model
+
+
+CONTAINERS = (containers.Dicts, containers.Lists, containers.ListsOfBlocks, containers.OwnClass, containers.Mixed)
+TOKENS = Case(deep_tied_gpt_64, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2)
+VECTORS = replace(TOKENS, build=computed, batch=models.vector_batch_float64)
+CHAIN = replace(VECTORS, build=TiedChain, batch=chain_batch, config={"communication": {"timeout_seconds": 10}})
+UNUSED, FROZEN = replace(TOKENS, build=PartlyUnused), replace(VECTORS, build=frozen)
+SOCKETS = {"communication": {"transport": "sockets"}}
+ROWS: dict[int, list[tuple[Case, int, str, dict[str, Any]]]] = {  # by number of ranks: case, those of a pipeline, ...
+    2: [
+        *((TOKENS, 2, schedule, {}) for schedule in SCHEDULES),
+        *((case, 2, schedule, {}) for case in (VECTORS, FROZEN) for schedule in ("1f1b", "zb-h1")),
+        *((replace(VECTORS, build=kind).at(3 * (at % 2)), 2, "1f1b", {}) for at, kind in enumerate(CONTAINERS)),
+        (UNUSED, 2, "1f1b", {}),
+    ],
+    3: [(CHAIN.at(stage), 3, "gpipe", {}) for stage in (0, 3)],
+    4: [
+        (TOKENS, 2, "1f1b", {}),
+        (TOKENS.at(3), 2, "zb-v", {}),
+        (TOKENS.at(2), 2, "zb-v", {"zero_optimization": {"shard_size": 1}}),
+        (TOKENS.at(3), 2, "1f1b", {"zero_optimization": {"shard_size": 1}}),
+        (TOKENS, 4, "zb-h1", {}),
+        (UNUSED.at(3), 2, "zb-v", {}),
+        (FROZEN.at(3), 2, "zb-h1", SOCKETS),
+    ],
+    8: [(TOKENS.at(3), 2, "1f1b", {"zero_optimization": {"shard_size": 2}})],
+}
+
+
+@cache
+def plainly(build: Callable[[], nn.Module], batch: Any, data_size: int) -> Outcome:
+    return train_plainly(replace(TOKENS, build=build, batch=batch), data_size, num_parts=MICROBATCHES)
+
+
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_a_pipeline_trains_like_one_process(ranks: RankPool, num_ranks: int) -> None:
+    rows = ROWS[num_ranks]
+    cases = [pipelined(case, size, schedule, **config) for case, size, schedule, config in rows]
+    outcomes = zip(*ranks(num_ranks, train_all, cases, timeout=240), strict=True)
+    for (case, size, *_), pipeline, (first, *others) in zip(rows, cases, outcomes, strict=True):
+        expected = plainly(case.build, case.batch, num_ranks // size)
+        assert_close(first, expected, TOLERANCE_64, TOLERANCE_64, str(pipeline))
+        for other in others:
+            assert (other.losses, other.norms, other.skipped) == (first.losses, first.norms, first.skipped)
 
 
 def unfreeze(model: Any, step: int) -> None:
     for index, block in enumerate(model.blocks):
         block.requires_grad_(index >= 2 - step)
+
+
+def blocks_of(model: Any) -> list[nn.Parameter]:
+    return [param for block in model.blocks for param in block.parameters()]
 
 
 def train_blocks(case: Case) -> dict[str, Tensor]:
@@ -94,85 +137,157 @@ def train_blocks(case: Case) -> dict[str, Tensor]:
     return state
 
 
-def train_blocks_plainly(case: Case, world_size: int) -> dict[str, Tensor]:
+@pytest.mark.parametrize(("schedule", "stage", "num_ranks"), [("zb-v", 0, 2), ("1f1b", 3, 4)])
+def test_an_optimizer_over_blocks_that_are_unfrozen_later(
+    ranks: RankPool, schedule: str, stage: int, num_ranks: int
+) -> None:
+    case = replace(TOKENS, build=deep_gpt_64)
     torch.manual_seed(0)
-    model = case.build()
+    model = deep_gpt_64()
     optimizer = adamw(blocks_of(model))
     for step in range(case.steps):
         unfreeze(model, step)
         model.zero_grad()
-        model(*case.global_batch(step, world_size)).backward()
+        model(*case.global_batch(step, num_ranks // 2)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize(("schedule", "stage"), [("zb-v", 0), ("1f1b", 3)])
-def test_an_optimizer_over_blocks_that_are_unfrozen_later(ranks: RankPool, schedule: str, stage: int) -> None:
-    num_ranks = 4 if stage else 2
-    expected = train_blocks_plainly(PLAIN_64, num_ranks // 2)
-    found = ranks(num_ranks, train_blocks, pipelined(PLAIN_64.at(stage), 2, schedule))[0]
-    for name, value in expected.items():
+    found = ranks(num_ranks, train_blocks, pipelined(case.at(stage), 2, schedule))[0]
+    for name, value in model.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=TOLERANCE_64, atol=TOLERANCE_64)
 
 
-def test_zero_stages_agree_bitwise_at_one_microbatch(ranks: RankPool) -> None:
-    case = TIED.at(0, accumulation=1)
-    first, *others = ranks(4, train_all, [pipelined(case.at(stage), 2, "1f1b") for stage in (0, 1, 3)])[0]
-    for stage, other in zip((1, 3), others, strict=True):
-        assert not first.differences(other), stage
+# -- to the bit -------------------------------------------------------------------------------------------------------
+
+PLAIN, TIED = (replace(TOKENS, build=build) for build in (deep_gpt, deep_tied_gpt))
 
 
-def test_one_microbatch_gives_the_bits_of_one_process(ranks: RankPool) -> None:
-    """But for the norm, and what is clipped by it: blocks of 1024 elements, summed in float32, begin at other
-    parameters where what lies beside the transformer blocks is divided over two stages."""
-    case = replace(PLAIN.at(0, accumulation=1), clip=0.0)
-    (alone,) = ranks(1, train_all, [case])[0]
-    for outcome in ranks(2, train_all, [pipelined(case, 2, schedule) for schedule in ("gpipe", "1f1b")])[0]:
+def written(schedule: Any, folder: Path, name: str) -> str:
+    path = folder / f"{name}.txt"
+    path.write_text(schedule.to_text())
+    return str(path)
+
+
+def laws(num_ranks: int, folder: Path) -> dict[str, list[Case]]:
+    """Trainings with the same bits."""
+    schedule = make_schedule("zb-v", 2, MICROBATCHES)
+    whole = written(with_steps(complete(schedule, gathers=True)), folder, "all")
+    if num_ranks == 2:
+        named = ["zb-v", whole, written(schedule, folder, "compute"), written(complete(schedule), folder, "messages")]
+        drive = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
+        again: tuple[dict[str, Any], ...] = ({}, {"activation_checkpointing": {"every": 1}})
+        return {
+            "a schedule from a file": [pipelined(PLAIN.at(0, steps=1), 2, name) for name in named],
+            "blocks that are recomputed": [pipelined(TIED, 2, "1f1b", **config) for config in again],
+            "and in halves": [pipelined(TIED, 2, "zb-v", **config) for config in again],
+            "states on a drive": [pipelined(TIED.at(3), 2, "1f1b", zero_optimization=zero) for zero in ({}, drive)],
+        }
+    one = TIED.at(0, accumulation=1)
+    budgets: tuple[dict[str, int], ...] = ({}, {"stage3_max_live_parameters": 12_000})
+    sharded = PLAIN.at(3, config=SOCKETS)
+    return {
+        "a schedule from a file": [pipelined(sharded.at(3, steps=1), 2, name) for name in ("zb-v", whole)],
+        "one microbatch at any stage": [pipelined(one.at(stage), 2, "1f1b") for stage in (0, 1, 3)],
+        "gathers within a budget": [pipelined(sharded, 2, "interleaved", zero_optimization=zero) for zero in budgets],
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_changes_no_bit(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    found = laws(num_ranks, tmp_path)
+    outcomes = iter(ranks(num_ranks, train_all, [case for law in found.values() for case in law], timeout=120)[0])
+    for name, law in found.items():
+        first, *others = (next(outcomes) for _ in law)
+        assert [first.differences(other) for other in others] == [[]] * len(others), name
+
+
+BF16 = {"bf16": {"enabled": True}}
+UNCLIPPED = PLAIN.at(0, clip=0.0)
+ALONE: list[tuple[int, Case, tuple[str, ...]]] = [  # ranks without a pipeline; schedules with the bits of these
+    (1, UNCLIPPED.at(0, accumulation=1), ("gpipe", "1f1b")),
+    (1, UNCLIPPED.at(0, config=BF16), tuple(SCHEDULES)),
+    (2, UNCLIPPED.at(2, config=BF16), ("zb-h1", "zb-v")),
+]
+
+
+@pytest.mark.parametrize(("size", "case", "schedules"), ALONE)
+def test_one_microbatch_and_bfloat16_have_the_bits_of_one_process(
+    ranks: RankPool, size: int, case: Case, schedules: tuple[str, ...]
+) -> None:
+    """In bfloat16 each microbatch's gradients are rounded alone, and summed in float32, in the order of microbatches.
+
+    But for the norm, and what is clipped by it: blocks of 1024 elements, summed in float32, begin at other
+    parameters where what lies beside the transformer blocks is divided over two stages.
+    """
+    (alone,) = ranks(size, train_all, [case])[0]
+    for outcome in ranks(2 * size, train_all, [pipelined(case, 2, schedule) for schedule in schedules])[0]:
         assert set(alone.differences(outcome)) <= {"norms"}
         torch.testing.assert_close(outcome.norms, alone.norms, rtol=1e-6, atol=0)
 
 
-def test_stages_are_gathered_for_each_use_within_a_budget(ranks: RankPool) -> None:
-    case = PLAIN.at(3, config={"communication": {"transport": "sockets"}})
-    once, budgeted = ranks(
-        4,
-        train_all,
-        [
-            pipelined(case, 2, "interleaved"),
-            pipelined(case, 2, "interleaved", zero_optimization={"stage3_max_live_parameters": 12_000}),
-        ],
-    )[0]
-    assert not once.differences(budgeted)
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BESIDE: list[tuple[int, Case, str, float]] = [  # ranks without a pipeline, ..., tolerance
+    (1, PLAIN.at(2, config=FP16), "zb-v", 2e-2),
+    (2, VECTORS.at(3, config=SOCKETS), "zb-h1", 1e-5),  # each look at a released weight computes it
+]
 
 
-def test_every_schedule_has_the_bits_of_one_process_in_bfloat16(ranks: RankPool) -> None:
-    """Each microbatch's gradients are rounded alone, and summed in float32, in the order of microbatches."""
-    case = PLAIN.at(0, clip=0.0, config={"bf16": {"enabled": True}})
-    beside_data = case.at(2)
-    (alone,), (expected,) = ranks(1, train_all, [case])[0], ranks(2, train_all, [beside_data])[0]
-    found = [(alone, ranks(2, train_all, [pipelined(case, 2, schedule) for schedule in SCHEDULES])[0])]
-    found += [(expected, ranks(4, train_all, [pipelined(beside_data, 2, name) for name in ("zb-h1", "zb-v")])[0])]
-    for one, outcomes in found:
-        for outcome in outcomes:
-            assert outcome.losses == one.losses
-            assert [name for name, value in one.state.items() if not torch.equal(outcome.state[name], value)] == []
-            torch.testing.assert_close(outcome.norms, one.norms, rtol=1e-6, atol=0)  # squares add up in another order
-
-
-def test_float16_agrees_with_one_rank(ranks: RankPool) -> None:
-    case = PLAIN.at(2, config={"fp16": {"enabled": True, "initial_scale_power": 8}})
-    (alone,), (outcome,) = ranks(1, train_all, [case])[0], ranks(2, train_all, [pipelined(case, 2, "zb-v")])[0]
-    assert_close(outcome, alone, 2e-2, 2e-2)
+@pytest.mark.parametrize(("size", "case", "schedule", "tolerance"), BESIDE)
+def test_float16_and_computed_weights_that_are_released_train_as_without_a_pipeline(
+    ranks: RankPool, size: int, case: Case, schedule: str, tolerance: float
+) -> None:
+    (alone,) = ranks(size, train_all, [case])[0]
+    (outcome,) = ranks(2 * size, train_all, [pipelined(case, 2, schedule)])[0]
+    assert outcome.losses == pytest.approx(alone.losses, rel=tolerance)
+    assert outcome.norms == pytest.approx(alone.norms, rel=tolerance)
     assert outcome.scales == alone.scales
+    if "fp16" in case.config:
+        assert_close(outcome, alone, tolerance, tolerance)
 
 
-def test_recomputed_blocks_give_the_same_bits(ranks: RankPool) -> None:
-    cases = [
-        pipelined(TIED, 2, schedule, activation_checkpointing={"every": every})
-        for schedule in ("1f1b", "zb-v")
-        for every in (0, 1)
-    ]
-    outcomes = ranks(2, train_all, cases)[0]
-    for kept, recomputed in zip(outcomes[::2], outcomes[1::2], strict=True):
-        assert not kept.differences(recomputed)
+# -- who has what -----------------------------------------------------------------------------------------------------
+
+
+def places_and_values() -> dict[str, Any]:
+    """Who this rank is, what it holds, and a class of torch's own as optimizer."""
+    torch.manual_seed(0)
+    config = pipelined(Case(deep_gpt, models.token_batch, accumulation=2), 2, "1f1b").as_config()
+    engine = lowtide.initialize(deep_gpt, {**config, "optimizer": None}, optimizer=torch.optim.RMSprop)
+    rows = models.token_batch(0, 4 * engine.data_size)
+    batch = tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in rows)
+    before = engine.eval_step(batch).item()
+    for _ in range(3):
+        engine.train_step(batch)
+    found = {
+        "place": (engine.rank, engine.data_rank, engine.data_size, engine.world_size),
+        "names": [name for name, _ in engine.module.named_parameters()],
+        "losses": (before, engine.eval_step(batch).item()),
+        "parameter_bytes": engine.memory().parameter_bytes,
+    }
+    with engine.gathered():
+        found["sums"] = {name: param.sum().item() for name, param in engine.module.named_parameters()}
+    engine.close()
+    return found
+
+
+def test_ranks_know_their_places_and_hold_their_own(ranks: RankPool) -> None:
+    found = ranks(4, places_and_values)
+    assert [one["place"] for one in found] == [(0, 0, 2, 4), (1, 1, 2, 4), (2, 0, 2, 4), (3, 1, 2, 4)]
+    first, last = found[0]["names"], found[2]["names"]
+    assert "embedding.weight" in first and "head.weight" in last and not {*first} & {*last}
+    assert sorted(first + last) == sorted(name for name, _ in deep_gpt().named_parameters())
+    assert len({one["losses"] for one in found}) == 1 and found[0]["losses"][1] < found[0]["losses"][0]
+    whole = sum(param.numel() for param in deep_gpt().parameters()) * 4
+    assert all(one["parameter_bytes"] < 0.75 * whole for one in found)
+    assert found[0]["sums"] == found[1]["sums"] and found[2]["sums"] == found[3]["sums"]
+
+
+def stages_by_time() -> list[str]:
+    config = pipelined(Case(deep_gpt, models.token_batch), 2, "1f1b", pipeline={"balance": "time"}).as_config()
+    with lowtide.initialize(deep_gpt(), config, sample_batch=models.token_batch(0, 2)) as engine:
+        engine.train_step(models.token_batch(0, 2))
+        return [name for name, _ in engine.module.named_parameters()]
+
+
+def test_blocks_are_divided_by_time(ranks: RankPool) -> None:
+    first, last = ranks(2, stages_by_time)
+    assert "embedding.weight" in first and "head.weight" in last and not {*first} & {*last}

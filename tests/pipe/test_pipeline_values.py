@@ -15,64 +15,47 @@ from tests.pipe.pipelines import deep_tied_gpt_64, pipelined
 
 CASE = Case(deep_tied_gpt_64, models.token_batch, accumulation=2)
 NAMES = ("embedding.weight", "head.weight", "blocks.4.up.bias")
-KINDS = ("weight", "bias")
 
 
-def train_and_look(case: Case) -> list[torch.Tensor]:
-    """Two steps, with values set between them, and averages in the end. First and last stage share the embedding."""
+def train_and_look(case: Case, folder: Path | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Two steps, with values set between them; averages in the end, which are saved. The ends share the embedding."""
     torch.manual_seed(0)
+    seen = []
     with lowtide.initialize(case.build(), case.as_config()) as engine:
         engine.ema(0.8)
         for step in range(2):
             batch = case.global_batch(step, engine.data_size)
             engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
-            seen = [engine.full(name, state) for name in NAMES for state in (None, "exp_avg")]
+            seen += [engine.full(name, state) for name in NAMES for state in (None, "exp_avg")]
             if step == 0:
                 engine.set_full("head.weight", torch.full((models.VOCAB, 22), 0.125))
                 engine.set_full("blocks.0.up.bias", torch.full((66,), 0.5), "exp_avg")
                 engine.set_local("blocks.4.up.bias", engine.local("blocks.4.up.bias") * 0 + 0.25)
+        if folder is not None:
+            engine.save_checkpoint(folder)
         with engine.ema_weights():
-            seen += [engine.full(name) for name in NAMES]
-    return seen
+            return seen + [engine.full(name) for name in NAMES], engine.state_dict()
 
 
-def save(case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    """Two steps with averages, which are saved; the averages."""
-    torch.manual_seed(0)
-    with lowtide.initialize(case.build(), case.as_config()) as engine:
-        engine.ema(0.8)
-        for step in range(2):
-            engine.train_step(case.global_batch(step, engine.data_size))
-        engine.save_checkpoint(folder)
-        with engine.ema_weights():
-            return engine.state_dict()
-
-
-def load(case: Case, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Averages and weights."""
-    with lowtide.initialize(case.build(), case.as_config()) as engine:
-        engine.ema(0.8)
-        engine.load_checkpoint(folder)
-        with engine.ema_weights():
-            averages = engine.state_dict()
-        return averages, engine.state_dict()
-
-
-def test_averages_of_a_pipeline_load_without_one(ranks: RankPool, tmp_path: Path) -> None:
-    saved = ranks(2, save, pipelined(CASE.at(1), 2, "1f1b"), tmp_path)[0]
-    averages, weights = load(CASE, tmp_path)
-    assert list(averages) == list(saved)
-    assert all(torch.equal(value, averages[name]) for name, value in saved.items())
-    assert not torch.equal(averages["head.weight"], weights["head.weight"])
-
-
-def test_each_rank_sees_what_one_rank_would(ranks: RankPool) -> None:
-    (expected,) = ranks(1, train_and_look, CASE)
-    for stage, num_ranks in ((0, 2), (3, 4)):
-        for found in ranks(num_ranks, train_and_look, pipelined(CASE.at(stage), 2, "1f1b")):
+def test_each_rank_sees_what_one_rank_would_and_averages_load_without_a_pipeline(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ((expected, _),) = ranks(1, train_and_look, CASE)
+    for stage, num_ranks in ((1, 2), (3, 4)):
+        found = ranks(num_ranks, train_and_look, pipelined(CASE.at(stage), 2, "1f1b"), tmp_path / str(stage))
+        for values, _ in found:
             if num_ranks == 2:
-                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-            assert torch.equal(found[0], found[2]) and len({value.shape for value in found[::2]}) == 2
+                torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-9)
+            assert torch.equal(values[0], values[2]) and len({value.shape for value in values[::2]}) == 2
+        with lowtide.initialize(CASE.build(), CASE.as_config()) as engine:
+            engine.ema(0.8)
+            engine.load_checkpoint(tmp_path / str(stage))
+            with engine.ema_weights():
+                averages = engine.state_dict()
+            assert not torch.equal(averages["head.weight"], engine.state_dict()["head.weight"])
+        saved = found[0][1]
+        assert list(averages) == list(saved)
+        assert all(torch.equal(value, averages[name]) for name, value in saved.items())
 
 
 class HalfUsed(nn.Module):
@@ -81,20 +64,19 @@ class HalfUsed(nn.Module):
         self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.used(x)
-        return found
+        return self.used(x)
 
 
-def mean_square(output: Tensor, batch: Tensor) -> Tensor:
-    return output.square().mean()
+def engine_of(loss_fn: Any, **config: Any) -> lowtide.Engine:
+    torch.manual_seed(0)
+    given = {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2, "optimizer": {"type": "adamw"}, **config}
+    return lowtide.initialize(nn.Sequential(HalfUsed(), HalfUsed()), given, loss_fn=loss_fn)
 
 
 def save_twice(folder: Path) -> None:
     """Once after a step, and once after a load of that."""
-    config = {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2, "optimizer": {"type": "adamw"}}
     for tag in ("first", "second"):
-        model = nn.Sequential(*(HalfUsed() for _ in range(2)))
-        with lowtide.initialize(model, config, loss_fn=mean_square) as engine:
+        with engine_of(lambda output, batch: output.square().mean()) as engine:
             if tag == "first":
                 engine.train_step(torch.ones(2, 4))
             else:
@@ -106,38 +88,39 @@ def test_what_a_stage_has_not_used_is_known_on_all_after_a_load(ranks: RankPool,
     ranks(2, save_twice, tmp_path)
     dcp_to_torch_save(tmp_path / "second", tmp_path / "plain.pt")
     states = torch.load(tmp_path / "plain.pt", weights_only=True)["optim"]["state"]
-    steps = {f"{stage}.{name}.{kind}": name == "used" for stage in "01" for name in ("used", "idle") for kind in KINDS}
-    assert {name: int(state["step"]) for name, state in states.items()} == steps
+    assert {name: int(state["step"]) for name, state in states.items()} == {
+        f"{stage}.{name}.{kind}": name == "used"
+        for stage in "01"
+        for name in ("used", "idle")
+        for kind in ("weight", "bias")
+    }
 
 
-WEIGHT = nn.Parameter(torch.ones(4))  # of a loss_fn, and not of the model
+FACTORS: list[dict[str, Any]] = [
+    {},
+    {"gradient_predivide_factor": 4.0},
+    {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    {"gradient_predivide_factor": 4.0, "pipeline": {"schedule": "zb-h1"}},
+]
 
 
-def weighted_square(output: Tensor, batch: Tensor) -> Tensor:
-    return (output.float().square() @ WEIGHT).mean() + WEIGHT.square().sum()
-
-
-def train_a_weight_of_the_loss(configs: list[dict[str, Any]]) -> list[Tensor | None]:
+def train_a_weight_of_the_loss() -> list[Tensor | None]:
     """Its gradient after a step, on the last rank."""
     found: list[Tensor | None] = []
-    for config in configs:
-        torch.manual_seed(0)
-        WEIGHT.grad = None
-        config = {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2, "optimizer": {"type": "sgd"}, **config}
-        with lowtide.initialize(nn.Sequential(HalfUsed(), HalfUsed()), config, loss_fn=weighted_square) as engine:
+    for factor in FACTORS:
+        weight = nn.Parameter(torch.ones(4))
+
+        def weighted(output: Tensor, batch: Tensor, weight: nn.Parameter = weight) -> Tensor:
+            return (output.float().square() @ weight).mean() + weight.square().sum()
+
+        with engine_of(weighted, **factor) as engine:
             engine.train_step(torch.arange(8.0).view(2, 4) / 8)
-            found.append(WEIGHT.grad)
+        found.append(weight.grad)
     return found
 
 
 def test_a_weight_of_a_loss_has_the_gradient_of_the_loss(ranks: RankPool) -> None:
-    factors: list[dict[str, Any]] = [
-        {},
-        {"gradient_predivide_factor": 4.0},
-        {"fp16": {"enabled": True, "initial_scale_power": 8}},
-        {"gradient_predivide_factor": 4.0, "pipeline": {"schedule": "zb-h1"}},
-    ]
-    expected, *found = ranks(2, train_a_weight_of_the_loss, factors)[1]
-    for gradient, factor in zip(found, factors[1:], strict=True):
+    expected, *found = ranks(2, train_a_weight_of_the_loss)[1]
+    for gradient, factor in zip(found, FACTORS[1:], strict=True):
         tolerance = 2e-3 if "fp16" in factor else 1e-6
         torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)

@@ -4,7 +4,8 @@ import pytest
 
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Action, Op, Schedule, ScheduleError
+from lowtide.pipe.schedules.schedule import Action, Op, Schedule
+from tests.kit.training import refusal
 from tests.pipe.pipelines import with_steps
 
 TEXT = """\
@@ -29,26 +30,13 @@ def test_every_schedule_survives_the_round_trip(name: str) -> None:
 def test_the_text_of_a_schedule_is_a_line_for_each_rank() -> None:
     schedule = Schedule.from_text(TEXT)
     assert schedule.name == "two ranks" and schedule.rank_of_stage == (0, 1)
-    assert schedule.actions[1] == (
-        Action(Op.F, 1, 0),
-        Action(Op.B, 1, 0),
-        Action(Op.F, 1, 1),
-        Action(Op.B, 1, 1),
-    )
+    assert schedule.actions[1] == tuple(Action(op, 1, at) for at in (0, 1) for op in (Op.F, Op.B))
     assert schedule.to_text() == TEXT
 
 
 def test_comments_empty_lines_and_ranks_over_several_lines_are_read() -> None:
     text = TEXT.replace("0B0 0B1", "# warmup\n\nrank 0: 0B0 0B1 # the rest").replace("ranks: 2", "ranks :  2  # two")
     assert Schedule.from_text(text) == Schedule.from_text(TEXT)
-
-
-@pytest.mark.parametrize("op", Op)
-def test_every_action_has_a_text_form(op: Op) -> None:
-    microbatch = None if op in (Op.GATHER, Op.RELEASE, Op.REDUCE, Op.STEP) else 31
-    action = Action(op, 12, microbatch)
-    assert str(action) == f"12{op.value}{'' if microbatch is None else 31}"
-    assert Action.parse(str(action)) == action
 
 
 @pytest.mark.parametrize(
@@ -58,20 +46,12 @@ def test_every_action_has_a_text_form(op: Op) -> None:
         ("0B0", "0SEND_G0", 'line 6, column 17: unknown op "SEND_G" in "0SEND_G0"; did you mean "SEND_F"?'),
         ("0B0", "b0", 'line 6, column 17: expected an action like "2F0" (stage, op, microbatch), found "b0"'),
         ("0B0", "0B", 'line 6, column 17: B needs a microbatch, expected for example "0B0", found "0B"'),
-        (
-            "0B0",
-            "0GATHER3",
-            'line 6, column 17: GATHER takes no microbatch, expected "0GATHER", ',
-        ),
+        ("0B0", "0GATHER3", 'line 6, column 17: GATHER takes no microbatch, expected "0GATHER", '),
         ("1F1", "2F1", 'line 7, column 17: "2F1": expected a stage below 2, found 2'),
         ("1F1", "1F2", 'line 7, column 17: "1F2": expected a microbatch below 2, found 2'),
         ("rank 1:", "rank 2:", "line 7: expected a rank below 2 (ranks: 2), found 2"),
         ("rank 1:", "rank one:", 'line 7: unknown key "rank one"; did you mean "rank of stage"?'),
-        (
-            "rank 1:",
-            "1:",
-            'line 7: unknown key "1"; the keys are name, ranks, stages, microbatches, rank of stage and rank N',
-        ),
+        ("rank 1:", "1:", 'line 7: unknown key "1"; the keys are name, ranks, stages, microbatches, rank of stage and'),
         ("stages: 2", "stagse: 2", 'line 3: unknown key "stagse"; did you mean "stages"?'),
         ("stages: 2", "stages: two", 'line 3: expected a whole number of stages, at least 1, found "two"'),
         ("stages: 2", "stages: 0", 'line 3: expected a whole number of stages, at least 1, found "0"'),
@@ -83,6 +63,4 @@ def test_every_action_has_a_text_form(op: Op) -> None:
     ],
 )
 def test_a_fault_is_named_by_its_place(old: str, new: str, message: str) -> None:
-    with pytest.raises(ScheduleError) as error:
-        Schedule.from_text(TEXT.replace(old, new, 1))
-    assert message in str(error.value)
+    assert message in refusal(Schedule.from_text, TEXT.replace(old, new, 1))

@@ -1,20 +1,29 @@
-"""Which stage has which parameters."""
+"""Which stage has which parameters: by the order of use, which the text of a forward or a sample shows."""
 
 import pickle
-import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.pipe.split import blocks as split_blocks
 from lowtide.pipe.split.split import SplitPlan, plan_split
+from lowtide.pipe.split.usage import mentions
 from tests.kit import models
+from tests.kit.training import refusal
+from tests.pipe.hugging_face import batch_for, builder
 from tests.pipe.staged import numels
-from tests.pipe.test_stage_hugging_face import batch_for, builder
 
-VECTORS = models.vector_batch(0, 6)
+T5 = "T5ForConditionalGeneration"
+
+
+def of_vectors(model: nn.Module) -> Any:
+    return model(*models.vector_batch(0, 6))
 
 
 def outside(plan: SplitPlan) -> list[set[str]]:
@@ -41,17 +50,23 @@ def test_costs_are_the_parameters_of_each_stage_with_embedding_and_head() -> Non
     for model in (models.TinyGPT(layers=6), models.TinyGPT(layers=6, tied=True), builder("OPTForCausalLM")()):
         plan = plan_split(model, 3)
         assert list(plan.costs) == numels(plan, model)
-
-
-def test_a_large_head_takes_blocks_from_the_last_stage() -> None:
     model = models.TinyGPT(width=8, layers=8)
     model.head = nn.Linear(8, 6 * sum(param.numel() for param in model.blocks[0].parameters()) // 8, bias=False)
     assert plan_split(model, 2).counts == (5, 3)  # the head weighs as six blocks, the embedding as three and a half
 
 
-def test_a_plan_is_plain_data() -> None:
-    plan = plan_split(builder("T5ForConditionalGeneration")(), 3)
-    assert pickle.loads(pickle.dumps(plan)) == plan == plan_split(builder("T5ForConditionalGeneration")(), 3)
+def test_a_plan_is_plain_data_and_what_lies_between_two_lists_is_on_the_stage_of_the_block_before() -> None:
+    plan = plan_split(builder(T5)(), 4)
+    assert pickle.loads(pickle.dumps(plan)) == plan == plan_split(builder(T5)(), 4)
+    assert outside(plan) == [
+        {"shared.weight"},
+        {"shared.weight", "encoder.final_layer_norm.weight"},
+        set(),
+        {"shared.weight", "decoder.final_layer_norm.weight"},
+    ]
+
+
+# -- the order of use -------------------------------------------------------------------------------------------------
 
 
 class FromTheEnd(models.Mlp):
@@ -76,61 +91,136 @@ class FromTheEnd(models.Mlp):
         x = self.start(x)
         for layer in self.layers:
             x = self.between(layer(x))
-        return nn.functional.mse_loss(self.last(x), y)
+        return functional.mse_loss(self.last(x), y)
 
 
-EVERYWHERE = {"between.weight", "between.bias"}
-NEVER = {"never.weight", "never.bias"}
+def of(*parts: str) -> set[str]:
+    return {f"{part}.{kind}" for part in parts for kind in ("weight", "bias")}
 
 
-def test_the_order_of_use_is_read_from_the_forward_and_not_from_the_registration() -> None:
-    plan = plan_split(FromTheEnd(), 3)
-    expected = [EVERYWHERE | {"first.weight", "first.bias"}, EVERYWHERE]
-    assert outside(plan) == [*expected, EVERYWHERE | NEVER | {"last.weight", "last.bias"}]
+def test_the_order_of_use_is_read_from_the_forward_or_a_sample_and_not_from_the_registration() -> None:
+    plan, hidden = plan_split(FromTheEnd(), 3), FromTheEnd()
+    assert outside(plan) == [of("between", "first"), of("between"), of("between", "never", "last")]
     assert plan.tied == dict.fromkeys(("between.weight", "between.bias"), (0, 1, 2))
-
-
-def test_a_sample_shows_the_order_of_use() -> None:
-    hidden = FromTheEnd()
     plain = hidden.forward
     hidden.forward = lambda *args: plain(*args)  # type: ignore[method-assign]
-    plan = plan_split(hidden, 3, sample=lambda model: model(*VECTORS))
-    assert plan == plan_split(FromTheEnd(), 3)
+    assert plan_split(hidden, 3, sample=of_vectors) == plan
 
 
-def test_the_source_text_of_a_forward_gives_the_order_that_a_run_shows() -> None:
-    for name in ("LlamaForCausalLM", "OPTForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration"):
-        batch, model = batch_for(name), builder(name)()
-
-        def sample(model: nn.Module, batch: Any = batch) -> Any:
-            return model(**batch)
-
-        observed = plan_split(model, 3, sample=sample)
-        assert observed == plan_split(model, 3), name
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM", "BertForMaskedLM", T5])
+def test_the_source_text_of_a_forward_gives_the_order_that_a_run_shows(name: str) -> None:
+    batch, model = batch_for(name), builder(name)()
+    assert plan_split(model, 3, sample=lambda model: model(**batch)) == plan_split(model, 3)
 
 
 def test_what_no_forward_names_is_placed_by_its_registration() -> None:
     class Hidden(models.Mlp):
         forward = nn.Module.forward  # no source text with the order
 
-    assert outside(plan_split(Hidden(), 3)) == [{"first.weight", "first.bias"}, set(), {"last.weight", "last.bias"}]
+    assert outside(plan_split(Hidden(), 3)) == [of("first"), set(), of("last")]
 
 
-def test_what_lies_between_two_lists_is_on_the_stage_of_the_block_before() -> None:
-    plan = plan_split(builder("T5ForConditionalGeneration")(), 4)
-    assert outside(plan) == [
-        {"shared.weight"},
-        {"shared.weight", "encoder.final_layer_norm.weight"},
-        set(),
-        {"shared.weight", "decoder.final_layer_norm.weight"},
-    ]
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+        self.layers: Any = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+
+    def finish(self, x: Tensor) -> Any:
+        return self.last(x)
+
+    def middle(self, x: Tensor) -> Any:
+        return self.layers[0](x)
+
+    def begin(self, x: Tensor) -> Any:
+        return self.first(x)
+
+
+def while_loop(self: Parts, x: Tensor) -> Any:
+    x, index = self.first(x), 0
+    while index < len(self.layers):
+        x = self.layers[index](x)
+        index += 1
+    return self.last(x)
+
+
+def methods(self: Parts, x: Tensor) -> Any:
+    return self.finish(self.middle(self.begin(x)))
+
+
+def local_function(self: Parts, x: Tensor) -> Any:
+    def run(x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+    return checkpoint(run, self.first(x), use_reentrant=False)
+
+
+def a_lambda(self: Parts, x: Tensor) -> Any:
+    return checkpoint(lambda x: self.last(self.layers[0](x)), self.first(x), use_reentrant=False)
+
+
+def metadata(self: Parts, x: Tensor) -> Any:
+    x = x.to(self.last.weight.dtype) if len(self.layers) and hasattr(self, "last") else x
+    return self.last(self.layers[0](self.first(x)))
+
+
+def wrapped(self: Parts, x: Tensor) -> Any:
+    def run(scale: float, x: Tensor) -> Any:
+        return self.last(self.layers[0](x)) * scale
+
+    return partial(run, 2.0)(self.first(x))
+
+
+def in_loop(self: Parts, x: Tensor) -> Any:
+    x = self.first(x)
+    for layer in self.layers[:2]:
+        x = self.between(layer(x))
+    return self.last(x)
+
+
+def asks(self: Parts, x: Tensor) -> Any:
+    self.layers.extend([])
+    return self.layers[0](x)
+
+
+def made(forward: Callable[..., Any]) -> nn.Module:
+    return type("Made", (Parts,), {"forward": forward})()
+
+
+def order(forward: Callable[..., Any]) -> list[str]:
+    found = [mention.name for mention in mentions(made(forward)) if mention.name in ("first", "layers", "last")]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("forward", [while_loop, methods, local_function, a_lambda, metadata])
+def test_the_order_is_that_of_execution(forward: Callable[..., Any]) -> None:
+    assert order(forward) == ["first", "layers", "last"]
+
+
+def test_a_function_that_is_wrapped_counts_where_it_is_wrapped() -> None:
+    assert set(order(wrapped)) == {"first", "layers", "last"}
+    assert mentions(made(eval("lambda self, x: self.first(x)"))) == []  # there is no source text
+
+
+def test_what_stands_in_the_loop_over_the_layers_is_marked_with_it() -> None:
+    found = {mention.name: mention for mention in mentions(made(in_loop))}
+    assert found["layers"].strong and found["layers"].loops == found["between"].loops != frozenset()
+    assert found["first"].loops == found["last"].loops == frozenset()
+
+
+def test_a_method_of_a_part_is_no_call_of_the_part() -> None:
+    assert [mention.strong for mention in mentions(made(asks))] == [False, True]
+
+
+# -- by time ----------------------------------------------------------------------------------------------------------
 
 
 class Clock:
     """Goes on when it is told to: how fast the machine is does not matter."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     def perf_counter(self) -> float:
         return self.seconds
@@ -143,22 +233,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Slow(nn.Module):
+class Slow(nn.Linear):
     """Takes as long as its number says."""
 
     count: Tensor
 
     def __init__(self, clock: Clock, seconds: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
+        super().__init__(7, 7)
         self.register_buffer("count", torch.zeros(()))
         self.clock, self.seconds = clock, seconds
 
     def forward(self, x: Tensor) -> Tensor:
         self.clock.seconds += self.seconds
         self.count += 1
-        y: Tensor = self.linear(x)
-        return y
+        return super().forward(x)
 
 
 def test_measured_time_decides_where_it_is_asked_for(clock: Clock) -> None:
@@ -170,7 +258,6 @@ def test_measured_time_decides_where_it_is_asked_for(clock: Clock) -> None:
         return model(torch.zeros(1, 7))
 
     assert plan_split(model, 2).counts in ((2, 3), (3, 2))
-    torch.manual_seed(0)
     plan = plan_split(model, 2, "time", sample)
     assert plan.counts == (1, 4) and plan.costs == (4.0, 4.0)
     assert not any(calls) and not any(model.buffers())
@@ -182,55 +269,52 @@ def test_time_before_and_behind_the_blocks_counts(clock: Clock) -> None:
             clock.seconds += 3.0
             return super().forward(x, y)
 
-    blocks = [Slow(clock, 1.0) for _ in range(6)]
-    assert plan_split(nn.Sequential(*blocks), 2, "time", lambda model: model(torch.zeros(1, 7))).counts == (3, 3)
     model = Around(layers=6)
     model.layers = nn.Sequential(*(Slow(clock, 1.0) for _ in range(6)))
-    counts = plan_split(model, 2, "time", lambda model: model(*VECTORS)).counts
-    assert counts in ((1, 5), (2, 4))
+    assert plan_split(model.layers, 2, "time", lambda model: model(torch.zeros(1, 7))).counts == (3, 3)
+    assert plan_split(model, 2, "time", of_vectors).counts in ((1, 5), (2, 4))
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"num_stages": 4}, "expected 1 to 3 stages, because the model has 3 blocks and each stage needs a block, found 4"),
-    (
-        {"num_stages": 2, "balance": [1, 1]},
-        "the numbers of blocks per stage must add up to the model's blocks, found 1 + 1 = 2 != 3",
-    ),
-    (
-        {"num_stages": 2, "balance": "params"},
-        'expected balance "parameters", "time" or a list of numbers of blocks, found "params"',
-    ),
-    ({"num_stages": 2, "balance": "time"}, 'balance "time" needs a sample batch to measure with; found none'),
-]
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arguments", "text"), REFUSED)
-def test_what_cannot_be_done_is_an_error(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"pipeline: {text}")):
-        plan_split(models.Mlp(), **arguments)
+class Backwards(models.Mlp):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return functional.mse_loss(self.last(x), y)
 
 
-def test_time_cannot_be_measured_without_memory() -> None:
-    text = 'pipeline: balance "time" needs a model with memory to measure on, found parameters on the meta device'
-    with torch.device("meta"):
-        model = models.Mlp()
-    x, y = (tensor.to("meta") for tensor in VECTORS)
-    with pytest.raises(ValueError, match=text):
-        plan_split(model, 2, "time", lambda model: model(x, y))
+ORDER = (
+    "expected a forward that calls each of 3 blocks once, in the order of registration, found the calls: "
+    "layers.2, layers.1, layers.0"
+)
 
 
-def test_blocks_that_a_forward_calls_in_another_order_are_an_error_where_a_sample_shows_it() -> None:
-    class Backwards(models.Mlp):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in reversed(self.layers):
-                x = layer(x)
-            return nn.functional.mse_loss(self.last(x), y)
-
-    text = (
-        "pipeline: expected a forward that calls each of 3 blocks once, in the order of registration, found the calls: "
-        "layers.2, layers.1, layers.0"
-    )
-    for balance in ("parameters", "time"):
-        with pytest.raises(ValueError, match=re.escape(text)):
-            plan_split(Backwards(), 2, balance, lambda model: model(*VECTORS))
+@pytest.mark.parametrize(
+    ("model", "arguments", "text"),
+    [
+        (models.Mlp(), (4,), "expected 1 to 3 stages, because the model has 3 blocks and each stage needs a block, fo"),
+        (
+            models.Mlp(),
+            (2, [1, 1]),
+            "the numbers of blocks per stage must add up to the model's blocks, found 1 + 1 = 2 != 3",
+        ),
+        (
+            models.Mlp(),
+            (2, "params"),
+            'expected balance "parameters", "time" or a list of numbers of blocks, found "params"',
+        ),
+        (models.Mlp(), (2, "time"), 'balance "time" needs a sample batch to measure with; found none'),
+        (
+            models.Mlp().to("meta"),
+            (2, "time", lambda model: model(*(tensor.to("meta") for tensor in models.vector_batch(0, 6)))),
+            'balance "time" needs a model with memory to measure on, found parameters on the meta device',
+        ),
+        (Backwards(), (2, "parameters", of_vectors), ORDER),
+        (Backwards(), (2, "time", of_vectors), ORDER),
+    ],
+)
+def test_what_cannot_be_done_is_an_error(model: nn.Module, arguments: tuple[Any, ...], text: str) -> None:
+    assert f"pipeline: {text}" in refusal(plan_split, model, *arguments)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowtide.pipe.split.absent import Absent, is_missing, resolved
+from tests.kit.training import refusal
 
 
 def absent(*shape: int, dtype: torch.dtype = torch.float32) -> Absent:
@@ -35,9 +36,11 @@ OPERATIONS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(OPERATIONS)))
-def test_an_operation_gives_an_absent_tensor_of_the_right_shape_dtype_and_device(number: int) -> None:
-    found, expected = OPERATIONS[number](absent(3, 4)), OPERATIONS[number](torch.ones(3, 4))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_gives_an_absent_tensor_of_the_right_shape_dtype_and_device(
+    operation: Callable[[Tensor], Tensor],
+) -> None:
+    found, expected = operation(absent(3, 4)), operation(torch.ones(3, 4))
     assert is_missing(found) and getattr(found, "origin", None) == "embedding.weight"
     assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
 
@@ -49,20 +52,18 @@ def test_metadata_is_at_hand() -> None:
     assert repr(x) == "Absent((3, 4), torch.float32, from 'embedding.weight')"
 
 
-def test_what_needs_the_shape_only_is_real() -> None:
+def test_what_needs_the_shape_only_is_real_and_random_numbers_are_drawn_as_for_a_real_one() -> None:
     x = absent(3, 4, dtype=torch.float64)
     for made in (x.new_ones(2), torch.ones_like(x), torch.zeros(2, device=x.device, dtype=x.dtype)):
         assert type(made) is Tensor and made.dtype == torch.float64
     assert torch.equal(torch.ones_like(x), torch.ones(3, 4, dtype=torch.float64))
     assert torch.equal(torch.arange(4).expand_as(x), torch.arange(4).expand(3, 4))
     assert type(torch.ones(2).type_as(x)) is Tensor and torch.ones(2).to(x).dtype == torch.float64
-
-
-def test_random_numbers_are_drawn_for_it_as_for_a_real_one() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand_like(torch.ones(3, 4))
-    torch.manual_seed(0)
-    assert torch.equal(torch.rand_like(absent(3, 4)), expected)
+    drawn = []
+    for like in (torch.ones(3, 4), absent(3, 4)):
+        torch.manual_seed(0)
+        drawn.append(torch.rand_like(like))
+    assert torch.equal(*drawn)
 
 
 READERS: dict[str, Callable[[Tensor], object]] = {
@@ -79,18 +80,16 @@ READERS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_its_values_are_refused_with_its_origin(name: str) -> None:
-    text = (
+    assert refusal(READERS[name], absent(1)).startswith(
         f"{name} needs values that this rank does not have: they come from 'embedding.weight' of an earlier or "
         "later stage"
     )
-    with pytest.raises(ValueError, match=text):
-        READERS[name](absent(1))
 
 
 def test_the_dispatcher_refuses_too() -> None:
-    refusal = pytest.raises(ValueError, match=r"aten.add.* needs values that this rank")
-    with torch._C.DisableTorchFunctionSubclass(), refusal:
-        absent(2).add(1)
+    with torch._C.DisableTorchFunctionSubclass():
+        text = refusal(absent(2).add, 1)
+    assert text.startswith("aten.add") and " needs values that this rank" in text
 
 
 WRITES: list[Callable[[Tensor, Tensor], object]] = [
@@ -101,11 +100,10 @@ WRITES: list[Callable[[Tensor, Tensor], object]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(WRITES)))
-def test_a_real_tensor_is_never_overwritten_with_nothing(number: int) -> None:
-    real = torch.ones(3, 4)
-    with pytest.raises(ValueError, match=r"the forward writes with \w+ into a tensor of shape \(3, 4\)"):
-        WRITES[number](real, absent(3, 4))
+@pytest.mark.parametrize("write", WRITES)
+def test_a_real_tensor_is_never_overwritten_with_nothing(write: Callable[[Tensor, Tensor], object]) -> None:
+    text = refusal(write, torch.ones(3, 4), absent(3, 4))
+    assert text.startswith("the forward writes with ") and " into a tensor of shape (3, 4)" in text
 
 
 def test_writing_into_an_absent_tensor_leaves_it_absent() -> None:
@@ -117,23 +115,14 @@ def test_writing_into_an_absent_tensor_leaves_it_absent() -> None:
 
 
 def test_a_bound_value_is_used_wherever_the_old_object_is_held() -> None:
-    x = absent(3, 4)
+    x, other, value = absent(3, 4), absent(3, 4), torch.arange(12.0).view(3, 4).requires_grad_()
     assert resolved(x) is x
-    value = torch.arange(12.0).view(3, 4).requires_grad_()
     x.bind(value)
     assert resolved(x) is value and not is_missing(x) and x.requires_grad
-    assert (
-        torch.equal(x + 1, value + 1)
-        and x.sum().item() == 66
-        and torch.equal(torch.cat([x, x]), torch.cat([value] * 2))
-    )
+    assert torch.equal(x + 1, value + 1) and torch.equal(torch.cat([x, x]), torch.cat([value] * 2))
+    assert x.sum().item() == 66
     (x * x).sum().backward()
     assert torch.equal(value.grad, 2 * value)
-
-
-def test_a_bound_value_and_an_absent_one_give_an_absent_one() -> None:
-    x, other = absent(2), absent(2)
-    x.bind(torch.ones(2))
     assert is_missing(x + other)
-    with pytest.raises(ValueError, match="writes with add_"):
-        x.add_(other)
+    other.bind(torch.ones(3, 4))
+    assert "writes with add_" in refusal(other.add_, absent(3, 4))

@@ -1,7 +1,6 @@
 """What a plan counts is what papers print: a row for each number, with its source. Megatron and ZeRO: test_plan.py.
 
-Bubbles and memory of pipelines are in tests/pipe/test_schedule_bubbles.py and tests/pipe/test_schedule_memory.py, the
-first table of ZeRO in test_memory.py.
+Bubbles and memory of pipelines are in tests/pipe/test_schedule_formulas.py, the first table of ZeRO in test_memory.py.
 """
 
 from dataclasses import replace

@@ -13,14 +13,20 @@ from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, Outcome, assert_close, train, train_plainly
 from tests.pipe import test_other_shapes
-from tests.pipe.pipelines import MICROBATCHES, SCHEDULES, TOLERANCE_64, deep_tied_gpt_64, pipelined
-from tests.pipe.test_pipeline_ties import Chain
-from tests.pipe.test_pipeline_ties import batch as chain_batch
+from tests.pipe.pipelines import (
+    MICROBATCHES,
+    SCHEDULES,
+    TOLERANCE_64,
+    TiedChain,
+    chain_batch,
+    deep_tied_gpt_64,
+    pipelined,
+)
 from tests.pretend import group, queues
 
 NATIVE = {"communication": {"transport": "native", "timeout_seconds": 20}}
 TIED = Case(deep_tied_gpt_64, models.token_batch, clip=0.3, accumulation=MICROBATCHES, steps=2, config=NATIVE)
-TIED_TWICE = Case(Chain, chain_batch, accumulation=2, clip=0.1, steps=2, config=NATIVE)
+TIED_TWICE = Case(TiedChain, chain_batch, accumulation=2, clip=0.1, steps=2, config=NATIVE)
 BESIDE_DATA = [("zb-v", 2, 1), ("dualpipe-v", 3, None)]
 
 

@@ -53,7 +53,6 @@ ASKED = {
         ["tests/engine/test_first_values.py", "tests/zero/test_delayed_update.py"],
         [
             "tests/plan/test_planned_peak.py",
-            "tests/plan/test_planned_peak_of_stages.py",
             "tests/pretend/test_lent_states.py",
         ],
     ],

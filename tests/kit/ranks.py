@@ -15,6 +15,7 @@ are killed and the next call starts new ones.
 import contextlib
 import gc
 import importlib
+import inspect
 import logging
 import multiprocessing
 import os
@@ -381,6 +382,24 @@ def run_in_fork(path: str, arguments: Sequence[str], descriptors: Sequence[int])
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def on_ranks(num_ranks: int, timeout: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs on so many ranks, each with the parameters and fixtures of the test, which are pickled."""
+
+    def made(law: Callable[..., None]) -> Callable[..., None]:
+        def test(ranks: RankPool, **given: Any) -> None:
+            ranks(num_ranks, law, timeout=timeout, **given)
+
+        given = inspect.signature(law)
+        first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=RankPool)
+        test.__name__, test.__doc__, test.__module__ = law.__name__, law.__doc__, law.__module__
+        signature = given.replace(parameters=[first, *given.parameters.values()])
+        vars(test).update(vars(law), law=law, __signature__=signature)
+        law.__qualname__ = f"{law.__name__}.law"  # by which workers find it
+        return test
+
+    return made
 
 
 def in_a_new_process(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:

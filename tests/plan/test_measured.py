@@ -1,7 +1,6 @@
-"""The file of a machine's numbers, and what is read between them."""
+"""The file of a machine's numbers, what is read between them, and the factors that trials add."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,20 @@ import torch
 
 import lowtide
 from lowtide.bin.plan import main
-from lowtide.engine.plan.machine import Machine
-from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve
+from lowtide.comm import World
+from lowtide.engine.plan.asked import machine_here
+from lowtide.engine.plan.machine import Machine, calibrated, fit
+from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve, device_key
 from lowtide.engine.plan.measuring import operations
 from lowtide.engine.plan.profile import Operation
 from lowtide.engine.plan.step_order import SimulatedTimeline
 from lowtide.engine.plan.tracker import Tracker
 from tests.kit import models
-from tests.kit.training import ADAMW
+from tests.kit.training import refusal, settings
 
 MM = curve([[1e3, 1e-5], [1e5, 1e-4], [1e7, 1e-2]])
 CURVES = {"float32 mm": MM, "float32 add": curve([[0, 1e-6], [1e6, 1e-3]])}
+OPERATIONS = (Operation("mm", "float32", 10**5, 3), Operation("add", "float32", 10**6, 1))
 MEASURED = Measured({2: Speeds(2, 1, CURVES)}, {"first": 7}, {"cpu, 2 ranks a host": Factors(1.5, 2.0)})
 
 
@@ -47,59 +49,44 @@ def test_an_operation_that_was_not_measured_takes_what_an_addition_does() -> Non
     assert speeds.operation("erfinv", "bfloat16", 1e6) == 1e-3 and speeds.seconds("update", 1e9) == 0.0
 
 
+def of_mm(seconds: Any) -> dict[str, Any]:
+    return {"threads": 1, "seconds": {"mm": seconds}}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "expected numbers of a machine, found No such file or directory; write it again: lowtide env --measure"),
         ("{", "expected JSON, found"),
         ("{}", 'expected "format": 1, found None'),
-        ({"process_bytes": {}, "ranks": {}}, "expected speeds of at least 1 number of ranks, found none"),
-        (
-            {"process_bytes": {}, "ranks": {"1": {}}},
-            "expected curves and factors, found KeyError: 'threads'",
-        ),
-        (
-            {"process_bytes": {}, "ranks": {"1": {"threads": 1, "seconds": {"mm": [[2, 1], [1, 1]]}}}},
-            "sizes [2.0, 1.0] do not ascend",
-        ),
-        (
-            {"process_bytes": {}, "ranks": {"1": {"threads": 1, "seconds": {"mm": [[2, 0]]}}}},
-            "seconds [0.0] are not all more than 0",
-        ),
-        (
-            {"process_bytes": {}, "ranks": {}, "factors": {"cpu": {"computing": 0, "moving": 1}}},
-            "factors 0 and 1 are not both more than 0",
-        ),
+        ({"ranks": {}}, "expected speeds of at least 1 number of ranks, found none"),
+        ({"ranks": {"1": {}}}, "expected curves and factors, found KeyError: 'threads'"),
+        ({"ranks": {"1": of_mm([[2, 1], [1, 1]])}}, "sizes [2.0, 1.0] do not ascend"),
+        ({"ranks": {"1": of_mm([[2, 0]])}}, "seconds [0.0] are not all more than 0"),
+        ({"ranks": {}, "factors": {"cpu": {"computing": 0, "moving": 1}}}, "factors 0 and 1 are not both more than 0"),
     ],
 )
 def test_what_is_no_such_file_is_refused(text: Any, said: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     if text is not None:
-        path.write_text(text if isinstance(text, str) else json.dumps({"format": 1, **text}))
-    with pytest.raises(ValueError, match=re.escape(said)):
-        Measured.read(path)
-
-
-def machine(ranks: int = 2) -> Machine:
-    return Machine.measured(MEASURED, ranks, 1e9)
+        path.write_text(text if isinstance(text, str) else json.dumps({"format": 1, "process_bytes": {}, **text}))
+    assert said in refusal(Measured.read, path)
 
 
 def test_a_measured_machine_has_no_bound_that_is_slower_than_what_was_measured() -> None:
-    found = machine()
-    operations = (Operation("mm", "float32", 10**5, 3), Operation("add", "float32", 10**6, 1))
+    found = Machine.measured(MEASURED, 2, 1e9)
     both = (3 * 10**5, 10**6, 4)
-    assert found.computing("forward", *both, operations) == pytest.approx(3e-4 + 1e-3)
-    assert found.computing("forward", *both, ()) <= found.computing("forward", *both, operations)
+    assert found.computing("forward", *both, OPERATIONS) == pytest.approx(3e-4 + 1e-3)
+    assert found.computing("forward", *both, ()) <= found.computing("forward", *both, OPERATIONS)
     assert not found.overlaps and Machine().overlaps
 
 
 def test_a_call_takes_longer_the_more_bytes_calls_move() -> None:
     calls = {"forward call": curve([[0, 1e-6], [1e6, 1e-3]]), "backward call": curve([[0, 5e-6]])}
     found = Machine.measured(Measured({1: Speeds(1, 1, CURVES | calls)}), 1, 1e9)
-    operations = (Operation("mm", "float32", 10**5, 3), Operation("add", "float32", 10**6, 1))
     alone = 3e-4 + 1e-3
-    assert found.computing("forward", 0, 4 * 10**6, 4, operations) == pytest.approx(alone + 4 * 1e-3)
-    assert found.computing("backward", 0, 4 * 10**6, 4, operations) == pytest.approx(alone + 4 * 5e-6)
+    assert found.computing("forward", 0, 4 * 10**6, 4, OPERATIONS) == pytest.approx(alone + 4 * 1e-3)
+    assert found.computing("backward", 0, 4 * 10**6, 4, OPERATIONS) == pytest.approx(alone + 4 * 5e-6)
     larger = (Operation("add", "float32", 10**7, 1),)
     assert found.computing("forward", 0, 10**7, 4, larger) == pytest.approx(1e-2 + 1e-3), "no more than was measured"
 
@@ -125,27 +112,18 @@ def test_auto_takes_this_machines_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "machine.json"))
-    config = {"train_batch_size": 2, "zero_optimization": {"stage": "auto"}, "optimizer": ADAMW, "steps_per_print": 0}
-    with caplog.at_level("INFO", logger="lowtide"):
-        lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)).close()
-    assert "speeds of this machine are guessed; `lowtide env --measure` measures them" in caplog.text
-    MEASURED.write(tmp_path / "machine.json")
-    with caplog.at_level("INFO", logger="lowtide"):
-        lowtide.initialize(models.tiny_gpt(), config, sample_batch=models.token_batch(0, 1)).close()
-    assert f"speeds of this machine are from {tmp_path / 'machine.json'}" in caplog.text
+    caplog.set_level("INFO", logger="lowtide")
+    for said in ("guessed; `lowtide env --measure` measures them", f"from {tmp_path / 'machine.json'}"):
+        lowtide.initialize(
+            models.tiny_gpt(), settings(zero_optimization={"stage": "auto"}), sample_batch=models.token_batch(0, 1)
+        ).close()
+        assert f"speeds of this machine are {said}" in caplog.text
+        MEASURED.write(tmp_path / "machine.json")
 
 
 def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     MEASURED.write(tmp_path / "machine.json")
-    arguments = [
-        "zero1",
-        "--model",
-        "tests.kit.models:short_gpt",
-        "--sequence",
-        str(models.LENGTH),
-        "--global-batch",
-        "4",
-    ]
+    arguments = f"zero1 --model tests.kit.models:short_gpt --sequence {models.LENGTH} --global-batch 4".split()
     arguments += ["--gpus", "2", "--machine", str(tmp_path / "machine.json")]
     assert main(arguments) == 0
     assert "a device to spare" in capsys.readouterr().out
@@ -161,3 +139,67 @@ def test_each_probe_is_one_operation_of_the_planner(dtype: torch.dtype) -> None:
             call()
             found = [one for one in tracker.done.operations if one.name not in ("view", "permute")]
         assert len(found) == 1, found
+
+
+# -- factors of trials ------------------------------------------------------------------------------------------------
+
+
+def steps(computing: float, moving: float) -> list[tuple[dict[str, float], float]]:
+    parts = [(1.0, 0.0), (0.5, 0.5), (0.8, 0.1), (0.3, 0.9), (1.0, 0.4)]
+    return [({"compute": a / 2, "update": a / 2, "gather exposed": b}, computing * a + moving * b) for a, b in parts]
+
+
+@pytest.mark.parametrize("true", [Factors(1, 1), Factors(20, 20), Factors(2, 4), Factors(0.5, 0.25)])
+def test_the_factors_of_trials_are_found(true: Factors) -> None:
+    found = fit(steps(true.computing, true.moving))
+    assert found.computing == pytest.approx(true.computing, rel=0.1)
+    assert found.moving == pytest.approx(true.moving, rel=0.2)
+    for seconds, measured in steps(true.computing, true.moving):
+        waiting = seconds["gather exposed"]
+        expected = found.computing * (sum(seconds.values()) - waiting) + found.moving * waiting
+        assert expected == pytest.approx(measured, rel=0.1)
+
+
+def test_trials_that_wait_for_nothing_say_one_factor() -> None:
+    found = fit([({"compute": 1.0}, 3.0)] * 2)
+    assert found.computing == pytest.approx(3.0) and found.moving == pytest.approx(3.0)
+    assert fit([]) == Factors()
+
+
+def test_a_calibrated_machine_is_slower_by_the_factors() -> None:
+    found = calibrated(Machine(), Factors(2, 5))
+    assert found.flops == Machine().flops / 2 and found.intra == Machine().intra / 5
+    assert found.intra_latency == 5 * Machine().intra_latency and found.device_bytes == Machine().device_bytes
+    one = curve([[1.0, 1.0]])
+    names = {"float32 mm": 2, "update": 2, "sockets unit 3": 2, "sockets gather": 5, "file write": 5}
+    machine = Machine(device="cpu", speeds=Speeds(1, 1, dict.fromkeys(names, one)))
+    speeds = calibrated(machine, Factors(2, 5)).speeds
+    assert speeds is not None and {name: speeds.seconds(name, 1.0) for name in names} == names
+
+
+def test_auto_begins_from_what_trials_have_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "machine.json"
+    monkeypatch.setenv(VARIABLE, str(path))
+    world = World.join("cpu", 60)
+    plain, key = machine_here(world, 1)
+    Measured({}, factors={key: Factors(2, 1), device_key("cpu", 2): Factors(7, 7)}).write(path)
+    found, _ = machine_here(world, 1)
+    world.leave()
+    assert key == "cpu, 1 rank a host" and found.flops == plain.flops / 2 and found.nvme == plain.nvme
+
+
+def test_the_command_plans_for_a_device_that_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "machine.json"
+    words = ["zero3", "--layers", "1", "--hidden", "64", "--heads", "4", "--vocab", "128", "--sequence", "32"]
+    words += ["--gpus", "1", "--device", "GPU"]
+    seconds = []
+    for factor in (1.0, 100.0):
+        Measured({}, factors={"GPU": Factors(factor, factor)}).write(path)
+        assert main([*words, "--machine", str(path)]) == 0
+        said = capsys.readouterr().out
+        seconds.append(float(said.partition(" s a step")[0].split()[-1]))
+    assert seconds[1] > 10 * seconds[0]
+    assert main([*words, "--machine", str(path), "--device", "other"]) == 1
+    assert f'--device: expected a device in {path}, found "other"; it has "GPU"' in capsys.readouterr().err
+    assert main(words) == 1
+    assert "--device: expected --machine FILE with it" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import gc
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.fast_simulation import FastSimulation
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
+from tests.plan.test_planned_experts import planner as expert_planner
 
 ADAMW = {"optimizer": {"type": "adamw", "params": {}}, "bf16": {"enabled": True}}
 
@@ -75,72 +76,82 @@ def test_a_search_equals_looking_at_everything(seed: int) -> None:
     assert numbers(found) == numbers(search_all(items, bounds.__getitem__, evaluate, count=5))
 
 
-def planner_with(host_bytes: float, base: Mapping[str, Any] = ADAMW) -> Planner:
-    shape = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
-    machine = Machine(num_hosts=2, devices_per_host=4, device_bytes=40e6, reserved_bytes=0, host_bytes=host_bytes)
-    return Planner(build(shape), base, machine, runs_of(shape), batch(shape), least_tokens=16)
+SHAPE = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
+
+
+def planner_with(host_bytes: float = 2e12, num_hosts: int = 2, **base: Any) -> Planner:
+    """A small model on a small machine, on which some choices fit."""
+    machine = Machine(num_hosts, devices_per_host=4, device_bytes=40e6, reserved_bytes=0, host_bytes=host_bytes)
+    return Planner(build(SHAPE), {**ADAMW, **base}, machine, runs_of(SHAPE), batch(SHAPE), least_tokens=16)
 
 
 @pytest.fixture(scope="module")
 def planner() -> Planner:
-    """A small model on a small machine, on which some choices fit."""
-    return planner_with(host_bytes=2e12)
+    return planner_with()
 
 
-def choices(planner: Planner) -> list[Choice]:
-    return list(Space(planner.machine, 32, planner.num_blocks, can_split=planner.can_split))
+def choices(planner: Planner, *folders: str, num_samples: int = 32) -> list[Choice]:
+    return list(Space(planner.machine, num_samples, planner.num_blocks, set(folders), can_split=planner.can_split))
+
+
+def assert_bounds_are_below(planner: Planner, some: Sequence[Choice], count: int) -> None:
+    for choice in random.Random(0).sample(some, count):
+        bound, value = planner.bound(choice), planner.found(choice, 0)
+        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
 
 
 def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
     """4 heads, hosts of 4; more ranks share sequences by a ring; none that could be whole at as many tokens."""
-    found = {(one.tensor, one.sequence) for one in choices(planner)}
-    assert found == {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2)}
-    assert {one.rows % 2 for one in choices(planner) if one.sequence > 1} == {1}
-    assert not any(one.expert > 1 for one in choices(planner))
+    found = choices(planner)
+    degrees = {(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 2)}
+    assert {(one.tensor, one.sequence) for one in found} == degrees
+    assert {one.rows % 2 for one in found if one.sequence > 1} == {1} and {one.expert for one in found} == {1}
     assert "heads(4) % tensor(8)" in (planner.fault(Choice(tensor=8)) or "")
 
 
-def test_parts_of_tokens_over_stages_are_whole_between_them() -> None:
-    shape = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
-    base = {**ADAMW, "parallel": {"tensor_sequence": True}}
-    made = Planner(build(shape), base, Machine(devices_per_host=4), runs_of(shape), batch(shape))
-    space = list(Space(made.machine, 32, 4, can_split=made.can_split))
-    assert {(one.pipeline, one.tensor) for one in space} == {(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2)}
-    for choice in random.Random(0).sample([one for one in space if min(one.pipeline, one.tensor) > 1], 10):
-        bound, value = made.bound(choice), made.found(choice, 0)
-        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
-    whole, cut = (
-        Choice(tensor=2),
-        Choice(tensor=2, pipeline=2, accumulation=2),
-    )
-    calls = [
-        [call.kind for part in made.profile(1, 0, degrees=one).parts.values() for call in part.exchanges]
-        for one in (whole, cut)
-    ]
-    assert calls[1].count("gather") == calls[0].count("gather") + 2  # behind the first stage, and in its backward
-
-
 def test_bounds_are_below_what_is_estimated(planner: Planner) -> None:
-    some = random.Random(0).sample(choices(planner), 30)
-    some += random.Random(0).sample([one for one in choices(planner) if one.sequence > 1], 10)
-    for choice in some:
-        bound, value = planner.bound(choice), planner.found(choice, 0)
-        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
+    assert_bounds_are_below(planner, choices(planner), 30)
+    assert_bounds_are_below(planner, [one for one in choices(planner) if one.sequence > 1], 10)
+    of_experts = expert_planner()
+    every = choices(of_experts, num_samples=8)
+    assert {one.expert for one in every} == {1, 2, 4}
+    assert_bounds_are_below(of_experts, [one for one in every if one.expert > 1], 15)
 
 
 def test_bounds_of_what_lies_in_files_are_below_too() -> None:
     folder = {"nvme_path": "files"}
     zero = {"offload_optimizer": folder, "offload_param": folder}
-    made = planner_with(2e12, {**ADAMW, "zero_optimization": zero, "activation_checkpointing": {"offload": folder}})
-    every = Space(made.machine, 32, 4, {"offload_optimizer", "offload_param", "offload_activations"})
-    for choice in random.Random(0).sample([one for one in every if "nvme" in vars(one).values()], 30):
-        bound, value = made.bound(choice), made.found(choice, 0)
-        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
+    made = planner_with(zero_optimization=zero, activation_checkpointing={"offload": folder})
+    every = choices(made, "offload_optimizer", "offload_param", "offload_activations")
+    assert_bounds_are_below(made, [one for one in every if "nvme" in vars(one).values()], 30)
+
+
+def test_parts_of_tokens_over_stages_are_whole_between_them() -> None:
+    made = planner_with(num_hosts=1, parallel={"tensor_sequence": True})
+    every = choices(made)
+    assert {(one.pipeline, one.tensor) for one in every} == {(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2)}
+    assert_bounds_are_below(made, [one for one in every if min(one.pipeline, one.tensor) > 1], 10)
+    calls = [
+        [call.kind for part in made.profile(1, 0, degrees=one).parts.values() for call in part.exchanges]
+        for one in (Choice(tensor=2), Choice(tensor=2, pipeline=2, accumulation=2))
+    ]
+    assert calls[1].count("gather") == calls[0].count("gather") + 2  # behind the first stage, and in its backward
+
+
+def test_layer_by_layer_bounds_are_below_and_two_passes_are_sent(planner: Planner) -> None:
+    layered = planner_with(zero_optimization={"layered_gradient_accumulation": True})
+    every = choices(layered, num_samples=64)
+    assert {(one.pipeline, one.sequence) for one in every} == {(1, 1)} and {one.tensor for one in every} == {1, 2, 4}
+    assert_bounds_are_below(layered, every, 30)
+    found, plain = (made.estimate(Choice(stage=3, rows=1, accumulation=8)) for made in (layered, planner))
+    # What the first and the last block share is gathered for each.
+    assert 1 / 8 <= sum(found.sent.values()) / sum(plain.sent.values()) < 1.1 / 8
+    assert found.step_seconds < plain.step_seconds
 
 
 def test_bounds_know_what_the_host_holds() -> None:
     """Of a host with 6 MB for each device, less than the states of some choices, and than their activations."""
-    small = planner_with(host_bytes=24e6)
+    small = planner_with(24e6)
     away = [one for one in choices(small) if "cpu" in (one.offload_optimizer, one.offload_activations)]
     left_out = 0
     for choice in random.Random(0).sample(away, 20):
@@ -156,8 +167,7 @@ def test_places_that_are_alike_are_planned_as_each_of_them(planner: Planner, sch
     choice = Choice(pipeline=2, schedule=schedule, stage=stage, accumulation=4)
     machine = planner.machine
     config = Config.load(choice.applied(ADAMW, machine.num_devices)).resolve(machine.num_devices)
-    model = build(Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64))
-    each = Blueprint.of(config, model, machine.num_devices, device="cuda", num_hosts=machine.num_hosts)
+    each = Blueprint.of(config, build(SHAPE), machine.num_devices, device="cuda", num_hosts=machine.num_hosts)
     of_places = memory_by_place(each, machine, planner.profile(1, 0))
     assert planner.estimate(choice).peak_bytes == max(peak for _, peak in of_places)
 

@@ -11,20 +11,17 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.config.config import Config
 from lowtide.engine.plan.estimate import Estimate, MachineWork
 from lowtide.engine.plan.machine import Machine
-from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, recurrence_of
 from lowtide.engine.plan.stages import Stages
 from lowtide.pipe.messages import Messages
 from lowtide.pipe.schedules.registry import make_schedule
 from lowtide.pipe.schedules.schedule import Action, Op
 from lowtide.zero.scheduled_units import ScheduledUnits
-from tests.engine.test_blueprint import BF16, config_of
 from tests.kit import models
 from tests.kit.ranks import RankPool
+from tests.plan.counted import BF16, Case, config_of, profile_of
 
 MICROBATCHES = 4
 
@@ -32,34 +29,31 @@ MICROBATCHES = 4
 def done(schedule: str) -> list[str]:
     """What a rank does after its backwards, in a step of stage 2."""
     found: list[str] = []
-    collect, half = ScheduledUnits.collect, ScheduledUnits.collect_half
-    reduce, send = ScheduledUnits.reduce, Messages.send
+    send = Messages.send
 
-    def collected(self: ScheduledUnits, stage: int) -> None:
-        found.append(f"collect {stage}")
-        collect(self, stage)
+    def noting(name: str, word: str) -> Any:
+        plain = getattr(ScheduledUnits, name)
 
-    def collected_half(self: ScheduledUnits, stage: int) -> None:
-        found.append(f"half {stage}")
-        half(self, stage)
+        def noted(self: ScheduledUnits, stage: int) -> None:
+            found.append(f"{word} {stage}")
+            plain(self, stage)
 
-    def reduced(self: ScheduledUnits, stage: int) -> None:
-        found.append(f"reduce {stage}")
-        reduce(self, stage)
+        return patch.object(ScheduledUnits, name, noted)
 
     def sent(self: Messages, action: Action, tensors: list[torch.Tensor]) -> None:
         found.extend([f"send {action.stage}"] * (action.op is Op.SEND_B))
         send(self, action, tensors)
 
-    config = config_of(2, MICROBATCHES, parallel={"pipeline": 2}, pipeline={"schedule": schedule}, **BF16)
+    pipeline = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}
+    case = Case("tied gpt", config_of(2, 0, MICROBATCHES, **pipeline, **BF16))
     with (
-        lowtide.initialize(models.tied_gpt(), config) as engine,
-        patch.object(ScheduledUnits, "collect", collected),
-        patch.object(ScheduledUnits, "collect_half", collected_half),
-        patch.object(ScheduledUnits, "reduce", reduced),
+        lowtide.initialize(models.tied_gpt(), case.config) as engine,
+        noting("collect", "collect"),
+        noting("collect_half", "half"),
+        noting("reduce", "reduce"),
         patch.object(Messages, "send", sent),
     ):
-        engine.train_step(models.token_batch(0, 2 * MICROBATCHES))
+        engine.train_step(case.whole_batch)
     return found
 
 
@@ -91,12 +85,9 @@ def test_gradients_are_collected_before_they_are_sent_and_reduced_behind(ranks: 
 
 
 def estimated(stage: int, machine: Machine) -> tuple[Estimate, PipelineParts, ScheduleRun]:
-    config: dict[str, Any] = config_of(stage, MICROBATCHES, parallel={"pipeline": 2})
-    with torch.device("meta"):
-        model = models.tied_gpt()
-    blueprint = Blueprint.of(Config.load(config).resolve(4), model, 4)
+    case = Case("tied gpt", config_of(stage, 0, MICROBATCHES, parallel={"pipeline": 2}))
+    blueprint, profile = profile_of(case, 0, 4)
     assert blueprint.pipeline is not None
-    profile = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile(models.token_batch(0, 2), 2, 0)
     stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine))
     run = ScheduleRun.of(recurrence_of(blueprint.pipeline.schedule), stages.costs(0.0), MICROBATCHES)
     parts = PipelineParts(blueprint, machine)

@@ -1,295 +1,228 @@
-"""The planned peak is what is there: tensors of the model and bytes of the engine, added up at each operation."""
+"""The planned peak of a rank, and what it sends, are what is there in a step, whatever ranks divide among them."""
 
-import weakref
-from collections.abc import Collection
-from contextlib import nullcontext
-from functools import partial
-from itertools import product
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
+import pytest
 
 import lowtide
-from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.comm.shared_memory import SharedMemoryTransport
+from lowtide.engine.blueprint.footprint import Footprint, MemoryPhase, shared_bytes
 from lowtide.engine.config.config import Config
-from lowtide.engine.model.prepared_model import tiles_of
-from lowtide.engine.plan.estimate import Activations, estimate, writes_gradients
+from lowtide.engine.plan.estimate import Activations, writes_gradients
 from lowtide.engine.plan.machine import Machine
-from lowtide.engine.plan.meta_run import MetaRun
+from lowtide.engine.plan.pipelined import memory_by_place
 from lowtide.engine.plan.profile import ComputePhase, Profile, ProfilePart
+from lowtide.engine.report.memory_report import MemoryReport
 from lowtide.zero.policy import ZeroPolicy
-from tests.engine.test_blueprint import staging_bytes
-from tests.engine.test_memory import _has_memory
+from tests.engine.test_blueprint import in_few_bits, shared_memory_counted
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW, rank_and_world
+from tests.kit.training import rank_and_world, settings
+from tests.plan.counted import (
+    BF16,
+    MODELS,
+    ROWS,
+    SHAPE,
+    SHARED,
+    TOLERANCE,
+    Case,
+    batch_of,
+    blueprint_of,
+    compare,
+    config_of,
+    profile_of,
+)
 from tests.zero.test_direct_gradients import direct
 
-ROWS = 8
-TOLERANCE = 0.03
-Case = tuple[str, dict[str, Any]]  # model, config
+HOST: dict[str, Any] = {"device": "cpu"}
+FILES: dict[str, Any] = {"device": "nvme", "nvme_path": "FOLDER"}
+OFFLOADS = "offload_optimizer", "offload_param"
+DELAYED = {"overlap": "delayed", "delay_after_steps": 1}
+SPECULATIVE = {"offload_optimizer": {**HOST, "overlap": "speculative"}}
+IN_BACKWARD, HPZ = {"update_in_backward": True}, {"zero_hpz_partition_size": 2}
+MESSAGE = ROWS * SHAPE.sequence // 2 * SHAPE.hidden * 4
 
 
-class FusedBlock(nn.Module):
-    """Attention in one kernel, and a linear layer large enough for its gradient to be written where it is staged."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 8 * width), nn.Linear(8 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        q, k, v = self.qkv(x).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(functional.gelu(self.up(x)))
+def stages(schedule: str, stage: int, every: int = 0, **more: Any) -> dict[str, Any]:
+    pipeline = {"schedule": schedule, **({"chunks": 2} if schedule == "interleaved" else {})}
+    return config_of(stage, every, 4, parallel={"pipeline": 2}, pipeline=pipeline, **more)
 
 
-def gpt() -> nn.Module:
-    return models.TinyGPT(width=64, layers=3)
+def layers(stage: int, every: int, accumulation: int, zero: Any = None, **more: Any) -> dict[str, Any]:
+    zero = {"layered_gradient_accumulation": True, **(zero or {})}
+    return config_of(stage, every, accumulation, zero=zero, **more)
 
 
-def fused() -> nn.Module:
-    return models.Chain(*(FusedBlock(128) for _ in range(2)))
+def split(stage: int, every: int, accumulation: int, parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return config_of(stage, every, accumulation, parallel=parallel, **more)
 
 
-class TiledBlock(nn.Module):
-    """An MLP in a module of its own, beside which the rest keeps little."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(x)
+def small(config: dict[str, Any], model: str = "frozen gpt") -> Case:
+    return Case(model, config, has_peak=False)
 
 
-class LongGPT(nn.Module):
-    """Most of what it keeps without tiles are logits and what lies inside of its MLPs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(models.VOCAB, 32)
-        self.blocks = nn.ModuleList(TiledBlock(32) for _ in range(3))
-        self.head = nn.Linear(32, models.VOCAB)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+def in_bits(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**config, "communication": in_few_bits(**more)}
 
 
-def batch_of(model: str, seed: int) -> tuple[Tensor, ...]:
-    if model == "long":
-        ids = torch.randint(models.VOCAB, (ROWS, 97), generator=torch.Generator().manual_seed(seed))
-        return ids, ids
-    return models.token_batch(seed, ROWS) if model == "gpt" else (torch.randn(ROWS, 24, 128),)
-
-
-MODELS = {"gpt": gpt, "fused": fused, "long": LongGPT}
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    many = values if isinstance(values, (tuple, list)) else ()
-    return [one for value in many for one in ([value] if isinstance(value, Tensor) else tensors_of(value))]
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most of the engine's bytes together with storages that operations have made since the beginning."""
-
-    def __init__(self, engine: lowtide.Engine) -> None:
-        super().__init__()
-        self._engine = engine
-        self._gradients = [gradient for unit in engine._runner.passes.units for gradient in unit.gradients]
-        self._staging = staging_bytes(engine)
-        self._alive: dict[int, tuple[Any, int, int]] = {}  # (reference, address, bytes)
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in tensors_of((args, tuple((kwargs or {}).values()))):
-            self._see(one, counts=False)
-        result = func(*args, **(kwargs or {}))
-        made = [self._see(one, counts=True) for one in tensors_of(result)]
-        if any(made):
-            self.peak = max(self.peak, self._now())
-        return result
-
-    def _see(self, tensor: Tensor, counts: bool) -> bool:
-        """Whether it was not there before."""
-        storage = tensor.untyped_storage()
-        if id(storage) in self._alive:
-            return False
-        forget = partial(self._forget, id(storage))
-        nbytes = storage.nbytes() if counts else 0
-        self._alive[id(storage)] = (weakref.ref(storage, forget), storage.data_ptr(), nbytes)
-        return True
-
-    def _forget(self, key: int, _: object) -> None:
-        self._alive.pop(key, None)
-
-    def _now(self) -> int:
-        own = [tensor for one in self._gradients for tensor in (one.shard, one._local._flat)]
-        own += [param.grad for one in self._gradients for param in one.group.params]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
-        made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in addresses)
-        copies = self._engine.optimizer.speculation.nbytes  # operations have made them
-        buffers = self._engine.optimizer._placements.offloaded._pool.bytes_held  # of states that rest in files
-        return made + self._engine.memory().total_bytes - copies + buffers + self._staging
-
-
-def config_of(stage: int, every: int, accumulation: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_print": 0,
-        "optimizer": ADAMW,
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": {"every": every},
-        "communication": {"transport": "sockets"},
-        **more,
-    }
-
-
-def planned_peak(model: str, config: dict[str, Any], num_ranks: int) -> int:
-    with torch.device("meta"):
-        module = MODELS[model]()
-    blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks)
-    run = MetaRun(module, blueprint.units, blueprint.dtypes, "cpu", tiles=tiles_of(blueprint.config))
-    profile = run.profile(
-        batch_of(model, 0), ROWS, config["activation_checkpointing"]["every"], writes_gradients(blueprint)
-    )
-    return estimate(blueprint, Machine(devices_per_host=num_ranks, device="cpu"), profile).peak_bytes
-
-
-def measured_peak(model: str, config: dict[str, Any], before: int) -> int:
-    """Of a step that `before` others came before."""
-    torch.manual_seed(0)
-    engine = lowtide.initialize(MODELS[model](), config)
-    microbatches = engine.config.gradient_accumulation_steps or 1
-
-    def step(number: int) -> None:
-        for _ in range(microbatches):
-            engine.backward(engine(*batch_of(model, number)))
-            engine.step()
-
-    for number in range(before):
-        step(number)
-    live = LiveBytes(engine)
-    with live if is_watched() else nullcontext():
-        step(before)
-    engine.close()
-    return live.peak
-
-
-def is_watched() -> bool:
-    """Of ranks on two axes, the first and the last: between them they are at both places of each."""
-    rank, num_ranks = rank_and_world()
-    return rank in (0, num_ranks - 1)
-
-
-def measured_all(cases: dict[str, Case], before: int = 1) -> list[int]:
-    return [measured_peak(*case, before) for case in cases.values()]
-
-
-def check(cases: dict[str, Case], by_rank: list[list[int]]) -> None:
-    """The plan is the same for all ranks."""
-    said = [planned_peak(*case, len(by_rank)) for case in cases.values()]
-    assert_planned(cases, dict.fromkeys(range(len(by_rank)), said), by_rank)
-
-
-def assert_planned(names: Collection[str], said: dict[int, list[int]], found: list[list[int]]) -> None:
-    """By rank, and of each name; 0 where nobody has looked."""
-    wrong = [
-        f"{name}, rank {rank}: planned {planned:,}, measured {there:,} ({planned / there - 1:+.1%})"
-        for rank, there_are in enumerate(found)
-        for name, planned, there in zip(names, said[rank], there_are, strict=True)
-        if there and abs(planned / there - 1) > TOLERANCE
-    ]
-    assert not wrong and all(found[0]) and all(found[-1]), "\n".join(wrong)
-
-
-BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-UPDATES: dict[str, dict[str, Any]] = {
-    "in backward": {"update_in_backward": True},
-    "speculative": {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}},
+PARTS = {"tensor": 2, "tensor_sequence": True}
+COLUMNS = {"tensor_parallel": {"plan": {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}}}
+RING: dict[str, Any] = {"sequence_parallel": {"attention": "ring"}}
+# Steps of so many ranks. Each stage with and without checkpointing; of models, accumulation and dtypes each two meet.
+TABLE: dict[tuple[str, int], dict[str, Case]] = {
+    ("alone", 1): {
+        "stage 0": Case("gpt", config_of(0, 0, 1, **BF16)),
+        "stage 1": Case("fused", config_of(1, 0, 1)),
+        "stage 2": Case("gpt", config_of(2, 0, 2)),
+        "stage 3": Case("fused", config_of(3, 0, 2, **BF16)),
+        # Of two ranks the plan has what may be: it depends on when messages come.
+        "speculative, stage 3": Case("fused", config_of(3, 1, 1, zero=SPECULATIVE)),
+        "updated in backward": Case("fused", config_of(0, 0, 1, zero=IN_BACKWARD)),
+        "speculative, stage 1": Case("fused", config_of(1, 0, 1, zero=SPECULATIVE, **BF16)),
+        "tiles of MLPs": Case("long gpt", config_of(0, 0, 1, tiles={"mlp": 50})),
+    },
+    ("data", 2): {
+        "stage 0": Case("fused", config_of(0, 1, 2, **BF16)),
+        "stage 1": Case("gpt", config_of(1, 1, 2)),
+        "stage 2": Case("fused", config_of(2, 1, 1)),
+        "stage 3": Case("gpt", config_of(3, 1, 1, **BF16)),
+        "updated in backward, stage 1": Case("fused", config_of(1, 1, 1, zero=IN_BACKWARD, **BF16)),
+        "speculative": Case("gpt", config_of(0, 1, 1, zero=SPECULATIVE, **BF16)),
+        "updated in backward, stage 3": Case("gpt", config_of(3, 0, 1, zero=IN_BACKWARD)),
+        "tiles of the loss": Case("long gpt", config_of(3, 1, 1, tiles=50)),
+        "frozen": small(config_of(2, 0, 1, **BF16)),
+        "five microbatches": small(config_of(3, 0, 5)),
+        "nothing ahead": small(config_of(3, zero={"stage3_prefetch_bucket_size": 0})),
+    },
+    ("offload", 2): {
+        "states": Case("fused", config_of(2, 0, 2, zero={"offload_optimizer": HOST}, **BF16), 2),
+        "parameters": Case("gpt", config_of(3, 1, 1, zero=dict.fromkeys(OFFLOADS, HOST)), 2),
+        "in files": Case("fused", config_of(3, 0, 2, zero=dict.fromkeys(OFFLOADS, FILES), **BF16), 2),
+        "delayed": Case("gpt", config_of(1, zero={"offload_optimizer": {**HOST, **DELAYED}}), 2),
+        "delayed, in files": Case("fused", config_of(1, zero={"offload_optimizer": {**FILES, **DELAYED}}), 2),
+    },
+    ("several axes", 4): {
+        "hybrid 1": Case("fused", config_of(1, 0, 2, zero={"shard_size": 2}, **BF16), 2),
+        "hybrid 3": Case("gpt", config_of(3, 1, 1, zero={"shard_size": 2}), 2),
+        "hpZ": Case("gpt", config_of(3, 0, 2, zero=HPZ, **BF16), 2),
+        "quantized 0": small(in_bits(config_of(0, 0, 2), weight_bits=4)),
+        "quantized 2, exact in a host": small(in_bits(config_of(2), gradient_bits_in_host=None)),
+        "quantized 3": small(in_bits(config_of(3, 0, 2, **BF16), weight_bits=4, frozen_weight_bits=8)),
+        "quantized hpZ": small(in_bits(config_of(3, zero=HPZ), weight_bits=4)),
+    },
+    ("layer by layer", 2): {
+        "stage 0": Case("deep gpt", layers(0, 0, 2)),
+        "stage 1": Case("deep fused", layers(1, 1, 2, **BF16)),
+        "stage 3": Case("deep fused", layers(3, 1, 3)),
+        "nothing ahead": Case("deep gpt", layers(3, 0, 3, {"stage3_prefetch_bucket_size": 0})),
+        "files": Case("deep gpt", layers(3, 1, 3, dict.fromkeys(OFFLOADS, FILES))),
+    },
+    ("stages", 2): {
+        "stage 0": Case("deep gpt", stages("1f1b", 0)),
+        "stage 1": Case("deep fused", stages("1f1b", 1, **BF16)),
+        "stage 2": Case("deep fused", stages("zb-h1", 2, 1)),
+        "stage 3": Case("deep gpt", stages("zb-v", 3, 1, **BF16)),
+        "interleaved": Case("deep fused", stages("interleaved", 0, 1, **BF16)),
+    },
+    ("stages x data", 4): {
+        "stage 2": Case("deep gpt", stages("zb-v", 2), has_bytes=False),  # a fifth less is planned
+        "stage 3": Case("deep fused", stages("1f1b", 3, 1, **BF16)),
+        "tied": small(stages("1f1b", 2, **BF16), "tied gpt"),
+        "halves": small(stages("zb-h1", 2, **BF16), "tied gpt"),
+    },
+    ("layers and sequences", 2): {
+        "sequence, stage 0": Case("llama", split(0, 0, 2, {"sequence": 2})),
+        "tensor, stage 1": Case("llama", split(1, 1, 1, {"tensor": 2}, **SHARED), 3),
+        "tensor, stage 2": Case("llama", split(2, 0, 2, {"tensor": 2}, **BF16)),
+        "sequence, stage 3": Case("llama", split(3, 1, 1, {"sequence": 2})),
+        # What a rank has between split layers, and attention of heads (4) that the ranks need not divide.
+        "parts": Case("llama", split(2, 1, 2, PARTS, **BF16)),
+        "ring": Case("llama", split(3, 1, 2, {"sequence": 2}, **RING, **BF16)),
+    },
+    ("layers and sequences", 4): {
+        "tensor x data": Case("llama", split(3, 0, 1, {"tensor": 2})),
+        "tensor x sequence": Case("llama", split(1, 1, 1, {"tensor": 2, "sequence": 2}, **BF16)),
+        "parts x stages": Case("llama", split(1, 0, 4, {"pipeline": 2, **PARTS}, **BF16), 2),
+        "sequence x stages": Case("llama", split(0, 0, 4, {"sequence": 2, "pipeline": 2}), 2, messages=5 * MESSAGE),
+    },
+    ("experts", 2): {
+        "stage 1": Case("expert gpt", split(1, 1, 2, {"expert": 2}, **SHARED), 3),
+        "stage 3": Case("expert gpt", split(3, 1, 1, {"expert": 2}, **BF16), 3),
+    },
+    # Gradients of experts are summed over the two ranks that have the same ones, all others over four.
+    ("experts", 4): {
+        "x data, stage 1": small(split(1, 0, 2, {"expert": 2}), "expert gpt"),
+        "x data, stage 3": small(split(3, 0, 1, {"expert": 2}), "expert gpt"),
+        # Nine groups are exchanged, of which each of three slots comes to three.
+        "x tensor": Case("expert gpt", split(1, 1, 1, {"expert": 2, "tensor": 2}, **COLUMNS, **BF16), 3),
+    },
 }
 
 
-def cases() -> dict[str, Case]:
-    """Each stage with and without checkpointing; of models, accumulation and dtypes each two meet."""
-    found = {}
-    for stage, every in product(range(4), (0, 1)):
-        model, accumulation = ("gpt", "fused")[(stage + every) % 2], 1 + (stage // 2 + every) % 2
-        more = BF16 if stage % 3 == 0 else {}
-        name = f"{model}, stage {stage}, every {every}, {accumulation} microbatches{', bf16' if more else ''}"
-        found[name] = (model, config_of(stage, every, accumulation, **more))
-    # Every second one is of two ranks.
-    for update, model, stage, every, more in (
-        ("speculative", "fused", 3, 1, {}),  # of two ranks, the plan has what may be: it depends on when messages come
-        ("in backward", "fused", 1, 1, BF16),
-        ("in backward", "fused", 0, 0, {}),
-        ("speculative", "gpt", 0, 1, BF16),
-        ("speculative", "fused", 1, 0, BF16),
-        ("in backward", "gpt", 3, 0, {}),
-    ):
-        config = config_of(stage, every, 1, **more)
-        config["zero_optimization"] |= UPDATES[update]
-        found[f"{model}, stage {stage}, every {every}, updated {update}"] = (model, config)
-    for stage, tiles in ((0, {"mlp": 50}), (3, 50)):
-        found[f"long, stage {stage}, tiles {tiles}"] = ("long", config_of(stage, stage % 2, 1, tiles=tiles))
-    return found
+def in_folder(case: Case, folder: Path) -> Case:
+    """With the files of what is offloaded there."""
+    return replace(case, config=json.loads(json.dumps(case.config).replace("FOLDER", str(folder))))
 
 
-def test_one_rank() -> None:
-    some = dict(list(cases().items())[::2])
-    check(some, [measured_all(some)])
+@pytest.mark.parametrize(("what", "num_ranks"), TABLE)
+def test_peak_and_bytes_sent_are_those_of_a_step(ranks: RankPool, tmp_path: Path, what: str, num_ranks: int) -> None:
+    cases = {name: in_folder(case, tmp_path) for name, case in TABLE[what, num_ranks].items()}
+    assert ranks(num_ranks, compare, cases, timeout=120) == [[]] * num_ranks
 
 
-def test_two_ranks(ranks: RankPool) -> None:
-    some = dict(list(cases().items())[1::2])
-    check(some, ranks(2, measured_all, some))
+# -- what a memory report says of it ----------------------------------------------------------------------------------
 
 
-def axes() -> dict[str, Case]:
-    hybrid, secondary = {"shard_size": 2}, {"zero_hpz_partition_size": 2}
-    return {
-        "hybrid 1": ("fused", sharded(1, 0, 2, hybrid, **BF16)),
-        "hybrid 3": ("gpt", sharded(3, 1, 1, hybrid)),
-        "hpZ": ("gpt", sharded(3, 0, 2, secondary, **BF16)),
-    }
+REPORTED: dict[str, tuple[int, Case]] = {
+    "sockets": (2, Case("gpt", config_of(0))),
+    "sockets, stage 3": (2, Case("gpt", config_of(3))),
+    "shared memory": (2, Case("gpt", config_of(2, **SHARED))),
+    "native": (2, Case("gpt", config_of(3, communication={"transport": "native"}))),
+    "stages": (2, Case("gpt", {**config_of(1, 0, 2), "parallel": {"pipeline": 2}})),
+    "layer by layer": (2, Case("deep gpt", layers(3, 1, 3, **BF16))),
+    "sequence": (2, Case("llama", split(1, 0, 2, {"sequence": 2}))),
+    "expert": (2, Case("expert gpt", split(3, 0, 2, {"expert": 2}))),
+    "layers over stages": (4, Case("llama", split(0, 0, 4, {"tensor": 2, "pipeline": 2}))),
+}
 
 
-def sharded(stage: int, every: int, accumulation: int, zero: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return config_of(stage, every, accumulation, zero_optimization={"stage": stage, **zero}, **more)
+def reported(case: Case, folder: Path) -> MemoryReport:
+    """Of the last of three steps."""
+    config = {**case.config, "memory_report": {"folder": str(folder), "step": 3}}
+    with lowtide.initialize(MODELS[case.model](), config) as engine:
+        for _ in range(3):
+            engine.train_step(case.whole_batch)
+        return MemoryReport.load(folder / f"memory-rank{engine.rank}.json")
 
 
-def offloads(folder: str) -> dict[str, Case]:
-    host, file = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
-    delayed = {"overlap": "delayed", "delay_after_steps": 1}
-    return {
-        "states": ("fused", sharded(2, 0, 2, {"offload_optimizer": host}, **BF16)),
-        "states and parameters": ("gpt", sharded(3, 1, 1, {"offload_optimizer": host, "offload_param": host})),
-        "in files": ("fused", sharded(3, 0, 2, {"offload_optimizer": file, "offload_param": file}, **BF16)),
-        "delayed": ("gpt", sharded(1, 0, 1, {"offload_optimizer": {**host, **delayed}})),
-        "delayed, in files": ("fused", sharded(1, 0, 1, {"offload_optimizer": {**file, **delayed}})),
-    }
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_report_has_what_was_predicted_and_what_was_held(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    num_ranks, case = REPORTED[name]
+    for found in ranks(num_ranks, reported, case, tmp_path):
+        assert not found.why_not and found.predicted_peak_bytes == pytest.approx(found.peak_bytes, rel=TOLERANCE)
+        assert found.measured["optimizer_bytes"] == found.predicted["optimizer_bytes"]
+        if "parallel" in case.config or "layer" in name:
+            continue
+        assert found.measured["buffer_bytes"] == found.predicted["buffer_bytes"]
+        for kind in ("parameter_bytes", "activation_bytes"):
+            assert found.measured[kind] == pytest.approx(found.predicted[kind], rel=TOLERANCE), kind
+        assert sum(found.at_peak.values()) == found.peak_bytes
+        others = sum(nbytes for _, nbytes in found.owners)
+        assert others == pytest.approx(found.at_peak["activation_bytes"], rel=TOLERANCE)
 
 
-def test_offload(ranks: RankPool, tmp_path: Path) -> None:
-    some = offloads(str(tmp_path))
-    check(some, ranks(2, measured_all, some, 2))
+def test_a_prediction_that_there_is_not_has_a_reason(tmp_path: Path) -> None:
+    config = settings(memory_report={"folder": str(tmp_path), "step": 2}, tiles={"loss": 8})
+    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        for step in range(2):
+            engine.train_step(models.token_batch(step, 2))
+        assert "the model already has tiles; only `lowtide plan` predicts them" in engine.memory_report().why_not
 
 
-def test_several_axes(ranks: RankPool) -> None:
-    check(axes(), ranks(4, measured_all, axes(), 2))  # until buffers that take turns are as large as they become
+# -- where a step does not show it ------------------------------------------------------------------------------------
 
 
 def test_gradients_of_the_rest_wait_until_the_backward_has_ended() -> None:
@@ -314,16 +247,12 @@ def test_gradients_of_the_rest_wait_until_the_backward_has_ended() -> None:
 
 def written_ones(configs: list[dict[str, Any]]) -> list[tuple[bool, bool]]:
     """Whether gradients of weights are made where they are staged: as it is planned, and as it is."""
-    _, num_ranks = rank_and_world()
     found = []
     for config in configs:
-        with torch.device("meta"):
-            module = gpt()
-        said = writes_gradients(Blueprint.of(Config.load(config).resolve(num_ranks), module, num_ranks))
-        with direct(True) as written, lowtide.initialize(gpt(), config) as engine:
-            for _ in range(engine.config.gradient_accumulation_steps or 1):
-                engine.backward(engine(*batch_of("gpt", 0)))
-                engine.step()
+        case = Case("gpt", config)
+        said = writes_gradients(blueprint_of(case, rank_and_world()[1])[1])
+        with direct(True) as written, lowtide.initialize(MODELS["gpt"](), config) as engine:
+            engine.train_step(case.whole_batch)
         found.append((said, any(written)))
     return found
 
@@ -335,3 +264,55 @@ def test_which_gradients_are_written_where_they_are_staged(ranks: RankPool) -> N
     assert ranks(2, written_ones, written + others) == [[(True, True)] * 2 + [(False, False)] * 2] * 2
     alone = [config_of(3, 0, 1), config_of(0, 0, 1, **sent_in_bf16)]
     assert ranks(1, written_ones, alone) == [[(True, True), (False, False)]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("1f1b", [100 * (1 + 1 + 0), 100 * (1 + 1 + 1)]), ("interleaved", [100 * (3 + 2 + 1), 100 * (3 + 2 + 1)])],
+)
+def test_messages_lie_at_the_ends_of_stages_and_one_ahead_for_each(schedule: str, expected: list[int]) -> None:
+    """Of a model that keeps nothing, with 100 bytes between stages; and what the stage that computes has received."""
+    blueprint, profile = profile_of(Case("deep gpt", stages(schedule, 0)), 0, 2)
+    sent = replace(profile, parts={name: ProfilePart(output_bytes=100) for name in profile.parts})
+    places = memory_by_place(blueprint, Machine(devices_per_host=2, device="cpu"), sent)
+    assert [kinds["activation_bytes"] for kinds, _ in places] == expected
+
+
+def test_gradients_of_a_stage_that_has_ended_are_final_while_another_computes() -> None:
+    """Of a first block whose backward takes a gigabyte, the last of which comes when the rank's other one has ended.
+
+    In shared memory, where shards are given back after a step.
+    """
+    blueprint, profile = profile_of(Case("deep fused", {**stages("interleaved", 1, 1, **BF16), **SHARED}), 0, 4)
+    parts = dict.fromkeys(profile.parts, ProfilePart())
+    parts["blocks.0"] = ProfilePart(backward_start_bytes=10**9, holding_peak_bytes=10**9)
+    _, peak = memory_by_place(blueprint, Machine(devices_per_host=4, device="cpu"), replace(profile, parts=parts))[0]
+    footprint, (first, other) = Footprint(blueprint, 0), blueprint.places[0].trained
+    added, final = footprint.gradient(first, MemoryPhase.ACCUMULATING), footprint.gradient(other, MemoryPhase.REDUCED)
+    rests = footprint.at(MemoryPhase.BETWEEN_STEPS, gathers=False)
+    cast = profile.cast_bytes * 4
+    assert final > footprint.gradient(other, MemoryPhase.ACCUMULATING)
+    assert peak == rests.parameters + rests.optimizer + rests.staging + added + final + cast + 10**9
+
+
+def shared(parallel: dict[str, int]) -> tuple[int, int, int]:
+    """(shared memory as planned before the first batch, as mapped, by rank 0 of each axis, slots after a step)."""
+    case = Case("llama", split(1, 0, 1, parallel, **SHARED))
+    blueprint, profile = profile_of(case, *rank_and_world())
+    mapped = [0]
+    with shared_memory_counted(mapped):
+        engine = lowtide.initialize(MODELS["llama"](), case.config)
+    taken = mapped[0]
+    engine.train_step(batch_of("llama"))
+    transports = [exchange._axis.transport for exchange in engine._mesh._exchanges.values()]
+    shared = [one for one in transports if isinstance(one, SharedMemoryTransport)]
+    slots = sum(slot[transport.rank].nbytes for transport in shared for slot in transport._slots)
+    engine.close()
+    assert slots == profile.slot_bytes
+    return shared_bytes(blueprint), taken, slots
+
+
+def test_slots_in_shared_memory_are_counted(ranks: RankPool) -> None:
+    for parallel in ({"tensor": 2}, {"sequence": 2}):
+        found = ranks(2, shared, parallel)
+        assert found[0][0] == sum(taken for _, taken, _ in found) and found[0][2] > 0

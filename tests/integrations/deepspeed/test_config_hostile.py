@@ -13,8 +13,6 @@ from lowtide.deepspeed.rules import RULES, SECTION_WORDS
 from lowtide.engine.config.config import Config, ConfigError
 
 NUM_MUTATIONS = 250  # 10,000 take 20 s of CPU time
-MAX_CPU_SECONDS = 0.05
-MEGABYTE = 1_000_000
 FILES = sorted((Path(__file__).parents[2] / "engine" / "data" / "real_configs").glob("*.json"))
 REAL = [json.loads(path.read_text()) for path in FILES]
 HUGE = "<an integer of 5,000 digits>"  # a stand-in: Python does not write one

@@ -18,114 +18,91 @@ from lowtide.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from lowtide.deepspeed.utils import RepeatingLoader
 from tests.integrations.deepspeed import scripts
 from tests.integrations.deepspeed.scripts import DATA, ROWS, batches, engine_of, layers, train
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.resident import peak_growth
+from tests.kit.training import refusal
 
 RECORDED = json.loads((DATA / "losses.json").read_text())
 
 
-def losses(stage: int) -> tuple[list[float], dict[str, Any]]:
-    rank = deepspeed.comm.get_rank()
-    engine = engine_of(stage)
-    found = train(engine, rank)
-    told = {
-        "lr": engine.lr_scheduler.get_last_lr(),
-        "counters": (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps),
-        "sizes": engine.get_batch_info(),
-        "norm": engine.get_global_grad_norm(),
-    }
-    engine.destroy()
-    return found, told
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_losses_are_those_of_deepspeed(ranks: RankPool, stage: int) -> None:
-    found, told = ranks(2, losses, stage)[0]
-    assert found == pytest.approx(RECORDED["fp32"], abs=1e-6)
-    assert told["lr"] == [0.01]
-    assert told["counters"] == (12, 24, 192, 0)
-    assert told["sizes"] == (16, ROWS, 2)
-    assert told["norm"] == pytest.approx(0.8311, abs=1e-4)
+def test_losses_are_those_of_deepspeed(stage: int) -> None:
+    engine, rank = engine_of(stage), deepspeed.comm.get_rank()
+    losses = train(engine, rank)
+    assert rank or losses == pytest.approx(RECORDED["fp32"], abs=1e-6)
+    assert engine.lr_scheduler.get_last_lr() == [0.01]
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps) == (12, 24, 192, 0)
+    assert engine.get_batch_info() == (16, ROWS, 2)
+    assert engine.get_global_grad_norm() == pytest.approx(0.8311, abs=1e-4)
+    engine.destroy()
 
 
-def pipelined() -> tuple[list[float], float]:
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        "gradient_clipping": 0.0,
-    }
-    model = layers()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+def started(model: Any, data: Any = None, **more: Any) -> Any:
+    """An engine of two microbatches."""
+    config = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2, **more}
+    config.setdefault("optimizer", {"type": "Adam", "params": {"lr": 1e-2}})
+    return deepspeed.initialize(model=model, training_data=data, config=config)[0]
+
+
+def drawn(count: int, width: int = 4) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    data = [(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 4, generator=generator)) for _ in range(6)]
+    return [
+        (torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, width, generator=generator)) for _ in range(count)
+    ]
+
+
+@on_ranks(2)
+def test_losses_of_a_pipeline_are_those_of_deepspeed() -> None:
+    optimizer = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+    engine, data = started(layers(), optimizer=optimizer, gradient_clipping=0.0), drawn(6)
     repeated = iter(RepeatingLoader(data))
     found = [engine.train_batch(data_iter=repeated).item() for _ in range(5)]
-    evaluated = float(engine.eval_batch(iter(data)))
+    assert found == pytest.approx(RECORDED["pipeline"], abs=1e-6)
+    assert float(engine.eval_batch(iter(data))) == pytest.approx(RECORDED["pipeline_eval"], abs=1e-6)
     assert (engine.global_steps, engine.micro_steps) == (5, 10)
-    with pytest.raises(
-        AssertionError, match=r"engine.step\(\): not available over a pipeline. Call engine.train_batch"
-    ):
-        engine.step()
+    said = "engine.step(): not available over a pipeline. Call engine.train_batch"
+    assert said in refusal(engine.step, kind=AssertionError)
     engine.destroy()
-    return found, evaluated
 
 
-def test_losses_of_a_pipeline_are_those_of_deepspeed(ranks: RankPool) -> None:
-    for found, evaluated in ranks(2, pipelined):
-        assert found == pytest.approx(RECORDED["pipeline"], abs=1e-6)
-        assert evaluated == pytest.approx(RECORDED["pipeline_eval"], abs=1e-6)
-
-
-def in_order() -> list[float]:
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2}
-    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
+@on_ranks(2)
+def test_a_pipeline_draws_its_training_data_in_order() -> None:
     pieces = batches(0, 4)
     rows = [(x, y) for xs, ys in pieces for x, y in zip(xs, ys, strict=True)]
     found = []
     for data in (None, rows):
-        engine, *_ = deepspeed.initialize(model=layers(), training_data=data, config=config)
+        engine = started(layers(), data)
         given = iter(pieces) if data is None else None
         found += [engine.train_batch(given).item() for _ in range(2)]
         engine.destroy()
-    return found
+    assert found[:2] == found[2:]
 
 
-def test_a_pipeline_draws_its_training_data_in_order(ranks: RankPool) -> None:
-    for found in ranks(2, in_order):
-        assert found[:2] == found[2:]
-
-
-def calls_of_a_layer(num_stages: int, interval: int) -> list[int]:
-    """Of each layer of this rank, in the training of 2 microbatches."""
-    model = layers(num_stages)
-    config = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
-    pipeline = {"seed_layers": True, "activation_checkpoint_interval": interval}
-    engine, *_ = deepspeed.initialize(model=model, config={**config, "pipeline": pipeline})
-    calls: dict[str, int] = {}
-    for name, module in model.named_modules():
+def calls_of_a_layer(num_stages: int, interval: int) -> int:
+    """Of all linear layers of this rank, in the training of 2 microbatches."""
+    model, calls = layers(num_stages), [0]
+    engine = started(model, pipeline={"seed_layers": True, "activation_checkpoint_interval": interval})
+    for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda *_, name=name: calls.update({name: calls.get(name, 0) + 1}))
+            module.register_forward_pre_hook(lambda *_: calls.append(1))
     engine.train_batch(iter(batches(0, 2)))
     engine.destroy()
-    return sorted(calls.values())
+    return sum(calls)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_the_config_says_which_layers_are_recomputed(ranks: RankPool, num_stages: int) -> None:
-    plain, recomputed = (ranks(num_stages, calls_of_a_layer, num_stages, interval) for interval in (0, 1))
-    assert sum(map(sum, plain)) == 2 * 6 and sum(map(sum, recomputed)) == 4 * 6
+    assert [sum(ranks(num_stages, calls_of_a_layer, num_stages, interval)) for interval in (0, 1)] == [2 * 6, 4 * 6]
 
 
 def of_many_classes(num_stages: int) -> list[float]:
     """Losses of a list of layers of which no class is the most frequent."""
     torch.manual_seed(0)
     stem = [LayerSpec(nn.Conv2d, 3, 4, 3), nn.PReLU(), nn.Flatten(), LayerSpec(nn.Linear, 16, 6), torch.tanh]
-    model = PipelineModule(
-        [*stem, LayerSpec(nn.LayerNorm, 6), LayerSpec(nn.Linear, 6, 5)], num_stages, loss_fn=nn.CrossEntropyLoss()
-    )
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    specs = [*stem, LayerSpec(nn.LayerNorm, 6), LayerSpec(nn.Linear, 6, 5)]
+    model = PipelineModule(specs, num_stages, loss_fn=nn.CrossEntropyLoss())
+    engine = started(model, train_micro_batch_size_per_gpu=2, optimizer={"type": "Adam"})
     generator = torch.Generator().manual_seed(1)
     data = [(torch.randn(2, 3, 4, 4, generator=generator), torch.arange(2)) for _ in range(2)]
     found = [engine.train_batch(iter(data)).item() for _ in range(3)]
@@ -170,9 +147,8 @@ def stages_of(num_stages: int, **options: Any) -> PipelineModule:
     middle = [LayerSpec(Noted, 8, number) for number in range(4)]
     odd = [LayerSpec(Odd, 8), LayerSpec(nn.ReLU), nn.LayerNorm(8), LayerSpec(Odd, 8)]
     last = ends(forward_fn=lambda module, x: x @ module.weight.T + module.bias)
-    return PipelineModule(
-        [ends(), torch.tanh, *middle, *odd, last], num_stages, loss_fn=nn.functional.mse_loss, **options
-    )
+    specs = [ends(), torch.tanh, *middle, *odd, last]
+    return PipelineModule(specs, num_stages, loss_fn=nn.functional.mse_loss, **options)
 
 
 def own_layers(method: str) -> tuple[list[int], list[str], Tensor]:
@@ -183,10 +159,8 @@ def own_layers(method: str) -> tuple[list[int], list[str], Tensor]:
     last: Any = model.forward_funcs[-1]
     assert first.module.weight is last.module.weight
     model.half().to("cpu").float()
-    with pytest.raises(
-        ValueError, match=r"called a module of 2 stages, .* has built only its own. .* call engine.train_batch"
-    ):
-        model(torch.ones(2, 8))
+    said = refusal(model, torch.ones(2, 8))
+    assert "called a module of 2 stages, " in said and "has built only its own" in said and "engine.train_batch" in said
     names = dict.fromkeys(name.split(".")[0] for name, param in model.named_parameters() if not param.is_meta)
     return Noted.made[:], list(names), first.module.weight.detach()
 
@@ -200,13 +174,10 @@ def test_a_rank_builds_the_layers_of_its_own_stage(ranks: RankPool, method: str)
     assert first[2].equal(last[2])
 
 
-def built_both_ways(folder: Path, num_stages: int, seed_layers: bool, more: dict[str, Any]) -> list[Any]:
-    """Of a model of which this rank builds its stage, then of a whole one, which goes on from the other's checkpoint:
-    numbers that are drawn behind it, weights before and behind, and losses."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2, **more}
-    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
-    generator = torch.Generator().manual_seed(1)
-    data = [(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 8, generator=generator)) for _ in range(4)]
+def built_both_ways(folder: Path, seed_layers: bool, more: dict[str, Any]) -> None:
+    """A whole model has the values and losses of the one of which ranks build their stages, and goes on from its
+    checkpoint; as many numbers are drawn."""
+    data = drawn(4, 8)
     found: list[Any] = []
     whole = mock.patch.object(PipelineModule, "_has_other_stages", return_value=False)
     for context in (nullcontext(), whole):
@@ -214,11 +185,12 @@ def built_both_ways(folder: Path, num_stages: int, seed_layers: bool, more: dict
         random.seed(deepspeed.comm.get_rank())  # as it is where no script seeds it
         np.random.seed(0)
         with context:
-            model = stages_of(num_stages, seed_layers=seed_layers)
-        drawn = [float(torch.rand(())), np.random.rand(), random.random()]
-        with pytest.raises(ValueError, match="must add up to the model's blocks"):
-            deepspeed.initialize(model=model, config={**config, "pipeline": {"balance": [1, 1]}})
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            model = stages_of(2, seed_layers=seed_layers)
+        behind = [float(torch.rand(())), np.random.rand(), random.random()]
+        assert "must add up to the model's blocks" in refusal(
+            started, model, **{**more, "pipeline": {"balance": [1, 1]}}
+        )
+        engine = started(model, **more)
         states = [engine.lowtide.state_dict()]
         losses = [engine.train_batch(iter(data)).item()]
         engine.save_checkpoint(str(folder / str(context is whole)))
@@ -227,8 +199,8 @@ def built_both_ways(folder: Path, num_stages: int, seed_layers: bool, more: dict
         losses.append(engine.train_batch(iter(data)).item())
         states.append(engine.lowtide.state_dict())
         engine.destroy()
-        found.append((drawn, losses, states))
-    return found
+        found.append((behind, losses, states))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("seed_layers", [True, False])
@@ -239,35 +211,26 @@ def built_both_ways(folder: Path, num_stages: int, seed_layers: bool, more: dict
 def test_layers_of_the_own_stage_are_those_of_a_whole_model(
     ranks: RankPool, tmp_path: Path, num_ranks: int, seed_layers: bool, more: dict[str, Any]
 ) -> None:
-    for own, whole in ranks(num_ranks, built_both_ways, tmp_path, 2, seed_layers, more):
-        torch.testing.assert_close(own, whole, rtol=0, atol=0)
+    ranks(num_ranks, built_both_ways, tmp_path, seed_layers, more)
 
 
-def a_layer_that_fails() -> None:
-    class Failing(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 8)
-            if deepspeed.comm.get_rank() and not self.weight.is_meta:
-                raise OSError("no such file")
-
-    for seed_layers in (True, False):
-        kind, text = (
-            (OSError, "no such file")
-            if deepspeed.comm.get_rank()
-            else (RuntimeError, "PipelineModule failed on rank 1")
-        )
-        with pytest.raises(kind, match=text):
-            PipelineModule([LayerSpec(Failing) for _ in range(2)], 2, seed_layers=seed_layers)
+class Failing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        if deepspeed.comm.get_rank() and not self.weight.is_meta:
+            raise OSError("no such file")
 
 
-def test_a_layer_that_fails_on_one_rank_fails_on_all(ranks: RankPool) -> None:
-    ranks(2, a_layer_that_fails)
+@on_ranks(2)
+@pytest.mark.parametrize("seed_layers", [True, False])
+def test_a_layer_that_fails_on_one_rank_fails_on_all(seed_layers: bool) -> None:
+    outcomes = (RuntimeError, "PipelineModule failed on rank 1"), (OSError, "no such file")
+    kind, said = outcomes[deepspeed.comm.get_rank()]
+    specs = [LayerSpec(Failing) for _ in range(2)]
+    assert said in refusal(PipelineModule, specs, 2, seed_layers=seed_layers, kind=kind)
 
 
-def built_in_stages() -> int:
-    return peak_growth(lambda: PipelineModule([LayerSpec(nn.Linear, 1024, 1024) for _ in range(16)], 2))
-
-
-def test_a_rank_has_memory_for_its_own_stage_alone(ranks: RankPool) -> None:
-    for peak in ranks(2, built_in_stages):
-        assert peak < (32 + 6) << 20  # the model has 64 MiB, a layer 4
+@on_ranks(2)
+def test_a_rank_has_memory_for_its_own_stage_alone() -> None:
+    peak = peak_growth(lambda: PipelineModule([LayerSpec(nn.Linear, 1024, 1024) for _ in range(16)], 2))
+    assert peak < (32 + 6) << 20  # the model has 64 MiB, a layer 4

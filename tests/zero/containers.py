@@ -1,5 +1,6 @@
 """Models whose blocks are never called, but the modules in them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -160,3 +161,6 @@ class Backwards(Net):
 
     def run(self, block: Any, x: Tensor) -> Tensor:
         return block["down"](torch.tanh(block["up"](x)))
+
+
+KINDS: list[Callable[[], nn.Module]] = list(Net.__subclasses__())

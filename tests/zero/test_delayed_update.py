@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-import lowtide
 from lowtide.kernels.optimizer_step import update_shards
 from tests.engine.test_optimizer_offload import wide_384
 from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, share_of, train, train_all
+from tests.kit.training import Case, Outcome, assert_alike, share_of, train_all, trained
 from tests.zero.delayed_update import train_delayed
 from tests.zero.test_float16 import overflowing_batch
 
@@ -34,28 +33,27 @@ def delayed(case: Case, stage: int, folder: Path, place: str = "cpu", after: int
     return case.at(stage, config={"zero_optimization": {"offload_optimizer": section}})
 
 
+def everywhere(case: Case, folder: Path, after: int = 0) -> list[Case]:
+    """At each stage, in both places in turn."""
+    return [delayed(case, stage, folder, PLACES[stage % 2], after) for stage in STAGES]
+
+
 def in_precision(case: Case, precision: str) -> Case:
     return case.at(case.stage, config={"bf16": {"enabled": precision == "bf16"}})
 
 
-def differences(found: Outcome, expected: Outcome) -> list[str]:
-    """What differs in a bit; the norm, whose sum has another order, in a millionth."""
+def assert_same(found: Outcome, expected: Outcome, what: object = "") -> None:
+    """To the last bit; the norm, whose sum has another order, to a millionth."""
     torch.testing.assert_close(found.norms, expected.norms, rtol=1e-6, atol=0, equal_nan=True)
-    names = [name for name, value in expected.state.items() if not torch.equal(found.state[name], value)]
-    return (["losses"] if found.losses != expected.losses else []) + names
+    differing = [name for name, value in expected.state.items() if not torch.equal(found.state[name], value)]
+    assert found.losses == expected.losses and differing == [], what
 
 
-@pytest.mark.parametrize(("precision", "world_size"), [("bf16", 1), ("fp32", 2)])
-def test_every_stage_and_place_is_bitwise_plain_torch(
-    ranks: RankPool, tmp_path: Path, world_size: int, precision: str
-) -> None:
-    """Each stage and place at one or another number of ranks."""
-    case = in_precision(GPT, precision)
-    grid = [(stage, PLACES[(stage + world_size // 2) % 2]) for stage in STAGES]
-    found = ranks(world_size, train_all, [delayed(case, stage, tmp_path, place) for stage, place in grid])[0]
-    expected = train_delayed(case, world_size, DTYPES[precision])
-    for where, outcome in zip(grid, found, strict=True):
-        assert differences(outcome, expected) == [], where
+def assert_all_same(ranks: RankPool, cases: list[Case], expected: Outcome, **options: Any) -> list[Outcome]:
+    outcomes: list[Outcome] = ranks(2, train_all, cases, **options)[0]
+    for case, outcome in zip(cases, outcomes, strict=True):
+        assert_same(outcome, expected, case)
+    return outcomes
 
 
 class LateUpdates:
@@ -83,15 +81,11 @@ def train_all_with_late_updates(cases: list[Case]) -> list[Outcome]:
 
 
 def train_with_late_updates(case: Case) -> Outcome:
-    torch.manual_seed(0)
     late, outcome = LateUpdates(), Outcome()
-    engine = lowtide.initialize(case.build(), case.as_config())
-    with mock.patch("lowtide.zero.fused_update.update_shards", late.update_shards):
+    with mock.patch("lowtide.zero.fused_update.update_shards", late.update_shards), trained(case, 0) as engine:
         for step in range(case.steps):
-            for part in zip(
-                *(tensor.chunk(case.accumulation) for tensor in share_of(case.global_batch(step, engine.world_size))),
-                strict=True,
-            ):
+            batch = share_of(case.global_batch(step, engine.world_size))
+            for part in zip(*(tensor.chunk(case.accumulation) for tensor in batch), strict=True):
                 engine.backward(engine(*part))
             late.count_backward()
             result = engine.step()
@@ -99,7 +93,6 @@ def train_with_late_updates(case: Case) -> Outcome:
             outcome.norms.append(result.grad_norm.item())
         late.count_backward(2)
         outcome.state = engine.state_dict()
-    engine.close()
     assert late.num_waits >= case.steps
     return outcome
 
@@ -115,27 +108,34 @@ def test_an_update_reads_and_writes_nothing_that_the_next_step_does(
     work = [delayed(cases[(stage + first) % 2], stage, tmp_path, place) for stage in STAGES]
     expected = [train_delayed(case, 2, dtype) for case, dtype in zip(cases, DTYPES.values(), strict=True)]
     for stage, found in zip(STAGES, ranks(2, train_all_with_late_updates, work)[0], strict=True):
-        assert differences(found, expected[(stage + first) % 2]) == [], stage
+        assert_same(found, expected[(stage + first) % 2], stage)
 
 
 @pytest.mark.parametrize(("world_size", "stages"), [(1, STAGES), (2, (2, 3))])
 def test_a_late_update_does_not_touch_gradients_that_accumulate(
     ranks: RankPool, tmp_path: Path, world_size: int, stages: tuple[int, ...]
 ) -> None:
-    """Below stage 2 each rank adds its own microbatches first."""
+    """Below stage 2 each rank adds its own microbatches first. All microbatches compute with the same parameters."""
     case = GPT.at(0, accumulation=3)
     expected = train_delayed(case, world_size)
-    work = [delayed(case, stage, tmp_path) for stage in stages]
+    sockets = case.at(0, config={"communication": {"transport": "sockets"}})
+    work = [delayed(sockets if stage == 3 else case, stage, tmp_path) for stage in stages]
     for outcome in ranks(world_size, train_all_with_late_updates, work)[0]:
-        assert differences(outcome, expected) == []
+        assert_same(outcome, expected)
+
+
+def test_one_rank_in_bf16_at_every_stage_and_place(ranks: RankPool, tmp_path: Path) -> None:
+    case = in_precision(GPT, "bf16")
+    expected = train_delayed(case, 1, torch.bfloat16)
+    for outcome in ranks(1, train_all, everywhere(case, tmp_path))[0]:
+        assert_same(outcome, expected)
 
 
 def test_it_begins_after_the_updates_that_are_waited_for(ranks: RankPool, tmp_path: Path) -> None:
-    cases = [delayed(GPT, 3, tmp_path, after=after) for after in (1, 4)]
-    for after, outcome in zip((1, 4), ranks(2, train_all, cases)[0], strict=True):
-        expected = train_delayed(GPT, 2, delay_after=after)
-        assert differences(outcome, expected) == [], after
-    assert expected.losses != train_delayed(GPT, 2).losses, "a delay must show"
+    first, second = (train_delayed(GPT, 2, delay_after=after) for after in (1, 4))
+    assert_all_same(ranks, [delayed(GPT, 3, tmp_path, after=1)], first)
+    assert_all_same(ranks, [delayed(GPT, 3, tmp_path, after=4)], second)
+    assert first.losses != second.losses, "a delay must show"
 
 
 def loud_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -144,44 +144,27 @@ def loud_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
     return x, y * (50.0 if step == 2 else 1.0)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_norm_of_its_own_step_clips_it(ranks: RankPool, tmp_path: Path, place: str) -> None:
+def test_the_norm_of_its_own_step_clips_it(ranks: RankPool, tmp_path: Path) -> None:
     case = Case(mlp, loud_batch, clip=20.0, steps=5)
     expected = train_delayed(case, 2)
     assert [norm > case.clip for norm in expected.norms] == [False, False, True, False, False]
-    for outcome in ranks(
-        2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES[place == "nvme" :: 2]]
-    )[0]:
+    for outcome in ranks(2, train_all, everywhere(case, tmp_path))[0]:
         for name in ("losses", "norms", "state"):  # the norm's sum has another order
             torch.testing.assert_close(getattr(outcome, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
-
-
-def test_all_microbatches_of_a_step_compute_with_the_same_parameters(ranks: RankPool, tmp_path: Path) -> None:
-    case = GPT.at(0, accumulation=3)
-    expected = train_delayed(case, 2)
-    routed = [
-        case.at(0, config={"communication": {"transport": transport}}) for transport in ("shared_memory", "sockets")
-    ]
-    for outcome in ranks(2, train_all, [delayed(one, stage, tmp_path) for one in routed for stage in (2, 3)])[0]:
-        assert differences(outcome, expected) == []
 
 
 @pytest.mark.parametrize(("ratio", "precision"), [(0.3, "fp32"), (0.75, "bf16")])
 def test_a_part_may_stay_in_memory(ranks: RankPool, tmp_path: Path, ratio: float, precision: str) -> None:
     case = in_precision(Case(wide_384, vector_batch, steps=4), precision)
     expected = train_delayed(case, 2, DTYPES[precision])
-    for outcome in ranks(2, train_all, [delayed(case, stage, tmp_path, "nvme", ratio=ratio) for stage in (1, 3)])[0]:
-        assert differences(outcome, expected) == []
+    assert_all_same(ranks, [delayed(case, stage, tmp_path, "nvme", ratio=ratio) for stage in (1, 3)], expected)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_step_that_overflows_takes_over_and_starts_nothing(ranks: RankPool, tmp_path: Path, place: str) -> None:
+def test_a_step_that_overflows_takes_over_and_starts_nothing(ranks: RankPool, tmp_path: Path) -> None:
     case = Case(mlp, overflowing_batch, steps=5, config={"fp16": {"enabled": True, "loss_scale": 8}})
     expected = train_delayed(case, 2, torch.float16, loss_scale=8)
     assert expected.skipped == [False, True, False, False, False]
-    for outcome in ranks(
-        2, train_all, [delayed(case, stage, tmp_path, place) for stage in STAGES[place == "nvme" :: 2]]
-    )[0]:
+    for outcome in ranks(2, train_all, everywhere(case, tmp_path))[0]:
         assert outcome.skipped == expected.skipped
         assert [name for name, value in expected.state.items() if not torch.equal(outcome.state[name], value)] == []
         assert outcome.losses[2:] == expected.losses[2:]
@@ -191,23 +174,15 @@ def halved_each_step(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def train_with_halved_rates(cases: list[Case]) -> list[Outcome]:
-    return [train(case, lr_scheduler=halved_each_step) for case in cases]
-
-
 def test_the_learning_rate_is_that_of_the_gradient(ranks: RankPool, tmp_path: Path) -> None:
     lrs = [1e-2 * 0.5**step for step in range(GPT.steps)]
-    expected = train_delayed(GPT, 2, lrs=lrs)
-    for outcome in ranks(2, train_with_halved_rates, [delayed(GPT, stage, tmp_path) for stage in (0, 3)])[0]:
-        assert outcome.lrs == lrs and differences(outcome, expected) == []
+    cases = [delayed(GPT, stage, tmp_path) for stage in (0, 3)]
+    outcomes = assert_all_same(ranks, cases, train_delayed(GPT, 2, lrs=lrs), lr_scheduler=halved_each_step)
+    assert [outcome.lrs for outcome in outcomes] == [lrs, lrs]
 
 
 def rmsprop(params: Any) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(params, lr=1e-3, momentum=0.5)
-
-
-def train_with_rmsprop(cases: list[Case]) -> list[Outcome]:
-    return [train(case, optimizer=rmsprop) for case in cases]
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
@@ -215,8 +190,7 @@ def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_pa
     case = in_precision(MLP.at(0, config={"optimizer": None}), precision)
     expected = train_delayed(case, 2, DTYPES[precision], 2, make_optimizer=rmsprop)
     stages = STAGES[precision == "bf16" :: 2]
-    for outcome in ranks(2, train_with_rmsprop, [delayed(case, stage, tmp_path, after=2) for stage in stages])[0]:
-        assert differences(outcome, expected) == []
+    assert_all_same(ranks, [delayed(case, stage, tmp_path, after=2) for stage in stages], expected, optimizer=rmsprop)
 
 
 @pytest.mark.parametrize(("kind", "state_dtype"), [("adamw", "bf16"), ("adagrad", "int8")])
@@ -225,19 +199,15 @@ def test_narrow_states_agree_at_every_stage_and_place(
 ) -> None:
     """Of two states, and of one that only grows."""
     case = GPT.at(0, config={"optimizer": {"type": kind, "params": {"lr": 1e-3, "state_dtype": state_dtype}}})
-    grid = [delayed(case, stage, tmp_path, PLACES[stage % 2]) for stage in (0, 3)]
-    waited, first, *others = ranks(2, train_all, [case, *grid])[0]
-    assert waited.losses[0] == first.losses[0] and waited.losses[1:] != first.losses[1:]
-    for outcome in others:
-        assert outcome.differences(first) == []
+    waited, *outcomes = ranks(2, train_all, [case, *everywhere(case, tmp_path)[::3]])[0]
+    assert waited.losses[0] == outcomes[0].losses[0] and waited.losses[1:] != outcomes[0].losses[1:]
+    assert_alike(outcomes)
 
 
 def test_shards_may_have_replicas(ranks: RankPool, tmp_path: Path) -> None:
     expected = train_delayed(GPT, 4)
     cases = [delayed(GPT, stage, tmp_path) for stage in (1, 3)]
-    hybrid = [
-        case.at(case.stage, config={"zero_optimization": {**case.config["zero_optimization"], "shard_size": 2}})
-        for case in cases
-    ]
+    zeros = [{**case.config["zero_optimization"], "shard_size": 2} for case in cases]
+    hybrid = [case.at(case.stage, config={"zero_optimization": zero}) for case, zero in zip(cases, zeros, strict=True)]
     for outcome in ranks(4, train_all, hybrid)[0]:
         torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-5, atol=0)

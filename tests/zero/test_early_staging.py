@@ -1,8 +1,6 @@
 """Gradients leave their parameters as they come, so that those of a block are never there all at once."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,7 +17,7 @@ from lowtide.zero.sequence import UnitSequence
 from tests.kit.grids import pairs
 from tests.kit.models import Chain
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW, Case, Outcome, train_all
+from tests.kit.training import Case, Outcome, assert_alike, settings, train_all, trained
 
 WIDTH, LAYERS, BLOCKS = 32, 4, 3
 
@@ -54,112 +52,6 @@ class Twice(nn.Module):
         return self.blocks[0](self.inputs(x)).float().square().mean()
 
 
-class Fails(torch.autograd.Function):
-    """In the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle")
-
-
-def batch(step: int, rows: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(step)
-    return (torch.randn(rows, WIDTH, generator=generator),)
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """How many gradients of the group are held by their parameters, whenever one of it was offered early."""
-    found: list[int] = []
-    take_early = GroupGradient.take_early
-
-    def noted(self: GroupGradient, index: int, boundary: bool) -> None:
-        take_early(self, index, boundary)
-        found.append(sum(param.grad is not None for param in self.group.params))
-
-    with mock.patch.object(GroupGradient, "take_early", noted):
-        yield found
-
-
-def held_on(transport: str) -> list[tuple[int, int]]:
-    """At each stage."""
-    config = {"communication": {"transport": transport}}
-    return [held_at_most({**config, "zero_optimization": {"stage": stage}}) for stage in range(4)]
-
-
-def held_at_most(config: dict[str, Any], accumulation: int = 1) -> tuple[int, int]:
-    """(how often a gradient was offered, the most that were still held then) of a step."""
-    torch.manual_seed(0)
-    engine = lowtide.initialize(
-        Chain(*(Block() for _ in range(BLOCKS))),
-        {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": accumulation,
-            "optimizer": ADAMW,
-            "steps_per_print": 0,
-            **config,
-        },
-    )
-    with counted() as found:
-        engine.train_step(*batch(0, 2 * accumulation))
-    engine.close()
-    return len(found), max(found)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
-def test_a_gradient_is_freed_when_it_comes(ranks: RankPool, transport: str) -> None:
-    for of_rank in ranks(2, held_on, transport):
-        for stage, (offered, held) in enumerate(of_rank):
-            assert offered == BLOCKS * (LAYERS - 1), stage  # the last of a block starts its reduction
-            # On shared memory one may have to wait for the other rank, which has the slot.
-            assert held == 0 if transport == "sockets" else held < LAYERS, stage
-
-
-def test_with_one_rank_too(ranks: RankPool) -> None:
-    assert ranks(1, held_at_most, {"zero_optimization": {"stage": 2}}) == [(BLOCKS * (LAYERS - 1), 0)]
-
-
-def test_where_gradients_wait_for_the_boundary_they_stay(ranks: RankPool) -> None:
-    config = {"zero_optimization": {"stage": 1}, "communication": {"transport": "sockets"}}
-    for _, held in ranks(2, held_at_most, config, 2):
-        assert held == LAYERS - 1
-
-
-def train_staged_and_not(cases: list[Case], num_refused: int) -> tuple[list[Outcome], list[Outcome]]:
-    """num_refused: how often in a backward the slot is said not to be free."""
-    next_slot, asked = GradientReducer.next_message, Counter[int]()
-
-    def refusing(self: GradientReducer, axis: Axis, has_shard: bool) -> Tensor | None:
-        asked[id(self)] += 1
-        return None if asked[id(self)] <= num_refused else next_slot(self, axis, has_shard)
-
-    def started(self: UnitSequence, *args: Any) -> None:
-        asked.clear()
-        begin_backward(self, *args)
-
-    begin_backward = UnitSequence.begin_backward
-    with (
-        mock.patch.object(GradientReducer, "next_message", refusing),
-        mock.patch.object(UnitSequence, "begin_backward", started),
-    ):
-        staged = train_all(cases)
-    with mock.patch.object(GroupGradient, "take_early", lambda self, index, boundary: None):
-        return staged, train_all(cases)
-
-
-@pytest.mark.parametrize("num_refused", [0, 3])  # of five that come; the fourth is one that has come before
-def test_one_that_comes_twice_is_added_as_autograd_does(ranks: RankPool, num_refused: int) -> None:
-    units = {"zero_optimization": {"units": ["blocks.?"]}}
-    forms = [Case(Twice, batch, steps=2, config={**units, "bf16": {"enabled": narrow}}) for narrow in (False, True)]
-    cases = [forms[(stage + num_refused) % 2].at(stage) for stage in (0, 2, 3)]
-    for staged, plain in ranks(2, train_staged_and_not, cases, num_refused):
-        assert [one.differences(other) for one, other in zip(staged, plain, strict=True)] == [[], [], []]
-
-
 class Odd(nn.Module):
     """What does not lie side by side in flat memory, what has no dimension, and what one microbatch does not use."""
 
@@ -176,6 +68,80 @@ class Odd(nn.Module):
         return (x[:, :7] * self.seven).float().square().mean() + (x @ self.square).float().mean()
 
 
+def blocks() -> nn.Module:
+    return Chain(*(Block() for _ in range(BLOCKS)))
+
+
+def batch(step: int, rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step)),)
+
+
+CASE = Case(blocks, batch, steps=2)
+
+
+def held_at_most(cases: list[Case]) -> list[tuple[int, int]]:
+    """(how often a gradient was offered in a step, the most that were still held by parameters of its group then)."""
+    found, take_early, results = list[int](), GroupGradient.take_early, []
+
+    def noted(self: GroupGradient, index: int, boundary: bool) -> None:
+        take_early(self, index, boundary)
+        found.append(sum(param.grad is not None for param in self.group.params))
+
+    with mock.patch.object(GroupGradient, "take_early", noted):
+        for case in cases:
+            found.clear()
+            with trained(case, 1):
+                results.append((len(found), max(found)))
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shared_memory"), (2, "sockets"), (1, "auto")])
+def test_a_gradient_is_freed_when_it_comes(ranks: RankPool, world_size: int, transport: str) -> None:
+    cases = [CASE.at(stage, config={"communication": {"transport": transport}}) for stage in range(4)]
+    for of_rank in ranks(world_size, held_at_most, cases):
+        for stage, (offered, held) in enumerate(of_rank):
+            assert offered == BLOCKS * (LAYERS - 1), stage  # the last of a block starts its reduction
+            # On shared memory one may have to wait for the other rank, which has the slot.
+            assert held < LAYERS if transport == "shared_memory" else held == 0, stage
+
+
+def test_where_gradients_wait_for_the_boundary_they_stay(ranks: RankPool) -> None:
+    case = CASE.at(1, accumulation=2, config={"communication": {"transport": "sockets"}})
+    for ((_, held),) in ranks(2, held_at_most, [case]):
+        assert held == LAYERS - 1
+
+
+def train_staged_and_not(cases: list[Case], num_refused: int) -> tuple[list[Outcome], list[Outcome]]:
+    """num_refused: how often in a backward the slot is said not to be free."""
+    next_slot, begin_backward, asked = GradientReducer.next_message, UnitSequence.begin_backward, Counter[int]()
+
+    def refusing(self: GradientReducer, axis: Axis, has_shard: bool) -> Tensor | None:
+        asked[id(self)] += 1
+        return None if asked[id(self)] <= num_refused else next_slot(self, axis, has_shard)
+
+    def started(self: UnitSequence, *args: Any) -> None:
+        asked.clear()
+        begin_backward(self, *args)
+
+    with (
+        mock.patch.object(GradientReducer, "next_message", refusing),
+        mock.patch.object(UnitSequence, "begin_backward", started),
+    ):
+        staged = train_all(cases)
+    with mock.patch.object(GroupGradient, "take_early", lambda self, index, boundary: None):
+        return staged, train_all(cases)
+
+
+@pytest.mark.parametrize("num_refused", [0, 3])  # of five that come; the fourth is one that has come before
+def test_one_that_comes_twice_is_added_as_autograd_does(ranks: RankPool, num_refused: int) -> None:
+    units = {"zero_optimization": {"units": ["blocks.?"]}}
+    forms = [Case(Twice, batch, steps=2, config={**units, "bf16": {"enabled": narrow}}) for narrow in (False, True)]
+    cases = [forms[(stage + num_refused) % 2].at(stage) for stage in (0, 2, 3)]
+    for staged, plain in ranks(2, train_staged_and_not, cases, num_refused):
+        for both in zip(staged, plain, strict=True):
+            assert_alike(both)
+
+
 def train_together_and_not(cases: list[Case]) -> tuple[list[Outcome], list[Outcome]]:
     with mock.patch("lowtide.zero.unit.stages_early", lambda device: False):
         together = train_all(cases)
@@ -185,40 +151,43 @@ def train_together_and_not(cases: list[Case]) -> tuple[list[Outcome], list[Outco
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_those_that_are_staged_together_are_the_same(ranks: RankPool, world_size: int) -> None:
     """As on a device."""
+    native = {"communication": {"transport": "native"}}
     cases = [
-        Case(
-            model, batch, stage, steps=2, config={"bf16": {"enabled": narrow}, "communication": {"transport": "native"}}
-        )
+        CASE.at(stage, build=model, config={**native, "bf16": {"enabled": narrow}})
         for model, stage, narrow in pairs((Twice, Odd), range(4), (False, True))
     ]
     for together, plain in ranks(world_size, train_together_and_not, cases):
-        assert [one.differences(other) for one, other in zip(together, plain, strict=True)] == [[]] * len(cases)
+        for case, *both in zip(cases, together, plain, strict=True):
+            assert_alike(both, case)
+
+
+class Fails(torch.autograd.Function):
+    """In the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle")
 
 
 def train_by_hand(stage: int, fails: bool) -> tuple[list[float], int]:
     """(losses, steps) of the classic form. fails: before the second step two microbatches whose second has an error."""
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": ADAMW,
-        "steps_per_print": 0,
-        "zero_optimization": {"stage": stage},
-    }
-    engine = lowtide.initialize(Chain(*(Block() for _ in range(BLOCKS))), config)
     losses = []
-    for number in range(6):
-        if fails and number == 2:
-            engine.backward(engine(*batch(7, 2)))
-            with pytest.raises(ArithmeticError, match="in the middle"):
-                engine.backward(Fails.apply(engine(*batch(8, 2))))
-        loss = engine(*batch(number, 2))
-        engine.backward(loss)
-        losses.append(loss.item())
-        engine.step()
-    steps = engine.global_step
-    engine.close()
-    return losses, steps
+    with lowtide.initialize(blocks(), settings(stage, gradient_accumulation_steps=2)) as engine:
+        for number in range(6):
+            if fails and number == 2:
+                engine.backward(engine(*batch(7, 2)))
+                with pytest.raises(ArithmeticError, match="in the middle"):
+                    engine.backward(Fails.apply(engine(*batch(8, 2))))
+            loss = engine(*batch(number, 2))
+            engine.backward(loss)
+            losses.append(loss.item())
+            engine.step()
+        return losses, engine.global_step
 
 
 @pytest.mark.parametrize("stage", [0, 2])

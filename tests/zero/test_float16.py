@@ -1,8 +1,7 @@
-"""float16 against plain torch with the same casts and the same loss scale; what an overflow does."""
+"""float16 is plain torch with the same casts and loss scales; what an overflow does, and how the scale goes on."""
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,106 +9,87 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.zero.loss_scale import LossScaleError, LossScaler
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, train_all
-from tests.zero.mixed_precision import Dtypes, train_mixed
-
-STAGES = (0, 1, 2, 3)
-BAD_STEP = 1
+from tests.kit.training import Case, refusal, settings, train_all
+from tests.zero.delayed_update import Dtypes, train_mixed
 
 
 def overflowing_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    """In one step the last row has a target whose gradient is beyond float16 at a loss scale of 8."""
+    """In step 1 the last row has a target whose gradient is beyond float16 at a loss scale of 8."""
     x, y = models.vector_batch(step, rows)
-    if step == BAD_STEP:
+    if step == 1:
         y[-1] = 60000.0
     return x, y
 
 
-def fp16(case: Case, **settings: Any) -> list[Case]:
-    return [case.at(stage, config={"fp16": {"enabled": True, **settings}}) for stage in STAGES]
-
-
-def halving(initial: float, hysteresis: int, window: int) -> Callable[[list[bool]], float]:
-    """The loss scale after a history of skipped steps, written out from the rule."""
-
-    def scale_of(skipped: list[bool]) -> float:
-        scale, patience, good = initial, hysteresis, 0
-        for overflow in skipped:
-            good = 0 if overflow else good + 1
-            if overflow and patience > 1:
-                patience -= 1
-            elif overflow:
-                scale /= 2
-            elif good % window == 0:
-                scale, patience = scale * 2, hysteresis
-        return scale
-
-    return scale_of
-
-
-def assert_equals(outcome: Outcome, expected: Outcome) -> None:
-    assert outcome.skipped == expected.skipped
-    assert outcome.scales == expected.scales
-    for name in ("losses", "norms"):
-        kept = [i for i, skipped in enumerate(expected.skipped) if not skipped]
-        ours, theirs = getattr(outcome, name), getattr(expected, name)
-        torch.testing.assert_close([ours[i] for i in kept], [theirs[i] for i in kept], rtol=2e-3, atol=0)
-    for name, value in expected.state.items():
-        assert outcome.state[name].dtype == torch.float16
-        torch.testing.assert_close(outcome.state[name], value, rtol=2e-3, atol=2e-4)
+MLP = Case(models.mlp, overflowing_batch)
+GPT = Case(models.short_gpt, models.token_batch)
+GROWING = {"initial_scale_power": 3, "loss_scale_window": 2}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "case"),
+    ("world_size", "case", "fp16", "overflows", "scales"),
     [
-        (1, Case(models.mlp, models.vector_batch)),
-        (2, Case(models.short_gpt, models.token_batch, clip=0.3, accumulation=2)),
+        (1, Case(models.mlp, models.vector_batch), {"loss_scale": 256.0}, "...", [256] * 3),
+        (2, GPT.at(0, clip=0.3, accumulation=2), {"loss_scale": 256.0}, "...", [256] * 3),
+        (2, MLP, {"loss_scale": 8.0}, ".x.", [8] * 3),
+        (2, MLP.at(0, steps=6), {**GROWING, "hysteresis": 1}, ".x....", [8, 8, 4, 4, 8, 8]),
+        (2, MLP.at(0, steps=6), {**GROWING, "hysteresis": 2}, ".x....", [8, 8, 8, 8, 16, 16]),
+        (2, GPT.at(0, steps=6), {"initial_scale_power": 18}, "xxxx..", [2**18, 2**18, 2**17, 2**16, 2**15, 2**15]),
+    ],
+    ids=["static-1", "static-2", "overflow", "hysteresis 1", "hysteresis 2", "too large"],
+)
+def test_every_stage_equals_plain_torch(
+    ranks: RankPool, world_size: int, case: Case, fp16: dict[str, Any], overflows: str, scales: list[float]
+) -> None:
+    expected = train_mixed(case, world_size, Dtypes(torch.float16), lambda skipped: scales[len(skipped)])
+    kept = [step for step, overflow in enumerate(overflows) if overflow == "."]
+    assert [step for step, skipped in enumerate(expected.skipped) if not skipped] == kept
+    cases = [case.at(stage, config={"fp16": {"enabled": True, **fp16}}) for stage in range(4)]
+    for outcome in ranks(world_size, train_all, cases)[0]:
+        assert outcome.skipped == expected.skipped and outcome.scales == scales
+        for ours, theirs in ((outcome.losses, expected.losses), (outcome.norms, expected.norms)):
+            torch.testing.assert_close([ours[i] for i in kept], [theirs[i] for i in kept], rtol=2e-3, atol=0)
+        for name, value in expected.state.items():
+            assert outcome.state[name].dtype == torch.float16
+            torch.testing.assert_close(outcome.state[name], value, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "overflows", "scales"),
+    [
+        ({"scale": 128.0, "dynamic": False}, "xx..xx..", [128] * 8),
+        ({"scale": 4.0, "window": 3}, "......", [4, 4, 8, 8, 8, 16]),
+        ({"scale": 4.0, "window": 3, "hysteresis": 1}, "..x...", [4, 4, 2, 2, 2, 4]),  # the window begins again
+        ({"scale": 64.0, "hysteresis": 3}, "xxxx", [64, 64, 32, 16]),
+        ({"scale": 64.0, "hysteresis": 2}, "x.x.x", [64, 64, 32, 32, 16]),  # good steps do not refill it
+        ({"scale": 64.0, "hysteresis": 2, "consecutive_hysteresis": True}, "x.x.xx", [64, 64, 64, 64, 64, 32]),
+        ({"scale": 8.0, "window": 2, "hysteresis": 2}, "x..xx", [8, 8, 16, 16, 8]),  # doubling does
     ],
 )
-def test_static_scale_equals_plain_torch(ranks: RankPool, world_size: int, case: Case) -> None:
-    expected = train_mixed(case, world_size, Dtypes(torch.float16), lambda skipped: 256.0)
-    assert not any(expected.skipped)
-    for outcome in ranks(world_size, train_all, fp16(case, loss_scale=256.0))[0]:
-        assert_equals(outcome, expected)
+def test_the_loss_scale_after_each_step(options: dict[str, Any], overflows: str, scales: list[float]) -> None:
+    scaler, found = LossScaler(**{"dynamic": True, **options}), []
+    for overflow in overflows:
+        scaler.update(overflow == "x")
+        found.append(scaler.scale)
+    assert found == scales
 
 
-def test_an_overflow_skips_the_step_and_a_static_scale_stays(ranks: RankPool) -> None:
-    case = Case(models.mlp, overflowing_batch)
-    expected = train_mixed(case, 2, Dtypes(torch.float16), lambda skipped: 8.0)
-    assert expected.skipped == [False, True, False]
-    for outcome in ranks(2, train_all, fp16(case, loss_scale=8.0))[0]:
-        assert_equals(outcome, expected)
-
-
-@pytest.mark.parametrize(("hysteresis", "scales"), [(1, [8, 8, 4, 4, 8, 8]), (2, [8, 8, 8, 8, 16, 16])])
-def test_an_overflow_halves_a_dynamic_scale_and_good_steps_double_it(
-    ranks: RankPool, hysteresis: int, scales: list[float]
-) -> None:
-    case = Case(models.mlp, overflowing_batch, steps=6)
-    expected = train_mixed(case, 2, Dtypes(torch.float16), halving(8.0, hysteresis, 2))
-    assert expected.skipped == [False, True, False, False, False, False]
-    assert expected.scales == scales
-    settings = {"initial_scale_power": 3, "hysteresis": hysteresis, "loss_scale_window": 2}
-    for outcome in ranks(2, train_all, fp16(case, **settings))[0]:
-        assert_equals(outcome, expected)
-
-
-def test_a_scale_that_is_too_large_comes_down_by_itself(ranks: RankPool) -> None:
-    case = Case(models.short_gpt, models.token_batch, steps=6)
-    expected = train_mixed(case, 2, Dtypes(torch.float16), halving(2.0**18, 2, 1000))
-    assert expected.skipped == [True, True, True, True, False, False]
-    for outcome in ranks(2, train_all, fp16(case, initial_scale_power=18))[0]:
-        assert_equals(outcome, expected)
+def test_the_scale_stops_at_its_minimum_and_then_raises() -> None:
+    scaler = LossScaler(3.0, dynamic=True, hysteresis=1, minimum=2.0)
+    scaler.update(True)
+    assert scaler.scale == 2.0
+    text = refusal(scaler.update, True, kind=LossScaleError)
+    assert "smallest loss scale (2, fp16.min_loss_scale)" in text and "bf16" in text
 
 
 def test_the_graph_of_a_step_goes_with_it() -> None:
     """What a forward has returned is in no cycle, which would hold its graph until Python looks for some."""
-    config = fp16(Case(models.tiny_gpt, models.token_batch))[0].as_config()
     gc.disable()
     try:
-        with lowtide.initialize(models.tiny_gpt(), config) as engine:
+        with lowtide.initialize(models.tiny_gpt(), settings(fp16={"enabled": True})) as engine:
             loss = engine(*models.token_batch(0, 2))
             output = weakref.ref(loss)
             engine.backward(loss)

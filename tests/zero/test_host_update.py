@@ -3,7 +3,6 @@
 There is no device here: `apart.py` says how the host is made to be one.
 """
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
 from tests.kit.grids import pairs
 from tests.kit.models import mlp, short_gpt, tied_gpt, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW, Case, share_of
+from tests.kit.training import Case, refusal, settings, trained
 from tests.zero.apart import LateCopies, apart, model_apart, train_both_ways
 
 GPT = Case(short_gpt, token_batch, accumulation=2, clip=0.5, steps=2)
@@ -44,65 +43,48 @@ def pair(case: Case, folder: Path, device: str, params: bool = False, **changes:
     return on_native(case), on_native(case, **moved)
 
 
-def assert_same(ranks: RankPool, world_size: int, cases: list[tuple[Case, Case]]) -> None:
-    for index, (plain, moved) in enumerate(ranks(world_size, train_both_ways, cases)[0]):
-        assert moved.differences(plain) == [], (world_size, index, cases[index][1].config)
-
-
-def assert_pairs_same(ranks: RankPool, cases: list[tuple[int, tuple[Case, Case]]]) -> None:
+def assert_same(ranks: RankPool, *cases: tuple[int, tuple[Case, Case]]) -> None:
     """cases: each with its number of ranks."""
-    for size in (1, 2):
-        assert_same(ranks, size, [one for its, one in cases if its == size])
+    for size in {size for size, _ in cases}:
+        some = [case for its_size, case in cases if its_size == size]
+        for (_, case), (plain, moved) in zip(some, ranks(size, train_both_ways, some)[0], strict=True):
+            assert list(map(str, moved.norms)) == list(map(str, plain.norms))  # nan where a step was skipped
+            assert [name for name in moved.differences(plain) if name != "norms"] == [], (size, case)
+            assert ("fp16" in case.config) == (True in plain.skipped) and False in plain.skipped
 
 
 def test_every_stage(ranks: RankPool, tmp_path: Path) -> None:
     grid = pairs((1, 2), range(4), ("cpu", "nvme"), ({}, BF16))
-    cases = [(size, pair(GPT.at(stage, config=bf16), tmp_path, device)) for size, stage, device, bf16 in grid]
-    assert_pairs_same(ranks, cases)
+    assert_same(ranks, *((n, pair(GPT.at(stage, config=bf16), tmp_path, place)) for n, stage, place, bf16 in grid))
 
 
 def test_parameters_too(ranks: RankPool, tmp_path: Path) -> None:
     grid = pairs((1, 2), BLOCKS, ("cpu", "nvme"), ({}, BF16))
-    cases = [(size, pair(case.at(3, config=bf16), tmp_path, device, True)) for size, case, device, bf16 in grid]
-    assert_pairs_same(ranks, cases)
+    assert_same(ranks, *((n, pair(case.at(3, config=bf16), tmp_path, place, True)) for n, case, place, bf16 in grid))
 
 
 def test_parameters_alone(ranks: RankPool, tmp_path: Path) -> None:
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
     recomputed = {"activation_checkpointing": {"every": 1}}
     cases = [(BLOCKS[0].at(3, config=config), place) for config, place in ((BF16, nvme), (recomputed, cpu))]
-    assert_same(ranks, 2, [(on_native(case), on_native(case, offload_param=place)) for case, place in cases])
+    assert_same(ranks, *((2, (on_native(case), on_native(case, offload_param=place))) for case, place in cases))
 
 
 def test_a_share_of_the_shards(ranks: RankPool, tmp_path: Path) -> None:
-    case = BLOCKS[0].at(3)
-    cases = [
-        pair(case.at(1, config=BF16), tmp_path, "cpu", ratio=0.75),
-        pair(case, tmp_path, "nvme", params=True, ratio=0.3),
-    ]
-    assert_same(ranks, 2, cases)
+    some = pair(BLOCKS[0].at(1, config=BF16), tmp_path, "cpu", ratio=0.75)
+    assert_same(ranks, (2, some), (2, pair(BLOCKS[0].at(3), tmp_path, "nvme", params=True, ratio=0.3)))
 
 
-def test_updates_in_backward(ranks: RankPool, tmp_path: Path) -> None:
+def test_updates_in_backward_and_before_the_norm(ranks: RankPool, tmp_path: Path) -> None:
     """Of parameters that are elsewhere in float32, and of those that are there in bfloat16."""
-    forms = [(Case(short_gpt, token_batch, 3), True), (Case(short_gpt, token_batch, 3, config=BF16), False)]
-    cases = []
-    for (case, params), place in zip(forms, ("cpu", "nvme"), strict=True):
-        in_backward = case.at(3, steps=2, config={"zero_optimization": {"update_in_backward": True}})
-        cases.append(pair(in_backward, tmp_path, place, params))
-    for number, (clip, place) in enumerate(((0.05, "nvme"), (0.05, "cpu"))):
-        case, params = forms[number % 2]
-        cases.append(pair(case.at(3, clip=clip), tmp_path, place, params, overlap="speculative"))
-    assert_same(ranks, 2, cases)
-
-
-def test_float16_with_steps_that_overflow(ranks: RankPool, tmp_path: Path) -> None:
-    config = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
-    cases = [pair(Case(short_gpt, token_batch, stage, config=config, steps=5), tmp_path, "cpu") for stage in (1, 3)]
-    for plain, moved in ranks(2, train_both_ways, cases)[0]:
-        assert True in plain.skipped and False in plain.skipped
-        assert list(map(str, moved.norms)) == list(map(str, plain.norms))  # nan where a step was skipped
-        assert [name for name in moved.differences(plain) if name != "norms"] == []
+    case, in_backward = Case(short_gpt, token_batch, 3), {"zero_optimization": {"update_in_backward": True}}
+    assert_same(
+        ranks,
+        (2, pair(case.at(3, steps=2, config=in_backward), tmp_path, "cpu", True)),
+        (2, pair(case.at(3, steps=2, config={**in_backward, **BF16}), tmp_path, "nvme")),
+        (2, pair(case.at(3, clip=0.05), tmp_path, "nvme", True, overlap="speculative")),
+        (2, pair(case.at(3, clip=0.05, config=BF16), tmp_path, "cpu", overlap="speculative")),
+    )
 
 
 def test_delayed_updates(ranks: RankPool, tmp_path: Path) -> None:
@@ -110,19 +92,20 @@ def test_delayed_updates(ranks: RankPool, tmp_path: Path) -> None:
     cases = []
     for stage, config, device in ((0, {}, "nvme"), (3, BF16, "cpu")):
         _, moved = pair(GPT.at(stage, config=config), tmp_path, device, overlap="delayed", delay_after_steps=1)
-        cases.append((moved.at(stage, steps=3),) * 2)
-    assert_same(ranks, 2, cases)
+        cases.append((2, (moved.at(stage, steps=3),) * 2))
+    assert_same(ranks, *cases)
 
 
-def test_hybrid_sharding(ranks: RankPool, tmp_path: Path) -> None:
-    config = {"zero_optimization": {"shard_size": 2}, **BF16}
-    assert_same(ranks, 4, [pair(GPT.at(3, config=config), tmp_path, "cpu", True)])
-
-
-def test_a_pipeline_with_tied_weights(ranks: RankPool, tmp_path: Path) -> None:
-    config = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}}
-    case = Case(tied_gpt, token_batch, accumulation=2, clip=0.5, steps=2, config=config)
-    assert_same(ranks, 4, [pair(case.at(3), tmp_path, "cpu")])
+def test_float16_hybrid_shards_and_a_pipeline_with_tied_weights(ranks: RankPool, tmp_path: Path) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
+    hybrid = {"zero_optimization": {"shard_size": 2}, **BF16}
+    piped = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}}
+    assert_same(
+        ranks,
+        *((2, pair(Case(short_gpt, token_batch, stage, config=fp16, steps=5), tmp_path, "cpu")) for stage in (1, 3)),
+        (4, pair(GPT.at(3, config=hybrid), tmp_path, "cpu", True)),
+        (4, pair(GPT.at(3, build=tied_gpt, config=piped), tmp_path, "cpu")),
+    )
 
 
 def there_and_back(plain: Case, moved: Case, folder: Path) -> list[Continuation]:
@@ -141,30 +124,21 @@ def test_checkpoints_go_to_the_host_and_back(ranks: RankPool, tmp_path: Path) ->
     assert [other.differences(saved) for other in others] == [[]] * 3
 
 
-def bytes_by_place(config: dict[str, Any]) -> tuple[int, int, int]:
+def bytes_by_place(case: Case) -> tuple[int, int, int]:
     """After a step: optimizer bytes on the device, those on the host, and bytes of gradients anywhere."""
-    engine = lowtide.initialize(tiny_gpt(), config)
-    engine.train_step(share_of(token_batch(0, 2 * engine.world_size)))
-    memory = engine.memory()
-    found = memory.optimizer_bytes, engine.optimizer.offloaded_bytes, memory.gradient_bytes
-    engine.close()
-    return found
+    with trained(case, 1) as engine:
+        memory = engine.memory()
+        return memory.optimizer_bytes, engine.optimizer.offloaded_bytes, memory.gradient_bytes
 
 
 @pytest.mark.parametrize(("ratio", "low", "high"), [(1.0, 1.0, 1.0), (0.5, 0.3, 0.7)])
-def test_bytes_are_where_the_config_says(ranks: RankPool, ratio: float, low: float, high: float) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 0,
-        "optimizer": ADAMW,
-        "bf16": {"enabled": True},
-        "communication": {"transport": "native"},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
-    }
-    for on_device, on_host, gradients in ranks(2, apart, bytes_by_place, config):
+def test_bytes_are_where_the_config_says(
+    ranks: RankPool, tmp_path: Path, ratio: float, low: float, high: float
+) -> None:
+    case = pair(Case(tiny_gpt, token_batch, 2, config=BF16), tmp_path, "cpu", ratio=ratio)[1]
+    for on_device, on_host, gradients in ranks(2, apart, bytes_by_place, case):
         assert low <= on_host / (on_device + on_host) <= high
-        if ratio == 1.0:
-            assert gradients == 0  # the host's buffers are there for the next step, and nothing on the device
+        assert ratio < 1 or gradients == 0  # the host's buffers are there for the next step, none on the device
 
 
 def test_at_most_two_gradients_are_on_their_way() -> None:
@@ -186,11 +160,10 @@ def test_at_most_two_gradients_are_on_their_way() -> None:
 
 
 def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:
-    expected = 'offload_optimizer.device: "cpu" needs an optimizer of the config'
-    with model_apart(), pytest.raises(ValueError, match=re.escape(expected)) as caught:
-        zero = {"offload_optimizer": {"device": "cpu"}}
-        lowtide.initialize(mlp(), {"zero_optimization": zero}, optimizer=torch.optim.RMSprop)
-    assert str(caught.value).endswith('set "none"')
+    config = settings(optimizer=None, zero_optimization={"offload_optimizer": {"device": "cpu"}})
+    with model_apart():
+        text = refusal(lowtide.initialize, mlp(), config, optimizer=torch.optim.RMSprop)
+    assert 'offload_optimizer.device: "cpu" needs an optimizer of the config' in text and text.endswith('set "none"')
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
@@ -200,13 +173,10 @@ def test_memory_is_pinned_as_the_config_says(monkeypatch: pytest.MonkeyPatch, is
     monkeypatch.setattr("lowtide.offload.host_memory._has_driver", lambda: True)
     monkeypatch.setattr("lowtide.offload.host_memory._pin", pin)
     monkeypatch.setattr("lowtide.offload.host_memory._unpin", Mock())
-    with model_apart():
-        place = {"device": "cpu", "pin_memory": is_pinned}
-        zero = {"stage": 3, "offload_optimizer": place, "offload_param": place}
-        engine = lowtide.initialize(mlp(), {"optimizer": ADAMW, "steps_per_print": 0, "zero_optimization": zero})
-        engine.train_step(vector_batch(0, 1))
-        engine.close()
-    assert pin.called == is_pinned
+    place = {"device": "cpu", "pin_memory": is_pinned}
+    zero = {"offload_optimizer": place, "offload_param": place}
+    with model_apart(), trained(Case(mlp, vector_batch, 3, config={"zero_optimization": zero}), 1):
+        assert pin.called == is_pinned
 
 
 @pytest.mark.parametrize("overlap", ["none", "delayed"])
@@ -214,15 +184,8 @@ def test_two_backwards_before_a_step_add_up(overlap: str) -> None:
     """Each of two losses has its own backward, at the boundary."""
     offload = {"device": "cpu", "overlap": overlap, **({"delay_after_steps": 0} if overlap == "delayed" else {})}
     for stage in (0, 2, 3):
-        with model_apart():
-            config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "optimizer": {"type": "sgd", "params": {"lr": 1.0}},
-                "zero_optimization": {"stage": stage, "offload_optimizer": offload},
-            }
-            with lowtide.initialize(torch.nn.Linear(3, 1, bias=False), config) as engine:
-                for place in range(2):
-                    inputs = torch.zeros(1, 3)
-                    inputs[0, place] = 10.0**place
-                    engine.backward(engine(inputs).sum())
-                assert engine.step().grad_norm.item() == pytest.approx(101**0.5)
+        config = settings(stage, train_micro_batch_size_per_gpu=1, zero_optimization={"offload_optimizer": offload})
+        with model_apart(), lowtide.initialize(torch.nn.Linear(3, 1, bias=False), config) as engine:
+            for inputs in torch.tensor([[[1.0, 0, 0]], [[0, 10.0, 0]]]):
+                engine.backward(engine(inputs).sum())
+            assert engine.step().grad_norm.item() == pytest.approx(101**0.5)

@@ -1,79 +1,77 @@
-"""Shards within groups of two, replicas between the groups: the numbers of plain torch and of stage 0."""
+"""Shards within groups of ranks, replicas between them; and hpZ, parameters in groups and states over all ranks."""
 
 import time
+from collections import Counter
 from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import lowtide
 from lowtide.comm.shared_segment import REDUCED, SharedCounters
+from lowtide.offload import PagePool
+from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
+from tests.engine.test_memory import EVEN_NUMEL, Even, config_of, measured
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_close, train, train_all, train_plainly
+from tests.kit.training import Case, Outcome, assert_alike, assert_close, logged, train, train_all, train_plainly
+
+HYBRID = {"zero_optimization": {"shard_size": 2}}
+MLP = Case(models.mlp, models.vector_batch, clip=0.3)
+BF16 = MLP.at(0, config={"bf16": {"enabled": True}})
 
 
 @pytest.mark.parametrize(("transport", "accumulation"), [("shared_memory", 2), ("sockets", 1)])
 def test_hybrid_sharding_equals_plain_torch(ranks: RankPool, transport: str, accumulation: int) -> None:
     """The order of sums differs: pairs of ranks first, then the pairs."""
-    config = {"communication": {"transport": transport}}
-    case = Case(models.short_gpt_float64, models.token_batch, clip=0.3, steps=2, config=config)
-    hybrid = {"zero_optimization": {"shard_size": 2}}
-    grid = [case.at(stage, accumulation=accumulation, config=hybrid) for stage in (2, 3)]
-    expected = train_plainly(grid[0], 4)
-    outcomes = ranks(4, train_all, grid)[0]
+    config = {"communication": {"transport": transport}, **HYBRID}
+    case = Case(models.short_gpt_float64, models.token_batch, 2, accumulation, steps=2, clip=0.3, config=config)
+    outcomes = ranks(4, train_all, [case, case.at(3)])[0]
     for outcome in outcomes:
-        assert_close(outcome, expected, 1e-10, 1e-10)
-        if accumulation == 1:
-            assert outcome.differences(outcomes[0]) == []
+        assert_close(outcome, train_plainly(case, 4), 1e-10, 1e-10)
+    if accumulation == 1:
+        assert_alike(outcomes)
 
 
 def test_hybrid_sharding_in_bf16(ranks: RankPool) -> None:
-    case = Case(models.mlp, models.vector_batch, steps=2, config={"bf16": {"enabled": True}})
-    hybrid = [case.at(stage, config={"zero_optimization": {"shard_size": 2}}) for stage in (1, 3)]
-    stage_0, *others = ranks(4, train_all, [case, *hybrid])[0]
-    for outcome in others:
-        assert outcome.losses == pytest.approx(stage_0.losses, rel=1e-2)
-        assert outcome.differences(others[0]) == []
+    stage_0, *others = ranks(4, train_all, [BF16, *(BF16.at(stage, config=HYBRID) for stage in (1, 3))])[0]
+    assert others[0].losses == pytest.approx(stage_0.losses, rel=1e-2)
+    assert_alike(others)
 
 
 def test_a_shard_group_of_one_rank_is_stage_0(ranks: RankPool) -> None:
-    case = Case(models.mlp, models.vector_batch, clip=0.05)
-    work = [case.at(0), *(case.at(s, config={"zero_optimization": {"shard_size": 1}}) for s in (1, 2, 3))]
-    stage_0, *outcomes = ranks(2, train_all, work)[0]
-    for outcome in outcomes:
-        assert outcome.differences(stage_0) == []
+    alone = {"zero_optimization": {"shard_size": 1}}
+    assert_alike(ranks(2, train_all, [MLP, *(MLP.at(stage, config=alone) for stage in (1, 2, 3))])[0])
 
 
-def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
-    """A rank that hears late of a sum must not go on with a newer one: that one needs the memory of the older one."""
-    hybrid = Case(
-        partial(models.Mlp, 12), models.vector_batch, stage=2, config={"zero_optimization": {"shard_size": 2}}
-    )
-    outcomes = ranks(4, _train_hearing_late, hybrid)
-    assert outcomes[0].differences(ranks(4, train, hybrid)[0]) == []
-
-
-def _train_hearing_late(case: Case) -> Outcome:
+def train_hearing_late(case: Case) -> Outcome:
     hears = SharedCounters.has_come
 
     def hears_late(counters: SharedCounters, counter: int, target: int) -> bool:
         time.sleep(2e-4)
         return counter != REDUCED and hears(counters, counter, target)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedCounters, "has_come", hears_late)
+    with mock.patch.object(SharedCounters, "has_come", hears_late):
         return train(case)
+
+
+def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
+    """A rank that hears late of a sum must not go on with a newer one: that one needs the memory of the older one."""
+    case = MLP.at(2, build=partial(models.Mlp, 12), config=HYBRID)
+    assert_alike([ranks(4, train_hearing_late, case)[0], ranks(4, train, case)[0]])
 
 
 def step_after_two_backwards(transports: list[str]) -> list[float]:
     """Norms. Both are the last of their step, as far as is known when they run."""
     norms = []
     for transport in transports:
-        case = Case(models.mlp_float64, models.vector_batch_float64, config={"communication": {"transport": transport}})
-        config = case.at(2, config={"zero_optimization": {"shard_size": 2}}).as_config()
+        config = {"communication": {"transport": transport}, **HYBRID}
+        case = Case(models.mlp_float64, models.vector_batch_float64, 2, config=config)
         torch.manual_seed(0)
-        with lowtide.initialize(models.mlp_float64(), config) as engine:
+        with lowtide.initialize(models.mlp_float64(), case.as_config()) as engine:
             for number in range(2):
                 engine(*models.vector_batch_float64(10 * engine.rank + number, 2)).backward()
             norms.append(engine.step().grad_norm.item())
@@ -83,9 +81,123 @@ def step_after_two_backwards(transports: list[str]) -> list[float]:
 def test_another_backward_adds_to_a_sum_that_was_final(ranks: RankPool) -> None:
     torch.manual_seed(0)
     model = models.mlp_float64()
-    for rank in range(4):
-        for number in range(2):
-            (model(*models.vector_batch_float64(10 * rank + number, 2)) / 4).backward()
+    for number in (10 * rank + number for rank in range(4) for number in range(2)):
+        (model(*models.vector_batch_float64(number, 2)) / 4).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf).item()
     found = ranks(4, step_after_two_backwards, ["shared_memory", "sockets"])[0]
     assert found == pytest.approx([norm, norm], rel=1e-6)  # it is shown in float32
+
+
+# -- hpZ of ZeRO++ ----------------------------------------------------------------------------------------------------
+
+PAIRS = {"zero_hpz_partition_size": 2}
+
+
+def both(case: Case, transport: str = "sockets", **zero: Any) -> list[Case]:
+    """Plain stage 3, and with pairs."""
+    config = {"communication": {"transport": transport}}
+    return [case.at(3, config={**config, "zero_optimization": {**zero, **more}}) for more in ({}, PAIRS)]
+
+
+def test_pairs_have_the_bits_of_stage_3(ranks: RankPool) -> None:
+    """Sums are in the order of ranks, wherever the parts lie."""
+    tied = Case(models.tied_gpt, models.token_batch, clip=0.3, steps=2)
+    late = {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}
+    work = [
+        both(tied),
+        both(BF16.at(3, accumulation=2)),
+        both(BF16.at(3, clip=0.0), update_in_backward=True),
+        both(BF16, offload_optimizer={"device": "cpu", "overlap": "speculative"}),
+        both(BF16, offload_optimizer=late),
+        [both(BF16)[0], both(BF16, zero_hpz_partition_size=4)[0]],  # all ranks in a partition
+        both(BF16, shard_size=2),  # a partition that is a shard group
+    ]
+    outcomes = ranks(4, train_all, [case for cases in work for case in cases])[0]
+    for plain, paired, case in zip(outcomes[::2], outcomes[1::2], work, strict=True):
+        assert_alike([plain, paired], case)
+
+
+def train_without_pages(cases: list[Case]) -> list[Outcome]:
+    """What stays has a storage of its own, as on a device."""
+    with mock.patch.object(PagePool, "is_possible", return_value=False):
+        return train_all(cases)
+
+
+def test_pairs_of_a_device_have_the_numbers_of_stage_3(ranks: RankPool) -> None:
+    assert_alike(ranks(4, train_without_pages, both(BF16))[0])
+    case = Case(models.short_gpt_float64, models.token_batch, clip=0.3, steps=2)
+    plain, paired = ranks(4, train_all, both(case, "native"))[0]
+    assert_close(paired, plain, 1e-10, 1e-10)
+
+
+def bytes_and_gathers(transport: str, zero: dict[str, Any]) -> tuple[dict[str, int], Counter[tuple[Any, ...]]]:
+    """Bytes of model states between steps; (ranks, bytes received) of each message-passing gather of a step."""
+    config = config_of(3, transport, is_mixed=True)
+    engine = lowtide.initialize(Even(), {**config, "zero_optimization": {"stage": 3, **zero}})
+    gathers: Counter[tuple[Any, ...]] = Counter()
+    for axis in {id(axis.transport): axis for axis in engine._mesh._lines.values()}.values():
+
+        def gather(full: Any, part: Any, what: str, axis: Any = axis, plain: Any = axis.transport.gather) -> Any:
+            if axis.size > 1:
+                gathers[axis.ranks, full.nbytes - part.nbytes] += 1
+            return plain(full, part, what)
+
+        axis.transport.gather = gather  # type: ignore[method-assign]  # to count its messages
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 64)))
+        engine.step()
+    said = engine.memory()
+    assert measured(engine) == said.__dict__
+    engine.close()
+    lines = engine._mesh._lines.values()
+    assert transport != "sockets" or all(
+        getattr(axis.transport, "_group", 0) is None for axis in lines if axis.size > 1
+    ), "see World.leave"
+    return said.__dict__, gathers
+
+
+def test_every_pair_holds_all_parameters_and_every_rank_a_quarter_of_the_states(ranks: RankPool) -> None:
+    """bf16: 2 bytes of a parameter, 2 of its gradient, 12 of master weight and moments."""
+    unit = 2 * EVEN_NUMEL // 4  # bytes of each of the four matrices
+    for rank, (said, gathers) in enumerate(ranks(4, bytes_and_gathers, "sockets", PAIRS)):
+        assert said == {
+            "parameter_bytes": 2 * EVEN_NUMEL // 2,
+            "optimizer_bytes": 12 * EVEN_NUMEL // 4,
+            "gradient_bytes": 2 * EVEN_NUMEL // 4,
+        }
+        pair, others = ((0, 1), (2, 3))[rank // 2], (rank % 2, rank % 2 + 2)
+        # To the other pair goes, once a step, what was updated.
+        assert {key: count for key, count in gathers.items() if key[0] == others} == {(others, unit // 4): 4}
+        assert set(gathers) == {(pair, unit // 2), (others, unit // 4)}
+
+
+def notes_at_start(zero: dict[str, Any]) -> list[str]:
+    config = {**config_of(3, "shared_memory", is_mixed=False), "zero_optimization": {"stage": 3, **zero}}
+    with logged() as found:
+        lowtide.initialize(Even(), config).close()
+    return [text for text in found if "zero_hpz_partition_size" in text]
+
+
+def test_ranks_that_share_memory_have_one_copy_in_any_case_and_are_told(ranks: RankPool) -> None:
+    for said, _ in ranks(4, bytes_and_gathers, "shared_memory", PAIRS):
+        assert (said["parameter_bytes"], said["optimizer_bytes"]) == (2 * EVEN_NUMEL // 4, 12 * EVEN_NUMEL // 4)
+    assert ranks(4, notes_at_start, PAIRS)[0] == [
+        "config: zero_optimization.zero_hpz_partition_size: 2 has no effect here: its ranks share the memory of a "
+        "host, with a single copy of the parameters, so nothing is gathered"
+    ]
+    assert ranks(4, notes_at_start, {})[0] == []
+
+
+def test_checkpoints_go_to_other_worlds_and_come_back(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(models.short_gpt, models.token_batch, clip=0.5)
+    plain, paired = both(case)
+    saved: dict[str, Continuation] = {
+        "pairs": ranks(4, save_and_go_on, paired, tmp_path, 4, "pairs")[0],
+        "two": ranks(2, save_and_go_on, plain, tmp_path, 2, "two")[0],
+    }
+    for tag, other, size in (("pairs", case.at(1), 2), ("two", paired, 4)):
+        loaded = ranks(size, load_and_go_on, other, tmp_path, size, tag)[0]
+        assert loaded.restored.keys() == saved[tag].restored.keys()
+        for name, value in saved[tag].restored.items():
+            assert torch.equal(loaded.restored[name], value), (tag, size, name)
+        assert loaded.losses == pytest.approx(saved[tag].losses, rel=1e-4)

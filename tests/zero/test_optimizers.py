@@ -1,6 +1,6 @@
 """Every optimizer of the config trains as its twin in torch does."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,81 +10,69 @@ from torch import Tensor
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, assert_close, train_all, train_plainly
-from tests.zero.mixed_precision import Dtypes, train_mixed
+from tests.zero.delayed_update import Dtypes, train_mixed
 
 
-class Lion(torch.optim.Optimizer):
+class Formula(torch.optim.Optimizer):
+    """An update that is written out: formula(parameter, gradient, state, group); state["step"] counts from 1."""
+
+    def __init__(
+        self, params: Any, formula: Callable[[Tensor, Any, dict[str, Any], Any], None], **options: Any
+    ) -> None:
+        super().__init__(params, options)
+        self.formula = formula
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["step"] = self.state[param].get("step", 0) + 1
+                self.formula(param, param.grad, self.state[param], group)
+
+
+def moments(param: Tensor, gradient: Tensor, state: dict[str, Any], group: Any) -> tuple[Tensor, Tensor]:
+    beta1, beta2 = group["betas"]
+    mean, squares = (state.setdefault(name, torch.zeros_like(param)) for name in ("mean", "squares"))
+    mean.copy_(beta1 * mean + (1 - beta1) * gradient)
+    squares.copy_(beta2 * squares + (1 - beta2) * gradient**2)
+    return mean, squares
+
+
+def lion(param: Tensor, gradient: Tensor, state: dict[str, Any], group: Any) -> None:
     """Program 1 of arXiv 2302.06675, as it stands there."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                update = torch.sign(beta1 * momentum + (1 - beta1) * param.grad)
-                self.state[param]["momentum"] = beta2 * momentum + (1 - beta2) * param.grad
-                param -= group["lr"] * (update + group["weight_decay"] * param)
+    beta1, beta2 = group["betas"]
+    momentum = state.setdefault("momentum", torch.zeros_like(param))
+    update = torch.sign(beta1 * momentum + (1 - beta1) * gradient)
+    momentum.copy_(beta2 * momentum + (1 - beta2) * gradient)
+    param -= group["lr"] * (update + group["weight_decay"] * param)
 
 
-class UncorrectedAdamW(torch.optim.Optimizer):
+def uncorrected_adamw(param: Tensor, gradient: Tensor, state: dict[str, Any], group: Any) -> None:
     """AdamW without the factors of its first steps, as DeepSpeed has it with bias_correction false."""
-
-    def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
-        super().__init__(params, options)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                state = self.state[param]
-                mean, squares = (state.setdefault(name, torch.zeros_like(param)) for name in ("mean", "squares"))
-                mean.copy_(beta1 * mean + (1 - beta1) * param.grad)
-                squares.copy_(beta2 * squares + (1 - beta2) * param.grad**2)
-                param *= 1 - group["lr"] * group["weight_decay"]
-                param -= group["lr"] * mean / (squares.sqrt() + group["eps"])
+    mean, squares = moments(param, gradient, state, group)
+    param *= 1 - group["lr"] * group["weight_decay"]
+    param -= group["lr"] * mean / (squares.sqrt() + group["eps"])
 
 
-class Lamb(torch.optim.Optimizer):
+def lamb(param: Tensor, gradient: Tensor, state: dict[str, Any], group: Any) -> None:
     """Algorithm 2 of arXiv 1904.00962, with bounds of the ratio."""
-
-    def __init__(self, params: Iterable[Tensor], **options: Any) -> None:
-        super().__init__(params, options)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                state = self.state[param]
-                mean, squares = (state.setdefault(name, torch.zeros_like(param)) for name in ("mean", "squares"))
-                state["step"] = step = state.get("step", 0) + 1
-                mean.copy_(beta1 * mean + (1 - beta1) * param.grad)
-                squares.copy_(beta2 * squares + (1 - beta2) * param.grad**2)
-                first, second = mean / (1 - beta1**step), squares / (1 - beta2**step)
-                update = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * param
-                ratio = (param.norm() / update.norm()).clamp(group["least"], group["most"])
-                param -= group["lr"] * (1.0 if param.norm() == 0 else ratio) * update
+    mean, squares = moments(param, gradient, state, group)
+    first, second = (m / (1 - beta ** state["step"]) for m, beta in zip((mean, squares), group["betas"], strict=True))
+    update = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * param
+    ratio = (param.norm() / update.norm()).clamp(group["least"], group["most"])
+    param -= group["lr"] * (1.0 if param.norm() == 0 else ratio) * update
 
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 NESTEROV: dict[str, Any] = {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
 HEAVY_BALL: dict[str, Any] = {"lr": 1e-2, "momentum": 0.8, "dampening": 0.3}
 LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}
-ADAGRAD: dict[str, Any] = {
-    "lr": 1e-2,
-    "lr_decay": 0.1,
-    "weight_decay": 0.1,
-    "initial_accumulator_value": 0.2,
-    "eps": 1e-7,
-}
+ADAGRAD: dict[str, Any] = {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-7}
+ADAGRAD["initial_accumulator_value"] = 0.2
 RMSPROP: dict[str, Any] = {"lr": 1e-2, "alpha": 0.9, "momentum": 0.5, "centered": True, "weight_decay": 0.1}
 NADAM: dict[str, Any] = {**ADAM, "momentum_decay": 0.1}
 APART: dict[str, Any] = {**ADAM, "decoupled_weight_decay": True}
+RADAM: dict[str, Any] = {**APART, "betas": (0.8, 0.7)}
 OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]]] = [
     ("adamw", ADAM, partial(torch.optim.AdamW, **ADAM)),
     ("adamw", {}, torch.optim.AdamW),
@@ -93,19 +81,19 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]
     ("sgd", {"lr": 1e-2, "weight_decay": 0.1}, partial(torch.optim.SGD, lr=1e-2, weight_decay=0.1)),
     ("sgd", HEAVY_BALL, partial(torch.optim.SGD, **HEAVY_BALL)),
     ("sgd", NESTEROV, partial(torch.optim.SGD, **NESTEROV)),
-    ("lion", LION, partial(Lion, **LION)),
+    ("lion", LION, partial(Formula, formula=lion, **LION)),
     ("adagrad", ADAGRAD, partial(torch.optim.Adagrad, **ADAGRAD)),
     ("adagrad", {}, torch.optim.Adagrad),
-    ("adamw", {**ADAM, "bias_correction": False}, partial(UncorrectedAdamW, **ADAM)),
+    ("adamw", {**ADAM, "bias_correction": False}, partial(Formula, formula=uncorrected_adamw, **ADAM)),
     ("rmsprop", RMSPROP, partial(torch.optim.RMSprop, **RMSPROP)),
     ("RMSprop", {}, torch.optim.RMSprop),
     ("adamax", ADAM, partial(torch.optim.Adamax, **ADAM)),
     ("nadam", NADAM, partial(torch.optim.NAdam, **NADAM)),
     ("NAdam", APART, partial(torch.optim.NAdam, **APART)),
     ("radam", ADAM, partial(torch.optim.RAdam, **ADAM)),
-    ("RAdam", {**APART, "betas": (0.8, 0.7)}, partial(torch.optim.RAdam, **{**APART, "betas": (0.8, 0.7)})),
-    ("FusedLamb", ADAM, partial(Lamb, **ADAM, least=0.01, most=10.0)),
-    ("lamb", {**ADAM, "max_coeff": 1.5, "min_coeff": 0.9}, partial(Lamb, **ADAM, least=0.9, most=1.5)),
+    ("RAdam", RADAM, partial(torch.optim.RAdam, **RADAM)),
+    ("FusedLamb", ADAM, partial(Formula, formula=lamb, **ADAM, least=0.01, most=10.0)),
+    ("lamb", {**ADAM, "max_coeff": 1.5, "min_coeff": 0.9}, partial(Formula, formula=lamb, **ADAM, least=0.9, most=1.5)),
     ("adadelta", {"weight_decay": 0.1, "rho": 0.8}, partial(torch.optim.Adadelta, weight_decay=0.1, rho=0.8)),
 ]
 MODELS = [
@@ -126,16 +114,10 @@ def test_every_optimizer_equals_its_torch_twin(ranks: RankPool) -> None:
 
 
 def test_every_optimizer_updates_float32_masters_of_bf16_weights(ranks: RankPool) -> None:
-    config = {"bf16": {"enabled": True}}
-    work = [
-        (
-            Case(models.mlp, models.vector_batch, 3, config={**config, "optimizer": {"type": name, "params": params}}),
-            twin,
-        )
-        for name, params, twin in {name.lower(): (name, params, twin) for name, params, twin in OPTIMIZERS}.values()
-    ]
-    outcomes = ranks(2, train_all, [case for case, _ in work])[0]
-    for (case, twin), outcome in zip(work, outcomes, strict=True):
+    last = {name.lower(): (name, params, twin) for name, params, twin in OPTIMIZERS}.values()
+    mlp = Case(models.mlp, models.vector_batch, 3, config={"bf16": {"enabled": True}})
+    cases = [mlp.at(3, config={"optimizer": {"type": name, "params": params}}) for name, params, _ in last]
+    for case, (_, _, twin), outcome in zip(cases, last, ranks(2, train_all, cases)[0], strict=True):
         expected = train_mixed(case, 2, Dtypes(torch.bfloat16), make_optimizer=twin)
         torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-2, atol=0)
         for name, value in expected.state.items():

@@ -1,105 +1,82 @@
 """Messages of few bits: one training at every stage and on every transport that sends; errors do not add up."""
 
-import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowtide
 from lowtide.zero.group import ShardedGroup
 from tests.engine.saving import Continuation, load_all, save_all
 from tests.kit import models
-from tests.kit.ranks import RankError, RankPool
-from tests.kit.training import Case, Outcome, assert_close, share_of, train_all
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, assert_alike, assert_close, logged, take_step, train_all, trained
 
 BASE = Case(models.short_gpt, models.token_batch, clip=0.3, steps=2)
 BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+HOST = {"device": "cpu"}
 
 
-def at(
-    stage: int, transport: str = "sockets", zero: dict[str, Any] | None = None, case: Case = BASE, **more: Any
-) -> Case:
+def at(stage: int, transport: str = "sockets", zero: Any = (), case: Case = BASE, **more: Any) -> Case:
     """Four ranks that stand for two hosts, with gradients of 4 bits between these. more: of the section."""
     communication = {"transport": transport, "gradient_bits": 4, "ranks_of_host": 2, **more}
-    return case.at(stage, config={"communication": communication, "zero_optimization": zero or {}})
+    return case.at(stage, config={"communication": communication, "zero_optimization": dict(zero)})
 
 
 def test_every_stage_has_the_same_bits_with_gradients_of_few(ranks: RankPool) -> None:
     """A gradient is summed in the same two levels, and its random bits are those of its group, step and rank."""
-    first, *others, plain = ranks(4, train_all, [*map(at, (1, 2, 3)), at(2, gradient_bits=None)])[0]
-    for other in others:
-        assert other.differences(first) == []
-    assert first.differences(plain) != []
-    assert_close(first, plain, 0.05, 0.1)
+    *outcomes, plain = ranks(4, train_all, [*map(at, (1, 2, 3)), at(2, gradient_bits=None)])[0]
+    assert_alike(outcomes)
+    assert outcomes[0].differences(plain) != []
+    assert_close(outcomes[0], plain, 0.05, 0.1)
 
 
 def test_a_backend_that_sums_sends_the_same_messages(ranks: RankPool) -> None:
     work = [at(stage, transport, weight_bits=8) for stage in (2, 3) for transport in ("sockets", "native")]
-    outcomes: list[Outcome] = ranks(4, train_all, work)[0]
-    for own, native in zip(outcomes[::2], outcomes[1::2], strict=True):
-        assert native.differences(own) == []
+    outcomes = ranks(4, train_all, work)[0]
+    assert_alike(outcomes[:2])
+    assert_alike(outcomes[2:])
 
 
 def test_where_things_rest_and_when_they_are_updated_changes_no_bit(ranks: RankPool) -> None:
-    host = {"device": "cpu"}
-    case = BASE.at(3, clip=0.0, config=BF16)
     zeros: list[dict[str, Any]] = [
         {},
-        {"offload_optimizer": host},
-        {"offload_optimizer": {**host, "overlap": "speculative"}},
-        {"offload_optimizer": host, "offload_param": host},
+        {"offload_optimizer": HOST},
+        {"offload_optimizer": {**HOST, "overlap": "speculative"}},
+        {"offload_optimizer": HOST, "offload_param": HOST},
         {"update_in_backward": True},
         {"stage3_prefetch_bucket_size": 0},
     ]
+    case = BASE.at(3, clip=0.0, config=BF16)
     work = [at(3, zero=zero, case=case, weight_bits=8, ranks_of_host=1) for zero in zeros]
-    first, *others = ranks(2, train_all, work)[0]
-    for zero, other in zip(zeros[1:], others, strict=True):
-        assert other.differences(first) == [], zero
+    assert_alike(ranks(2, train_all, work)[0])
 
 
-def short_tied_gpt() -> nn.Module:
-    return models.TinyGPT(layers=1, tied=True)
-
-
-def of_two_blocks() -> nn.Module:
-    return models.TinyGPT(layers=2)
-
-
+TIED = BASE.at(2, build=partial(models.TinyGPT, layers=1, tied=True), accumulation=2)
+FP16 = BASE.at(1, config={"fp16": {"enabled": True, "initial_scale_power": 8}})
+PIPED = BASE.at(1, build=partial(models.TinyGPT, layers=2), config={"parallel": {"pipeline": 2}}, accumulation=2)
 OTHER_FORMS: dict[str, Case] = {
     "stage 0": at(0),
-    "accumulation, tied": at(2, weight_bits=4, case=BASE.at(2, build=short_tied_gpt, accumulation=2)),
+    "accumulation, tied": at(2, weight_bits=4, case=TIED),
     "hybrid": at(3, weight_bits=8, zero={"shard_size": 2}),
     "hpZ": at(3, weight_bits=4, zero={"zero_hpz_partition_size": 2}),
-    "exact in a host, fp16": at(1, gradient_bits_in_host=None, weight_bits=8, case=BASE.at(1, config=FP16)),
-    "pipeline": at(
-        1,
-        weight_bits=4,
-        ranks_of_host=1,
-        case=BASE.at(1, build=of_two_blocks, config={"parallel": {"pipeline": 2}}, accumulation=2),
-    ),
-    "tensor": at(1, weight_bits=4, ranks_of_host=2, case=BASE.at(1, config={"parallel": {"tensor": 2}})),
+    "exact in a host, fp16": at(1, gradient_bits_in_host=None, weight_bits=8, case=FP16),
+    "pipeline": at(1, weight_bits=4, ranks_of_host=1, case=PIPED),
+    "tensor": at(1, weight_bits=4, case=BASE.at(1, config={"parallel": {"tensor": 2}})),
 }
 
 
 def test_other_forms_train_as_they_do_with_whole_messages(ranks: RankPool) -> None:
     """Within the noise of four bits."""
-    whole = dict.fromkeys(("weight_bits", "gradient_bits", "ranks_of_host"))
-    work = []
-    for case in OTHER_FORMS.values():
-        section = {**case.config["communication"], **whole}
-        section.pop("gradient_bits_in_host", None)
-        work += [case, case.at(case.stage, config={"communication": section})]
-    outcomes: list[Outcome] = ranks(4, train_all, work)[0]
+    whole = {"communication": {"transport": "sockets"}}
+    work = [one for case in OTHER_FORMS.values() for one in (case, case.at(case.stage, config=whole))]
+    outcomes = ranks(4, train_all, work)[0]
     for name, one, plain in zip(OTHER_FORMS, outcomes[::2], outcomes[1::2], strict=True):
         assert one.differences(plain) != [], name
         assert one.losses == pytest.approx(plain.losses, rel=0.03), name
-
-
-# -- copies of weights ------------------------------------------------------------------------------------------------
 
 
 def groups_of(engine: lowtide.Engine) -> list[ShardedGroup]:
@@ -109,19 +86,16 @@ def groups_of(engine: lowtide.Engine) -> list[ShardedGroup]:
 def copies_and_errors(case: Case) -> tuple[list[Tensor], list[float]]:
     """Every rank's copy of all parameters in the end, and after each step the largest error of this rank's own part,
     over the bound of its last difference alone."""
-    torch.manual_seed(0)
-    engine = lowtide.initialize(case.build(), case.as_config())
     errors = []
-    for step in range(6):
-        before = [group.full[group.own].clone() for group in groups_of(engine)]
-        engine.train_step(share_of(case.global_batch(step, engine.data_size)))
-        for old, group in zip(before, groups_of(engine), strict=True):
-            bound = (group.shard - old).view(-1, 128).abs().amax(1, keepdim=True) / 14
-            error = (group.shard - group.full[group.own]).view(-1, 128).abs()
-            errors.append(float((error / (bound + 1e-9)).max()))
-    copies = [group.full.clone() for group in groups_of(engine)]
-    engine.close()
-    return copies, errors
+    with trained(case, 0) as engine:
+        for step in range(6):
+            before = [group.full[group.own].clone() for group in groups_of(engine)]
+            take_step(engine, case, step)
+            for old, group in zip(before, groups_of(engine), strict=True):
+                bound = (group.shard - old).view(-1, 128).abs().amax(1, keepdim=True) / 14
+                error = (group.shard - group.full[group.own]).view(-1, 128).abs()
+                errors.append(float((error / (bound + 1e-9)).max()))
+        return [group.full.clone() for group in groups_of(engine)], errors
 
 
 def test_copies_are_the_same_on_all_ranks_and_errors_do_not_add_up(ranks: RankPool) -> None:
@@ -129,9 +103,6 @@ def test_copies_are_the_same_on_all_ranks_and_errors_do_not_add_up(ranks: RankPo
     for copies, errors in found:
         assert all(map(torch.equal, copies, found[0][0]))
         assert 0.5 < max(errors) < 1.01, "half of a scale of the last difference, whatever came before"
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_training_has_the_bits_of_one_without_a_break(ranks: RankPool, tmp_path: Path) -> None:
@@ -146,40 +117,23 @@ def test_a_resumed_training_has_the_bits_of_one_without_a_break(ranks: RankPool,
 
 def shown_and_exported(case: Case) -> list[bool]:
     """Whether what the engine shows of parameters is what shards have."""
-    torch.manual_seed(0)
-    engine = lowtide.initialize(case.build(), case.as_config())
-    for step in range(2):
-        engine.train_step(share_of(case.global_batch(step, engine.data_size)))
-    name, param = next(iter(engine.module.named_parameters()))
-    shard_values = engine.full(param)
-    with engine.gathered(param):
-        found = [torch.equal(param.detach(), shard_values)]
-    state = engine.state_dict()
-    found.append(engine.rank > 0 or torch.equal(state[name], shard_values))
-    engine.close()
-    return found
+    with trained(case, 2) as engine:
+        name, param = next(iter(engine.module.named_parameters()))
+        shard_values = engine.full(param)
+        with engine.gathered(param):
+            found = [torch.equal(param.detach(), shard_values)]
+        state = engine.state_dict()
+        return [*found, engine.rank > 0 or torch.equal(state[name], shard_values)]
 
 
-def test_what_is_shown_is_exact(ranks: RankPool) -> None:
-    for stage in (2, 3):
-        assert ranks(2, shown_and_exported, at(stage, weight_bits=4)) == [[True, True]] * 2
-
-
-# -- where nothing is sent --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_shown_is_exact(ranks: RankPool, stage: int) -> None:
+    assert ranks(2, shown_and_exported, at(stage, weight_bits=4)) == [[True, True]] * 2
 
 
 def notes_at_start(case: Case) -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lowtide")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    lowtide.initialize(case.build(), case.as_config()).close()
-    logger.removeHandler(handler)
-    logger.setLevel(before)
-    return [text for text in found if "_bits" in text]
+    with logged() as found, trained(case, 0):
+        return [text for text in found if "_bits" in text]
 
 
 def test_ranks_that_share_memory_send_nothing_and_are_told_so(ranks: RankPool) -> None:
@@ -187,22 +141,17 @@ def test_ranks_that_share_memory_send_nothing_and_are_told_so(ranks: RankPool) -
     why = "has no effect here: ranks of the same host share memory, and send nothing"
     said = [f"config: communication.weight_bits: 8 {why}", f"config: communication.gradient_bits: 4 {why}"]
     assert ranks(2, notes_at_start, case) == [said, []]
-    plain, same = ranks(2, train_all, [at(2, "shared_memory", gradient_bits=None), case])[0]
-    assert same.differences(plain) == []
-
-
-# -- values that are not finite ---------------------------------------------------------------------------------------
+    assert_alike(ranks(2, train_all, [at(2, "shared_memory", gradient_bits=None), case])[0])
 
 
 def train_with_a_nan(case: Case) -> None:
-    torch.manual_seed(0)
-    engine = lowtide.initialize(case.build(), case.as_config())
-    if engine.rank == 1:
-        param = dict(engine.module.named_parameters())["blocks.0.up.weight"]
-        param.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
-    engine.train_step(share_of(case.global_batch(0, engine.data_size)))
+    with trained(case, 0) as engine:
+        if engine.rank == 1:
+            param = engine.module.get_parameter("blocks.0.up.weight")
+            param.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), torch.nan))
+        take_step(engine, case, 0)
 
 
 def test_a_gradient_that_is_not_finite_is_found_with_its_name(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"a NaN or infinite value in the gradient of 'blocks\.0\.up\.weight'"):
-        ranks(2, train_with_a_nan, at(2, ranks_of_host=1))
+    for failure in ranks.fails(2, train_with_a_nan, at(2, ranks_of_host=1)):
+        assert "a NaN or infinite value in the gradient of 'blocks.0.up.weight'" in failure.text

@@ -1,29 +1,30 @@
-"""Ranks that call blocks in any number and order train together: random programs, each rank with its own calls.
+"""Ranks that call blocks in any number and order train together, as one process does that makes the calls of all.
+
+A block that some ranks left out counts there with a gradient of zero, and one that all left out stays as it was.
 
 LOWTIDE_PROGRAMS=1000 pytest tests/zero/test_random_programs.py
 """
 
 import os
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.comm import Pending
 from lowtide.zero.group import ShardedGroup
 from tests.kit.ranks import RankPool
+from tests.kit.training import refusal, settings
 
 WIDTH = 4
-LR = 0.1
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 NUM_PROGRAMS = int(os.environ.get("LOWTIDE_PROGRAMS", "40"))
 Calls = tuple[tuple[str, tuple[int, ...]], ...]  # (how, blocks) one behind the other
 
@@ -36,6 +37,7 @@ class Model(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_blocks))
         self.last = nn.Linear(WIDTH, 1)
+        self.double()
 
     def forward(self, x: Tensor, calls: Calls) -> Tensor:
         x = self.first(x)
@@ -48,8 +50,7 @@ class Model(nn.Module):
                     x = x + run(x.detach())
             else:
                 x = checkpoint(run, x, use_reentrant=how == "reentrant")
-        result: Tensor = self.last(x).square().mean()
-        return result
+        return self.last(x).square().mean()
 
     def _run(self, numbers: Sequence[int], x: Tensor) -> Tensor:
         for number in numbers:
@@ -61,9 +62,9 @@ class Model(nn.Module):
 class Microbatch:
     """before, after: calls under no_grad. forwards: calls, and whether the loss is differentiated."""
 
-    before: tuple[Calls, ...]
     forwards: tuple[tuple[Calls, bool], ...]
-    after: tuple[Calls, ...]
+    before: tuple[Calls, ...] = ()
+    after: tuple[Calls, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ class Program:
 
     seed: int
     num_blocks: int
-    zero: dict[str, Any]
-    every: int
-    accumulation: int
     steps: tuple[tuple[tuple[Microbatch, ...], ...], ...]
+    zero: dict[str, Any] = field(default_factory=lambda: {"stage": 3})
+    transport: str = "sockets"
+    every: int = 0
+    accumulation: int = 1
 
 
 def random_program(seed: int, world_size: int) -> Program:
@@ -96,58 +98,86 @@ def random_program(seed: int, world_size: int) -> Program:
         before, after = (tuple(calls() for _ in range(choose.choice([0, 0, 0, 1, 2]))) for _ in range(2))
         kept = [True] + [choose.random() < 0.5 for _ in range(choose.choice([0, 0, 1, 2]))]
         choose.shuffle(kept)
-        return Microbatch(before, tuple((calls(), one) for one in kept), after)
+        return Microbatch(tuple((calls(), one) for one in kept), before, after)
 
     def step() -> tuple[tuple[Microbatch, ...], ...]:
         if choose.random() < 0.2:  # all ranks alike
             return (tuple(microbatch() for _ in range(accumulation)),) * world_size
         return tuple(tuple(microbatch() for _ in range(accumulation)) for _ in range(world_size))
 
-    zero = {"stage": 3} | choose.choice([{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_prefetch_bucket_size": 30}])
+    zero = choose.choice([{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_prefetch_bucket_size": 30}])
     every = choose.choice([0, 0, 1]) if hows == ("plain",) else 0
-    return Program(seed, num_blocks, zero, every, accumulation, tuple(step() for _ in range(2)))
+    steps = tuple(step() for _ in range(2))
+    stage = choose.choice([3, 3, 3, 3, 2, 1, 0])
+    transport = choose.choice(["sockets", "sockets", "sockets", "shared_memory"])
+    return Program(seed, num_blocks, steps, {"stage": stage, **zero}, transport, every, accumulation)
+
+
+ALL = tuple(range(5))
+PLANS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [  # of rank 0 and rank 1
+    ((0, 1, 1, 2, 0, 3, 4, 4),) * 2,
+    (ALL[::-1], ALL),
+    (ALL[:-1], ALL),
+    (ALL[1:], ALL),
+    ((), ALL),
+    (ALL, ()),
+    (ALL[:2], ALL[3:]),  # nobody block 2
+]
+
+
+def planned_program(number: int, transport: str) -> Program:
+    """Each plan in the second of three steps: momentum must not move what nobody ran in it."""
+
+    def step(blocks_of_ranks: Sequence[tuple[int, ...]]) -> tuple[tuple[Microbatch, ...], ...]:
+        return tuple((Microbatch((((("plain", blocks),), True),)),) for blocks in blocks_of_ranks)
+
+    steps = (step((ALL, ALL)), step(PLANS[number]), step((ALL, ALL)))
+    return Program(number, len(ALL), steps, transport=transport)
 
 
 def data(*numbers: int) -> Tensor:
     return torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(hash(numbers)))
 
 
-def build(program: Program) -> Model:
+def config_of(transport: str = "sockets", **config: Any) -> dict[str, Any]:
+    return settings(
+        3,
+        train_micro_batch_size_per_gpu=None,
+        optimizer={"type": "sgd", "params": SGD},
+        communication={"transport": transport, "timeout_seconds": 10},
+        **config,
+    )
+
+
+def train(program: Program) -> tuple[list[float], dict[str, Tensor]]:
+    """Gradient norms, and the parameters in the end."""
     torch.manual_seed(program.seed)
-    return Model(program.num_blocks).double()
+    config = config_of(
+        program.transport,
+        gradient_accumulation_steps=program.accumulation,
+        zero_optimization=program.zero,
+        activation_checkpointing={"every": program.every},
+    )
+    norms = []
+    with lowtide.initialize(Model(program.num_blocks), config) as engine:
+
+        def evaluate(x: Tensor, forwards: Sequence[Calls]) -> None:
+            with torch.no_grad():
+                for calls in forwards:
+                    engine(x, calls)
+
+        for number, step in enumerate(program.steps):
+            for position, microbatch in enumerate(step[engine.rank]):
+                x = data(number, engine.rank, position)
+                evaluate(x, microbatch.before)
+                losses = [(engine(x, calls), is_kept) for calls, is_kept in microbatch.forwards]
+                engine.backward(torch.stack([loss for loss, is_kept in losses if is_kept]).sum())
+                evaluate(x, microbatch.after)
+            norms.append(engine.step().grad_norm.item())
+        return norms, engine.state_dict()
 
 
-@torch.no_grad()
-def evaluate(engine: lowtide.Engine, x: Tensor, forwards: Sequence[Calls]) -> None:
-    for calls in forwards:
-        engine(x, calls)
-
-
-def train(program: Program) -> dict[str, Tensor]:
-    config = {
-        "gradient_accumulation_steps": program.accumulation,
-        "optimizer": {"type": "sgd", "params": {"lr": LR}},
-        "zero_optimization": program.zero,
-        "activation_checkpointing": {"every": program.every},
-        "communication": {"transport": "sockets", "timeout_seconds": 10},
-        "steps_per_print": 0,
-    }
-    engine = lowtide.initialize(build(program), config)
-    rank = dist.get_rank()
-    for number, step in enumerate(program.steps):
-        for position, microbatch in enumerate(step[rank]):
-            x = data(number, rank, position)
-            evaluate(engine, x, microbatch.before)
-            losses = [(engine(x, calls), is_kept) for calls, is_kept in microbatch.forwards]
-            engine.backward(torch.stack([loss for loss, is_kept in losses if is_kept]).sum())
-            evaluate(engine, x, microbatch.after)
-        engine.step()
-    state: dict[str, Tensor] = engine.state_dict()
-    engine.close()
-    return state
-
-
-def train_all(programs: Sequence[Program]) -> list[dict[str, Tensor]]:
+def train_all(programs: Sequence[Program]) -> list[tuple[list[float], dict[str, Tensor]]]:
     found = []
     for program in programs:
         try:
@@ -158,50 +188,55 @@ def train_all(programs: Sequence[Program]) -> list[dict[str, Tensor]]:
     return found
 
 
-def train_plainly(program: Program, world_size: int) -> dict[str, Tensor]:
-    model = build(program)
+def train_plainly(program: Program) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(program.seed)
+    model = Model(program.num_blocks)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    norms = []
     for number, step in enumerate(program.steps):
-        model.zero_grad()
-        for rank in range(world_size):
-            for position, microbatch in enumerate(step[rank]):
+        optimizer.zero_grad()
+        for rank, microbatches in enumerate(step):
+            for position, microbatch in enumerate(microbatches):
                 for calls, is_kept in microbatch.forwards:
                     if is_kept:
                         loss = model(data(number, rank, position), calls)
-                        (loss / (world_size * program.accumulation)).backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.grad is not None:
-                    param.sub_(LR * param.grad)
-    return model.state_dict()
+                        (loss / (len(step) * program.accumulation)).backward()
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+        optimizer.step()
+    return norms, model.state_dict()
 
 
-def engine_of(model: nn.Module, **zero: Any) -> lowtide.Engine:
-    config = {
-        "optimizer": {"type": "sgd", "params": {"lr": LR}},
-        "zero_optimization": {"stage": 3} | zero,
-        "communication": {"transport": "sockets", "timeout_seconds": 10},
-        "steps_per_print": 0,
-    }
-    return lowtide.initialize(model.double(), config)
+@pytest.mark.parametrize(("world_size", "share"), [(2, 0.8), (4, 0.2)])
+def test_ranks_with_any_calls_train_as_one_process(ranks: RankPool, world_size: int, share: float) -> None:
+    programs = [random_program(seed, world_size) for seed in range(int(NUM_PROGRAMS * share))]
+    if world_size == 2:
+        transports = ("sockets", "shared_memory")
+        programs += [planned_program(number, one) for number in range(len(PLANS)) for one in transports]
+    for first in range(0, len(programs), 100):
+        some = programs[first : first + 100]
+        for program, (norms, state) in zip(some, ranks(world_size, train_all, some)[0], strict=True):
+            expected_norms, expected = train_plainly(program)
+            torch.testing.assert_close(norms, expected_norms, rtol=1e-6, atol=1e-12, msg=f"{program}: {{}}".format)
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12, msg=f"{program}: {{}}".format)
+
+
+def batch_of(calls: Calls) -> Iterator[dict[str, Any]]:
+    return iter([{"x": data(0), "calls": calls}])
 
 
 def gathers_of(calls: Calls) -> list[int]:
     """Gathers in each of three microbatches of the same calls on all ranks."""
-    engine = engine_of(Model(3))
-    count = 0
-
-    def counted(self: ShardedGroup) -> Pending:
-        nonlocal count
-        count += 1
-        return exchange(self)
-
-    exchange, found = ShardedGroup._exchange, []
-    with mock.patch.object(ShardedGroup, "_exchange", counted):
+    found = []
+    exchange = ShardedGroup._exchange
+    with (
+        mock.patch.object(ShardedGroup, "_exchange", autospec=True, side_effect=exchange) as gathers,
+        lowtide.initialize(Model(3), config_of()) as engine,
+    ):
         for _ in range(3):
-            count = 0
-            engine.train_step(iter([{"x": data(0), "calls": calls}]))
-            found.append(count)
-    engine.close()
+            gathers.reset_mock()
+            engine.train_step(batch_of(calls))
+            found.append(gathers.call_count)
     return found
 
 
@@ -212,14 +247,13 @@ def test_a_block_that_is_called_again_at_once_stays(ranks: RankPool) -> None:
 
 
 def forward_alone() -> float:
-    engine = engine_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
-    with engine.gathered(), torch.no_grad():
-        if dist.get_rank() == 0:
-            engine(data(0))
-    engine.backward(engine(data(0)).square().mean())
-    norm = engine.step().grad_norm.item()
-    engine.close()
-    return norm
+    with lowtide.initialize(Model(3), config_of()) as engine:
+        calls = (("plain", (0, 1, 2)),)
+        with engine.gathered(), torch.no_grad():
+            if engine.rank == 0:
+                engine(data(0), calls)
+        engine.backward(engine(data(0), calls))
+        return engine.step().grad_norm.item()
 
 
 def test_a_forward_on_one_rank_alone_while_all_is_gathered(ranks: RankPool) -> None:
@@ -228,27 +262,12 @@ def test_a_forward_on_one_rank_alone_while_all_is_gathered(ranks: RankPool) -> N
 
 
 def update_several_together() -> str:
-    engine = engine_of(Model(3), update_in_backward=True, stage3_prefetch_bucket_size=0)
-    try:
-        engine.train_step(iter([{"x": data(0), "calls": (("checkpoint", (0, 1, 2)),)}]))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return ""
+    config = config_of(zero_optimization={"update_in_backward": True, "stage3_prefetch_bucket_size": 0})
+    with lowtide.initialize(Model(3), config) as engine:
+        return refusal(engine.train_step, batch_of((("checkpoint", (0, 1, 2)),)), kind=RuntimeError)
 
 
 def test_units_that_a_checkpoint_needs_together_are_not_updated_one_by_one(ranks: RankPool) -> None:
     for text in ranks(2, update_several_together):
         assert text.startswith("unit 'blocks.2' is updated in the backward: expected all its gradients before")
         assert text.endswith("or switch update_in_backward or offload_optimizer.overlap off")
-
-
-@pytest.mark.parametrize(("world_size", "share"), [(2, 0.8), (4, 0.2)])
-def test_ranks_with_any_calls_train_as_one_process(ranks: RankPool, world_size: int, share: float) -> None:
-    programs = [random_program(seed, world_size) for seed in range(int(NUM_PROGRAMS * share))]
-    for first in range(0, len(programs), 100):
-        some = programs[first : first + 100]
-        for program, found in zip(some, ranks(world_size, train_all, some)[0], strict=True):
-            for name, value in train_plainly(program, world_size).items():
-                torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=f"{program}: {{}}".format)

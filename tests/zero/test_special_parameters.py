@@ -1,6 +1,8 @@
 """Unused, frozen, tied, shared, empty, integer parameters, buffers, several dtypes: every stage trains them alike."""
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,10 @@ import lowtide
 from lowtide.zero import plan
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, assert_close, train_all, train_plainly
+from tests.kit.training import Case, assert_alike, assert_close, settings, train_all, train_plainly, trained
+from tests.zero import containers
+
+Build = Callable[[], nn.Module]
 
 
 class Base(models.Mlp):
@@ -85,24 +90,6 @@ class SharedModule(Base):
 
     def change(self) -> None:
         self.layers.append(self.layers[0])
-
-
-class Rounds(Base):
-    """All units twice, first in order and then in reverse."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for layer in [*self.layers, *reversed(list(self.layers))]:
-            x = x + torch.tanh(layer(x))
-        return functional.mse_loss(self.last(x), y)
-
-
-class Reversed(Base):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for layer in reversed(list(self.layers)):
-            x = x + torch.tanh(layer(x))
-        return functional.mse_loss(self.last(x), y)
 
 
 class Hollow(nn.Linear):
@@ -202,10 +189,9 @@ class Detached(Base):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
-        for index, layer in enumerate(self.layers):
+        x = (x + torch.tanh(self.layers[0](x))).detach()
+        for layer in list(self.layers)[1:]:
             x = x + torch.tanh(layer(x))
-            if index == 0:
-                x = x.detach()
         return functional.mse_loss(self.last(x), y)
 
 
@@ -237,74 +223,9 @@ class Objects(Base):
         return functional.mse_loss(self.last(x), y)
 
 
-class Aside(nn.Linear):
-    """Keeps a loss of its own, with a weight of its own, in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__(7, 7)
-        self.router = nn.Linear(7, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x)
-        self.loss = torch.tanh(self.router(x)).square().mean()
-        return output
-
-
-class LossesAside(Base):
-    def change(self) -> None:
-        self.layers = nn.Sequential(*(Aside() for _ in range(3)))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, y) + sum(layer.loss for layer in self.layers)  # type: ignore[misc]
-
-
-class Normalized(Base):
-    """Batch norm: buffers that the forward changes."""
-
-    def change(self) -> None:
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)) for _ in range(3)))
-
-
-KINDS: list[Callable[[], nn.Module]] = [
-    Unused,
-    Frozen,
-    FrozenBelow,
-    Adapted,
-    TiedAcrossUnits,
-    SharedModule,
-    Rounds,
-    Reversed,
-    Empty,
-    OneElement,
-    Integer,
-    NotContiguous,
-    TwoDtypes,
-    Detached,
-    Objects,
-]
-ROUTES = ("shared_memory", "sockets")
-TOLERANCES: dict[Callable[[], nn.Module], float] = {TwoDtypes: 1e-6}
-
-
-def case_of(kind: Callable[[], nn.Module], stage: int = 0, transport: str = "auto", accumulation: int = 1) -> Case:
-    config = {"communication": {"transport": transport}}
-    return Case(kind, models.vector_batch_float64, stage, accumulation, steps=2, clip=0.05, config=config)
-
-
-def check(ranks: RankPool, world_size: int, accumulation: int, places: Sequence[tuple[int, str]]) -> None:
-    """places: (stage, transport), one for each kind in turn."""
-    cases = [case_of(kind, *places[index % len(places)], accumulation) for index, kind in enumerate(KINDS)]
-    for kind, case, outcome in zip(KINDS, cases, ranks(world_size, train_all, cases)[0], strict=True):
-        tolerance = TOLERANCES.get(kind, 1e-10)
-        expected = train_plainly(case, world_size)
-        assert_close(outcome, expected, tolerance, tolerance, f"{kind.__name__}, stage {case.stage}")
-
-
-def test_on_one_rank(ranks: RankPool) -> None:
-    check(ranks, 1, 2, [(3, "auto")])
-
-
 class ReadFromOutside(Base):
+    """Weights of units, beside the units' own forward and before it."""
+
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         weight = self.get_parameter("layers.0.weight")
         return super().forward(functional.linear(x, weight[:5, :5]), y) + self.get_parameter("layers.2.weight").sum()
@@ -319,12 +240,70 @@ class BesideItsUnit(Base):
         return functional.mse_loss(self.last(self.layers[0](x)), y)
 
 
-def test_a_weight_may_be_read_outside_of_its_unit(ranks: RankPool) -> None:
-    for kind in (ReadFromOutside, BesideItsUnit):
-        expected = train_plainly(case_of(kind, accumulation=2), 2)
-        cases = [case_of(kind, stage, transport, accumulation=2) for stage in (2, 3) for transport in ROUTES]
-        for outcome in ranks(2, train_all, cases)[0]:
-            assert_close(outcome, expected, 1e-10, 1e-10)
+KINDS: list[Build] = list(Base.__subclasses__())  # all above
+ROUTES = ("shared_memory", "sockets")
+
+
+def case_of(kind: Build, stage: int = 0, transport: str = "auto", accumulation: int = 1) -> Case:
+    config = {"communication": {"transport": transport}}
+    return Case(kind, models.vector_batch_float64, stage, accumulation, steps=2, clip=0.05, config=config)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "places", "kinds"),
+    [
+        (1, 2, [(3, "auto")], KINDS),
+        (2, 1, [(3, "sockets")], KINDS),
+        (2, 2, [(0, ROUTES[0]), (3, ROUTES[0]), (1, ROUTES[1]), (2, ROUTES[1])], KINDS),
+        (2, 1, [(3, ROUTES[1]), (3, ROUTES[0])], containers.KINDS),
+    ],
+    ids=["alone", "two ranks", "accumulation", "containers"],
+)
+def test_they_train_as_by_plain_torch(
+    ranks: RankPool, world_size: int, accumulation: int, places: Sequence[tuple[int, str]], kinds: list[Build]
+) -> None:
+    """places: (stage, transport), one for each kind in turn."""
+    cases = [case_of(kind, *places[index % len(places)], accumulation) for index, kind in enumerate(kinds)]
+    for kind, case, outcome in zip(kinds, cases, ranks(world_size, train_all, cases)[0], strict=True):
+        tolerance = 1e-6 if kind is TwoDtypes else 1e-10
+        assert_close(outcome, train_plainly(case, world_size), tolerance, tolerance, f"{kind}, stage {case.stage}")
+
+
+def test_special_parameters_in_bf16(ranks: RankPool) -> None:
+    """float64 parameters become bf16; integer ones stay what they are."""
+    config = {"bf16": {"enabled": True}, "communication": {"transport": "sockets"}}
+    kinds = [Unused, TiedAcrossUnits, Empty, Integer, NotContiguous]
+    cases = [Case(kind, models.vector_batch, clip=0.05, config=config) for kind in kinds]
+    outcomes = ranks(2, train_all, [case.at(stage) for case in cases for stage in (0, 3)])[0]
+    for kind, first, other in zip(kinds, outcomes[::2], outcomes[1::2], strict=True):
+        assert_alike([first, other], kind)
+        assert len(set(first.losses)) > 1 and first.state["first.weight"].dtype == torch.bfloat16
+
+
+class Normalized(Base):
+    """Batch norm: buffers that the forward changes."""
+
+    def change(self) -> None:
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)) for _ in range(3)))
+
+
+def test_buffers_of_batch_norm(ranks: RankPool) -> None:
+    """Each rank has its own statistics, and rank 0's are saved."""
+    alone = ranks(1, train_all, [case_of(Normalized, stage, accumulation=2) for stage in (0, 3)])[0]
+    for outcome in alone:
+        assert_close(outcome, train_plainly(case_of(Normalized, accumulation=2), 1, num_parts=2), 1e-10, 1e-10)
+    expected = train_plainly(case_of(Normalized), 2, num_parts=2)
+    outcomes = ranks(2, train_all, [case_of(Normalized, s, r) for s in (0, 3) for r in ROUTES])[0]
+    assert_alike(outcomes)
+    found = outcomes[0]
+    buffers = [name for name in expected.state if "running" in name or "tracked" in name]
+    assert len(buffers) == 9 and int(found.state["layers.0.1.num_batches_tracked"]) == 2
+    for name in buffers:
+        found.state.pop(name), expected.state.pop(name)
+    assert_close(found, expected, 1e-10, 1e-10)
+
+
+# -- parameters that are read outside of the model's forward ----------------------------------------------------------
 
 
 class WithoutHead(models.TinyGPT):
@@ -353,30 +332,52 @@ def of_places(read: Callable[[int, str], list[float]]) -> list[list[float]]:
 def sums_beside_the_model(stage: int, transport: str) -> list[float]:
     """Loss and norm of each step."""
     found = []
-    with patch.object(plan, "_MIN_END_NUMEL", 1):
-        for logits_of in (by_head, by_embedding):
-            case = case_of(WithoutHead, stage, transport, accumulation=2)
-            torch.manual_seed(0)
-            with lowtide.initialize(case.build(), case.as_config()) as engine:
-                for number in range(4):
-                    ids, targets = models.token_batch(2 * number + engine.rank, 2)
-                    logits = logits_of(engine.module, engine(ids))
-                    engine.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device)))
-                    if number % 2:
-                        result = engine.step()
-                        found += [result.loss.item(), result.grad_norm.item()]
+    for logits_of in (by_head, by_embedding):
+        with (
+            patch.object(plan, "_MIN_END_NUMEL", 1),
+            trained(case_of(WithoutHead, stage, transport, accumulation=2), 0) as engine,
+        ):
+            for number in range(4):
+                ids, targets = models.token_batch(2 * number + engine.rank, 2)
+                logits = logits_of(engine.module, engine(ids))
+                engine.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device)))
+                if number % 2:
+                    result = engine.step()
+                    found += [result.loss.item(), result.grad_norm.item()]
     return found
 
 
-def test_a_loss_beside_the_model_may_read_large_ends(ranks: RankPool) -> None:
-    expected, *found = ranks(2, of_places, sums_beside_the_model)[0]
-    assert found == [pytest.approx(expected, rel=1e-6)] * len(ROUTES)
+def read_in_hooks(stage: int, transport: str) -> list[float]:
+    """Of each step the loss, and what hooks of gradients have read of the block that the backward begins with."""
+    found = []
+    with trained(case_of(Base, stage, transport), 0) as engine:
+        first, last = (engine.module.get_parameter(f"layers.{index}.weight") for index in (0, 2))
+        last.register_post_accumulate_grad_hook(lambda param: found.append(param.detach().sum().item()))
+        first.register_post_accumulate_grad_hook(lambda param: found.append(last.detach().square().sum().item()))
+        batches = (models.vector_batch_float64(step, 2) for step in range(2))
+        found.extend(engine.train_step(batch).loss.item() for batch in batches)
+    return found
+
+
+@pytest.mark.parametrize(("read", "rtol"), [(sums_beside_the_model, 1e-6), (read_in_hooks, 1e-9)])
+def test_a_loss_may_read_large_ends_and_a_hook_the_block_that_the_backward_began_with(
+    ranks: RankPool, read: Callable[[int, str], list[float]], rtol: float
+) -> None:
+    expected, *found = ranks(2, of_places, read)[0]
+    assert found == [pytest.approx(expected, rel=rtol)] * len(ROUTES)
+
+
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def what_reads_beside_the_model_say() -> list[str]:
     found = []
-    config = case_of(WithoutHead, 3).as_config()
-    with patch.object(plan, "_MIN_END_NUMEL", 1), lowtide.initialize(WithoutHead(), config) as engine:
+    with patch.object(plan, "_MIN_END_NUMEL", 1), trained(case_of(WithoutHead, 3), 0) as engine:
         for name in ("embedding.weight", "blocks.1.up.weight"):
             weight = engine.module.get_parameter(name)
             loss = engine(models.token_batch(0, 2)[0]).mean()
@@ -389,14 +390,6 @@ def what_reads_beside_the_model_say() -> list[str]:
     return found
 
 
-def error_of(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def test_what_no_loss_reads_is_an_error(ranks: RankPool) -> None:
     """Without gradients, or where no backward may come, one rank may be alone with it."""
     for found in ranks(2, what_reads_beside_the_model_say):
@@ -404,23 +397,58 @@ def test_what_no_loss_reads_is_an_error(ranks: RankPool) -> None:
         assert all("is released: only its shards exist here" in text for text in found if text)
 
 
-def read_in_hooks(stage: int, transport: str) -> list[float]:
-    """Of each step the loss, and what hooks of gradients have read of the block that the backward begins with."""
-    found = []
-    case = case_of(Base, stage, transport)
-    torch.manual_seed(0)
-    with lowtide.initialize(case.build(), case.as_config()) as engine:
-        first, last = (engine.module.get_parameter(f"layers.{index}.weight") for index in (0, 2))
-        last.register_post_accumulate_grad_hook(lambda param: found.append(param.detach().sum().item()))
-        first.register_post_accumulate_grad_hook(lambda param: found.append(last.detach().square().sum().item()))
-        batches = (models.vector_batch_float64(step, 2) for step in range(2))
-        found.extend(engine.train_step(batch).loss.item() for batch in batches)
-    return found
+class Reader(nn.Module):
+    """Its forward reads parameters of containers in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(containers.WIDTH)])
+        self.more: Any = nn.ModuleDict({"inner": nn.ParameterDict({"shift": torch.zeros(containers.WIDTH)})})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0] + self.more["inner"]["shift"]
 
 
-def test_a_hook_may_read_the_block_that_the_backward_began_with(ranks: RankPool) -> None:
-    expected, *found = ranks(2, of_places, read_in_hooks)[0]
-    assert found == [pytest.approx(expected, rel=1e-9)] * len(ROUTES)
+class Readers(containers.Dicts):
+    def change(self) -> None:
+        self.reader = Reader()
+
+
+@torch.no_grad()
+def called_by_itself() -> list[float]:
+    """Sums of what parts of the model give outside of the model's own forward."""
+    with lowtide.initialize(Readers(), settings(3)) as engine:
+        x = torch.ones(1, containers.WIDTH, dtype=torch.float64)
+        return [engine.module.get_submodule(name)(x).sum().item() for name in ("blocks.1.up", "reader")]
+
+
+def test_a_module_that_is_called_by_itself_has_its_containers_parameters(ranks: RankPool) -> None:
+    for first, second in ranks(2, called_by_itself):
+        assert math.isfinite(first) and second == containers.WIDTH
+
+
+# -- what units return ------------------------------------------------------------------------------------------------
+
+
+class Aside(nn.Linear):
+    """Keeps a loss of its own, with a weight of its own, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.router = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.loss = torch.tanh(self.router(x)).square().mean()
+        return output
+
+
+class LossesAside(Base):
+    def change(self) -> None:
+        self.layers = nn.Sequential(*(Aside() for _ in range(3)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + sum(layer.loss for layer in self.layers)  # type: ignore[misc]
 
 
 def test_a_gradient_that_comes_past_the_outputs_of_a_released_unit_is_an_error(ranks: RankPool) -> None:
@@ -432,53 +460,6 @@ def test_a_gradient_that_comes_past_the_outputs_of_a_released_unit_is_an_error(r
         assert "such as a loss kept in an attribute. Return it too, or leave the unit out" in failure.text
     for outcome in ranks(2, train_all, [case_of(LossesAside, 2, "sockets"), case_of(LossesAside, 3)])[0]:
         assert_close(outcome, train_plainly(case_of(LossesAside), 2), 1e-10, 1e-10)
-
-
-def test_on_two_ranks(ranks: RankPool) -> None:
-    check(ranks, 2, 1, [(3, "sockets")])
-
-
-def test_on_two_ranks_with_accumulation(ranks: RankPool) -> None:
-    check(ranks, 2, 2, [(0, "shared_memory"), (3, "shared_memory"), (1, "sockets"), (2, "sockets")])
-
-
-def test_buffers_of_batch_norm(ranks: RankPool) -> None:
-    """Each rank has its own statistics, and rank 0's are saved."""
-    alone = ranks(1, train_all, [case_of(Normalized, stage, accumulation=2) for stage in (0, 3)])[0]
-    for outcome in alone:
-        assert_close(outcome, train_plainly(case_of(Normalized, accumulation=2), 1, num_parts=2), 1e-10, 1e-10)
-    expected = train_plainly(case_of(Normalized), 2, num_parts=2)
-    first, *others = ranks(2, train_all, [case_of(Normalized, s, r) for s in (0, 3) for r in ROUTES])[0]
-    for outcome in others:
-        assert outcome.differences(first) == []
-    buffers = [name for name in expected.state if "running" in name or "tracked" in name]
-    assert len(buffers) == 9 and int(first.state["layers.0.1.num_batches_tracked"]) == 2
-    for name in buffers:
-        first.state.pop(name), expected.state.pop(name)
-    assert_close(first, expected, 1e-10, 1e-10)
-
-
-def test_special_parameters_in_bf16(ranks: RankPool) -> None:
-    """float64 parameters become bf16; integer ones stay what they are."""
-    config = {"bf16": {"enabled": True, "auto_cast": False}, "communication": {"transport": "sockets"}}
-    kinds = [Unused, TiedAcrossUnits, Empty, Integer, NotContiguous]
-    cases = [Case(Half(kind), models.vector_batch, clip=0.05, config=config) for kind in kinds]
-    outcomes = ranks(2, train_all, [case.at(stage) for case in cases for stage in (0, 3)])[0]
-    for kind, first, other in zip(kinds, outcomes[::2], outcomes[1::2], strict=True):
-        assert other.differences(first) == [], kind
-        assert len(set(first.losses)) > 1 and first.state["first.weight"].dtype == torch.bfloat16
-
-
-class Half:
-    """Builds a model in float32 whose forward takes float32."""
-
-    def __init__(self, kind: Callable[[], nn.Module]) -> None:
-        self._kind = kind
-
-    def __call__(self) -> nn.Module:
-        model = self._kind().float()
-        model.register_forward_pre_hook(lambda module, args: tuple(tensor.bfloat16() for tensor in args))
-        return model
 
 
 class ReturnsItsScale(nn.Module):
@@ -507,8 +488,7 @@ class ScalesOutside(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_that_are_returned_have_one_hook(stage: int) -> None:
     model, other = ScalesOutside(), ScalesOutside()
-    sgd = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}
-    engine = lowtide.initialize(model, {**sgd, "zero_optimization": {"stage": stage}})
+    engine = lowtide.initialize(model, settings(stage, optimizer={"type": "sgd", "params": {"lr": 0.1}}))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     for step in range(3):
         batch = models.vector_batch(step, 2)

@@ -13,22 +13,17 @@ from lowtide.zero.codec import CHUNK_NUMEL, sum_in_rank_order
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_parts_are_added_in_order_wherever_the_cut_is(dtype: torch.dtype, count: int, accumulate: bool) -> None:
-    numel = CHUNK_NUMEL + 77
-    generator = torch.Generator().manual_seed(count)
+    numel, generator = CHUNK_NUMEL + 77, torch.Generator().manual_seed(count)
     parts = [torch.randn(numel, generator=generator).to(dtype) for _ in range(count)]
-    out_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
-    start = torch.randn(numel, generator=generator).to(out_dtype)
-    expected = start.clone() if accumulate else torch.zeros(numel, dtype=out_dtype)
+    start = torch.randn(numel, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    expected = start.clone() if accumulate else torch.zeros_like(start)
     for part in parts:
-        expected = expected + part.to(out_dtype)
-    out = start.clone()
-    sum_in_rank_order(parts, out, accumulate)
-    assert torch.equal(out, expected)
-    cut = 12_345
-    pieces = start.clone()
-    sum_in_rank_order([part[:cut] for part in parts], pieces[:cut], accumulate)
-    sum_in_rank_order([part[cut:] for part in parts], pieces[cut:], accumulate)
-    assert torch.equal(pieces, expected)
+        expected = expected + part.to(start.dtype)
+    for cut in (0, 12_345):
+        out = start.clone()
+        for piece in (slice(0, cut), slice(cut, numel)):
+            sum_in_rank_order([part[piece] for part in parts], out[piece], accumulate)
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

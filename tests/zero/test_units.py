@@ -1,10 +1,14 @@
 """Which modules form a unit, and which parameters belong to it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.zero.plan import REST, UnitPlan, plan_units
+from lowtide.zero.plan import REST, plan_units
+from tests.kit.training import refusal
+from tests.zero import containers
 
 
 class Block(nn.Module):
@@ -28,77 +32,61 @@ class Gpt(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def described(units: list[UnitPlan]) -> dict[str, list[str]]:
-    return {unit.name: [name for name, _ in unit.params] for unit in units}
-
-
-def test_repeated_blocks_are_units_and_the_rest_is_first() -> None:
-    units = plan_units(Gpt(2))
-    assert described(units) == {
-        REST: ["embedding.weight"],
-        "blocks.0": ["blocks.0.linear.weight", "blocks.0.linear.bias"],
-        "blocks.1": ["blocks.1.linear.weight", "blocks.1.linear.bias"],
-    }
-    assert [unit.is_root for unit in units] == [True, False, False]
-
-
-def test_every_parameter_is_in_exactly_one_unit() -> None:
-    for model in (Gpt(), Gpt(tied=False), nn.Sequential(Block(), Block(), nn.Linear(4, 2)), nn.Linear(3, 3)):
-        members = [id(param) for unit in plan_units(model) for _, param in unit.params]
-        assert sorted(members) == sorted(id(param) for param in model.parameters())
-
-
-def test_a_model_without_repeated_blocks_is_one_unit() -> None:
-    assert described(plan_units(nn.Linear(2, 2))) == {REST: ["weight", "bias"]}
-    different = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Conv1d(2, 2, 1))
-    assert list(described(plan_units(different))) == [REST]
-
-
-def test_the_outermost_list_counts() -> None:
+def with_parts(**parts: nn.Module) -> nn.Module:
     model = nn.Module()
-    model.layers = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
-    assert list(described(plan_units(model))) == [REST, "layers.0", "layers.1"]
+    for name, part in parts.items():
+        model.add_module(name, part)
+    return model
 
 
-def test_two_stacks_are_both_found() -> None:
-    model = nn.Module()
-    model.encoder = nn.ModuleList(Block() for _ in range(2))
-    model.decoder = nn.ModuleList(Block() for _ in range(2))
-    names = list(described(plan_units(model)))
-    assert names == [REST, "encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Gpt()
 
 
-def test_a_small_list_beside_a_large_model_stays_in_the_rest() -> None:
-    model = nn.Module()
-    model.large = nn.Linear(100, 100)
-    model.small = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
-    assert list(described(plan_units(model))) == [REST]
+def blocks(count: int) -> nn.Module:
+    return nn.ModuleList(Block() for _ in range(count))
 
 
-def test_a_block_that_stands_in_the_list_twice_is_one_unit() -> None:
-    block = Block()
-    assert list(described(plan_units(nn.Sequential(block, Block(), block)))) == [REST, "0", "1"]
+UNITS: list[tuple[Callable[[], nn.Module], list[str]]] = [
+    (on_meta, ["blocks.0", "blocks.1", "blocks.2"]),
+    (lambda: Gpt(2, tied=False), ["blocks.0", "blocks.1"]),
+    (lambda: nn.Linear(2, 2), []),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Conv1d(2, 2, 1)), []),
+    (lambda: nn.Sequential(Block(), Block(), nn.Linear(4, 2)), ["0", "1", "2"]),
+    # The outermost list counts.
+    (
+        lambda: with_parts(layers=nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))),
+        ["layers.0", "layers.1"],
+    ),
+    (lambda: with_parts(up=blocks(2), down=blocks(2)), ["up.0", "up.1", "down.0", "down.1"]),
+    # Small beside a large model.
+    (lambda: with_parts(large=nn.Linear(100, 100), small=nn.ModuleList(nn.Linear(2, 2) for _ in range(4))), []),
+    (lambda: nn.Sequential(block := Block(), Block(), block), ["0", "1"]),
+    (lambda: nn.Sequential(Block(), nn.ReLU(), Block()), ["0", "2"]),
+    (containers.Dicts, [f"blocks.{index}.{name}" for index in range(3) for name in ("up", "down")]),
+    (containers.Lists, ["blocks.0.1", "blocks.1.1", "blocks.2.1"]),
+    (containers.ListsOfBlocks, [f"blocks.{index}.{inner}" for index in range(3) for inner in range(index + 1)]),
+    (containers.OwnClass, ["blocks.0.layer", "blocks.1.layer", "blocks.2.layer"]),
+    (containers.OnlyParameters, []),
+    (containers.Mixed, ["blocks.0", "blocks.2.0.0", "blocks.2.0.1", "blocks.2.1", "blocks.4", "blocks.5.0"]),
+    (containers.OneForAll, ["blocks.0.shared", "blocks.0.own", "blocks.1.own", "blocks.2.own"]),
+    (containers.TwoLists, ["blocks.0.0", "blocks.1.0", "blocks.2.0"]),
+    (containers.Backwards, [f"blocks.{index}.{name}" for index in range(3) for name in ("down", "up")]),
+]
 
 
-def test_elements_without_parameters_are_no_units() -> None:
-    assert list(described(plan_units(nn.Sequential(Block(), nn.ReLU(), Block())))) == [REST, "0", "2"]
-
-
-def test_a_parameter_of_two_units_belongs_to_the_rest() -> None:
-    model = Gpt(2)
-    model.blocks[1].get_submodule("linear").weight = model.blocks[0].get_parameter("linear.weight")
-    assert described(plan_units(model)) == {
-        REST: ["embedding.weight", "blocks.0.linear.weight"],
-        "blocks.0": ["blocks.0.linear.bias"],
-        "blocks.1": ["blocks.1.linear.bias"],
-    }
-
-
-def test_a_parameter_tied_to_one_outside_belongs_to_the_rest() -> None:
-    model = Gpt(2, tied=False)
-    model.extra = nn.Module()
-    model.extra.weight = model.blocks[1].get_parameter("linear.weight")
-    assert "blocks.1.linear.weight" in described(plan_units(model))[REST]
+@pytest.mark.parametrize(("build", "names"), UNITS)
+def test_units_are_what_runs_in_repeated_blocks_and_the_rest_is_first(
+    build: Callable[[], nn.Module], names: list[str]
+) -> None:
+    """Every parameter is in exactly one."""
+    model = build()
+    units = plan_units(model)
+    assert [unit.name for unit in units] == [REST, *names]
+    assert [unit.is_root for unit in units] == [True] + [False] * len(names)
+    members = [id(param) for unit in units for _, param in unit.params]
+    assert sorted(members) == sorted(id(param) for param in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -121,33 +109,49 @@ def test_what_is_large_before_and_behind_the_blocks_is_a_unit(
         model.head.weight = model.embedding.weight
     if ends_first:
         model._modules["blocks"] = model._modules.pop("blocks")
-    assert list(described(plan_units(model))) == expected
+    assert [unit.name for unit in plan_units(model)] == expected
 
 
-def test_patterns_name_the_units() -> None:
-    assert list(described(plan_units(Gpt(3), ["blocks.[02]"]))) == [REST, "blocks.0", "blocks.2"]
-    assert list(described(plan_units(Gpt(2, tied=False), ["head", "blocks.*.linear"]))) == [
-        REST,
-        "blocks.0.linear",
-        "blocks.1.linear",
-        "head",
-    ]
+def test_a_parameter_of_two_units_or_tied_to_one_outside_belongs_to_the_rest() -> None:
+    model = Gpt(2)
+    model.blocks[1].get_submodule("linear").weight = model.blocks[0].get_parameter("linear.weight")
+    model.extra = nn.Module()
+    model.extra.bias = model.blocks[1].get_parameter("linear.bias")
+    assert {unit.name: [name for name, _ in unit.params] for unit in plan_units(model)} == {
+        REST: ["embedding.weight", "blocks.0.linear.weight", "blocks.1.linear.bias"],
+        "blocks.0": ["blocks.0.linear.bias"],
+    }
 
 
-def test_a_pattern_that_matches_nothing_is_an_error() -> None:
-    text = 'found "layers.*", without a match; the model\'s top modules are: blocks, embedding, head'
-    with pytest.raises(ValueError) as error:
-        plan_units(Gpt(), ["layers.*"])
-    assert "zero_optimization.units" in str(error.value) and text in str(error.value)
+@pytest.mark.parametrize(
+    ("model", "patterns", "names"),
+    [
+        (Gpt(3), ["blocks.[02]"], ["blocks.0", "blocks.2"]),
+        (Gpt(2, tied=False), ["head", "blocks.*.linear"], ["blocks.0.linear", "blocks.1.linear", "head"]),
+        (
+            containers.Dicts(),  # what runs in it
+            ["blocks.[01]", "blocks.0.up", "last"],
+            ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "last"],
+        ),
+    ],
+)
+def test_patterns_name_the_units(model: nn.Module, patterns: list[str], names: list[str]) -> None:
+    assert [unit.name for unit in plan_units(model, patterns)] == [REST, *names]
 
 
-def test_units_that_contain_each_other_are_an_error() -> None:
-    with pytest.raises(ValueError) as error:
-        plan_units(Gpt(), ["blocks.*"])
-    assert 'but "blocks.0" contains "blocks.0.linear"; name only one' in str(error.value)
-
-
-def test_values_do_not_matter() -> None:
-    with torch.device("meta"):
-        model = Gpt()
-    assert list(described(plan_units(model))) == [REST, "blocks.0", "blocks.1", "blocks.2"]
+@pytest.mark.parametrize(
+    ("model", "pattern", "text"),
+    [
+        (Gpt(), "layers.*", 'found "layers.*", without a match; the model\'s top modules are: blocks, embedding, head'),
+        (Gpt(), "blocks.*", 'but "blocks.0" contains "blocks.0.linear"; name only one'),
+        (
+            containers.OnlyParameters(),
+            "blocks.0",
+            'expected modules with a forward, found "blocks.0", a ParameterDict that has none, '
+            "nor do its children; name the parent whose forward reads its parameters",
+        ),
+    ],
+)
+def test_patterns_that_name_no_units_are_refused(model: nn.Module, pattern: str, text: str) -> None:
+    found = refusal(plan_units, model, [pattern])
+    assert found.startswith("zero_optimization.units: ") and text in found

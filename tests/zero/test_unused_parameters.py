@@ -1,9 +1,7 @@
 """What no rank has used in a step stays as it was, and its optimizer counts no step: as in torch, for a gradient that
 is None."""
 
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,23 +9,35 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
 from lowtide.engine.step.step_sums import Uses
-from lowtide.watch.log import logger
 from lowtide.zero.plan import Role
 from tests.kit.ranks import RankPool
-from tests.zero.apart import apart
+from tests.kit.training import (
+    ROWS,
+    Case,
+    Outcome,
+    assert_alike,
+    assert_close,
+    logged,
+    settings,
+    take_step,
+    train_all,
+    train_plainly,
+    trained,
+)
+from tests.zero.apart import train_both_ways
 
 WIDTH = 20
 STEPS = 5
-ADAMW: dict[str, Any] = {"type": "adamw", "params": {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}}
+ADAMW: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
+TWINS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, **ADAMW), "sgd": partial(torch.optim.SGD, **SGD)}
 CPU = {"device": "cpu"}
-FP16 = {"enabled": True, "initial_scale_power": 4}
-SGD: dict[str, Any] = {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
 class Branches(nn.Module):
@@ -41,12 +51,11 @@ class Branches(nn.Module):
         self.lonely = nn.Parameter(torch.randn(7, 9))
         self.to(dtype)
 
-    def forward(self, x: Tensor, plan: tuple[int, ...]) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for index in plan:
+    def forward(self, x: Tensor, plans: Tensor) -> Tensor:  # (rows, WIDTH), (rows, 5): alike in all rows
+        x = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        for index in plans[0].nonzero().flatten().tolist():
             x = x + (torch.tanh(x @ self.beside) @ self.beside.T if index == 4 else self.branches[index](x))
-        result: Tensor = x.square().mean()
-        return result
+        return x.square().mean()
 
 
 # By step: what rank 0 and rank 1 run, in the first microbatch, and in the last or only one.
@@ -59,182 +68,95 @@ PLANS: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = [
 ]
 
 
-def batch(step: int, rank: int, microbatch: int, accumulation: int, dtype: torch.dtype) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(100 * step + 10 * rank + microbatch)
-    plan = PLANS[step][rank % 2][microbatch == accumulation - 1]
-    return {"x": torch.randn(3, WIDTH, generator=generator).to(dtype), "plan": plan}
+def batch(accumulation: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of the first rank's microbatches, then of the next one's."""
+    plans = torch.zeros(rows, 5, dtype=torch.bool)
+    for part, its_rows in enumerate(plans.split(ROWS)):
+        rank, microbatch = divmod(part, accumulation)
+        its_rows[:, list(PLANS[step][rank % 2][microbatch == accumulation - 1])] = True
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64), plans
 
 
-@dataclass(frozen=True)
-class Case:
-    """One training; `config` is beside what all have."""
-
-    stage: int = 0
-    accumulation: int = 1
-    optimizer: Any = field(default_factory=lambda: ADAMW)
-    dtype: torch.dtype = torch.float64
-    transport: str = "auto"
-    zero: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    own: Callable[[Any], torch.optim.Optimizer] | None = None  # an optimizer of the caller's
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if "bf16" in self.config else self.dtype
-
-    def engine(self) -> lowtide.Engine:
-        torch.manual_seed(0)
-        values = {
-            "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization": {"stage": self.stage, **self.zero},
-            "communication": {"transport": self.transport},
-            "steps_per_print": 0,
-            **({} if self.own else {"optimizer": self.optimizer}),
-            **self.config,
-        }
-        return lowtide.initialize(Branches(self.dtype), values, optimizer=self.own)
-
-    def batches(self, step: int, rank: int) -> Iterator[dict[str, Any]]:
-        for microbatch in range(self.accumulation):
-            yield batch(step, rank, microbatch, self.accumulation, self.compute_dtype)
+def case_of(
+    stage: int,
+    accumulation: int = 1,
+    kind: str | None = "adamw",
+    dtype: torch.dtype = torch.float64,
+    **config: Any,
+) -> Case:
+    """kind: None for an optimizer of the caller's own."""
+    config["optimizer"] = kind and {"type": kind, "params": {"adamw": ADAMW, "sgd": SGD}[kind]}
+    return Case(partial(Branches, dtype), partial(batch, accumulation), stage, accumulation, STEPS, config=config)
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def plainly(case: Case, world_size: int, own: Any = None) -> tuple[Outcome, float]:
+    """By torch alone; and the tolerance."""
+    make = own or TWINS[case.config["optimizer"]["type"]]
+    expected = train_plainly(case, world_size, make, num_parts=world_size * case.accumulation)
+    return expected, 1e-9 if expected.state["lonely"].dtype == torch.float64 else 2e-5
 
 
-def train(case: Case, folder: Path | None = None, restart_after: int = STEPS) -> dict[str, Tensor]:
-    """The parameters at the end. folder: where a second engine goes on from, after so many steps."""
-    engine = case.engine()
-    for step in range(STEPS):
-        if step == restart_after:
-            engine.save_checkpoint(str(folder))
-            engine.close()
-            engine = case.engine()
-            engine.load_checkpoint(str(folder))
-        engine.train_step(case.batches(step, rank()))
-    state = engine.state_dict()
-    engine.close()
-    return state
+def check(ranks: RankPool, world_size: int, cases: Sequence[Case], own: Any = None) -> None:
+    """own: the caller's optimizer."""
+    for case, outcome in zip(cases, ranks(world_size, train_all, cases, optimizer=own)[0], strict=True):
+        expected, tolerance = plainly(case, world_size, own)
+        assert_close(outcome, expected, tolerance, tolerance, str(case))
 
 
-def train_all(cases: list[Case]) -> list[dict[str, Tensor]]:
-    return [train(case) for case in cases]
+FORMS = [(2, "adamw", torch.float64), (1, "adamw", torch.float32), (2, "sgd", torch.float32)]
 
 
-def train_plainly(case: Case, world_size: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Branches(case.dtype)
-    if case.own:
-        optimizer = case.own(model.parameters())
-    else:
-        kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        optimizer = kinds[case.optimizer["type"]](model.parameters(), **case.optimizer["params"])
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for one in range(world_size):
-            for values in case.batches(step, one):
-                (model(**values) / (world_size * case.accumulation)).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-def check(found: list[dict[str, Tensor]], cases: list[Case], world_size: int) -> None:
-    for state, case in zip(found, cases, strict=True):
-        tolerance = 1e-9 if case.dtype == torch.float64 else 2e-5
-        for name, value in train_plainly(case, world_size).items():
-            torch.testing.assert_close(
-                state[name], value, rtol=tolerance, atol=tolerance, msg=partial("{}, {}: {}".format, case, name)
-            )
-
-
-FORMS = [(2, ADAMW, torch.float64), (1, ADAMW, torch.float32), (2, SGD, torch.float32)]
-
-
-def grid(first: int = 0, **zero: Any) -> list[Case]:
+def grid(first: int, route: bool = True, **zero: Any) -> list[Case]:
     """Every stage; forms and transports in turn."""
     transports = ("shared_memory", "sockets")
     return [
-        Case(stage, accumulation, optimizer, dtype, transports[(stage + first) % 2], zero)
-        for stage, (accumulation, optimizer, dtype) in enumerate([*FORMS, *FORMS][first:][:4])
+        case_of(
+            stage,
+            *FORMS[(first + stage) % 3],
+            zero_optimization=zero,
+            communication={"transport": transports[(stage + first) % 2] if route else "auto"},
+        )
+        for stage in range(4)
     ]
 
 
-def test_it_trains_as_torch_alone_does(ranks: RankPool) -> None:
-    cases = [replace(case, transport="auto") for case in grid()]
-    check(ranks(1, train_all, cases)[0], cases, 1)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_trains_as_torch_alone_does(ranks: RankPool, world_size: int) -> None:
+    check(ranks, world_size, [*grid(0), *grid(1)] if world_size > 1 else grid(0, route=False))
 
 
-def test_ranks_agree_on_what_nobody_used(ranks: RankPool) -> None:
-    cases = [*grid(0), *grid(1)]
-    check(ranks(2, train_all, cases)[0], cases, 2)
-
-
-def test_updates_before_the_norm_are_known(ranks: RankPool, tmp_path: Path) -> None:
+def test_updates_before_the_norm_is_known(ranks: RankPool, tmp_path: Path) -> None:
     """In the backward a rank waits with what it has not used; a speculative update is taken back."""
     place = {"device": "nvme", "nvme_path": str(tmp_path), "overlap": "speculative"}
-    cases = [replace(case, accumulation=1) for case in grid(1, update_in_backward=True)[1::2]]
-    cases += grid(0, offload_optimizer=place)[::2]
-    check(ranks(2, train_all, cases)[0], cases, 2)
+    in_backward = {"zero_optimization": {"update_in_backward": True}}
+    cases = [case_of(stage, 1, optimizer, **in_backward) for stage, optimizer in ((1, "sgd"), (3, "adamw"))]
+    check(ranks, 2, [*cases, *grid(0, offload_optimizer=place)[::2]])
 
 
 def test_states_that_rest_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    cases = [
-        *(Case(stage, 2, dtype=torch.float32, zero={"offload_optimizer": nvme}) for stage in (0, 2, 3)),
-        *(Case(3, 2, SGD, torch.float32, zero={"offload_optimizer": one, "offload_param": one}) for one in (nvme, CPU)),
-    ]
-    check(ranks(2, train_all, cases)[0], cases, 2)
+    float32 = torch.float32
+    both = [{"offload_optimizer": one, "offload_param": one} for one in (nvme, CPU)]
+    cases = [case_of(stage, 2, "adamw", float32, zero_optimization={"offload_optimizer": nvme}) for stage in (0, 2, 3)]
+    check(ranks, 2, [*cases, *(case_of(3, 2, "sgd", float32, zero_optimization=zero) for zero in both)])
 
 
 def test_hybrid_and_secondary_partitions(ranks: RankPool) -> None:
     """The second pair of ranks does what the first one does."""
     cases = [
-        Case(3, 2, zero={"shard_size": 2}),
-        Case(3, 2, zero={"zero_hpz_partition_size": 2}, transport="sockets"),
-        Case(1, 1, zero={"shard_size": 2, "update_in_backward": True}),
+        case_of(3, 2, zero_optimization={"shard_size": 2}),
+        case_of(3, 2, zero_optimization={"zero_hpz_partition_size": 2}, communication={"transport": "sockets"}),
+        case_of(1, 1, zero_optimization={"shard_size": 2, "update_in_backward": True}),
     ]
-    check(ranks(4, train_all, cases)[0], cases, 4)
-
-
-def train_both_ways(cases: list[Case]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """In memory; and with states on the host and the model on a device that is not there."""
-    return [(train(case), apart(train, replace(case, zero={"offload_optimizer": CPU}))) for case in cases]
+    check(ranks, 4, cases)
 
 
 def test_an_update_on_the_host(ranks: RankPool) -> None:
-    cases = [
-        Case(stage, 2, dtype=torch.float32, transport="native", config=config)
-        for stage, config in ((0, {}), (3, {"bf16": {"enabled": True}}))
-    ]
-    for plain, moved in ranks(2, train_both_ways, cases)[0]:
-        assert all(torch.equal(value, moved[name]) for name, value in plain.items())
-
-
-OWN: list[Callable[[Any], torch.optim.Optimizer]] = [
-    partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
-    partial(torch.optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
-    partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
-    partial(torch.optim.Rprop, lr=0.01),
-    partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-]
-
-
-def test_optimizers_of_the_callers_own(ranks: RankPool) -> None:
-    cases = [Case((3, 0)[number % 2], 1 + number % 2, own=own) for number, own in enumerate(OWN)]
-    check(ranks(2, train_all, cases)[0], cases, 2)
-
-
-def restart_all(cases: list[Case], folder: Path, after: int) -> list[dict[str, Tensor]]:
-    return [train(case, folder / str(index), after) for index, case in enumerate(cases)]
-
-
-@pytest.mark.parametrize("after", [1, 3])
-def test_a_checkpoint_knows_how_often_each_was_updated(ranks: RankPool, tmp_path: Path, after: int) -> None:
-    ours = [Case(stage, 2, optimizer, torch.float32) for stage, optimizer in ((0, ADAMW), (3, SGD))]
-    theirs = [Case(3 * (number % 2), 2, own=own) for number, own in enumerate(OWN[:2])]
-    cases = [ours[after > 1], theirs[after > 1]]
-    check(ranks(2, restart_all, cases, tmp_path, after)[0], cases, 2)
+    native: dict[str, Any] = {"communication": {"transport": "native"}}
+    on_host = {"zero_optimization": {"offload_optimizer": CPU}}
+    cases = [case_of(0, 2, "adamw", torch.float32, **native), case_of(3, 2, "adamw", torch.float32, **native, **BF16)]
+    for both in ranks(2, train_both_ways, [(case, case.at(case.stage, config=on_host)) for case in cases])[0]:
+        assert_alike(both)
 
 
 class OwnAdamW(torch.optim.AdamW):
@@ -244,25 +166,52 @@ class OwnAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("second", [OwnAdamW, torch.optim.AdamW])
-def test_the_steps_of_the_callers_own_optimizer_are_known_after_a_load(tmp_path: Path, second: Any) -> None:
-    first_case, second_case = (
-        Case(3, 2, own=partial(kind, **ADAMW["params"]), dtype=torch.float64) for kind in (OwnAdamW, second)
-    )
-    engine = first_case.engine()
-    for step in range(3):
-        engine.train_step(first_case.batches(step, 0))
-    engine.save_checkpoint(tmp_path)
-    engine.close()
-    engine = second_case.engine()
-    engine.load_checkpoint(tmp_path)
-    assert [
-        engine.optimizer.by_parameter.missed_steps(engine.module.get_parameter(n)) for n in ("lonely", "beside")
-    ] == [3, 3]
-    for step in range(3, STEPS):
-        engine.train_step(second_case.batches(step, 0))
-    check([engine.state_dict()], [first_case], 1)
-    engine.close()
+OWN: list[Any] = [
+    partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
+    partial(torch.optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
+    partial(torch.optim.Rprop, lr=0.01),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize(("number", "own"), list(enumerate(OWN)))
+def test_optimizers_of_the_callers_own(ranks: RankPool, number: int, own: Any) -> None:
+    check(ranks, 2, [case_of((3, 0)[number % 2], 1 + number % 2, None)], own)
+
+
+def restart(case: Case, folder: Path, after: int, first: Any = None, second: Any = None) -> dict[str, Tensor]:
+    """The parameters where a second engine goes on from the first one. first, second: the caller's optimizers."""
+    with trained(case, after, optimizer=first) as engine:
+        engine.save_checkpoint(folder)
+    with trained(case, 0, optimizer=second) as engine:
+        engine.load_checkpoint(folder)
+        if first:
+            missed = engine.optimizer.by_parameter.missed_steps
+            assert missed(engine.module.get_parameter("lonely")) == after
+        for step in range(after, STEPS):
+            take_step(engine, case, step)
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "after", "first", "second"),
+    [
+        (0, "adamw", 1, None, None),
+        (3, "sgd", 3, None, None),
+        (0, None, 1, OWN[0], OWN[0]),
+        (3, None, 3, OWN[1], OWN[1]),
+        (3, None, 3, partial(OwnAdamW, **ADAMW), partial(OwnAdamW, **ADAMW)),
+        (3, None, 3, partial(OwnAdamW, **ADAMW), TWINS["adamw"]),
+    ],
+)
+def test_a_checkpoint_knows_how_often_each_was_updated(
+    ranks: RankPool, tmp_path: Path, stage: int, kind: str | None, after: int, first: Any, second: Any
+) -> None:
+    case = case_of(stage, 2, kind, torch.float32 if kind else torch.float64)
+    state = ranks(2, restart, case, tmp_path, after, first, second)[0]
+    expected, tolerance = plainly(case, 2, first)
+    torch.testing.assert_close(state, expected.state, rtol=tolerance, atol=tolerance)
 
 
 class Parts(nn.Module):
@@ -278,12 +227,12 @@ class Parts(nn.Module):
 
 def test_what_was_left_out_once_has_steps_of_its_own_for_good(tmp_path: Path) -> None:
     """Also where the part beside it is left out again: an engine that is loaded counts on as torch does."""
-    x, config = torch.zeros(5, dtype=torch.float64), {"steps_per_print": 0}
-    plans, make = [(0,), (0, 2), (0, 1, 2), (0, 1, 2)], partial(OwnAdamW, lr=0.1)
+    x, make = torch.zeros(5, dtype=torch.float64), partial(OwnAdamW, lr=0.1)
+    config = settings(optimizer=None, train_micro_batch_size_per_gpu=None)
     plain = Parts()
     optimizer = make(plain.parameters())
     engine = lowtide.initialize(Parts(), config, optimizer=make)
-    for step, used in enumerate(plans):
+    for step, used in enumerate([(0,), (0, 2), (0, 1, 2), (0, 1, 2)]):
         if step == 3:
             engine.save_checkpoint(tmp_path)
             engine.close()
@@ -293,14 +242,24 @@ def test_what_was_left_out_once_has_steps_of_its_own_for_good(tmp_path: Path) ->
         optimizer.zero_grad()
         plain(x, used).backward()
         optimizer.step()
-    for name, value in engine.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(engine.state_dict(), dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
     engine.close()
 
 
+@pytest.mark.parametrize("before", [(), (0, 1, 2)])
+def test_a_step_that_uses_nothing_moves_nothing(before: tuple[int, ...]) -> None:
+    """before: what the step before it has used."""
+    x = torch.ones(5, dtype=torch.float64)
+    with lowtide.initialize(Parts(), settings(train_micro_batch_size_per_gpu=None)) as engine:
+        engine.train_step({"x": x, "used": before})
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        assert engine.train_step({"x": x, "used": ()}).grad_norm == 0
+        assert all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
+
+
 def test_other_readers_find_the_steps_of_each(tmp_path: Path) -> None:
-    case = Case(3, 2)
-    train(case, tmp_path, restart_after=3)
+    with trained(case_of(3, 2), 3) as engine:
+        engine.save_checkpoint(tmp_path)
     dcp_to_torch_save(tmp_path / "global_step3", tmp_path / "plain.pt")
     states = torch.load(tmp_path / "plain.pt", weights_only=True)["optim"]["state"]
     found = {name: int(state["step"]) for name, state in states.items() if not name.endswith("bias")}
@@ -308,63 +267,45 @@ def test_other_readers_find_the_steps_of_each(tmp_path: Path) -> None:
     assert [found[f"{name}.weight"] for name in names] == [3, 2, 1, 0, 0] and found["lonely"] == 0
 
 
-def changes_of(case: Case) -> list[list[str]]:
+def changes_of(cases: Sequence[Case]) -> list[list[list[str]]]:
     """After each step, of which parameters the values have changed."""
-    engine = case.engine()
-    before, found = engine.state_dict(), []
-    for step in range(STEPS):
-        engine.train_step(case.batches(step, rank()))
-        now = engine.state_dict()
-        found.append([name for name, value in now.items() if not torch.equal(value, before[name])])
-        before = now
-    engine.close()
-    return found
+    results = []
+    for case in cases:
+        with trained(case, 0) as engine:
+            before, found = engine.state_dict(), []
+            for step in range(STEPS):
+                take_step(engine, case, step)
+                now = engine.state_dict()
+                found.append([name for name, value in now.items() if not torch.equal(value, before[name])])
+                before = now
+        results.append(found)
+    return results
 
 
-def changes_of_all(cases: list[Case]) -> list[list[list[str]]]:
-    return [changes_of(case) for case in cases]
-
-
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
-def test_not_a_bit_of_it_moves(ranks: RankPool, state_dtype: str) -> None:
-    optimizer = {"type": "adamw", "params": {**ADAMW["params"], "state_dtype": state_dtype}}
+def test_not_a_bit_of_it_moves(ranks: RankPool) -> None:
+    """A delayed step changes what the step before has used; and no step what nobody uses."""
+    late = {"offload_optimizer": {**CPU, "overlap": "delayed", "delay_after_steps": 0}}
     cases = [
-        Case(stage, 2, optimizer, torch.float32, config=config)
-        for stage, config in ((0, {"bf16": {"enabled": True}}), (3, {}))
+        case_of(stage, 2, "adamw", torch.float32, **config).at(
+            stage, config={"optimizer": {"type": "adamw", "params": {**ADAMW, "state_dtype": state_dtype}}}
+        )
+        for state_dtype in ("fp32", "bf16", "int8")
+        for stage, config in ((0, BF16), (3, {}))
     ]
-    for found in ranks(2, changes_of_all, cases)[0]:
+    delayed = [case_of(stage, 2, "adamw", torch.float32, zero_optimization=late, **BF16) for stage in (0, 3)]
+    for case, found in zip([*cases, *delayed], ranks(2, changes_of, [*cases, *delayed])[0], strict=True):
         for step, names in enumerate(found):
             used = {index for of_rank in PLANS[step] for plan in of_rank for index in plan}
             branches = {int(name.split(".")[1]) for name in names if name.startswith("branches")}
-            assert branches == used - {4} and ("beside" in names) == (4 in used) and "lonely" not in names
-
-
-def test_a_delayed_update(ranks: RankPool) -> None:
-    """What a step changes are the parameters that the step before has used."""
-    delayed = {"offload_optimizer": {**CPU, "overlap": "delayed", "delay_after_steps": 0}}
-    cases = [Case(stage, 2, dtype=torch.float32, zero=delayed, config={"bf16": {"enabled": True}}) for stage in (0, 3)]
-    for found in ranks(2, changes_of_all, cases)[0]:
-        assert all("lonely" not in names for names in found)
-
-
-@pytest.mark.parametrize("before", [(), (0, 1, 2)])
-def test_a_step_that_uses_nothing_moves_nothing(before: tuple[int, ...]) -> None:
-    """before: what the step before it has used."""
-    engine = lowtide.initialize(Parts(), {"optimizer": ADAMW, "steps_per_print": 0})
-    x = torch.ones(5, dtype=torch.float64)
-    engine.train_step({"x": x, "used": before})
-    state = {name: value.clone() for name, value in engine.state_dict().items()}
-    result = engine.train_step({"x": x, "used": ()})
-    assert result.grad_norm == 0 and all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
-    engine.close()
+            assert "lonely" not in names
+            assert case in delayed or (branches == used - {4} and ("beside" in names) == (4 in used))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 700])
 def test_counts_of_many_ranks_share_a_word(num_ranks: int) -> None:
     params = [nn.Parameter(torch.zeros(())) for _ in range(100)]
-    gradient: Any = SimpleNamespace(
-        group=SimpleNamespace(params=params, plan=SimpleNamespace(role=Role.UPDATED)), used=set(range(100))
-    )
+    plan = SimpleNamespace(role=Role.UPDATED)
+    gradient: Any = SimpleNamespace(group=SimpleNamespace(params=params, plan=plan), used=set(range(100)))
     uses = Uses([{"params": params[50:]}, {"params": params[:50]}], [gradient], num_ranks)
     total = [word * (num_ranks - 1) for word in uses.words()]
     gradient.used = set(range(100)) - {3, 99}
@@ -373,38 +314,29 @@ def test_counts_of_many_ranks_share_a_word(num_ranks: int) -> None:
     assert uses.unused([word * num_ranks for word in uses.words()]) == {id(params[3]), id(params[99])}
 
 
-# -- what the log says of it ------------------------------------------------------------------------------------------
-
-
-def unused_lines(zero: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def unused_lines(config: dict[str, Any]) -> list[str]:
     """Of a rank that runs branch 0, while the last rank runs branch 1 in one step of 19."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        model = Branches(torch.float32)
-        model.branches[3].requires_grad_(False)
-        config = {"optimizer": ADAMW, "steps_per_print": 0, "zero_optimization": zero, **config}
-        with lowtide.initialize(model, config) as engine:
-            is_last = engine.rank == engine.world_size - 1
-            for step in range(45):
-                plan = (0, 1) if is_last and step % 19 == 5 else (0,)
-                engine.train_step({"x": torch.ones(2, WIDTH), "plan": plan})
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    model = Branches(torch.float32)
+    model.branches[3].requires_grad_(False)
+    with logged() as lines, lowtide.initialize(model, config) as engine:
+        for step in range(45):
+            plans = torch.zeros(ROWS, 5, dtype=torch.bool)
+            plans[:, 0] = True
+            plans[:, 1] = engine.rank == engine.world_size - 1 and step % 19 == 5
+            engine.train_step((torch.ones(ROWS, WIDTH), plans))
     return [line for line in lines if "got no gradient" in line]
 
 
 @pytest.mark.parametrize(
-    ("zero", "config"),
-    [({"stage": 0}, {}), ({"stage": 3}, {"communication": {"transport": "sockets"}}), ({"stage": 2}, {"fp16": FP16})],
+    "config",
+    [
+        settings(0),
+        settings(3, communication={"transport": "sockets"}),
+        settings(2, fp16={"enabled": True, "initial_scale_power": 4}),
+    ],
 )
-def test_what_nobody_used_is_named_once(ranks: RankPool, zero: dict[str, Any], config: dict[str, Any]) -> None:
-    (line,), *others = ranks(2, unused_lines, zero, config)
+def test_what_nobody_used_is_named_once(ranks: RankPool, config: dict[str, Any]) -> None:
+    (line,), *others = ranks(2, unused_lines, config)
     branch = WIDTH * 51 + 51 + 51 * WIDTH + WIDTH
     share = (63 + 60 * WIDTH + branch) / (63 + 60 * WIDTH + 3 * branch + WIDTH * (WIDTH + 1))
     assert line == (

@@ -1,5 +1,8 @@
 """update_in_backward gives the bits of the plain update, and never holds all gradients."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -8,14 +11,9 @@ import lowtide
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, share_of, train_all
+from tests.kit.training import Case, assert_alike, refusal, settings, take_step, train_all, trained
 
-IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
-BF16 = {"bf16": {"enabled": True}}
-
-
-def of_two_blocks() -> nn.Module:
-    return models.TinyGPT(layers=2)
+IN_BACKWARD: dict[str, Any] = {"zero_optimization": {"update_in_backward": True}}
 
 
 @pytest.mark.parametrize(("world_size", "transports"), [(1, ("auto",)), (2, ("shared_memory", "sockets"))])
@@ -23,7 +21,8 @@ def test_update_in_backward_equals_the_plain_update_bitwise(
     ranks: RankPool, world_size: int, transports: tuple[str, ...]
 ) -> None:
     """At each stage, on each transport: those of stage 0."""
-    plain = [Case(of_two_blocks, models.token_batch, steps=2, config=dtype) for dtype in ({}, BF16)]
+    gpt = Case(partial(models.TinyGPT, layers=2), models.token_batch, steps=2)
+    plain = [gpt.at(0, config={"bf16": {"enabled": narrow}}) for narrow in (False, True)]
     grid = pairs((0, 1, 2, 3), transports, (0, 1))
     updated = [
         plain[narrow].at(stage, config={"communication": {"transport": transport}, **IN_BACKWARD})
@@ -31,45 +30,29 @@ def test_update_in_backward_equals_the_plain_update_bitwise(
     ]
     found = ranks(world_size, train_all, [*plain, *updated])[0]
     for (*where, narrow), ours in zip(grid, found[2:], strict=True):
-        assert ours.differences(found[narrow]) == [], (where, narrow)
+        assert_alike([ours, found[narrow]], (where, narrow))
 
 
-class Watched(models.Mlp):
-    """Eight layers, each a unit of one block for each shard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(8)))
-
-
-def most_gradient_bytes(config: dict[str, object]) -> tuple[int, int, int]:
+def most_gradient_bytes(case: Case) -> tuple[int, int, int]:
     """Bytes of gradients: the most that engine.memory() saw in a backward, after the step, and of a full set."""
-    torch.manual_seed(0)
-    case = Case(Watched, models.vector_batch, config=config)
-    engine = lowtide.initialize(Watched(), case.as_config())
     seen: list[int] = []
-    hooks = [
-        layer.register_full_backward_hook(lambda module, *_: seen.append(engine.memory().gradient_bytes))
-        for layer in engine.module.layers  # type: ignore[union-attr]
-    ]
-    for step in range(2):
-        engine.train_step(share_of(case.global_batch(step, engine.world_size)))
-    for hook in hooks:
-        hook.remove()
-    full = sum(4 * shard.group.layout.padded_numel for shard in engine.optimizer.shards)
-    after = engine.memory().gradient_bytes
-    engine.close()
-    return max(seen), after, full
+    with trained(case, 0) as engine:
+        for layer in engine.module.get_submodule("layers").children():
+            layer.register_full_backward_hook(lambda module, *_: seen.append(engine.memory().gradient_bytes))
+        for step in range(2):
+            take_step(engine, case, step)
+        full = sum(4 * shard.group.layout.padded_numel for shard in engine.optimizer.shards)
+        return max(seen), engine.memory().gradient_bytes, full
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_update_in_backward_holds_few_gradients(ranks: RankPool, stage: int) -> None:
-    zero = {"zero_optimization": {"stage": stage, "update_in_backward": True}}
-    for most, after, full in ranks(2, most_gradient_bytes, zero):
+    """Eight layers, each a unit of one block for each shard."""
+    plain = Case(partial(models.Mlp, 8), models.vector_batch, stage)
+    for most, after, full in ranks(2, most_gradient_bytes, plain.at(stage, config=IN_BACKWARD)):
         assert after == 0
         assert most <= full / 2, f"{most} of {full}"
-    without = {"zero_optimization": {"stage": stage}}
-    for most, _, full in ranks(2, most_gradient_bytes, without):
+    for most, _, full in ranks(2, most_gradient_bytes, plain):
         assert most >= full / 2 - 4 * 1024
 
 
@@ -80,21 +63,11 @@ class Poisoned(nn.Linear):
         return super().forward(x) * torch.where(x.sum() > 0, torch.tensor(float("nan")), torch.tensor(1.0))
 
 
-def error_of_a_poisoned_step() -> str:
-    config = {"optimizer": {"type": "sgd"}, **IN_BACKWARD, "steps_per_print": 0}
+def test_a_nan_says_that_other_parameters_were_updated_already() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Poisoned(4, 4))
-    engine = lowtide.initialize(model, config, loss_fn=lambda output, batch: output.square().mean())
-    with torch.no_grad(), engine.gathered(*model[0].parameters(), modify=True):
-        for param in model[0].parameters():
-            param.fill_(1.0)
-    try:
-        engine.train_step((torch.ones(2, 4),))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_nan_says_that_other_parameters_were_updated_already(ranks: RankPool) -> None:
-    (text,) = ranks(1, error_of_a_poisoned_step)
+    nn.init.ones_(model[0].weight)  # type: ignore[arg-type]
+    nn.init.ones_(model[0].bias)  # type: ignore[arg-type]
+    with lowtide.initialize(model, settings(**IN_BACKWARD), loss_fn=lambda output, batch: output.mean()) as engine:
+        text = refusal(engine.train_step, (torch.ones(2, 4),), kind=RuntimeError)
     assert "step 0: expected finite gradients, found a NaN or infinite value in the gradient of '" in text
     assert "The parameters whose gradients are finite were updated already (update_in_backward)." in text

@@ -1,0 +1,449 @@
+"""1-bit Adam and PowerSGD are their papers' algorithms, send what they say, and remember what they did not send."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowtide.comm import regions_of
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import MemoryPhase, RankBytes, bytes_of
+from lowtide.engine.config.config import Config, ConfigError
+from lowtide.kernels.quantized_blocks import packed_signs, unpacked_signs
+from lowtide.zero.layout import FlatLayout, round_up
+from lowtide.zero.powersgd import PowerSGDOptions, ThinLayout
+from lowtide.zero.sign_update import SignLayout
+from tests.engine.saving import Trip, load_trips, save_trips
+from tests.kit.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import (
+    Case,
+    Outcome,
+    adamw,
+    assert_alike,
+    assert_close,
+    logged,
+    one_thread,
+    take_step,
+    train_all,
+    trained,
+)
+
+Build = Callable[[], nn.Module]
+Gradients = dict[str, Tensor]
+START = 2  # the steps with whole gradients
+RANK = 2
+
+
+def signs(build: Build = short_gpt, accumulation: int = 1, **more: Any) -> Case:
+    params = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "freeze_step": START}
+    config = {"optimizer": {"type": "OneBitAdam", "params": params}, **more}
+    return Case(build, token_batch, accumulation=accumulation, steps=8, config=config)
+
+
+def low_rank(
+    stage: int = 0, build: Build = short_gpt, power_sgd: Any = (), transport: str = "auto", **more: Any
+) -> Case:
+    """Four steps: the last remembers what was not sent of the one before it."""
+    power_sgd = {"rank": RANK, "start_step": START, "min_compression_rate": 2, **dict(power_sgd)}
+    config = {"communication": {"power_sgd": power_sgd, "transport": transport}, **more}
+    return Case(build, token_batch, stage, steps=4, clip=0.5, config=config)
+
+
+# -- the papers' formulas ---------------------------------------------------------------------------------------------
+
+
+@one_thread()
+def by_hand(case: Case, size: int, update: Callable[[int, nn.Module, list[Gradients]], float]) -> Outcome:
+    """All ranks in one process. update: (step, model, gradients of each rank) changes parameters, gives the norm."""
+    torch.manual_seed(0)
+    model, outcome = case.build(), Outcome()
+    for step in range(case.steps):
+        gradients, losses = [], []
+        for part in zip(*(tensor.chunk(size) for tensor in case.global_batch(step, size)), strict=True):
+            loss = model(*part)
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            gradients.append({name: g for (name, _), g in zip(model.named_parameters(), found, strict=True)})
+            losses.append(loss.item())
+        with torch.no_grad():
+            outcome.norms.append(update(step, model, gradients))
+        outcome.losses.append(sum(losses) / size)
+    outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return outcome
+
+
+class OneBitAdam:
+    """Parameter by parameter.
+
+    parts: for each parameter the unit it is in is one flat vector, of which each rank serves a region: an element's
+    scale is that of its parameter's part in the region.
+    """
+
+    def __init__(self, build: Build, parts: dict[str, list[slice]], size: int) -> None:
+        self.size, self.parts = size, parts
+        self.m, self.v, self.server, *self.worker = (
+            {name: torch.zeros_like(param).flatten() for name, param in build().named_parameters()}
+            for _ in range(3 + size)
+        )
+
+    def compressed(self, key: str, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for part in self.parts[key]:
+            scale = x[part].norm() / math.sqrt(x[part].numel())
+            out[part] = torch.where(x[part] >= 0, scale, -scale)
+        return out
+
+    def all_reduced(self, key: str, xs: Sequence[Tensor]) -> Tensor:
+        if self.size == 1:
+            return xs[0]
+        total = torch.zeros_like(xs[0])
+        for worker, x in zip(self.worker, xs, strict=True):
+            said = self.compressed(key, x + worker[key])
+            worker[key] = x + worker[key] - said
+            total += said
+        total = total / self.size + self.server[key]
+        said = self.compressed(key, total)
+        self.server[key] = total - said
+        return said
+
+    def __call__(self, step: int, model: nn.Module, gradients: list[Gradients]) -> float:
+        for key, param in model.named_parameters():
+            own = [one[key].flatten() for one in gradients]
+            if step < START:
+                g = sum(own[1:], own[0]) / self.size
+                self.m[key] = 0.9 * self.m[key] + 0.1 * g
+                self.v[key] = 0.95 * self.v[key] + 0.05 * g * g
+            else:
+                self.m[key] = self.all_reduced(key, [0.9 * self.m[key] + 0.1 * one for one in own])
+            direction = torch.where(self.v[key] == 0, 0.0, self.m[key] / (self.v[key].sqrt() + 1e-6))
+            param.sub_(1e-3 * (direction.view_as(param) + 0.1 * param))
+        return 0.0
+
+
+def parts_of(groups: list[list[tuple[str, int]]], size: int) -> dict[str, list[slice]]:
+    """(name, elements) of each unit's parameters -> the parts that lie in one rank's region."""
+    found: dict[str, list[slice]] = {}
+    for group in groups:
+        offset, places = 0, {}
+        for name, numel in group:
+            places[name] = (offset, offset + numel)
+            offset += round_up(numel, 16)
+        regions = regions_of(round_up(offset, 1024), size)
+        for name, (low, high) in places.items():
+            cut = [(max(low, one.start), min(high, one.stop)) for one in regions]
+            found[name] = [slice(a - low, b - low) for a, b in cut if a < b]
+    return found
+
+
+def groups_of(case: Case) -> list[list[tuple[str, int]]]:
+    """The parameters of each unit that this rank has, in order."""
+    with trained(case, 0) as engine:
+        layouts = [shard.group.layout for shard in engine.optimizer.shards]
+        return [[(slot.name, slot.numel) for slot in layout.param_views] for layout in layouts]
+
+
+def assert_follows(outcome: Outcome, case: Case, size: int, groups: list[list[tuple[str, int]]]) -> None:
+    expected = by_hand(case, size, OneBitAdam(case.build, parts_of(groups, size), size))
+    torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-9, atol=0)
+    torch.testing.assert_close(outcome.state, expected.state, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "transport"), [(1, "auto"), (2, "sockets"), (3, "shared_memory")])
+def test_one_bit_adam_is_the_papers_formulas(ranks: RankPool, size: int, transport: str) -> None:
+    case = signs(short_gpt_float64, communication={"transport": transport})
+    groups = ranks(1, groups_of, signs(short_gpt_float64))[0]
+    assert_follows(ranks(size, train_all, [case])[0][0], case, size, groups)
+
+
+def test_it_is_so_with_accumulation_and_pipelines(ranks: RankPool) -> None:
+    case = signs(tiny_gpt_float64, 2, parallel={"pipeline": 2})
+    of_ranks = ranks(4, groups_of, case)
+    groups = of_ranks[0] + of_ranks[2]  # the first rank of each stage
+    assert_follows(ranks(4, train_all, [case])[0][0], case, 2, groups)
+
+
+def is_thin(param: Tensor) -> bool:
+    if param.dim() < 2:
+        return False
+    rows, columns = param.shape[0], param.numel() // param.shape[0]
+    return (rows + columns) * min(RANK, rows, columns) * 2 < param.numel()
+
+
+class PowerSGD:
+    """With AdamW. q_of: Q of the first step that is sent so, of each matrix."""
+
+    def __init__(self, size: int, q_of: Gradients, remembers: bool) -> None:
+        self.q_of, self.remembers = dict(q_of), remembers
+        self.errors: list[Gradients] = [{} for _ in range(size)]
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def __call__(self, step: int, model: nn.Module, gradients: list[Gradients]) -> float:
+        self.optimizer = self.optimizer or adamw(model.parameters())
+        size = len(gradients)
+        for key, param in model.named_parameters():
+            own = [one[key] for one in gradients]
+            param.grad = sum(own[1:], own[0]) / size
+            if step < START or not is_thin(param) or size == 1:
+                continue
+            matrices = [g.view(g.shape[0], -1) + error.get(key, 0.0) for g, error in zip(own, self.errors, strict=True)]
+            p = gram_schmidt(torch.stack([m @ self.q_of[key] for m in matrices]).mean(0))
+            self.q_of[key] = torch.stack([m.T @ p for m in matrices]).mean(0)
+            sent = p @ self.q_of[key].T
+            param.grad = sent.view_as(param)
+            for error, matrix in zip(self.errors if self.remembers else (), matrices, strict=False):
+                error[key] = matrix - sent
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        self.optimizer.step()
+        return norm
+
+
+def gram_schmidt(matrix: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    for column in matrix.T:
+        for other in found:
+            column = column - (column @ other) * other
+        found.append(column / column.norm())
+    return torch.stack(found, 1)
+
+
+def first_factors() -> Gradients:
+    """As the engine draws them for step START."""
+    found: Gradients = {}
+    with trained(low_rank(build=short_gpt_float64), 0) as engine:
+        for shard in engine.optimizer.shards:
+            names, sender = shard.gradient.group.layout.names, shard.gradient.low_rank
+            assert sender is not None
+            sender.step = lambda: START
+            found |= {names[one.index]: sender._factor(one) for one in sender._layout.thin}
+    return found
+
+
+@pytest.mark.parametrize(("size", "transport"), [(1, "auto"), (2, "shared_memory"), (3, "sockets")])
+def test_power_sgd_is_the_papers_formula(ranks: RankPool, size: int, transport: str) -> None:
+    first = ranks(1, first_factors)[0]
+    assert first
+    cases = [low_rank(stage, short_gpt_float64, transport=transport) for stage in (0, 1)]
+    cases.append(low_rank(0, short_gpt_float64, {"error_feedback": False}))
+    for number, outcome in enumerate(ranks(size, train_all, cases)[0]):
+        expected = by_hand(cases[number], size, PowerSGD(size, first, remembers=number < 2))
+        expected.lrs = [1e-2] * 4
+        assert_close(outcome, expected, 1e-7, 1e-8)
+
+
+def test_pipelines_and_accumulation_change_nothing(ranks: RankPool) -> None:
+    case = low_rank(build=tiny_gpt_float64).at(0, accumulation=2)
+    plain, divided = ranks(2, train_all, [case, case.at(1)])[0]
+    (piped,) = ranks(4, train_all, [case.at(0, config={"parallel": {"pipeline": 2}})])[0]
+    assert_close(divided, plain, 1e-9, 1e-9)
+    assert_close(piped, plain, 1e-7, 1e-8)
+
+
+def test_stages_agree_in_bfloat16_and_without_masters(ranks: RankPool) -> None:
+    """And each form of the weights is another one, with the losses of the first but for a step of bfloat16's."""
+    forms: list[Any] = [True, False, "kahan", "int8"]
+    config: dict[str, Any] = {"communication_data_type": "bf16"}
+    cases = [low_rank(stage, bf16={"enabled": True, "masters": m}, **config) for m in forms for stage in (0, 1)]
+    found = ranks(2, train_all, cases)[0]
+    for form, plain, divided in zip(forms, found[::2], found[1::2], strict=True):
+        assert_alike([plain, divided], form)
+        assert plain.losses == pytest.approx(found[0].losses, rel=2**-7), form
+        assert form is True or plain.differences(found[0]), form
+
+
+# -- what is sent, held, remembered -----------------------------------------------------------------------------------
+
+
+def sent(case: Case, axis: str, said: Callable[[FlatLayout, int, int], int]) -> tuple[list[int], int, int]:
+    """Compressed bytes that this rank sends in each step, those of the layouts, and elements."""
+    with trained(case, 0) as engine:
+        layouts = [shard.group.layout for shard in engine.optimizer.shards]
+        exchange = engine.optimizer.shards[0].group.axes.exchange_along((axis,))
+        totals = [0]
+        for step in range(case.steps):
+            take_step(engine, case, step)
+            totals.append(exchange.bytes_sent)
+        expected = sum(said(layout, engine.world_size, engine.rank) for layout in layouts)
+    steps = [after - before for before, after in pairwise(totals)]
+    return steps, expected, sum(layout.padded_numel for layout in layouts)
+
+
+def bytes_of_signs(layout: FlatLayout, size: int, rank: int) -> int:
+    return SignLayout.of(layout, size, torch.float32).bytes_sent(rank)
+
+
+def bytes_of_thin(layout: FlatLayout, size: int, rank: int) -> int:
+    """Two ranks send half of both matrices, twice."""
+    thin = ThinLayout.of(layout, PowerSGDOptions(RANK, START, 2.0, True, True, 0))
+    return 4 * (thin.num_first + thin.num_second) if thin.thin else 0
+
+
+@pytest.mark.parametrize(
+    ("case", "axis", "said"),
+    [
+        (signs(), "replica", bytes_of_signs),
+        (low_rank(0), "replica", bytes_of_thin),
+        (low_rank(1), "shard", bytes_of_thin),
+    ],
+)
+def test_a_bit_of_each_element_or_thin_matrices_are_sent(ranks: RankPool, case: Case, axis: str, said: Any) -> None:
+    for steps, expected, numel in ranks(2, sent, case, axis, said):
+        assert steps == [0] * START + [expected] * (case.steps - START)
+        # Signs of the other's region, and of the own one to it; fp32 all-reduces send 4 bytes of each.
+        assert said is bytes_of_thin or numel / 8 <= expected < numel / 8 * 1.35
+
+
+def planned_bytes(case: Case, rank: int, size: int) -> RankBytes:
+    blueprint = Blueprint.of(Config.load(case.as_config()).resolve(size), case.build(), size)
+    return bytes_of(blueprint, rank, MemoryPhase.BETWEEN_STEPS)
+
+
+def held(cases: Sequence[Case]) -> list[tuple[int, ...]]:
+    """(gradients and states as they are, as they are planned, and as they are planned for AdamW)."""
+    found = []
+    for case in cases:
+        with trained(case, 4) as engine:
+            memory = engine.memory()
+            plain = Case(case.build, case.batch, case.stage, config={"bf16": case.config.get("bf16", {})})
+            planned = [planned_bytes(one, engine.rank, engine.world_size) for one in (case, plain)]
+            totals = [one.optimizer + one.gradients for one in planned]
+            found.append((memory.optimizer_bytes + memory.gradient_bytes, *totals))
+    return found
+
+
+def test_errors_are_in_the_planned_bytes(ranks: RankPool) -> None:
+    cases = [signs(), signs(bf16={"enabled": True}), low_rank(0), low_rank(1)]
+    for of_rank in ranks(2, held, cases):
+        for found, planned, plain in of_rank:
+            assert found == planned > plain
+
+
+def one_batch(step: int, rows: int) -> tuple[Tensor, ...]:
+    return token_batch(0, rows)
+
+
+def test_a_step_that_is_skipped_is_not_remembered(ranks: RankPool) -> None:
+    """The scale of float16 doubles after two steps, is too large then, and comes down in a step that is skipped."""
+    cases = [case.at(case.stage, batch=one_batch) for case in (signs(), low_rank(0), low_rank(1))]
+    grows = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}
+    with_skips = ranks(2, train_all, [case.at(case.stage, steps=14, config={"fp16": grows}) for case in cases])[0]
+    plain = []
+    for case, outcome in zip(cases, with_skips, strict=True):
+        first = outcome.skipped.index(False)
+        assert first and outcome.skipped[first:].count(True) > 2
+        fp16 = {"enabled": True, "loss_scale": outcome.scales[first]}
+        plain.append(case.at(case.stage, steps=outcome.skipped.count(False), config={"fp16": fp16}))
+    for outcome, expected in zip(with_skips, ranks(2, train_all, plain)[0], strict=True):
+        assert True not in expected.skipped
+        counted = [number for number, skipped in enumerate(outcome.skipped) if not skipped]
+        outcome.losses = [outcome.losses[number] for number in counted]
+        outcome.norms = [outcome.norms[number] for number in counted]
+        assert_alike([outcome, expected])
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    cases = [(signs(), 7), (signs(bf16={"enabled": True}), 7), (low_rank(0), 4), (low_rank(1), 4)]
+    trips = [Trip(case, case, steps_before=steps) for case, steps in cases]
+    before = ranks(2, save_trips, trips, tmp_path, 2)[0]
+    after = ranks(2, load_trips, trips, tmp_path, 2)[0]
+    assert [other.differences(one) for one, other in zip(before, after, strict=True)] == [[]] * len(cases)
+
+
+def save_here(folder: Path) -> Gradients:
+    with trained(signs(), 5) as engine:
+        engine.save_checkpoint(folder)
+        return engine.state_dict()
+
+
+def load_elsewhere(folder: Path) -> tuple[float, list[str], Gradients]:
+    """(largest error after the load, warnings, parameters)."""
+    with logged("WARNING") as warnings, trained(signs(), 0) as engine:
+        engine.load_checkpoint(folder)
+        largest = max(float(values.abs().max()) for *_, values in engine.optimizer.by_parameter.rank_states())
+        return largest, warnings, engine.state_dict()
+
+
+def test_errors_are_zero_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks(2, save_here, tmp_path)[0]
+    largest, warnings, state = ranks(4, load_elsewhere, tmp_path)[0]
+    assert largest == 0 and any("the residuals begin with zero" in one for one in warnings)
+    assert all(torch.equal(value, saved[name]) for name, value in state.items())
+    assert ranks(2, load_elsewhere, tmp_path)[0][0] > 0
+
+
+def test_signs_are_packed() -> None:
+    values = torch.randn(4096)
+    values[:3] = torch.tensor([0.0, -0.0, math.inf])
+    packed = packed_signs(values)
+    assert packed.dtype == torch.uint8 and packed.numel() == 512
+    assert torch.equal(unpacked_signs(packed, torch.float32), torch.where(values >= 0, 1.0, -1.0))
+    assert packed_signs(torch.tensor([1.0] + [-1.0] * 7)).tolist() == [128]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_element_has_a_place(size: int) -> None:
+    layout = FlatLayout.of([("a", (40, 50)), ("b", (7,)), ("c", (1000,))], 1)
+    lengths = [0, 0, 0]
+    for stretches in SignLayout.of(layout, size, torch.float32).stretches:
+        for index, low, high in stretches:
+            lengths[index] += high - low
+    assert lengths == [2000, 7, 1000]
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+SIGNS = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}}}
+POWER_SGD = {"communication": {"power_sgd": {"rank": 1}}, "optimizer": {"type": "adamw"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "words"),
+    [
+        *(
+            (SIGNS, {"parallel": {axis: 2}}, f'parallel.{axis}: optimizer.type "onebitadam" needs 1, found 2')
+            for axis in ("tensor", "sequence", "expert")
+        ),
+        *(
+            (POWER_SGD, {"parallel": {axis: 2}}, f"parallel.{axis}: communication.power_sgd needs 1, found 2")
+            for axis in ("tensor", "sequence", "expert")
+        ),
+        (SIGNS, {"zero_optimization": {"stage": 1}}, 'stage: optimizer.type "onebitadam" needs 0, found 1'),
+        (SIGNS, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 'needs "none", found "cpu"'),
+        (SIGNS, {"zero_optimization": {"update_in_backward": True}}, "needs false, found true"),
+        (SIGNS, {"bf16": {"enabled": True, "masters": False}}, "bf16.masters: .* needs true, found false"),
+        (SIGNS, {"communication": {"power_sgd": {"rank": 1}}}, "power_sgd.rank: needs 0 with .*, found 1"),
+        (SIGNS, {"communication": {"gradient_bits": 4}}, 'null with optimizer.type "onebitadam", .*, found 4'),
+        (POWER_SGD, {"zero_optimization": {"stage": 2}}, "stage: communication.power_sgd needs 0 or 1, found 2"),
+        (POWER_SGD, {"zero_optimization": {"stage": 1, "shard_size": 2}}, "shard_size: .* needs null, found 2"),
+        (
+            POWER_SGD,
+            {"zero_optimization": {"update_in_backward": True}},
+            "update_in_backward: .* needs false, found true",
+        ),
+        (
+            POWER_SGD,
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap": "delayed"}}},
+            'overlap: .* needs "none", found "delayed"',
+        ),
+        (
+            POWER_SGD,
+            {"communication": {"power_sgd": {"rank": 1}, "gradient_bits": 4}},
+            "gradient_bits: needs null .*, found 4",
+        ),
+    ],
+)
+def test_what_does_not_go_together(config: dict[str, Any], more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Config.load({**config, **more})
+
+
+def test_deepspeeds_other_keys_are_taken() -> None:
+    params = {"lr": 1e-3, "freeze_step": 5, "cuda_aware": False, "comm_backend_name": "nccl", "bias_correction": False}
+    config = Config.load({"optimizer": {"type": "OneBitAdam", "params": params}})
+    assert config.optimizer is not None and config.optimizer.type == "onebitadam"
+    for key in ("cuda_aware", "comm_backend_name", "bias_correction"):
+        assert any(f"optimizer.params.{key}" in note and "no effect" in note for note in config.notes), key

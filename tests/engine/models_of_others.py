@@ -1,7 +1,5 @@
 """Models in the manner of those that people train: what is particular about each, tiny."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -120,39 +118,6 @@ def adapted_gpt(checkpointed: bool = False) -> nn.Module:
     return model
 
 
-class ChatBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = rotation
-        q, k, v = self.qkv(functional.rms_norm(x, (WIDTH,))).chunk(3, 2)
-        q, k = (torch.cat([a * cos - b * sin, a * sin + b * cos], 2) for a, b in (q.chunk(2, 2), k.chunk(2, 2)))
-        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.down(functional.relu(self.up(functional.rms_norm(x, (WIDTH,)))).square())
-
-
-class Chat(nn.Module):
-    """nanochat: rotations that are not saved, norms without weights, a scale for each block, logits with a cap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
-        self.blocks = nn.ModuleList(ChatBlock() for _ in range(3))
-        self.scales = nn.Parameter(torch.ones(3))
-        angles = torch.outer(torch.arange(LENGTH), 0.1 ** torch.arange(WIDTH // 2))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for scale, block in zip(self.scales, self.blocks, strict=True):
-            x = block(scale * x, (self.get_buffer("cos"), self.get_buffer("sin")))
-        return 15 * torch.tanh(self.head(functional.rms_norm(x, (WIDTH,))) / 15)
-
-
 class Recurrent(nn.Module):
     """Flat weights of one module, sequences of several lengths, and the gradients of an embedding that are sparse."""
 
@@ -195,56 +160,6 @@ class ResNet(nn.Module):
         return self.head(self.layers(self.stem(x.to(memory_format=torch.channels_last))).mean((2, 3)))
 
 
-class ConvNextBlock(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
-        self.norm, self.up = nn.LayerNorm(channels), nn.Linear(channels, 2 * channels)
-        self.down, self.scale = nn.Linear(2 * channels, channels), nn.Parameter(0.1 * torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.depthwise(x).movedim(1, -1))
-        return x + (self.scale * self.down(functional.gelu(self.up(y)))).movedim(-1, 1)
-
-
-class ConvNext(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(3, 4, 2, 2), nn.Conv2d(4, 8, 2, 2)])
-        self.stages = nn.ModuleList(nn.Sequential(ConvNextBlock(c), ConvNextBlock(c)) for c in (4, 8))
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for down, stage in zip(self.down, self.stages, strict=True):
-            x = stage(down(x))
-        return self.head(x.mean((2, 3)))
-
-
-def convolution(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.downs = nn.ModuleList([convolution(3, 4), convolution(4, 8)])
-        self.middle = convolution(8, 8)
-        self.ups = nn.ModuleList([nn.ConvTranspose2d(8, 8, 2, 2), nn.ConvTranspose2d(4, 4, 2, 2)])
-        self.joins = nn.ModuleList([convolution(16, 4), convolution(8, 4)])
-        self.head = nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skipped = []
-        for down in self.downs:
-            x = down(x)
-            skipped.append(x)
-            x = functional.max_pool2d(x, 2)
-        x = self.middle(x)
-        for up, join in zip(self.ups, self.joins, strict=True):
-            x = join(torch.cat([up(x), skipped.pop()], 1))
-        return self.head(x)
-
-
 class Vit(nn.Module):
     """torch's own layers, which have a way past their modules in evaluation."""
 
@@ -257,20 +172,6 @@ class Vit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).mT
         return self.head(self.encoder(torch.cat([self.token.expand(len(x), 1, WIDTH), x], 1))[:, 0])
-
-
-class Translator(nn.Module):
-    """An encoder and a decoder with one embedding, which is the head as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
-        self.head.weight = self.embedding.weight
-        nn.init.normal_(self.head.weight, 0, 0.1)
-        self.model = nn.Transformer(WIDTH, 2, 2, 2, WIDTH, 0.0, batch_first=True)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.model(self.embedding(tokens.flip(1)), self.embedding(tokens)))
 
 
 class Experts(nn.Module):
@@ -303,18 +204,6 @@ class Mixture(nn.Module):
             output = layer(x)
             x, loss = output["x"], loss + output["losses"][0][0]
         return self.head(x), loss
-
-
-class Branches(nn.Module):
-    """Each rank takes another branch, and in the next step the other one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
-        return self.branches[int(which[0])](torch.tanh(self.first(x)))
 
 
 class ListedBlock(nn.Module):
@@ -378,17 +267,6 @@ def scripted() -> nn.Module:
         return nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
 
 
-class OneInput(nn.Module):
-    """Leaves out what else is in a batch."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
-        return self.model(x)
-
-
 @dataclass(frozen=True)
 class Family:
     """How a model is made and trained: from vectors, (rows, WIDTH), tokens or images."""
@@ -407,20 +285,15 @@ def mixture_loss(output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
 FAMILIES: dict[str, Family] = {
     "nanoGPT": Family(Gpt, "tokens", language_loss, decayed_by_dimension),
     "minGPT as a callable": Family(Gpt, "tokens", language_loss, from_callable=True),
-    "nanochat": Family(Chat, "tokens", language_loss),
     "LoRA": Family(adapted_gpt, "tokens", language_loss),
     "LoRA with reentrant checkpointing": Family(lambda: adapted_gpt(True), "tokens", language_loss),
     "LSTM and GRU": Family(Recurrent, "tokens", language_loss),
     "ResNet": Family(ResNet, "images", class_loss),
-    "ConvNeXt": Family(ConvNext, "images", class_loss),
-    "U-Net": Family(UNet, "images", square),
     "ViT": Family(Vit, "images", class_loss),
-    "encoder and decoder": Family(Translator, "tokens", language_loss),
     "experts": Family(Mixture, "tokens", mixture_loss),
-    "branches": Family(Branches, "vectors", square),
-    "hypernetwork": Family(lambda: OneInput(Hypernetwork()), "vectors", square),
-    "blocks by torch.jit": Family(lambda: OneInput(scripted()), "vectors", square),
-    "torch.func": Family(lambda: OneInput(Transformed()), "vectors", square),
+    "hypernetwork": Family(Hypernetwork, "vectors", square),
+    "blocks by torch.jit": Family(scripted, "vectors", square),
+    "torch.func": Family(Transformed, "vectors", square),
 }
 
 
@@ -430,4 +303,4 @@ def batch_of(kind: str, step: int, rank: int) -> Batch:
         return (torch.randint(TOKENS, (4, LENGTH), generator=generator),)
     if kind == "images":
         return (torch.randn(4, 3, 8, 8, generator=generator),)
-    return torch.randn(4, WIDTH, generator=generator), torch.full((4,), (step + rank) % 2)
+    return (torch.randn(4, WIDTH, generator=generator),)

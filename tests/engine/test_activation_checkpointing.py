@@ -1,5 +1,6 @@
 """Recomputing activations changes no bit, whether the config asks for it or the model does it itself."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import lowtide
 from lowtide.zero import plan
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, share_of, train_all
+from tests.kit.training import Case, settings, train_all
 
 
 class NoisyBlock(models.Block):
@@ -84,16 +85,15 @@ def test_checkpointing_by_the_config_is_bitwise_the_same(
     ranks: RankPool, build: type[nn.Module], transport: str, stages: tuple[int, int]
 ) -> None:
     """Every block at the first of the stages, every second one at the other."""
-    routed = [
-        Case(build, models.token_batch, stage, 2, steps=2, clip=0.3, config={"communication": {"transport": transport}})
-        for stage in stages
+    config = {"communication": {"transport": transport}}
+    case = Case(build, models.token_batch, accumulation=2, steps=2, clip=0.3, config=config)
+    cases = [
+        case.at(stage, config={"activation_checkpointing": {"every": every}})
+        for number, stage in enumerate(stages, 1)
+        for every in (0, number)
     ]
-    recomputed = [
-        case.at(case.stage, config={"activation_checkpointing": {"every": every}})
-        for every, case in enumerate(routed, 1)
-    ]
-    outcomes = ranks(2, train_all, [*routed, *recomputed])[0]
-    for plain, ours in zip(outcomes[:2], outcomes[2:], strict=True):
+    outcomes = ranks(2, train_all, cases)[0]
+    for plain, ours in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert ours.differences(plain) == []
 
 
@@ -136,8 +136,7 @@ def test_recomputed_blocks_change_their_buffers_once() -> None:
     for every in (0, 1, 2):
         torch.manual_seed(0)
         model = nn.Sequential(*(Counting() for _ in range(3)))
-        config = {"optimizer": {"type": "sgd"}, "activation_checkpointing": {"every": every}}
-        with lowtide.initialize(model, config) as engine:
+        with lowtide.initialize(model, settings(activation_checkpointing={"every": every})) as engine:
             for _ in range(2):
                 loss = engine(torch.randn(5, 7)).square().mean()
                 loss.backward(retain_graph=True)
@@ -149,19 +148,21 @@ def test_recomputed_blocks_change_their_buffers_once() -> None:
         assert [name for name, value in states[0].items() if not torch.equal(value, state[name])] == []
 
 
+def engine_with(every: int) -> lowtide.Engine:
+    torch.manual_seed(0)
+    return lowtide.initialize(models.tiny_gpt(), settings(activation_checkpointing={"every": every}))
+
+
 def saved_numel(every: int) -> int:
     """Elements of activations that one forward saves for its backward."""
-    torch.manual_seed(0)
-    case = Case(models.tiny_gpt, models.token_batch, config={"activation_checkpointing": {"every": every}})
-    engine = lowtide.initialize(case.build(), case.as_config())
     numels: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         numels.append(tensor.numel() if not isinstance(tensor, nn.Parameter) else 0)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine(*share_of(case.global_batch(0, 1)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), engine_with(every) as engine:
+        engine(*models.token_batch(0, 2))
     return sum(numels)
 
 
@@ -173,12 +174,10 @@ def test_checkpointing_saves_less_for_backward() -> None:
 
 def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_MIN_END_NUMEL", 1)
-    case = Case(models.tiny_gpt, models.token_batch, config={"activation_checkpointing": {"every": 2}})
-    with lowtide.initialize(case.build(), case.as_config()) as engine:
-        calls = dict.fromkeys(("embedding", "blocks.0", "blocks.1", "blocks.2", "head"), 0)
-        for name in calls:
-            module = engine.module.get_submodule(name)
-            module = module.get_submodule("norm") if name.startswith("blocks") else module
-            module.register_forward_pre_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
-        engine.train_step(case.global_batch(0, 1))
-    assert list(calls.values()) == [1, 2, 1, 2, 1]
+    calls = Counter[str]()
+    names = ("embedding", "blocks.0.norm", "blocks.1.norm", "blocks.2.norm", "head")
+    with engine_with(2) as engine:
+        for name in names:
+            engine.module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+        engine.train_step(models.token_batch(0, 2))
+    assert [calls[name] for name in names] == [1, 2, 1, 2, 1]

@@ -1,9 +1,8 @@
 """A blueprint says before anything is built what a training takes; what is built takes exactly that."""
 
 import os
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from lowtide.zero.group import ShardedGroup
 from lowtide.zero.scheduled_units import ScheduledUnits
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW, rank_and_world
+from tests.kit.training import rank_and_world, refusal, settings
 from tests.parallel.test_expert_routing import Experts
 from tests.zero.apart import apart
 
@@ -79,16 +78,8 @@ def model_of(config: dict[str, Any]) -> nn.Module:
 
 
 def config_of(stage: int, accumulation: int = 1, transport: str = "sockets", **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, **more.pop("zero", {})}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_print": 0,
-        "optimizer": ADAMW,
-        "communication": {"transport": transport},
-        "zero_optimization": zero,
-        **more,
-    }
+    own = {"gradient_accumulation_steps": accumulation, "communication": {"transport": transport}}
+    return settings(stage, **{**own, "zero_optimization": more.pop("zero", {}), **more})
 
 
 def blueprint_of(config: dict[str, Any], num_ranks: int, optimizer: OptimizerChoice = None) -> Blueprint:
@@ -252,13 +243,8 @@ def plain_cases() -> dict[str, dict[str, Any]]:
     return cases
 
 
-def test_two_ranks(ranks: RankPool) -> None:
-    assert_equal(ranks(2, compare, plain_cases()))
-
-
-def test_one_rank() -> None:
-    cases = {f"{stage}": config_of(stage, 2, "auto", **(BF16 if stage % 2 else FP32)) for stage in range(4)}
-    assert_equal([compare(cases)])
+def cases_of_one_rank() -> dict[str, dict[str, Any]]:
+    return {f"{stage}": config_of(stage, 2, "auto", **(BF16 if stage % 2 else FP32)) for stage in range(4)}
 
 
 def layered_cases(folder: Path) -> dict[str, dict[str, Any]]:
@@ -277,15 +263,6 @@ def layered_cases(folder: Path) -> dict[str, dict[str, Any]]:
     return cases
 
 
-def test_layer_by_layer(ranks: RankPool, tmp_path: Path) -> None:
-    assert_equal(ranks(2, compare, layered_cases(tmp_path)))
-
-
-def test_layer_by_layer_alone(tmp_path: Path) -> None:
-    chosen = ("2 sockets", "in backward", "delayed", "files")
-    assert_equal([compare({name: case for name, case in layered_cases(tmp_path).items() if name in chosen})])
-
-
 def quantized_cases() -> dict[str, dict[str, Any]]:
     """Messages in few bits, in one level and in two, with every kind of weights that are sent."""
     return {
@@ -301,16 +278,18 @@ def in_few_bits(**more: Any) -> dict[str, Any]:
     return {"transport": "sockets", "gradient_bits": 4, "ranks_of_host": 2, **more}
 
 
-def test_several_axes(ranks: RankPool) -> None:
+def cases_of_several_axes() -> dict[str, dict[str, Any]]:
     pipeline: dict[str, Any] = {"parallel": {"pipeline": 2}}
-    cases = {
+    expert: dict[str, Any] = {"parallel": {"expert": 2}}
+    return {
         "hybrid 1": config_of(1, 2, "shared_memory", zero={"shard_size": 2}, **BF16),
         **quantized_cases(),
         "hpZ, one copy": config_of(3, 1, "shared_memory", zero={"zero_hpz_partition_size": 2}),
         "pipeline 2": config_of(2, 4, "shared_memory", **pipeline, **BF16),
         "pipeline 3": config_of(3, 2, **pipeline),
+        "experts 0": config_of(0, 2, "shared_memory", **expert),
+        "experts 3": config_of(3, 1, "sockets", **expert),
     }
-    assert_equal(ranks(4, compare, cases))
 
 
 def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
@@ -331,15 +310,27 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
     return cases
 
 
-def test_offload(ranks: RankPool, tmp_path: Path) -> None:
-    """Every second case to files; of the others half to the host memory where the model is too, and half elsewhere."""
-    in_files, in_host = (list(offload_cases(tmp_path, device).items()) for device in ("nvme", "cpu"))
-    assert_equal(ranks(2, compare, dict(in_files[1::2] + in_host[::4])))
-
-
-def test_offload_from_another_memory(ranks: RankPool, tmp_path: Path) -> None:
-    """Where the model is on a device, what rests in host memory is beside it."""
-    assert_equal(ranks(2, apart, compare, dict(list(offload_cases(tmp_path, "cpu").items())[2::4])))
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (1, lambda folder: cases_of_one_rank()),
+        (2, lambda folder: plain_cases()),
+        (2, layered_cases),
+        (1, lambda folder: dict(list(layered_cases(folder).items())[2:])),
+        (4, lambda folder: cases_of_several_axes()),
+        # In files, in the host memory where the model is too, and last, where the model is on a device, beside it.
+        (2, lambda folder: dict(list(offload_cases(folder, "nvme").items())[1::2])),
+        (2, lambda folder: dict(list(offload_cases(folder, "cpu").items())[::4])),
+        ("apart", lambda folder: dict(list(offload_cases(folder, "cpu").items())[2::4])),
+    ],
+    ids=["one rank", "two ranks", "layered", "layered alone", "axes", "files", "host memory", "another memory"],
+)
+def test_what_is_said_is_what_is_there(
+    ranks: RankPool, tmp_path: Path, world_size: Any, cases: Callable[[Path], dict[str, dict[str, Any]]]
+) -> None:
+    given = cases(tmp_path)
+    found = ranks(2, apart, compare, given) if world_size == "apart" else ranks(world_size, compare, given)
+    assert_equal(found)
 
 
 @pytest.mark.parametrize(
@@ -349,31 +340,18 @@ def test_offload_from_another_memory(ranks: RankPool, tmp_path: Path) -> None:
         ("cpu", 2, "auto", "sockets"),
         ("cpu", 2, "native", "native"),
         ("cuda", 1, "auto", "native"),
-    ],
-)
-def test_routes(device: str, num_hosts: int, wanted: str, transport: str) -> None:
-    config = Config.load(config_of(2, transport=wanted)).resolve(4)
-    blueprint = Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
-    assert blueprint.transport == transport and (shared_bytes(blueprint) > 0) == (transport == "shared_memory")
-
-
-@pytest.mark.parametrize(
-    ("device", "num_hosts", "wanted", "said"),
-    [
         ("cpu", 2, "shared_memory", 'expected all ranks on one host for "shared_memory", found 2 hosts'),
         ("cuda", 1, "sockets", '"sockets" is for CPU ranks. On cuda use "auto".'),
     ],
 )
-def test_routes_that_are_not_possible(device: str, num_hosts: int, wanted: str, said: str) -> None:
+def test_a_transport_is_chosen_or_refused(device: str, num_hosts: int, wanted: str, transport: str) -> None:
     config = Config.load(config_of(2, transport=wanted)).resolve(4)
-    with pytest.raises(ValueError, match=re.escape(f"communication.transport: {said}")):
-        Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
-
-
-def test_experts_that_ranks_share(ranks: RankPool) -> None:
-    parallel: dict[str, Any] = {"parallel": {"expert": 2}}
-    cases = {"0": config_of(0, 2, "shared_memory", **parallel), "3": config_of(3, 1, "sockets", **parallel)}
-    assert_equal(ranks(4, compare, cases))
+    if " " in transport:
+        text = refusal(Blueprint.of, config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
+        assert f"communication.transport: {transport}" in text
+        return
+    blueprint = Blueprint.of(config, frozen_gpt(), 4, device=device, num_hosts=num_hosts)
+    assert blueprint.transport == transport and (shared_bytes(blueprint) > 0) == (transport == "shared_memory")
 
 
 def test_many_ranks_cost_no_more_than_few() -> None:

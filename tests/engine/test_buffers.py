@@ -1,5 +1,6 @@
 """Buffers keep their types, whatever the parameters are computed in."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,18 +10,22 @@ from torch import Tensor, nn
 import lowtide
 from tests.engine.test_hugging_face import llama
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW
+from tests.kit.training import settings
 
-STAGES = (0, 1, 2, 3)
 LAST_POSITION = 8191
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STAGES = (0, 1, 2, 3)
 
 
-def engine_for(model: nn.Module, stage: int, precision: str) -> lowtide.Engine:
-    return lowtide.initialize(
-        model,
-        {"optimizer": ADAMW, "zero_optimization": {"stage": stage}, precision: {"enabled": True}, "steps_per_print": 0},
-    )
+def at_stages(stages: Sequence[int], precision: str, build: Any, act: Callable[[Any], Any]) -> list[Any]:
+    """What `act` gives of an engine of the model at each stage."""
+    more: dict[str, Any] = {precision: {"enabled": True}, "train_micro_batch_size_per_gpu": None}
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        with lowtide.initialize(build(), settings(stage, **more)) as engine:
+            found.append(act(engine))
+    return found
 
 
 def far_apart() -> dict[str, Tensor]:
@@ -28,15 +33,9 @@ def far_apart() -> dict[str, Tensor]:
     return {"input_ids": torch.tensor([[3, 5]]), "position_ids": torch.tensor([[0, LAST_POSITION]])}
 
 
-def logits_of_llama(stages: tuple[int, ...], precision: str) -> list[Tensor]:
-    found = []
-    for stage in stages:
-        torch.manual_seed(0)
-        engine = engine_for(llama(), stage, precision)
-        with torch.no_grad():
-            found.append(engine(**far_apart()).logits)
-        engine.close()
-    return found
+@torch.no_grad()
+def logits(engine: Any) -> Tensor:
+    return engine(**far_apart()).logits
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -52,8 +51,8 @@ def test_angles_of_llama_are_those_of_float32_at_the_last_position(ranks: RankPo
             model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = value
         expected = model(**far_apart()).logits
     assert not torch.equal(rounded, expected), "the rounding must show"
-    for logits in ranks(2, logits_of_llama, STAGES, precision)[0]:
-        assert torch.equal(logits, expected)
+    for found in ranks(2, at_stages, STAGES, precision, llama, logits)[0]:
+        assert torch.equal(found, expected)
 
 
 class Normalized(nn.Module):
@@ -84,18 +83,12 @@ BUFFERS = {
 }
 
 
-def statistics(stages: tuple[int, ...], precision: str) -> list[dict[str, Tensor]]:
-    found = []
-    for stage in stages:
-        torch.manual_seed(0)
-        engine = engine_for(Normalized(), stage, precision)
-        for step in range(3):
-            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
-            engine.train_step((3 + x / 100,))
-        assert engine.eval_step((x,)).isfinite()
-        found.append(dict(engine.module.named_buffers()))
-        engine.close()
-    return found
+def buffers_after_training(engine: Any) -> dict[str, Tensor]:
+    for step in range(3):
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        engine.train_step((3 + x / 100,))
+    assert engine.eval_step((x,)).isfinite()
+    return dict(engine.module.named_buffers())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -103,14 +96,14 @@ def statistics(stages: tuple[int, ...], precision: str) -> list[dict[str, Tensor
 def test_running_statistics_and_buffers_of_all_types_keep_them(
     ranks: RankPool, world_size: int, precision: str
 ) -> None:
-    first, *others = ranks(world_size, statistics, STAGES, precision)[0]
+    first, *others = ranks(world_size, at_stages, STAGES, precision, Normalized, buffers_after_training)[0]
     for name, dtype in BUFFERS.items():
         assert first[name].dtype == dtype and torch.equal(first[name], torch.arange(5).to(dtype))
     for name in ("layers.0.1.running_mean", "layers.1.1.running_var"):
         assert first[name].dtype == torch.float32
-        assert not torch.equal(first[name], first[name].to(PRECISIONS[precision]).float()), (
-            "more digits than 16 bits have"
-        )
+        assert not torch.equal(
+            first[name], first[name].to(PRECISIONS[precision]).float()
+        )  # more digits than 16 bits have
     for buffers in others:
         assert all(torch.equal(buffers[name], value) for name, value in first.items())
 
@@ -133,22 +126,14 @@ class Positioned(nn.Module):
     casts_itself = False
 
 
-def losses_with_positions(stages: tuple[int, ...], precision: str) -> list[list[float]]:
-    found = []
-    for stage in stages:
-        torch.manual_seed(0)
-        engine = engine_for(Positioned(), stage, precision)
-        found.append([engine.train_step((torch.ones(2, 5),)).loss.item() for _ in range(3)])
-        engine.close()
-        assert not engine.module.get_submodule("blocks.0")._forward_pre_hooks
-    return found
+def losses(engine: Any) -> list[float]:
+    return [engine.train_step((torch.ones(2, 5),)).loss.item() for _ in range(3)]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_blocks_get_their_inputs_in_the_type_of_their_parameters(
     ranks: RankPool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = ranks(2, losses_with_positions, STAGES, precision)[0]
+    found = ranks(2, at_stages, STAGES, precision, Positioned, losses)[0]
     monkeypatch.setattr(Positioned, "casts_itself", True)
-    for found in losses:
-        assert found == losses_with_positions((0,), precision)[0]
+    assert found == at_stages((0,), precision, Positioned, losses) * 4

@@ -13,11 +13,10 @@ from tests.kit import models
 from tests.kit.compiling import with_a_new_compiler
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, share_of
+from tests.kit.training import Case, refusal
 
 LAYERS = 3
 KINDS = ["block", "embedding", "norm", "head"]
-CHECKPOINTED = {"activation_checkpointing": {"every": 2}}
 
 
 class Counting:
@@ -67,52 +66,47 @@ def steps_of_tokens() -> nn.Module:
     return StepsOfTokens().double()
 
 
+def steps_of_nine(count: int = LAYERS) -> Any:
+    return models.Chain(*(Step() for _ in range(count))).double()
+
+
+def vectors(step: int, rows: int) -> tuple[Tensor]:
+    return (torch.randn(rows, 9, generator=torch.Generator().manual_seed(step), dtype=torch.float64),)
+
+
 CASE = Case(steps_of_tokens, models.token_batch, steps=2)
+SMALL = Case(steps_of_nine, vectors, steps=2)
+HOW = ["model wrapped", "model in place", "blocks wrapped", "blocks in place", "model after", "blocks after"]
 
 
-def blocks_of(model: Any) -> Any:
-    return model.blocks
-
-
-def compile_before(how: str, model: Any, options: dict[str, Any]) -> Any:
+def compiled(how: str, model: Any, options: dict[str, Any]) -> Any:
     """In the ways in which users write it."""
     if how == "model wrapped":
         return torch.compile(model, **options)
-    if how == "model in place":
+    if how.startswith("model"):
         model.compile(**options)
-    if how == "blocks wrapped":
-        for index, block in enumerate(blocks_of(model)):
+    for index, block in enumerate(model.blocks if how.startswith("blocks") else ()):
+        if "wrapped" in how:
             model.blocks[index] = torch.compile(block, **options)
-    if how == "blocks in place":
-        for block in blocks_of(model):
+        else:
             block.compile(**options)
     return model
 
 
-def compile_after(how: str, model: Any, options: dict[str, Any]) -> None:
-    if how == "model after":
-        model.compile(**options)
-    if how == "blocks after":
-        for block in blocks_of(model):
-            block.compile(**options)
-    if how == "last block after":
-        blocks_of(model)[-1].compile(**options)
-
-
-HOW = ["model wrapped", "model in place", "blocks wrapped", "blocks in place", "model after", "blocks after"]
-
-
-def train_compiled(case: Case, how: str, options: dict[str, Any] | None = None) -> tuple[list[float], list[Any], Any]:
+def train_compiled(case: Case, how: str, **options: Any) -> tuple[list[float], list[Any], Any]:
     """Losses; after each step, graphs and runs; names and values of the final state."""
     with_a_new_compiler()
     backend = Counting()
-    options = {"backend": backend, "fullgraph": True, **(options or {})}
+    options = {"backend": backend, "fullgraph": True, **options}
     torch.manual_seed(0)
-    engine = lowtide.initialize(compile_before(how, case.build(), options), case.as_config())
-    compile_after(how, engine.module, options)
+    model = case.build() if "after" in how else compiled(how, case.build(), options)
+    engine = lowtide.initialize(model, case.as_config())
+    if "after" in how:
+        compiled(how, engine.module, options)
     losses, counts = [], []
     for step in range(case.steps):
-        losses.append(engine.train_step(share_of(case.global_batch(step, engine.world_size))).loss.item())
+        batch = (one.chunk(engine.data_size)[engine.data_rank] for one in case.global_batch(step, engine.data_size))
+        losses.append(engine.train_step(tuple(batch)).loss.item())
         counts.append((backend.graphs, backend.runs))
     state = engine.state_dict()
     engine.close()
@@ -123,36 +117,20 @@ def train_in_each_way(cases: list[Case], hows: list[str]) -> list[Any]:
     return [[train_compiled(case, how) for how in ("not at all", *hows)] for case in cases]
 
 
-def check(case: Case, found: Any, how: str, plain: Any) -> None:
-    """fullgraph=True has raised where a graph breaks."""
-    losses, counts, state = found
-    assert losses == plain[0], how
-    assert list(state) == list(plain[2]) and all(torch.equal(state[name], plain[2][name]) for name in state)
-    kinds, calls = (len(KINDS), LAYERS + 3) if "model" in how else (1, LAYERS)
-    recomputed = 2 if "activation_checkpointing" in case.config else 0
-    assert [graphs for graphs, _ in counts] == [kinds] * case.steps, f"{how}: {counts}"
-    assert [runs for _, runs in counts] == [(calls + recomputed) * (n + 1) for n in range(case.steps)], how
-
-
 @pytest.mark.parametrize(
     ("stage", "transport", "hows"), [(0, "shared_memory", HOW[1:4:2]), (3, "sockets", HOW[::2] + HOW[5:])]
 )
 def test_compiled_training_is_the_same(ranks: RankPool, stage: int, transport: str, hows: list[str]) -> None:
-    case = CASE.at(stage, config={"communication": {"transport": transport}, **CHECKPOINTED})
-    ((plain, *found),) = ranks(2, train_in_each_way, [case], hows)[0]
-    for how, one in zip(hows, found, strict=True):
-        check(case, one, how, plain)
+    """fullgraph=True has raised where a graph breaks."""
+    config = {"communication": {"transport": transport}, "activation_checkpointing": {"every": 2}}
+    ((plain, *found),) = ranks(2, train_in_each_way, [CASE.at(stage, config=config)], hows)[0]
+    for how, (losses, counts, state) in zip(hows, found, strict=True):
+        assert losses == plain[0], how
+        assert list(state) == list(plain[2]) and all(torch.equal(state[name], plain[2][name]) for name in state)
+        kinds, calls = (len(KINDS), LAYERS + 3) if "model" in how else (1, LAYERS)  # two blocks are recomputed
+        assert counts == [(kinds, (calls + 2) * step) for step in range(1, CASE.steps + 1)], how
 
 
-def steps_of_nine() -> nn.Module:
-    return models.Chain(*(Step() for _ in range(LAYERS))).double()
-
-
-def vectors(step: int, rows: int) -> tuple[Tensor]:
-    return (torch.randn(rows, 9, generator=torch.Generator().manual_seed(step), dtype=torch.float64),)
-
-
-SMALL = Case(steps_of_nine, vectors, steps=2)
 OTHERS: list[tuple[int, dict[str, Any]]] = [  # with the stage
     (0, {"communication": {"transport": "sockets"}, "gradient_accumulation_steps": 1}),
     (3, {"zero_optimization": {"update_in_backward": True}}),
@@ -172,19 +150,18 @@ def test_it_goes_with_whatever_else_the_config_says(ranks: RankPool, how: str) -
         assert [graphs for graphs, _ in found[1]] == [2] * case.steps, case  # the first block's input has no gradient
 
 
-def train_with(backend: str, stage: int) -> list[Any]:
-    """Losses, without and with the compiler; graph breaks; graphs."""
-    case = SMALL.at(stage, accumulation=2)
-    found = [train_compiled(case, how, {"backend": backend})[0] for how in ("not at all", "last block after")]
-    return [*found, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]]
+def train_with(backend: str, how: str) -> tuple[list[float], int, int]:
+    """Losses; graph breaks; graphs."""
+    losses, _, _ = train_compiled(SMALL.at(3, accumulation=2), how, backend=backend)
+    return losses, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("aot_eager", 2)])
-def test_torch_s_own_backends(ranks: RankPool, backend: str, world_size: int) -> None:
+def test_torch_s_own_backends(ranks: RankPool) -> None:
     """And inductor where the section `compile` asks for it: `test_compile_section.py`."""
-    for plain, compiled, breaks, graphs in ranks(world_size, train_with, backend, 3):
-        assert compiled == plain
-        assert (breaks, graphs) == (0, 1)
+    (plain, _, _), (losses, breaks, graphs) = (
+        ranks(2, train_with, "aot_eager", how)[0] for how in ("", "blocks after")
+    )
+    assert losses == plain and (breaks, graphs) == (0, 2)
 
 
 class Picture(nn.Module):
@@ -214,22 +191,21 @@ def pictures(step: int, rows: int) -> tuple[Tensor]:
     return (torch.randn(rows, 3, 5, 5, generator=torch.Generator().manual_seed(step)),)
 
 
+EAGER = {"backend": "eager", "fullgraph": True}
+
+
 def compiled_picture() -> Any:
-    return torch.compile(Picture(), backend="eager", fullgraph=True)
+    return compiled("model wrapped", Picture(), EAGER)
 
 
-def wrapping_a_compiled_model() -> nn.Module:
+def wrapping_a_compiled_model() -> Any:
     model = Wrapping()
-    model.model.compile(backend="eager", fullgraph=True)
+    compiled("model in place", model.model, EAGER)
     return model
 
 
 def compiled_blocks() -> Any:
-    model = steps_of_nine()
-    blocks = blocks_of(model)
-    for index in range(LAYERS):
-        blocks[index] = torch.compile(blocks[index], backend="eager", fullgraph=True)
-    return model
+    return compiled("blocks wrapped", steps_of_nine(), EAGER)
 
 
 @pytest.mark.parametrize(
@@ -251,10 +227,9 @@ def test_models_of_every_shape(shape: tuple[Any, Any, Any, int], is_built_by_eng
     for make in (plain, build):
         torch.manual_seed(0)
         case = Case(make, batch, stage)
-        engine = lowtide.initialize(make if is_built_by_engine else make(), case.as_config())
-        losses = [engine.train_step(case.global_batch(step, 1)).loss.item() for step in range(2)]
-        found.append((losses, list(engine.state_dict())))
-        engine.close()
+        with lowtide.initialize(make if is_built_by_engine else make(), case.as_config()) as engine:
+            losses = [engine.train_step(case.global_batch(step, 1)).loss.item() for step in range(2)]
+            found.append((losses, list(engine.state_dict())))
     assert found[0] == found[1]
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
@@ -264,13 +239,13 @@ def test_after_close_the_model_is_compiled_as_it_was() -> None:
     with_a_new_compiler()
     model, backend = compiled_blocks(), Counting()
     model.compile(backend=backend)
-    names, wrapped, call = list(model.state_dict()), blocks_of(model)[0], model._compiled_call_impl
+    names, wrapped, call = list(model.state_dict()), model.blocks[0], model._compiled_call_impl
     with lowtide.initialize(model, SMALL.as_config()) as engine:
-        assert blocks_of(model)[0] is not wrapped and "blocks.0.linear.weight" in engine.state_dict()
+        assert model.blocks[0] is not wrapped and "blocks.0.linear.weight" in engine.state_dict()
         engine.train_step(vectors(0, 2))
         assert not backend.runs  # the blocks have options of their own, and the rest is none
-    assert list(model.state_dict()) == names and blocks_of(model)[0] is wrapped and model._compiled_call_impl is call
-    assert "compile" not in model.__dict__ and "forward" not in blocks_of(model)[0]._orig_mod.__dict__
+    assert list(model.state_dict()) == names and model.blocks[0] is wrapped and model._compiled_call_impl is call
+    assert "compile" not in model.__dict__ and "forward" not in model.blocks[0]._orig_mod.__dict__
     model(*vectors(0, 2)).backward()
     assert backend.runs
 
@@ -285,77 +260,55 @@ def test_the_caller_s_own_wrapper_goes_to_the_engine() -> None:
         assert backend.runs == LAYERS and engine.global_step == 1
 
 
-def wrap_engine_s_module(engine: lowtide.Engine) -> None:
+def wrap_engine_s_module(engine: Any) -> None:
     torch.compile(engine.module, backend="eager")(*vectors(0, 2))
 
 
-def wrap_engine(engine: lowtide.Engine) -> None:
+def wrap_engine(engine: Any) -> None:
     torch.compile(engine, backend="eager")(*vectors(0, 2))
 
 
-def wrap_a_block(engine: lowtide.Engine) -> None:
-    blocks = blocks_of(engine.module)
-    blocks[1] = torch.compile(blocks[1], backend="eager")
+def wrap_a_block(engine: Any) -> None:
+    engine.module.blocks[1] = torch.compile(engine.module.blocks[1], backend="eager")
     engine.train_step(vectors(0, 2))
 
 
-def assign_module(engine: lowtide.Engine) -> None:
+def assign_module(engine: Any) -> None:
     engine.module = torch.compile(engine.module, backend="eager")
+
+
+WRAPPED = "that an engine trains: expected its compile(...), found a wrapper"
 
 
 @pytest.mark.parametrize(
     ("mistake", "stage", "kind", "text"),
     [
-        (wrap_engine_s_module, 0, RuntimeError, "torch.compile of a Chain that an engine trains: expected its compile"),
+        (wrap_engine_s_module, 0, RuntimeError, f"torch.compile of a Chain {WRAPPED}"),
         (wrap_engine, 3, RuntimeError, "torch.compile of an engine: expected its compile(...), found a wrapper"),
-        (
-            wrap_a_block,
-            3,
-            RuntimeError,
-            "torch.compile of a Step that an engine trains: expected its compile(...), found a",
-        ),
-        (
-            assign_module,
-            0,
-            AttributeError,
-            "engine.module: expected the model of lowtide.initialize, found",
-        ),
+        (wrap_a_block, 3, RuntimeError, f"torch.compile of a Step {WRAPPED}"),
+        (assign_module, 0, AttributeError, "engine.module: expected the model of lowtide.initialize, found"),
     ],
 )
 def test_what_would_trace_hooks_is_refused(
-    mistake: Callable[[lowtide.Engine], None], stage: int, kind: type[Exception], text: str
+    mistake: Callable[[Any], None], stage: int, kind: type[Exception], text: str
 ) -> None:
     with_a_new_compiler()
     engine = lowtide.initialize(steps_of_nine(), SMALL.at(stage).as_config())
-    with pytest.raises(kind) as error:
-        mistake(engine)
-    assert str(error.value).startswith(text)
+    assert refusal(mistake, engine, kind=kind).startswith(text)
     if mistake is wrap_engine:
         engine.train_step(vectors(0, 2))
 
 
-PIPELINE: dict[str, Any] = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
-
-
-def train_pipeline_in_each_way(stage: int) -> list[Any]:
-    found = []
-    for how in ("not at all", "model wrapped", "blocks in place", "blocks after"):
-        with_a_new_compiler()
-        case, backend = SMALL.at(stage, config=PIPELINE, accumulation=4), Counting()
-        torch.manual_seed(0)
-        model = compile_before(how, models.Chain(*(Step() for _ in range(4))).double(), {"backend": backend})
-        engine = lowtide.initialize(model, case.as_config())
-        compile_after(how, engine.module, {"backend": backend})
-        losses, graphs = [], []
-        for step in range(case.steps):
-            losses.append(engine.train_step(case.global_batch(step, 1)).loss.item())
-            graphs.append(backend.graphs)
-        found.append((losses, list(engine.state_dict()), len(set(graphs)), backend.runs))
-        engine.close()
-    return found
+def steps_of_four() -> Any:
+    return steps_of_nine(4)
 
 
 def test_blocks_of_a_pipeline_are_compiled(ranks: RankPool) -> None:
-    for plain, *compiled in ranks(2, train_pipeline_in_each_way, 1):
-        # Two blocks a rank, four microbatches, two steps.
-        assert compiled == [(plain[0], plain[1], 1, 2 * 4 * 2)] * 3
+    config = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
+    case = SMALL.at(1, build=steps_of_four, config=config, accumulation=4)
+    hows = ["model wrapped", "blocks in place", "blocks after"]
+    for ((plain, *found),) in ranks(2, train_in_each_way, [case], hows):
+        for losses, counts, state in found:
+            assert losses == plain[0] and list(state) == list(plain[2])
+            # Two blocks a rank, four microbatches, two steps.
+            assert counts[0][0] == counts[1][0] and counts[1][1] == 2 * 4 * 2

@@ -15,26 +15,28 @@ from torch import nn
 import lowtide
 from lowtide.offload.block_file import BlockFile
 from tests.kit.ranks import RankPool
+from tests.kit.training import settings
 
-CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "steps_per_print": 0}
-
-
-NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+NO_ROOM = lowtide.OffloadError("the disk: rank 1 needs more")
 FAULTS: dict[str, tuple[str, Exception, str]] = {  # what fails on rank 1 and how, and what is told
-    "offload_optimizer": (
-        "reserve",
-        lowtide.OffloadError("the disk: rank 1 needs more"),
-        "the disk: rank 1 needs more",
+    "offload_optimizer": ("reserve", NO_ROOM, "the disk: rank 1 needs more"),
+    "offload_param": ("reserve", NO_ROOM, "the disk: rank 1 needs more"),
+    "activations": (
+        "_open",
+        OSError(errno.ENOSPC, "No space left on device"),
+        "rank 1 expected a writable folder, and cannot create a file there: No space",
     ),
-    "offload_param": ("reserve", lowtide.OffloadError("the disk: rank 1 needs more"), "the disk: rank 1 needs more"),
-    "activations": ("_open", NO_SPACE, "rank 1 expected a writable folder, and cannot create a file there: No space"),
 }
+
+
+def start(config: dict[str, Any], **options: Any) -> lowtide.Engine:
+    return lowtide.initialize(nn.Linear(2, 2), config, loss_fn=lambda output, batch: output.mean(), **options)
 
 
 def start_without_room(kind: str, folder: str) -> str:
     """The error of a start for which rank 1 has no room; afterwards another start must do."""
     nvme = {"device": "nvme", "nvme_path": folder}
-    section = {"zero_optimization": {"stage": 3, kind: nvme}}
+    section: dict[str, Any] = {"zero_optimization": {"stage": 3, kind: nvme}}
     if kind == "activations":
         section = {"activation_checkpointing": {"offload": nvme}}
     method, fault, _ = FAULTS[kind]
@@ -42,11 +44,11 @@ def start_without_room(kind: str, folder: str) -> str:
     said = "nothing"
     with fails if os.environ["RANK"] == "1" else contextlib.nullcontext():
         try:
-            lowtide.initialize(nn.Linear(2, 2), CONFIG | section, loss_fn=lambda output, batch: output.mean())
+            start(settings(**section))
         except RuntimeError as error:
             said = f"{type(error).__name__}: {error}"
     assert not dist.is_initialized()
-    with lowtide.initialize(nn.Linear(2, 2), CONFIG, loss_fn=lambda output, batch: output.mean()) as engine:
+    with start(settings()) as engine:
         assert engine.train_step(torch.ones(2, 2)).loss.isfinite()
     return said
 
@@ -65,8 +67,7 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def start_with_a_fault() -> None:
-    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
-    lowtide.initialize(nn.Linear(2, 2), config, optimizer=make_optimizer)
+    start(settings(optimizer=None), optimizer=make_optimizer)
 
 
 def test_a_fault_in_the_script_s_own_part_on_one_rank(ranks: RankPool) -> None:
@@ -76,14 +77,12 @@ def test_a_fault_in_the_script_s_own_part_on_one_rank(ranks: RankPool) -> None:
 
 
 def exchanges_of_a_start(transport: str) -> int:
-    config = CONFIG | {"communication": {"transport": transport}, "zero_optimization": {"stage": 3}}
     world = dist.distributed_c10d  # where dist's own functions look each other up
     kinds = ["all_gather", "broadcast", "all_reduce", "barrier"]
     with contextlib.ExitStack() as stack:
         spies = [stack.enter_context(mock.patch.object(world, kind, wraps=getattr(world, kind))) for kind in kinds]
         spies += [stack.enter_context(mock.patch.object(dist, kind, getattr(world, kind))) for kind in kinds]
-        engine = lowtide.initialize(nn.Linear(2, 2), config, loss_fn=lambda output, batch: output.mean())
-    engine.close()
+        start(settings(3, communication={"transport": transport})).close()
     return sum(spy.call_count for spy in spies[: len(kinds)])
 
 

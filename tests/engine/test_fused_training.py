@@ -1,6 +1,5 @@
 """An engine with fused modules trains to the losses of one without, at every stage and over a pipeline."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,47 +15,40 @@ from tests.kit.ranks import RankPool
 Trained = tuple[list[float], list[bool]]  # losses, and of each forward of the root whether logits were left out
 
 
-def train(
-    model: nn.Module, config: dict[str, Any], fuse: Any, batches: Callable[[int], Any], loss_fn: Any = None
-) -> Trained:
-    """Two steps, and an evaluation."""
-    engine = lowtide.initialize(model, config | {"kernels": {"fuse_modules": fuse}}, loss_fn=loss_fn)
-    left_out: list[bool] = []
-    engine.module.register_forward_hook(lambda module, args, out: left_out.append(getattr(out, "logits", 0) is None))
-    losses = [engine.train_step(batches(step)).loss.item() for step in range(2)]
-    losses.append(engine.eval_step(batches(2)).item())
-    engine.close()
+def train(name: str, config: dict[str, Any], fuse: Any = False, loss_fn: Any = None, is_built: bool = False) -> Trained:
+    """Two steps, and an evaluation. is_built: `initialize` builds the model."""
+    torch.manual_seed(0)
+    build = tiny_gpt if name == "plain" else MODELS[name]
+    generator = torch.Generator().manual_seed(3)
+    batches = [token_batch(step, 2) if name == "plain" else batch_of(name, generator) for step in range(3)]
+    config = config | {"kernels": {"fuse_modules": fuse}}
+    with lowtide.initialize(build if is_built else build(), config, loss_fn=loss_fn) as engine:
+        left_out: list[bool] = []
+        engine.module.register_forward_hook(
+            lambda module, args, out: left_out.append(getattr(out, "logits", 0) is None)
+        )
+        losses = [engine.train_step(batch).loss.item() for batch in batches[:2]]
+        losses.append(engine.eval_step(batches[2]).item())
     return losses, left_out
 
 
-def language_model(name: str, config: dict[str, Any], fuse: Any, loss_fn: Any = None) -> Trained:
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(3)
-    model = MODELS[name]()
-    return train(model, config, fuse, lambda step: batch_of(name, generator), loss_fn)
-
-
-def plain_model(config: dict[str, Any], fuse: Any) -> Trained:
-    torch.manual_seed(0)
-    return train(tiny_gpt(), config, fuse, lambda step: token_batch(step, 2))
-
-
 def fused_and_not(name: str, config: dict[str, Any]) -> tuple[Trained, Trained]:
-    return language_model(name, config, True), language_model(name, config, False)
+    return train(name, config, True), train(name, config)
 
 
 def all_variants() -> dict[str, tuple[Trained, Trained]]:
     at_0, at_3 = config_of(0, "auto"), config_of(3, "auto")
     units = at_3 | {"zero_optimization": {"stage": 3, "units": ["model.layers.?", "lm_head", "model.norm"]}}
-    llama = language_model("llama", at_3, False)
+    llama = train("llama", at_3)
     return {
         "llama at stage 0": fused_and_not("llama", at_0),
         "gpt2 at stage 3": fused_and_not("gpt2", at_3),
-        "plain at stage 3": (plain_model(at_3, True), plain_model(at_3, False)),
-        "llama at stage 3": (language_model("llama", at_3, True), llama),
-        "units of their own": (language_model("llama", units, True), llama),
-        "recomputed": (language_model("llama", units | {"activation_checkpointing": {"every": 1}}, True), llama),
-        "named": (language_model("llama", at_3, ["linear_cross_entropy", "rms_norm"]), llama),
+        "plain at stage 3": fused_and_not("plain", at_3),
+        "llama at stage 3": (train("llama", at_3, True), llama),
+        "built by the engine": (train("llama", at_3, True, is_built=True), llama),
+        "units of their own": (train("llama", units, True), llama),
+        "recomputed": (train("llama", units | {"activation_checkpointing": {"every": 1}}, True), llama),
+        "named": (train("llama", at_3, ["linear_cross_entropy", "rms_norm"]), llama),
     }
 
 
@@ -104,37 +96,19 @@ def cross_entropy_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def test_a_loss_function_finds_the_logits() -> None:
+def test_a_loss_function_and_calls_of_the_engine_find_the_logits() -> None:
     config = config_of(0, "auto")
-    losses, left_out = language_model("llama", config, True, cross_entropy_of)
-    expected, _ = language_model("llama", config, False)
+    losses, left_out = train("llama", config, True, cross_entropy_of)
     assert left_out == [False] * 3
-    assert losses == pytest.approx(expected, rel=2e-5)
-
-
-def test_calls_of_the_engine_keep_their_logits() -> None:
-    engine = lowtide.initialize(MODELS["llama"](), config_of(0, "auto") | {"kernels": {"fuse_modules": True}})
-    batch = batch_of("llama", torch.Generator().manual_seed(3))
-    assert engine(**batch).logits is not None
-    engine.close()
+    assert losses == pytest.approx(train("llama", config)[0], rel=2e-5)
+    with lowtide.initialize(MODELS["llama"](), config | {"kernels": {"fuse_modules": True}}) as engine:
+        assert engine(**batch_of("llama", torch.Generator())).logits is not None
 
 
 def test_close_gives_the_modules_the_classes_back_that_they_came_with() -> None:
     model: Any = MODELS["llama"]()
     fuse_model(model, modules=["gated_mlp"])
     before = [type(module) for module in model.modules()]
-    engine = lowtide.initialize(model, config_of(3, "auto") | {"kernels": {"fuse_modules": True}})
-    assert [type(module) for module in model.modules()] != before
-    engine.close()
+    with lowtide.initialize(model, config_of(3, "auto") | {"kernels": {"fuse_modules": True}}):
+        assert [type(module) for module in model.modules()] != before
     assert [type(module) for module in model.modules()] == before
-
-
-def test_a_model_that_is_built_by_initialize() -> None:
-    config = config_of(3, "auto") | {"kernels": {"fuse_modules": True}}
-    losses = []
-    for given in (MODELS["llama"], None):
-        torch.manual_seed(0)
-        engine = lowtide.initialize(given if given is not None else MODELS["llama"](), config)
-        losses.append(engine.train_step(batch_of("llama", torch.Generator().manual_seed(3))).loss.item())
-        engine.close()
-    assert losses[0] == losses[1]

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
+from tests.kit.models import Chain
 from tests.kit.ranks import RankPool
+from tests.kit.training import settings
 
 WIDTH, NUM_BLOCKS = 1024, 30  # 2^20 parameters a block: 8 and 1024 ranks divide it without padding
 MAX_CALLS_IN_A_STEP = 7_080  # of Python: 30 blocks with a parameter each, on the CPU; Python 3.11 makes most
@@ -27,17 +29,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
-
-
-class Net(nn.Module):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 class Done:
@@ -71,9 +62,8 @@ def counted(counts: dict[str, int], name: str, work: Callable[[], Any]) -> Any:
 def costs(world_size: int, num_blocks: int = NUM_BLOCKS) -> dict[str, int]:
     """Calls and lines of Python of `initialize` and of a step; the data is the same for any number of ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    model, x = Net(num_blocks), torch.ones(1, WIDTH)
-    config: dict[str, Any] = {"optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}, "steps_per_print": 0}
-    config["gradient_clipping"] = 1.0
+    model, x = Chain(*(Block() for _ in range(num_blocks))), torch.ones(1, WIDTH)
+    config = settings(3, optimizer={"type": "sgd"}, gradient_clipping=1.0, train_micro_batch_size_per_gpu=1)
     counts: dict[str, int] = {}
     engine = counted(counts, "initialize", lambda: lowtide.initialize(model, config))
     engine.train_step((x,))

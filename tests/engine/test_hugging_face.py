@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.model.deferred import DeferredModel
+from tests.engine.test_deferred_model import assert_deferred_is_built
+from tests.kit import training
 from tests.kit.ranks import RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -63,34 +65,18 @@ def checkpointed_llama(use_reentrant: bool) -> nn.Module:
     return model
 
 
-def llama_with_reentrant_checkpointing() -> nn.Module:
-    return checkpointed_llama(True)
-
-
-def llama_with_checkpointing() -> nn.Module:
-    return checkpointed_llama(False)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    model.__name__: model
-    for model in (llama, gpt2, mixtral, bert, t5, vit, llama_with_checkpointing, llama_with_reentrant_checkpointing)
+    **{model.__name__: model for model in (llama, gpt2, mixtral, bert, t5, vit)},
+    "llama_with_checkpointing": partial(checkpointed_llama, False),
+    "llama_with_reentrant_checkpointing": partial(checkpointed_llama, True),
 }
 
 
 @dataclass
-class Outcome:
+class Outcome(training.Outcome):
     """What training gave on one rank."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
     idle_experts: int = 0
-
-    def differences(self, other: "Outcome") -> list[str]:
-        """What is not the same to the last bit."""
-        found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
-        assert self.state.keys() == other.state.keys()
-        return found + [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
 
 
 def batch_of(name: str, generator: torch.Generator) -> dict[str, Tensor]:
@@ -102,13 +88,9 @@ def batch_of(name: str, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def config_of(stage: int, transport: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "adamw", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        "communication": {"transport": transport},
-    }
+    optimizer = {"type": "adamw", "params": {"lr": 1e-2}}
+    more = {"gradient_clipping": 1.0, "communication": {"transport": transport}}
+    return training.settings(stage, optimizer=optimizer, **more)
 
 
 def count_idle_experts(model: nn.Module, outcome: Outcome) -> None:
@@ -143,10 +125,6 @@ def train_all(names: list[str], stages: list[int], transport: str) -> dict[str, 
     return {name: [train(name, stage, transport) for stage in stages] for name in names}
 
 
-def train_llama_from_a_builder(transport: str) -> list[Outcome]:
-    return [train("llama", 0, transport), train("llama", 0, transport, True), train("llama", 3, transport, True)]
-
-
 def generate(stage: int, transport: str) -> tuple[Tensor, Tensor]:
     """Greedy continuation by hand, then `generate`, between two steps of training."""
     torch.manual_seed(0)
@@ -161,14 +139,8 @@ def generate(stage: int, transport: str) -> tuple[Tensor, Tensor]:
             logits = engine(input_ids=tokens).logits[:, -1]
             tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
     module: Any = engine.module
-    own = module.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=4,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
+    options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "eos_token_id": None}
+    own = module.generate(prompt, max_new_tokens=4, do_sample=False, **options)
     engine.train()
     assert engine.train_step(batch_of("llama", generator)).loss.isfinite()
     engine.close()
@@ -195,25 +167,17 @@ def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, transport: str) -> None
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert", "t5", "vit"])
 def test_a_recorded_construction_gives_the_same_values_with_little_memory(name: str) -> None:
-    torch.manual_seed(0)
-    expected = MODELS[name]()
-    after = torch.rand(3)
-    torch.manual_seed(0)
-    deferred = DeferredModel(MODELS[name])
-    values = {id(param): value for param, value in deferred.values()}
-    assert torch.equal(torch.rand(3), after), "the random numbers that follow are the same too"
-    largest = max(value.nbytes for value in values.values())
-    assert largest <= deferred.peak_bytes <= 1.5 * largest
-    found = dict(deferred.module.named_parameters())
-    assert list(found) == [key for key, _ in expected.named_parameters()]
-    assert [key for key, param in expected.named_parameters() if not torch.equal(values[id(found[key])], param)] == []
-    buffers = dict(deferred.module.named_buffers())
-    assert [key for key, buffer in expected.named_buffers() if not torch.equal(buffers[key], buffer)] == []
+    peak, sizes = assert_deferred_is_built(MODELS[name])
+    assert max(sizes) <= peak <= 1.5 * max(sizes)
+
+
+def train_from_a_builder() -> list[Outcome]:
+    return [train("llama", stage, "shared_memory", is_built) for stage, is_built in ((0, False), (0, True), (3, True))]
 
 
 def test_a_model_from_a_builder_equals_the_model_itself(ranks: RankPool) -> None:
-    for module, built, built_sharded in ranks(2, train_llama_from_a_builder, "shared_memory"):
-        assert built.differences(module) == [] and built_sharded.differences(module) == []
+    for module, *built in ranks(2, train_from_a_builder):
+        assert [one.differences(module) for one in built] == [[], []]
 
 
 def test_a_sharded_model_generates_between_steps(ranks: RankPool) -> None:
@@ -223,15 +187,10 @@ def test_a_sharded_model_generates_between_steps(ranks: RankPool) -> None:
 
 
 def save_by_the_model(folder: str) -> str:
-    engine = lowtide.initialize(llama(), config_of(3, "sockets"))
-    module: Any = engine.module
-    text = "no error"
-    try:
-        module.save_pretrained(folder)
-    except lowtide.ReleasedParameterError as error:
-        text = str(error)
-    module.save_pretrained(folder, state_dict=engine.state_dict(), is_main_process=engine.rank == 0)
-    engine.close()
+    with lowtide.initialize(llama(), config_of(3, "sockets")) as engine:
+        module: Any = engine.module
+        text = training.refusal(module.save_pretrained, folder, kind=lowtide.ReleasedParameterError)
+        module.save_pretrained(folder, state_dict=engine.state_dict(), is_main_process=engine.rank == 0)
     return text
 
 

@@ -1,19 +1,18 @@
 """`engine.memory_report()`: what a step held, when, and who held it."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import lowtide
 from tests.kit import models
-from tests.kit.training import ADAMW
-
-PLAIN = {"optimizer": ADAMW, "steps_per_print": 0}
+from tests.kit.training import settings
 
 
 def test_a_report_without_a_recording_is_of_now() -> None:
-    with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
+    with lowtide.initialize(models.tiny_gpt(), settings()) as engine:
         engine.train_step(models.token_batch(0, 2))
         report = engine.memory_report()
         assert report.now == vars(engine.memory()) and report.peak_bytes is None
@@ -28,14 +27,11 @@ def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
     batches = [models.token_batch(step, 16) for step in range(2)]  # activations are more than gradients
     for records in (False, True):
         torch.manual_seed(0)
-        with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
+        with lowtide.initialize(models.tiny_gpt(), settings(train_micro_batch_size_per_gpu=16)) as engine:
             engine.train_step(batches[0])
-            if records:
-                with engine.record_memory():
-                    losses.append(float(engine.train_step(batches[1]).loss))
-                report = engine.memory_report()
-            else:
+            with engine.record_memory() if records else nullcontext():
                 losses.append(float(engine.train_step(batches[1]).loss))
+            report = engine.memory_report()
     assert losses[0] == losses[1]
     assert report.owners and any(name.startswith("forward of blocks.0") for name, _ in report.owners)
     assert re.match(r"(forward|backward)", report.moment)
@@ -44,7 +40,7 @@ def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
 
 
 def test_a_recording_without_a_step_is_refused() -> None:
-    with lowtide.initialize(models.tiny_gpt(), PLAIN) as engine:
+    with lowtide.initialize(models.tiny_gpt(), settings()) as engine:
         with (
             pytest.raises(ValueError, match="expected a step during the recording, found none"),
             engine.record_memory(),
@@ -55,10 +51,3 @@ def test_a_recording_without_a_step_is_refused() -> None:
             with pytest.raises(ValueError, match="expected no recording in progress"), engine.record_memory():
                 pass
         engine.train_step(models.token_batch(0, 2))
-
-
-def test_a_step_without_a_folder_has_a_note() -> None:
-    notes = lowtide.Config.load({"memory_report": {"step": 5}}).notes
-    assert notes == ("memory_report.step: 5 has no effect here: memory_report.folder is null",)
-    with pytest.raises(lowtide.ConfigError, match=r"memory_report.step: expected at least 2, found 1"):
-        lowtide.Config.load({"memory_report": {"folder": "a", "step": 1}})

@@ -3,19 +3,20 @@
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import lowtide
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import share_of
+from tests.kit.training import refusal, settings
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "stage 0": (1, {"zero_optimization": {"stage": 0}}),
+    "stage 0": (1, {}),
     "stage 3": (2, {"zero_optimization": {"stage": 3}}),
     "checkpointing": (1, {"activation_checkpointing": {"every": 1}}),
     "checkpointing and offload": (1, {"activation_checkpointing": {"every": 2, "offload": {"device": "cpu"}}}),
-    "pipeline": (2, {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2}),
+    "pipeline": (2, {"parallel": {"pipeline": 2}}),
     "zero bubble": (
         2,
         {
@@ -26,7 +27,6 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw"}, "steps_per_print": 0}
 
 
 def put_on(model: nn.Module) -> list[str]:
@@ -52,10 +52,9 @@ def put_on(model: nn.Module) -> list[str]:
 def train_and_close(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     model = models.tiny_gpt()
     before = put_on(model)
-    engine = lowtide.initialize(model, {**BASE, **config})
-    rows = 2 * engine.data_size * (engine.config.gradient_accumulation_steps or 1)
-    engine.train_step(share_of(models.token_batch(0, rows)) if engine.data_size > 1 else models.token_batch(0, rows))
-    engine.close()
+    with lowtide.initialize(model, settings(**config)) as engine:
+        rows = 2 * (engine.config.gradient_accumulation_steps or 1)
+        engine.train_step(models.token_batch(engine.data_rank, rows))
     left = {line.split(" ", 1)[0] for line in put_on(model)}  # without what another stage has
     return [line for line in before if line.split(" ", 1)[0] in left], put_on(model)
 
@@ -67,53 +66,34 @@ def test_nothing_is_left_on_the_model(ranks: RankPool, name: str) -> None:
         assert after == before
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(CountingBlock() for _ in range(2))
+class CountingBlock(nn.Linear):
+    num_forwards = 0
 
-    def forward(self, x: Any, target: Any) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.mse_loss(x, target)
-
-
-class CountingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.num_forwards = 0
-
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         self.num_forwards += 1
-        return self.linear(x).relu()
+        return super().forward(x).relu()
 
 
 def test_checkpointing_does_not_nest_in_the_next_engine() -> None:
-    model = Counting()
-    blocks = [module for module in model.modules() if isinstance(module, CountingBlock)]
-    x, _ = models.vector_batch(0, 2)
-    x = x[:, :4].contiguous()
+    model: Any = models.Chain(CountingBlock(4, 4), CountingBlock(4, 4))
     for every, expected in ((1, 2), (1, 2), (0, 1)):
-        for block in blocks:
+        for block in model.blocks:
             block.num_forwards = 0
-        with lowtide.initialize(model, {**BASE, "activation_checkpointing": {"every": every}}) as engine:
-            engine.train_step((x, x))
-        assert [block.num_forwards for block in blocks] == [expected] * 2
+        with lowtide.initialize(model, settings(activation_checkpointing={"every": every})) as engine:
+            engine.train_step(torch.ones(2, 4))
+        assert [block.num_forwards for block in model.blocks] == [expected] * 2
 
 
 def test_an_initialize_that_fails_leaves_nothing() -> None:
     model = models.tiny_gpt()
     before = put_on(model)
-    config = {"train_micro_batch_size_per_gpu": 2, "kernels": {"fuse_modules": True}, "gradient_clipping": 1.0}
-    with pytest.raises(ValueError, match="optimizer: gradient_clipping needs an optimizer, found none"):
-        lowtide.initialize(model, config)
+    config = settings(optimizer=None, kernels={"fuse_modules": True}, gradient_clipping=1.0)
+    assert "optimizer: gradient_clipping needs an optimizer, found none" in refusal(lowtide.initialize, model, config)
     assert put_on(model) == before
 
 
 def test_a_model_that_an_engine_has_divided_is_refused() -> None:
     model = models.tiny_gpt()
-    config = {**BASE, "zero_optimization": {"stage": 3}}
-    lowtide.initialize(model, config).close()
-    with pytest.raises(ValueError, match="whose values an earlier engine released; build the model again"):
-        lowtide.initialize(model, config)
+    lowtide.initialize(model, settings(3)).close()
+    text = refusal(lowtide.initialize, model, settings(3))
+    assert "whose values an earlier engine released; build the model again" in text

@@ -7,34 +7,32 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.model.model_flops import ModelFlops
 from lowtide.engine.report.monitors import COLUMNS
 from tests.engine.adapted import base
 from tests.engine.test_hugging_face import bert, gpt2, llama
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import share_of
+from tests.kit.training import refusal, settings, share_of
 
 SGD = {"type": "sgd", "params": {"lr": 0.1}}
 
 
+def place(folder: Path, name: str = "run") -> dict[str, Any]:
+    return {"enabled": True, "output_path": str(folder), "job_name": name}
+
+
 def monitored(folder: Path, stage: int) -> list[tuple[float, float]]:
-    """(loss, norm) of three steps with a table beside them."""
-    config: dict[str, Any] = {
-        "optimizer": SGD,
-        "train_batch_size": 4,
-        "steps_per_print": 0,
-        "zero_optimization": {"stage": stage},
-        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": f"stage{stage}"},
-        "profile": {"peak_tflops": 1.0},
-    }
+    """(loss, norm) of three steps with a table and a board beside them."""
+    writers = {"csv_monitor": place(folder), "tensorboard": place(folder, "board")}
+    config = settings(stage, optimizer=SGD, profile={"peak_tflops": 1.0}, **writers)
     found = []
     with lowtide.initialize(models.tiny_gpt(), config) as engine:
         for step in range(3):
@@ -43,15 +41,27 @@ def monitored(folder: Path, stage: int) -> list[tuple[float, float]]:
     return found
 
 
+def losses_of_board(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of each row, as tensorboard reads it."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return [(one.step, one.value) for one in events.Scalars("train/loss")]
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_table_has_what_each_step_was(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+def test_the_table_and_the_board_have_what_each_step_was(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("tensorboard")
     expected = ranks(2, monitored, tmp_path, stage)[0]
-    rows = rows_of(tmp_path / f"stage{stage}" / "metrics.csv")
+    steps, losses = zip(*losses_of_board(tmp_path / "board"), strict=True)
+    assert steps == (1, 2, 3) and losses == pytest.approx([loss for loss, _ in expected])
+    rows = rows_of(tmp_path / "run" / "metrics.csv")
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert [(float(row["train/loss"]), float(row["train/grad_norm"])) for row in rows] == expected
     tokens = models.token_batch(0, 4)[0].numel()
@@ -84,26 +94,17 @@ def test_attention_is_counted_as_torch_counts_it(build: Any) -> None:
     assert flops.of_tokens(14, 7) == found + 6 * 3 * 14
 
 
-AXES: list[tuple[int, dict[str, Any]]] = [(2, {"sequence": 2}), (4, {"pipeline": 2, "tensor": 2})]
-
-
 def monitored_axes(folder: Path, parallel: dict[str, Any]) -> None:
-    config: dict[str, Any] = {
-        "optimizer": SGD,
-        "train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "parallel": parallel,
-        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "run"},
-        "profile": {"enabled": True, "folder": str(folder), "step": 2},
-    }
-    with lowtide.initialize(base(), config) as engine:
+    profile = {"enabled": True, "folder": str(folder), "step": 2}
+    config = {"optimizer": SGD, "train_batch_size": 4, "gradient_accumulation_steps": 2, "parallel": parallel}
+    with lowtide.initialize(base(), config | {"csv_monitor": place(folder), "profile": profile}) as engine:
         ids = torch.arange(4 * 6).view(4, 6) % 50
         share = ids[engine.data_rank :: engine.data_size]
         for _ in range(3):
             engine.train_step({"input_ids": share, "labels": share})
 
 
-@pytest.mark.parametrize(("num_ranks", "parallel"), AXES)
+@pytest.mark.parametrize(("num_ranks", "parallel"), [(2, {"sequence": 2}), (4, {"pipeline": 2, "tensor": 2})])
 def test_rates_are_of_the_whole_model_and_batch_on_every_axis(
     ranks: RankPool, tmp_path: Path, num_ranks: int, parallel: dict[str, Any]
 ) -> None:
@@ -117,8 +118,7 @@ def test_rates_are_of_the_whole_model_and_batch_on_every_axis(
 
 
 def test_calls_by_hand_count_their_tokens(tmp_path: Path) -> None:
-    section = {"enabled": True, "output_path": str(tmp_path)}
-    config = {"optimizer": SGD, "csv_monitor": section, "gradient_accumulation_steps": 2, "steps_per_print": 0}
+    config = settings(optimizer=SGD, csv_monitor=place(tmp_path), gradient_accumulation_steps=2)
     ids, targets = models.token_batch(0, 2)
     with lowtide.initialize(models.tiny_gpt(), config) as engine:
         for _ in range(2):
@@ -136,9 +136,7 @@ def test_calls_by_hand_count_their_tokens(tmp_path: Path) -> None:
 
 def resumed(folder: Path, first: int, last: int, **others: Any) -> lowtide.Engine:
     """Of a job that saves after step 2, goes on from there if it can, and is killed after `last`."""
-    place = {"enabled": True, "output_path": str(folder), "job_name": "run"}
-    config = {"optimizer": SGD, "steps_per_print": 0, "csv_monitor": place, **others}
-    engine = lowtide.initialize(models.mlp(), config)
+    engine = lowtide.initialize(models.mlp(), settings(optimizer=SGD, csv_monitor=place(folder), **others))
     if first > 1:
         engine.load_checkpoint(folder / "saved")
     for step in range(first, last + 1):
@@ -150,10 +148,8 @@ def resumed(folder: Path, first: int, last: int, **others: Any) -> lowtide.Engin
 
 def test_a_step_has_one_row_whatever_was_lost_between(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     table = tmp_path / "run" / "metrics.csv"
-    board = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}}
+    board = {"tensorboard": place(tmp_path, "board")}
     killed = resumed(tmp_path, 1, 2, **board)
     assert [row["step"] for row in rows_of(table)] == ["1", "2"]  # step 2 is not made again: it is in the checkpoint
     killed.close()
@@ -165,9 +161,7 @@ def test_a_step_has_one_row_whatever_was_lost_between(tmp_path: Path) -> None:
     rows = rows_of(table)
     assert [row["step"] for row in rows] == ["1", "2", "3"] and list(rows[0]) == ["step", *COLUMNS]
     assert rows[0]["train/lr"] == "" and rows[2]["train/lr"] == "0.1"
-    events = EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    assert [one.step for one in events.Scalars("train/loss")] == [1, 2, 3]
+    assert [step for step, _ in losses_of_board(tmp_path / "board")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("step", "written"), [(1, False), (3, True), (4, True)])
@@ -178,10 +172,10 @@ def test_a_profile_after_a_checkpoint_is_of_the_step_it_says(tmp_path: Path, ste
     assert profile.exists() == written and (not written or json.loads(profile.read_text())["first_step"] == step)
 
 
-def unwritable(section: str, place: str) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        lowtide.initialize(models.mlp(), {"optimizer": SGD, section: {"enabled": True, "output_path": place}})
-    return str(caught.value)
+def unwritable(section: str, folder: Path) -> str:
+    kind: Any = (ValueError, RuntimeError)
+    writer: dict[str, Any] = {section: place(folder)}
+    return refusal(lowtide.initialize, models.mlp(), settings(**writer), kind=kind)
 
 
 @pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
@@ -189,7 +183,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(
     ranks: RankPool, tmp_path: Path, section: str
 ) -> None:
     (tmp_path / "file").touch()
-    of_first, of_second = ranks(2, unwritable, section, str(tmp_path / "file"))
+    of_first, of_second = ranks(2, unwritable, section, tmp_path / "file")
     assert f"{section}.output_path: expected a folder that rank 0 can write into, found [Errno " in of_first
     assert of_second == f"lowtide.initialize failed on rank 0: {of_first}"
 
@@ -201,8 +195,7 @@ def test_a_table_that_cannot_be_written_does_not_end_the_training(
         raise OSError("no space left")
 
     monkeypatch.setattr("lowtide.engine.report.monitors.CsvWriter.write", fail)
-    config = {"optimizer": SGD, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}, "steps_per_print": 0}
-    with lowtide.initialize(models.mlp(), config) as engine:
+    with lowtide.initialize(models.mlp(), settings(optimizer=SGD, csv_monitor=place(tmp_path))) as engine:
         for step in range(3):
             engine.train_step(models.vector_batch(step, 2))
     said = [record.getMessage() for record in caplog.records if "no space left" in record.getMessage()]
@@ -216,34 +209,18 @@ def test_a_missing_package_is_an_error_with_words(section: str, package: str, mo
         lowtide.initialize(models.mlp(), {"optimizer": SGD, section: {"enabled": True}})
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
-    losses = []
-    with lowtide.initialize(models.mlp(), {"optimizer": SGD, "tensorboard": section, "steps_per_print": 0}) as engine:
-        for step in range(2):
-            result = engine.train_step(models.vector_batch(step, 2))
-            losses.append(result.loss.item())
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    assert [one.value for one in events.Scalars("train/loss")] == pytest.approx(losses)
-
-
-def profiled(folder: Path, stage: int) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "optimizer": SGD,
-        "steps_per_print": 0,
-        "zero_optimization": {"stage": stage},
-        "communication": {"transport": "sockets"},
-        "profile": {"enabled": True, "folder": str(folder), "step": 2},
-    }
+def profiled(folder: Path, stage: int) -> None:
+    section = {"enabled": True, "folder": str(folder), "step": 2}
+    config = settings(stage, optimizer=SGD, communication={"transport": "sockets"}, profile=section)
     with lowtide.initialize(models.tiny_gpt(), config) as engine:
         for step in range(3):
             engine.train_step(share_of(models.token_batch(step, 4)))
-    return config
+
+
+def head_flops(rows: int) -> int:
+    """Of a step: forward, and twice as many backward."""
+    head = models.tiny_gpt().get_submodule("head").get_parameter("weight").numel()
+    return 3 * 2 * head * rows * models.LENGTH
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -255,9 +232,7 @@ def test_a_profile_has_a_trace_collectives_and_operations(ranks: RankPool, tmp_p
     assert any(name.startswith("gather of ") for name in names) == (stage == 3)
     assert all(row["message_bytes"] > 0 for row in profile["collectives"] if row["name"].startswith("reduction of "))
     flops = profile["flops_by_module"]
-    rows, length = models.token_batch(0, 4)[0].shape
-    head = models.tiny_gpt().get_submodule("head").get_parameter("weight").numel()
-    assert flops["head"] == 3 * 2 * head * rows // 2 * length  # forward, and twice as many backward
+    assert flops["head"] == head_flops(2)
     assert flops[""] >= sum(count for name, count in flops.items() if name.count(".") == 0 and name)
     trace = json.loads((tmp_path / "trace-rank1.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
@@ -268,9 +243,8 @@ def test_a_profile_has_a_trace_collectives_and_operations(ranks: RankPool, tmp_p
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_waits_for_files_are_the_lane_of_offload(tmp_path: Path, device: str) -> None:
     """In a file, so that there is something to wait for; on the CPU host memory is where the parameters are."""
-    place = {"device": device, "nvme_path": str(tmp_path)} if device == "nvme" else {"device": device}
-    config = {"optimizer": {"type": "adamw"}, "steps_per_print": 0}
-    config |= {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+    home = {"device": device, "nvme_path": str(tmp_path)} if device == "nvme" else {"device": device}
+    config = settings(3, zero_optimization={"offload_param": home, "offload_optimizer": home})
     with lowtide.initialize(models.tiny_gpt(), config) as engine:
         profile = engine.profile()
         engine.train_step(models.token_batch(0, 2))
@@ -296,61 +270,18 @@ def test_the_next_steps_are_profiled_where_they_are_asked_for(tmp_path: Path) ->
 @pytest.mark.parametrize("recorded_step", [None, 2, 3, 4, 5])
 def test_a_profile_counts_the_same_where_a_step_s_memory_is_recorded(tmp_path: Path, recorded_step: int | None) -> None:
     """Steps 3 and 4. The two are entered and left in each order that there is."""
-    config: dict[str, Any] = {"optimizer": SGD, "steps_per_print": 0}
-    config["profile"] = {"enabled": True, "folder": str(tmp_path), "step": 3, "steps": 2}
-    if recorded_step is not None:
-        config["memory_report"] = {"folder": str(tmp_path), "step": recorded_step}
-    with lowtide.initialize(models.tiny_gpt(), config) as engine:
+    profile = {"enabled": True, "folder": str(tmp_path), "step": 3, "steps": 2}
+    report = None if recorded_step is None else {"folder": str(tmp_path), "step": recorded_step}
+    with lowtide.initialize(models.tiny_gpt(), settings(profile=profile, memory_report=report)) as engine:
         for step in range(5):
             engine.train_step(models.token_batch(step, 2))
     flops = json.loads((tmp_path / "profile-rank0.json").read_text())["flops_by_module"]
-    rows, length = models.token_batch(0, 2)[0].shape
-    head = models.tiny_gpt().get_submodule("head").get_parameter("weight").numel()
-    assert flops["head"] == 2 * 3 * 2 * head * rows * length  # of two steps
-
-
-@pytest.mark.parametrize(
-    ("raw", "meaning"),
-    [
-        (
-            {"flops_profiler": {"enabled": True, "profile_step": 5, "module_depth": 2, "top_modules": 3}},
-            {"enabled": True, "step": 5, "module_depth": 2, "top_modules": 3},
-        ),
-        ({"comms_logger": {"enabled": True, "verbose": False}}, {"enabled": True, "step": 1}),
-        ({"flops_profiler": {"enabled": False, "profile_step": 5}, "comms_logger": None}, {}),
-        (
-            {"flops_profiler": {"enabled": True, "output_file": "f.txt"}},
-            {"enabled": True, "step": 1, "folder": "f.txt.profile"},
-        ),
-    ],
-)
-def test_deepspeeds_profilers_are_the_section_profile(raw: dict[str, Any], meaning: dict[str, Any]) -> None:
-    assert Config.load(raw).profile == Config.load({"profile": meaning}).profile
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        ({"flops_profiler": {"profile_stp": 1}}, 'flops_profiler.profile_stp: unknown key "profile_stp"; did you mean'),
-        ({"comms_logger": 3}, "comms_logger: expected an object, found 3"),
-        (
-            {"comet": {"enabled": True}},
-            "comet: not supported yet; there are tensorboard, wandb and csv_monitor; ",
-        ),
-        ({"csv_monitor": {"job_nmae": "x"}}, 'csv_monitor.job_nmae: unknown key "job_nmae"; did you mean "job_name"?'),
-        ({"profile": {"step": 0}}, "profile.step: expected at least 1, found 0"),
-    ],
-)
-def test_what_monitors_do_not_take_is_an_error(raw: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Config.load(raw)
-    assert expected in str(caught.value)
+    assert flops["head"] == 2 * head_flops(2)  # of two steps
 
 
 def run_with_wandb(folder: str) -> list[float]:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
-    config = {"optimizer": SGD, "wandb": {"enabled": True, "project": "mine"}, "steps_per_print": 0}
-    with lowtide.initialize(models.mlp(), config) as engine:
+    with lowtide.initialize(models.mlp(), settings(wandb={"enabled": True, "project": "mine"})) as engine:
         return [engine.train_step(models.vector_batch(step, 2)).loss.item() for step in range(2)]
 
 
@@ -364,30 +295,14 @@ def test_wandb_itself_has_one_run_of_several_ranks(ranks: RankPool, tmp_path: Pa
 
 def test_wandb_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of wandb itself, that it is told everything; its own files are its own."""
-    told: list[tuple[dict[str, float], int]] = []
-
-    class Run:
-        def log(self, row: dict[str, float], step: int) -> None:
-            told.append((row, step))
-
-        def finish(self) -> None:
-            told.append(({}, -1))
-
-    given: dict[str, Any] = {}
-
-    class Package:
-        class api:
-            api_key = None
-
-        @staticmethod
-        def init(**options: Any) -> Run:
-            given.update(options)
-            return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", Package)
+    package = mock.Mock(**{"api.api_key": None})
+    monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     section = {"enabled": True, "project": "mine", "group": "sweep"}
-    with lowtide.initialize(models.mlp(), {"optimizer": SGD, "wandb": section, "steps_per_print": 0}) as engine:
+    with lowtide.initialize(models.mlp(), settings(wandb=section)) as engine:
         losses = [engine.train_step(models.vector_batch(step, 2)).loss.item() for step in range(2)]
-    assert [(given[key]) for key in ("project", "group", "entity", "mode")] == ["mine", "sweep", None, "offline"]
-    assert [step for _, step in told] == [1, 2, -1] and [row["train/loss"] for row, _ in told[:2]] == losses
+    given = package.init.call_args.kwargs
+    assert [given[key] for key in ("project", "group", "entity", "mode")] == ["mine", "sweep", None, "offline"]
+    run = package.init.return_value
+    told = [(call.kwargs.get("step", call.args[-1]), call.args[0]["train/loss"]) for call in run.log.call_args_list]
+    assert told == list(enumerate(losses, 1)) and run.finish.call_count == 1

@@ -15,14 +15,10 @@ from lowtide.model.patches import ModelPatches
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool
+from tests.kit.training import refusal, settings
 from tests.pipe.pipelines import deep_gpt
 
-CLOSE = r"of an open engine; close that engine first \(engine.close\(\), destroy\(\) in lowtide.deepspeed, or `with"
-
-
-def config_of(stage: int, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage}
-    return {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "sgd"}, "zero_optimization": zero, **more}
+CLOSE = "of an open engine; close that engine first (engine.close(), destroy() in lowtide.deepspeed, or `with"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -33,25 +29,21 @@ def test_a_second_engine_of_a_model_waits_for_the_first_to_close(stage: int) -> 
         "this Block is a part of the model": model.blocks[0],
         "its '1' is the model": nn.Sequential(nn.Linear(2, 2), model),
     }
-    with lowtide.initialize(model, config_of(stage)) as engine:
+    with lowtide.initialize(model, settings(stage)) as engine:
         for text, other in others.items():
-            with pytest.raises(
-                ValueError, match=rf"model: expected a model without an engine, found that {text} {CLOSE}"
-            ):
-                lowtide.initialize(other, config_of(stage))
+            said = refusal(lowtide.initialize, other, settings(stage))
+            assert f"model: expected a model without an engine, found that {text} {CLOSE}" in said
         first = engine.train_step(models.token_batch(0, 2)).loss
     if stage == 3:
         return  # its shards have the values
-    with lowtide.initialize(model, config_of(0)) as engine:
+    with lowtide.initialize(model, settings(0)) as engine:
         assert not torch.equal(engine.train_step(models.token_batch(0, 2)).loss, first)
 
 
 def twice() -> str:
-    model = deep_gpt()
-    config = config_of(1, parallel={"pipeline": 2})
-    with lowtide.initialize(model, config), pytest.raises(ValueError) as caught:
-        lowtide.initialize(model, config)
-    return str(caught.value)
+    model, config = deep_gpt(), settings(1, parallel={"pipeline": 2})
+    with lowtide.initialize(model, config):
+        return refusal(lowtide.initialize, model, config)
 
 
 def test_a_second_engine_over_a_pipeline(ranks: RankPool) -> None:
@@ -62,11 +54,9 @@ def test_a_second_engine_over_a_pipeline(ranks: RankPool) -> None:
 def after_a_split() -> str:
     model = models.TinyGPT()
     plan = {"blocks.*.up": "column", "blocks.*.down": "row"}
-    split = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": plan}}
-    lowtide.initialize(model, config_of(0, **split)).close()
-    with pytest.raises(ValueError) as caught:
-        lowtide.initialize(copy.deepcopy(model), config_of(0))
-    return str(caught.value)
+    split: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": plan}}
+    lowtide.initialize(model, settings(**split)).close()
+    return refusal(lowtide.initialize, copy.deepcopy(model), settings())
 
 
 def test_a_model_of_parts_is_no_model(ranks: RankPool) -> None:
@@ -78,7 +68,7 @@ def test_a_model_of_parts_is_no_model(ranks: RankPool) -> None:
 
 
 def trained_in_a_function(model: nn.Module, stage: int) -> torch.optim.Optimizer:
-    engine = lowtide.initialize(model, config_of(stage))
+    engine = lowtide.initialize(model, settings(stage))
     engine.train_step(models.token_batch(0, 2))
     optimizer: torch.optim.Optimizer = engine.optimizer
     return optimizer
@@ -92,9 +82,9 @@ def test_an_engine_that_nobody_has_any_more_is_closed(stage: int) -> None:
     optimizer = trained_in_a_function(model, stage)
     with pytest.raises(StateError, match=r"add_param_group\(\): the engine of this optimizer was freed"):
         optimizer.add_param_group({"params": []})
-    with lowtide.initialize(plain, config_of(stage)) as engine:
+    with lowtide.initialize(plain, settings(stage)) as engine:
         expected = [engine.train_step(models.token_batch(step, 2)).loss for step in range(2)]
-    with lowtide.initialize(model, config_of(stage)) as engine:
+    with lowtide.initialize(model, settings(stage)) as engine:
         assert torch.equal(engine.train_step(models.token_batch(1, 2)).loss, expected[1])
     assert not [key for part in model.modules() for key in part.__dict__ if "lowtide" in key or key == "forward"]
 
@@ -102,7 +92,7 @@ def test_an_engine_that_nobody_has_any_more_is_closed(stage: int) -> None:
 def test_a_model_of_an_open_engine_is_not_copied() -> None:
     text = r"a module of an open engine cannot be copied or pickled, .* or engine.export\(folder\) on all ranks"
     model = models.TinyGPT()
-    with lowtide.initialize(model, config_of(2)) as engine:
+    with lowtide.initialize(model, settings(2)) as engine:
         engine.train_step(models.token_batch(0, 2))
         for module in (model, model.blocks[0], model.head):
             for make in (copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
@@ -110,7 +100,7 @@ def test_a_model_of_an_open_engine_is_not_copied() -> None:
                     make(module)
     copied = copy.deepcopy(model)
     assert torch.equal(copied.head.weight, model.head.weight)
-    with lowtide.initialize(copied, config_of(0)) as engine:
+    with lowtide.initialize(copied, settings(0)) as engine:
         assert engine.train_step(models.token_batch(0, 2)).loss.isfinite()
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from lowtide.watch.stacks import collect_stacks
 from lowtide.watch.waiting import who_waits_for_whom
 from tests.kit.models import Chain
 from tests.kit.ranks import RankPool
+from tests.kit.training import settings
 
 BATCH = (torch.ones(2, 8),)
 BLOCKED_SECONDS = 0.15
+Seen = tuple[str, dict[int, str]]
 
 
 def observed_net(in_block: Callable[[], None] = lambda: None) -> Chain:
@@ -80,37 +83,30 @@ class Observer:
 
 
 def config(stage: int = 3, transport: str = "sockets", **others: Any) -> dict[str, Any]:
-    return {
-        "optimizer": {"type": "sgd"},
-        "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 0},
-        "communication": {"transport": transport, "timeout_seconds": 40},
-        "steps_per_print": 0,
-        **others,
-    }
+    others["communication"] = {"transport": transport, "timeout_seconds": 40}
+    others["zero_optimization"] = {"stage3_prefetch_bucket_size": 0}
+    return settings(stage, train_micro_batch_size_per_gpu=None, **others)
 
 
-def late_to(what: str, folder: str, stage: int = 3, transport: str = "sockets") -> tuple[str, dict[int, str]]:
-    """Rank 1 stays away from the second step, its data, a save, an evaluation or the start."""
+def late_to(what: str, folder: str, stage: int = 3, transport: str = "sockets", **others: Any) -> Seen:
+    """Rank 1 stays away from the second step, its data, a block of it, a save, an evaluation or the start."""
     observer = Observer(folder)
     if what == "start":
         observer.stay_away()
-    engine = lowtide.initialize(
-        observed_net(observer.when_watching), config(stage, transport, gradient_accumulation_steps=2)
-    )
+    given = config(stage, transport, gradient_accumulation_steps=2, **others)
+    engine = lowtide.initialize(observed_net(observer.when_watching), given)
     engine.train_step([*BATCH])
-    if what == "step":
+    if what == "block":
+        observer.is_watching = dist.get_rank() == 1
+    elif what not in ("data", "start"):
         observer.stay_away()
+    if what in ("step", "block"):
         engine.train_step([*BATCH])
     elif what == "data":
         engine.train_step(observer.batches(2))
-    elif what == "block":
-        observer.is_watching = True
-        engine.train_step([*BATCH])
     elif what == "save":
-        observer.stay_away()
         engine.save_checkpoint(f"{folder}/checkpoints")
     elif what == "evaluation":
-        observer.stay_away()
         engine.eval_step([*BATCH])
     engine.close()
     return observer.text, observer.stacks
@@ -122,75 +118,50 @@ def lines(text: str) -> list[str]:
 
 
 AGREEMENT = "waiting in the agreement of all ranks on the next action ("
-
-
-def test_a_wait_before_gathers_is_named_with_its_unit_and_number(ranks: RankPool, tmp_path: Path) -> None:
-    text, stacks = ranks(2, late_to, "step", str(tmp_path))[1]
-    first, second, conclusion = lines(text)
-    assert first.startswith(f"rank 0: step 1, forward of blocks.0, microbatch 0: {AGREEMENT}")
-    assert "(seq " in first
-    assert second == "rank 1: step 1, between steps (data loading or the script's own code)"
-    assert conclusion == "rank 0 waits for rank 1."
-    assert "train_step" in stacks[0] and "sockets.py" in stacks[0] and "late_to" in stacks[0]  # in a wait of gloo
-    assert "stay_away" in stacks[1] and "late_to" in stacks[1]
-
-
-@pytest.mark.parametrize(("stage", "transport"), [(0, "sockets"), (2, "shared_memory"), (3, "shared_memory")])
-def test_a_reduction_is_named_with_its_unit_and_number(
-    ranks: RankPool, tmp_path: Path, stage: int, transport: str
-) -> None:
-    text, stacks = ranks(2, late_to, "step", str(tmp_path), stage, transport)[1]
-    first, _, conclusion = lines(text)
-    assert first.startswith("rank 0: step 1, backward") and ": waiting in reduction of unit blocks." in first
-    assert "(seq " in first and conclusion == "rank 0 waits for rank 1."
-    assert "backward" in stacks[0] and "late_to" in stacks[0]
-
-
-def test_the_iterator_that_does_not_give_a_batch_is_data_loading(ranks: RankPool, tmp_path: Path) -> None:
-    text, stacks = ranks(2, late_to, "data", str(tmp_path))[1]
-    first, second, conclusion = lines(text)
-    assert first.startswith(f"rank 0: step 1, forward of blocks.0, microbatch 1: {AGREEMENT}")
-    assert second == "rank 1: step 1, data loading, microbatch 1" and conclusion == "rank 0 waits for rank 1."
-    assert "in batches" in stacks[1]
-
-
-def test_a_block_that_does_not_return_is_named(ranks: RankPool, tmp_path: Path) -> None:
-    text, stacks = ranks(2, late_to, "block", str(tmp_path))[1]
-    _, second, conclusion = lines(text)
-    assert second == "rank 1: step 1, forward of blocks.3, microbatch 0" and conclusion == "rank 0 waits for rank 1."
-    assert "in forward" in stacks[1]
+IN_STEP = "rank 1: step 1, between steps (data loading or the script's own code)"
+REDUCTION = f"rank 0: step 1, backward*: waiting in reduction of unit blocks.*(seq *|{IN_STEP}"
+SHARED = {"transport": "shared_memory"}
 
 
 @pytest.mark.parametrize(
-    ("what", "doing"),
+    ("what", "options", "said", "stacks"),  # what rank 1 is late to; "*" is any text
     [
-        ("save", "step 1, saving a checkpoint: waiting in "),
-        ("evaluation", f"step 1, evaluation of blocks.0: {AGREEMENT}"),
-        ("start", "step 0, in lowtide.initialize: waiting in an exchange of objects"),
+        (
+            "step",
+            {},
+            f"rank 0: step 1, forward of blocks.0, microbatch 0: {AGREEMENT}seq *)|{IN_STEP}",
+            (["train_step", "sockets.py", "late_to"], ["stay_away", "late_to"]),  # in a wait of gloo
+        ),
+        ("step", {"stage": 0}, REDUCTION, (["backward", "late_to"], [])),
+        ("step", {"stage": 2, **SHARED}, REDUCTION, (["backward", "late_to"], [])),
+        ("step", SHARED, REDUCTION, (["backward", "late_to"], [])),
+        (
+            "data",
+            {},
+            f"rank 0: step 1, forward of blocks.0, microbatch 1: {AGREEMENT}*|"
+            "rank 1: step 1, data loading, microbatch 1",
+            ([], ["in batches"]),
+        ),
+        ("block", {}, "*|rank 1: step 1, forward of blocks.3, microbatch 0", ([], ["in forward"])),
+        (
+            "block",
+            {"stage": 0, "parallel": {"pipeline": 2}},
+            "rank 0: step 1, pipeline action 0*: waiting in pipeline action 0RECV_B0 (stage 0, microbatch 0)*|"
+            "rank 1: step 1, pipeline action 1F0",
+            ([], ["in forward"]),
+        ),
+        ("save", {}, "rank 0: step 1, saving a checkpoint: waiting in *", ([], [])),
+        ("evaluation", {}, f"rank 0: step 1, evaluation of blocks.0: {AGREEMENT}*", ([], [])),
+        ("start", {}, "rank 0: step 0, in lowtide.initialize: waiting in an exchange of objects*", ([], [])),
     ],
 )
-def test_what_is_no_step_is_named(ranks: RankPool, tmp_path: Path, what: str, doing: str) -> None:
-    text, _ = ranks(2, late_to, what, str(tmp_path))[1]
-    first, *_, conclusion = lines(text)
-    assert first.startswith(f"rank 0: {doing}") and conclusion == "rank 0 waits for rank 1."
-
-
-def a_pipeline_that_waits(folder: str) -> str:
-    observer = Observer(folder)
-    settings = config(0, parallel={"pipeline": 2}, gradient_accumulation_steps=2)
-    engine = lowtide.initialize(observed_net(observer.when_watching), settings)
-    engine.train_step((torch.ones(2, 8),))
-    observer.is_watching = dist.get_rank() == 1
-    engine.train_step((torch.ones(2, 8),))
-    engine.close()
-    return observer.text
-
-
-def test_a_pipeline_names_the_action_and_the_rank(ranks: RankPool, tmp_path: Path) -> None:
-    first, second, conclusion = lines(ranks(2, a_pipeline_that_waits, str(tmp_path))[1])
-    assert first.startswith("rank 0: step 1, pipeline action 0")
-    assert ": waiting in pipeline action 0RECV_B0 (stage 0, microbatch 0)" in first
-    assert second == "rank 1: step 1, pipeline action 1F0" and conclusion == "rank 0 waits for rank 1."
+def test_what_ranks_are_in_and_who_waits_for_whom_is_said(
+    ranks: RankPool, tmp_path: Path, what: str, options: Any, said: str, stacks: tuple[list[str], list[str]]
+) -> None:
+    text, found = ranks(2, late_to, what, str(tmp_path), **options)[1]
+    assert fnmatchcase("|".join(lines(text)), f"{said}|rank 0 waits for rank 1."), text
+    for rank, parts in enumerate(stacks):
+        assert all(part in found[rank] for part in parts), found[rank]
 
 
 def numbers_after_training(folder: str, transport: str) -> list[tuple[tuple[int, int], ...]]:
@@ -225,9 +196,9 @@ def test_a_closed_engine_is_no_hang(ranks: RankPool, tmp_path: Path) -> None:
 
 def reported_limit(folder: str) -> tuple[float | None, int]:
     observer = Observer(folder)
-    settings = config()
-    settings["communication"]["step_timeout_seconds"] = 12.5
-    with lowtide.initialize(observed_net(), settings):
+    given = config()
+    given["communication"]["step_timeout_seconds"] = 12.5
+    with lowtide.initialize(observed_net(), given):
         found = read_progress(observer.paths[0], 0)
         assert found is not None
         return found.step_limit_seconds, found.pid - os.getpid()

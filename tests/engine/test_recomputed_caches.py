@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, 
 
 import lowtide
 from lowtide.watch.log import logger
+from tests.kit.training import settings
 
 # What a model of this version of transformers calls its cache.
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -32,8 +33,8 @@ def t5() -> Any:
 
 
 def trained(build: Any, every: int, **more: Any) -> list[Tensor]:
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "sgd"}, "zero_optimization": {"stage": 3}}
-    with lowtide.initialize(build(), config | {"activation_checkpointing": {"every": every}}) as engine:
+    config = settings(3, optimizer={"type": "sgd"}, activation_checkpointing={"every": every})
+    with lowtide.initialize(build(), config) as engine:
         losses = []
         for _ in range(2):
             output = engine(input_ids=IDS, attention_mask=SEEN, labels=IDS, **more)
@@ -59,8 +60,8 @@ def test_a_cache_changes_nothing(build: Any, every: int, monkeypatch: pytest.Mon
 
 def with_prefix(every: int) -> list[Tensor]:
     """A loss behind tokens whose keys and values are in the cache, with the gradients that go through them."""
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "sgd"}}
-    with lowtide.initialize(llama(), config | {"activation_checkpointing": {"every": every}}) as engine:
+    config = settings(optimizer={"type": "sgd"}, activation_checkpointing={"every": every})
+    with lowtide.initialize(llama(), config) as engine:
         prefix = [torch.linspace(-1, 1, 96).double().view(2, 2, 3, 8).requires_grad_() for _ in range(6)]
         cache = DynamicCache(list(zip(prefix[::2], prefix[1::2], strict=True)))
         logits = engine(input_ids=IDS, **{CACHE: cache}).logits

@@ -49,6 +49,8 @@ def _offload(name: str, label: str, *, states: Any = None, parameters: bool = Fa
     return lowtide(f"lowtide-3-{name}", f", {label}", 3, sections | zero, named=True)
 
 
+_LEAST = {"update_in_backward": True, "stage3_prefetch_bucket_size": 0}
+_RECOMPUTED = {"activation_checkpointing": {"every": 1}}
 CONTENDERS = by_name(
     Contender(REFERENCE, "one process, whole batch", "single"),
     Contender("alone", "forwards and backwards alone, nothing sent or updated", "alone", only_when_named=True),
@@ -69,33 +71,19 @@ CONTENDERS = by_name(
     _offload("half-nvme", "half of the states in a file", states={"ratio": 0.5}),
     _offload("nvme", "states and parameters in files", states={}, parameters=True),
     _offload("nvme-overlap", "both in files, speculative", states={"overlap": "speculative"}, parameters=True),
-    _offload(
-        "least",
-        "both in files, least memory",
-        states={},
-        parameters=True,
-        update_in_backward=True,
-        stage3_prefetch_bucket_size=0,
-    ),
-    lowtide("lowtide-3-recompute", ", blocks recomputed", 3, named=True, activation_checkpointing={"every": 1}),
+    _offload("least", "both in files, least memory", states={}, parameters=True, **_LEAST),
+    lowtide("lowtide-3-recompute", ", blocks recomputed", 3, named=True, **_RECOMPUTED),
     lowtide("lowtide-3-tiles", ", tiles", 3, named=True, tiles="auto"),
-    lowtide(
-        "lowtide-3-long",
-        ", tiles, blocks recomputed",
-        3,
-        named=True,
-        tiles="auto",
-        activation_checkpointing={"every": 1},
-    ),
+    lowtide("lowtide-3-long", ", tiles, blocks recomputed", 3, named=True, tiles="auto", **_RECOMPUTED),
     *(
         Contender(
-            f"deepspeed-3-{device}",
-            f"DeepSpeed ZeRO-3, offload to {device}",
+            f"deepspeed-3-{place}",
+            f"DeepSpeed ZeRO-3, offload to {place}",
             "deepspeed",
-            {"stage": 3, "offload": device},
+            {"stage": 3, "offload": place},
             only_when_named=True,
         )
-        for device in ("cpu", "nvme")
+        for place in ("cpu", "nvme")
     ),
 )
 
@@ -132,7 +120,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Trainer:
-    """`step(tokens, targets)` trains one step and gives the loss, None on a rank that does not know it.
+    """`step` trains one step on a batch and gives the loss, None on a rank that does not know it.
 
     close: returns when every rank is done. engine: of lowtide or DeepSpeed. model, optimizer: of torch.
     """
@@ -146,15 +134,15 @@ class Trainer:
 
 def _plain(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     setup: Setup,
-    close: Callable[[], None],
+    optimizer: torch.optim.Optimizer | None,
     unsummed: Callable[[], AbstractContextManager[Any]] = nullcontext,
     computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Trainer:
-    """unsummed: within it a backward keeps its gradients on its rank, as all but the last of a step may.
+    """Train with plain torch; without an optimizer nothing is updated.
 
-    computing: in it a forward runs.
+    unsummed: within it a backward keeps its gradients on its rank, as all but the last of a step may. computing: in it
+    a forward runs.
     """
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -166,17 +154,19 @@ def _plain(
                     loss: Tensor = model(*microbatch) / len(microbatches)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        if setup.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            if setup.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
+            optimizer.step()
+        model.zero_grad()
         return torch.stack(losses).sum()
 
-    return Trainer(step, close, model=model, optimizer=optimizer)
+    return Trainer(step, _wait_for_all, model=model, optimizer=optimizer)
 
 
 def _wait_for_all() -> None:
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _built(model: Model, setup: Setup, device: str) -> nn.Module:
@@ -196,28 +186,15 @@ def _built(model: Model, setup: Setup, device: str) -> nn.Module:
 
 
 def build_single(model: Model, setup: Setup) -> Trainer:
-    """Gives plain torch in one process."""
+    """Give plain torch in one process."""
     module = _built(model, setup, setup.device)
-    optimizer = AdamW(module.parameters(), fused=True, **ADAMW)
-    return _plain(module, optimizer, setup, lambda: None, computing=setup.computing)
+    return _plain(module, setup, AdamW(module.parameters(), fused=True, **ADAMW), computing=setup.computing)
 
 
 def build_alone(model: Model, setup: Setup) -> Trainer:
-    """Gives forwards and backwards with plain torch on each rank, and nothing else: the least that a step can take."""
+    """Give forwards and backwards with plain torch on each rank, and nothing else: the least that a step can take."""
     setup.join()
-    module = _built(model, setup, setup.device)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        losses = []
-        for microbatch in setup.microbatches(tokens, targets):
-            with setup.computing():
-                loss: Tensor = module(*microbatch) / setup.accumulation
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        module.zero_grad()
-        return torch.stack(losses).sum()
-
-    return Trainer(step, _wait_for_all)
+    return _plain(_built(model, setup, setup.device), setup, None, computing=setup.computing)
 
 
 def build_ddp(
@@ -248,7 +225,7 @@ def build_ddp(
     else:
         optimizer = AdamW(wrapped.parameters(), fused=True, **ADAMW)
     unsummed = nullcontext if sums_each else wrapped.no_sync
-    return _plain(wrapped, optimizer, setup, _wait_for_all, unsummed, setup.computing)
+    return _plain(wrapped, setup, optimizer, unsummed, setup.computing)
 
 
 def build_fsdp2(
@@ -270,7 +247,7 @@ def build_fsdp2(
     if is_empty:
         module.to_empty(device=setup.device)
         initialize_in_place(module)
-    return _plain(module, AdamW(module.parameters(), fused=True, **ADAMW), setup, _wait_for_all)
+    return _plain(module, setup, AdamW(module.parameters(), fused=True, **ADAMW))
 
 
 def _choose_accelerator(setup: Setup) -> None:
@@ -334,7 +311,7 @@ def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dic
         "device": "cpu" if setup.device == "cpu" else "auto",
         **more,
     }
-    engine = lowtide.initialize(model, _with_folder(config, folder))
+    engine = lowtide.initialize(model, with_folder(config, folder))
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine.train_step((tokens, targets)).loss
@@ -343,15 +320,14 @@ def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dic
     return Trainer(step, engine.close, engine=engine)
 
 
-def _with_folder(value: Any, folder: str | None) -> Any:
+def with_folder(value: Any, folder: str | None) -> Any:
+    """Return a config in which the word FOLDER is replaced."""
     if isinstance(value, Mapping):
-        return {key: _with_folder(one, folder) for key, one in value.items()}
+        return {key: with_folder(one, folder) for key, one in value.items()}
     return folder if value == _FOLDER else value
 
 
 _LIBRARIES = {
-    "single": [],
-    "alone": [],
     "ddp": ["torch.nn.parallel", "torch.distributed.optim"],
     "fsdp2": ["torch.distributed.device_mesh", "torch.distributed.fsdp"],
     "deepspeed": ["deepspeed"],
@@ -362,7 +338,10 @@ _LIBRARIES = {
 def import_libraries(kind: str, setup: Setup) -> None:
     """Imports what the builder of a kind imports, so that its memory can be told from that of the training."""
     _choose_accelerator(setup)
-    for name in ["torch._dynamo", *_LIBRARIES[kind]]:  # the first optimizer imports torch's compiler, some 70 MiB
+    for name in [
+        "torch._dynamo",
+        *_LIBRARIES.get(kind, []),
+    ]:  # the first optimizer imports torch's compiler, some 70 MiB
         importlib.import_module(name)
 
 

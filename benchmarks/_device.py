@@ -12,14 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
-import shutil
 import subprocess
-import sys
-import traceback
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +22,6 @@ import torch
 REHEARSAL = "LOWTIDE_REHEARSAL"
 """The environment variable that makes a rehearsal of a run: "pretend" or "cpu", the device that it has."""
 
-MIB = 2**20
 _PACKAGES = ("torch", "triton", "numpy", "liger_kernel", "deepspeed")
 _ROOT = Path(__file__).parents[1]
 _SYNCHRONIZING = "called a synchronizing CUDA operation"
@@ -72,7 +64,7 @@ def config_name() -> str:
 
 
 def count() -> int:
-    """Of the accelerators that this process sees."""
+    """Return how many accelerators this process sees."""
     return 0 if type_of_device() == "cpu" else torch.accelerator.device_count()
 
 
@@ -138,70 +130,6 @@ def forget_memory() -> None:
         torch.accelerator.reset_peak_memory_stats()
 
 
-@contextmanager
-def host_waits() -> Iterator[list[str]]:
-    """The list that takes a line for each wait of the host for the device: the innermost calls, outermost first.
-
-    Those of threads that copy and update beside the training are not among them. On CUDA they are what the sync debug
-    mode tells, which says nothing of a call of `synchronize`. On the CPU nothing waits.
-    """
-    found: list[str] = []
-    kind = type_of_device()
-    if kind == "cuda":
-        with _cuda_waits(found):
-            yield found
-    elif kind == "pretend":
-        from tests.pretend.device import host_waits as of_pretend
-
-        with of_pretend() as waits:
-            yield found
-        found += [f"{wait.why}: {_place(wait.stack)}" for wait in waits if not _is_beside(wait.stack)]
-    else:
-        yield found
-
-
-@contextmanager
-def _cuda_waits(found: list[str]) -> Iterator[None]:
-    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        if _SYNCHRONIZING in str(message):
-            stack = traceback.extract_stack()[:-1]
-            if not _is_beside(stack):
-                found.append(_place(stack))
-        else:
-            sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
-
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-
-def _is_beside(stack: Any) -> bool:
-    """Whether it is a stack of a thread that Python has started; autograd's are not."""
-    return bool(stack) and stack[0].name == "_bootstrap"
-
-
-def _place(stack: Any) -> str:
-    """The last calls of lowtide's own code in a stack, or the last ones at all, outermost first."""
-    frames = [one for one in stack if not {"_device.py", "pretend"} & set(Path(one.filename).parts[-2:])]
-    own = [one for one in frames if _is_product(one.filename)]
-    return " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in (own or frames)[-3:])
-
-
-@functools.cache
-def _is_product(filename: str) -> bool:
-    """Whether a file is of the package, which may have been reached by a link."""
-    path = Path(filename).resolve()
-    if not path.is_file() or not path.is_relative_to(_ROOT):
-        return False
-    return path.relative_to(_ROOT).parts[0] not in ("benchmarks", "tests", ".venv")
-
-
 def activities() -> list[Any]:
     """What a profiler records: the host, and the device where it can be."""
     from torch.profiler import ProfilerActivity, supported_activities
@@ -217,47 +145,31 @@ def records_kernels() -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that a number depends on; "not installed" where a package is missing."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        found[package] = _version(package)
-    found["cuda"] = torch.version.cuda or "torch is built without it"
-    if torch.version.hip:
-        found["hip"] = torch.version.hip
-    found["driver"] = _driver()
+    """Return the versions that a number depends on; "none" where a package or program is missing."""
+    found = {"python": platform.python_version()} | {package: version_of(package) for package in _PACKAGES}
+    found["cuda"] = torch.version.cuda or "none"
+    found["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if type_of_device() == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    found["system"] = platform.platform()
     found["cpus"] = str(os.cpu_count())
-    found["checkout"] = _commit()
+    found["checkout"] = _said("git", "-C", str(_ROOT), "describe", "--always", "--dirty")
     return found
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     if importlib.util.find_spec(package) is None:
-        return "not installed"
+        return "none"
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"  # some builds have another name
 
 
-def _driver() -> str:
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
-        if said:
-            return said[0]
-    file = Path("/proc/driver/nvidia/version")
-    found = re.search(r"Kernel Module\s.*?(\d+\.\d+[.\d]*)", file.read_text()) if file.exists() else None
-    return found[1] if found else "none"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
+def _said(*command: str) -> str:
+    """Return the first line that a program says, "none" where it says nothing."""
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split("\n")
     except FileNotFoundError:
-        said = ""
-    return said or "unknown"
+        return "none"
+    return said[0].strip() or "none"

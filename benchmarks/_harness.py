@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 import platform
-import random
 import re
 import signal
 import socket
@@ -25,11 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import _worker
 
@@ -76,15 +76,7 @@ def environment_of(threads: int, allocator: str | None, device: str = "cpu") -> 
     }
 
 
-Process = subprocess.Popen[bytes]
-
-
-def _start(command: list[str], environment: dict[str, str], log: Path) -> Process:
-    with log.open("wb") as said:
-        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
-
-
-def _stop(processes: list[Process]) -> None:
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     """Ends what still runs: each rank leads a process group of its own."""
     for process in processes:
         if process.poll() is None:
@@ -100,7 +92,7 @@ def _reason(log: Path) -> str:
     return (errors or lines or ["no output"])[-1]
 
 
-def _wait(processes: list[Process], logs: list[Path], timeout_seconds: float) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], timeout_seconds: float) -> None:
     """Waits for all ranks; raises JobError as soon as one fails or the time is over."""
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -142,12 +134,15 @@ def run_ranks(
         description = folder / "job.json"
         description.write_text(json.dumps(job))
         logs = [folder / f"rank{rank}.log" for rank in range(num_processes)]
-        processes: list[Process] = []
+        processes = []
         try:
             for rank, log in enumerate(logs):
-                ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                before, more = ([], {}) if place is None else place(rank)
-                processes.append(_start([*before, python, str(worker), str(description)], ranked | more, log))
+                before, more = place(rank) if place else ([], {})
+                command = [*before, python, str(worker), str(description)]
+                ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}
+                with log.open("wb") as said:
+                    started = subprocess.Popen(command, env=ranked, stdout=said, stderr=said, start_new_session=True)
+                processes.append(started)
             _wait(processes, logs, timeout_seconds)
         finally:
             _stop(processes)
@@ -182,33 +177,8 @@ class Contender:
         return 1 if self.kind == "single" else ranks
 
 
-ContenderT = TypeVar("ContenderT", bound=Contender)
-
-
-def by_name(*contenders: ContenderT) -> dict[str, ContenderT]:
+def by_name(*contenders: Contender) -> dict[str, Contender]:
     return {one.name: one for one in contenders}
-
-
-def choose(
-    table: Mapping[str, ContenderT], patterns: Sequence[str] | None, *, with_deepspeed: bool
-) -> list[ContenderT]:
-    """Gives the contenders whose names fit a pattern such as `lowtide*`, in the table's order; None: all by default.
-
-    Raises ValueError for a pattern that fits none, and for DeepSpeed without an interpreter that has it.
-    """
-    chosen = set()
-    for pattern in ["*"] if patterns is None else patterns:
-        fits = [one for name, one in table.items() if fnmatchcase(name, pattern)]
-        if not fits:
-            raise ValueError(f"--contenders: expected some of {', '.join(table)}; found {pattern!r}")
-        can_run = [one.name for one in fits if with_deepspeed or not one.needs_deepspeed]
-        if not can_run:
-            raise ValueError(
-                f"--contenders: {pattern} needs DeepSpeed, which is not installed in this environment; "
-                "name one with --deepspeed-python"
-            )
-        chosen.update(can_run)
-    return [one for one in table.values() if one.name in chosen and not (patterns is None and one.only_when_named)]
 
 
 @dataclass
@@ -219,8 +189,7 @@ class Result:
     seconds: list[float]  # of the slowest rank, every step, warm-up left out
     peak_bytes: int | None = None
     baseline_bytes: int | None = None
-    wall_seconds: float = 0.0
-    more: dict[str, Any] = field(default_factory=dict)  # that one benchmark alone knows
+    more: dict[str, Any] = field(default_factory=dict)  # of rank 0, that one benchmark alone knows
 
     @property
     def step_seconds(self) -> float:
@@ -229,30 +198,49 @@ class Result:
 
 
 def gathered(found: Sequence[Mapping[str, Any]], warmup: int) -> Result:
-    """Of what the ranks wrote: "losses" (None where a rank does not know them), "seconds", "peak_bytes"."""
+    """Combine what the ranks wrote: "losses" (None where a rank does not know them), "seconds", bytes, and `more`."""
 
     def most(key: str) -> int | None:
         return max((one[key] for one in found if one.get(key) is not None), default=None)
 
     losses = zip(*(one["losses"] for one in found), strict=True)
+    known = ("losses", "seconds", "started", "peak_bytes", "baseline_bytes")
     return Result(
         losses=[statistics.fmean(loss for loss in step if loss is not None) for step in losses],
         seconds=[max(step) for step in zip(*(one["seconds"] for one in found), strict=True)][warmup:],
         peak_bytes=most("peak_bytes"),
         baseline_bytes=most("baseline_bytes"),
+        more={key: value for key, value in found[0].items() if key not in known},
     )
 
 
 def run_job(
-    worker: str, contender: Contender, job: Mapping[str, Any], python: str, allocator: str | None = None
-) -> list[Any]:
-    """Runs one job from start to end, and gives what its ranks wrote; with an `allocator` it is a memory job.
+    worker: str,
+    options: argparse.Namespace,
+    row: Row,
+    allocator: str | None,
+    python: str | None = None,
+    **more: Any,
+) -> tuple[list[Any], int]:
+    """Run one job of a row; with an `allocator` it is a memory job. Return what its ranks wrote, and the warm-up.
 
-    job: "ranks", "threads" and "timeout" beside what the worker asks for. Raises JobError as `run_ranks`.
+    The job is told the command line, its contender, and `more`. python: else the contender's. Raises JobError as
+    `run_ranks`.
     """
-    asked = {**job, **asdict(contender), "worker": worker, "allocator": allocator}
-    environment, num_processes = environment_of(job["threads"], allocator), contender.num_processes(job["ranks"])
-    return run_ranks(asked, num_processes, python, environment, job["timeout"])
+    job = job_of(options) | asdict(row.contender) | {"ranks": row.ranks or options.ranks, **more}
+    job |= {"worker": worker, "allocator": allocator, "warmup": 0 if allocator else getattr(options, "warmup", 0)}
+    if allocator and hasattr(options, "memory_steps"):
+        job["steps"] = options.memory_steps
+    environment, num_processes = environment_of(options.threads, allocator), row.contender.num_processes(job["ranks"])
+    found = run_ranks(job, num_processes, python or python_of(row.contender, options), environment, options.timeout)
+    return found, job["warmup"]
+
+
+def run_steps(
+    worker: str, options: argparse.Namespace, row: Row, allocator: str | None, python: str | None = None
+) -> Result:
+    """Run one job whose ranks time steps."""
+    return gathered(*run_job(worker, options, row, allocator, python))
 
 
 @dataclass
@@ -304,17 +292,6 @@ class Row:
         rounds = sorted(self.timed.keys() & other.timed.keys())
         return [self.timed[number].step_seconds / other.timed[number].step_seconds for number in rounds]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Gives every raw number, for JSON."""
-        return {
-            **asdict(self.contender),
-            "ranks": self.ranks,
-            "failure": self.failure,
-            "step_seconds": self.step_seconds,
-            "rounds": {str(number): asdict(job) for number, job in self.timed.items()},
-            "memory": {allocator: asdict(job) for allocator, job in self.memory.items()},
-        }
-
 
 def find(rows: Sequence[Row], name: str | None, ranks: int | None = None) -> Row | None:
     """Gives the row of a contender, None where it was not run."""
@@ -324,63 +301,42 @@ def find(rows: Sequence[Row], name: str | None, ranks: int | None = None) -> Row
 # -- interleaved rounds ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Runner:
-    """Runs the jobs of a comparison one after the other and says what it does.
+def run_rounds(
+    rows: list[Row],
+    run: Callable[[Row, str | None], Result],
+    rounds: int,
+    allocators: Sequence[str],
+    console: Console,
+) -> None:
+    """Run all rounds, each beginning with another contender, then the memory jobs, and say what was found.
 
-    run: one job of a row, with an allocator a memory job; raises JobError. seed: of a random order in each round; None:
-    each round begins with another contender.
+    run: one job of a row, with an allocator a memory job; raises JobError. A contender that failed is left out from
+    there on.
     """
-
-    rows: list[Row]
-    run: Callable[[Row, str | None], Result]
-    rounds: int
-    allocators: Sequence[str]
-    console: Console
-    seed: int | None = None
-    num_done: int = 0
-
-    @property
-    def num_jobs(self) -> int:
-        return len(self.rows) * (self.rounds + len(self.allocators))
-
-    def run_all(self) -> None:
-        """Runs all rounds, then the memory jobs; a contender that failed is left out from there on."""
-        for number, rows in enumerate(self._orders()):
-            for row in rows:
-                if job := self._try(row, f"round {number + 1}", None):
-                    row.timed[number] = job
-        for allocator in self.allocators:
-            for row in self.rows:
-                if job := self._try(row, f"memory {allocator}", allocator):
-                    row.memory[allocator] = job
-
-    def _orders(self) -> Iterator[list[Row]]:
-        generator = random.Random(self.seed)
-        for number in range(self.rounds):
-            first = number * len(self.rows) // self.rounds
-            is_random = self.seed is not None
-            yield generator.sample(self.rows, len(self.rows)) if is_random else self.rows[first:] + self.rows[:first]
-
-    def _try(self, row: Row, what: str, allocator: str | None) -> Result | None:
-        self.num_done += 1
+    starts = [number * len(rows) // rounds for number in range(rounds)]
+    timed = [(row, number, None) for number, first in enumerate(starts) for row in rows[first:] + rows[:first]]
+    jobs = [*timed, *((row, 0, allocator) for allocator in allocators for row in rows)]
+    for place, (row, number, allocator) in enumerate(jobs, 1):
         if row.failure:
-            return None
-        place, started = f"\\[{self.num_done}/{self.num_jobs}]", time.monotonic()
+            continue
+        what, started = f"memory {allocator}" if allocator else f"round {number + 1}", time.monotonic()
+        line = f"\\[{place}/{len(jobs)}] {what}  {row.label}"
         try:
-            job = self.run(row, allocator)
+            job = run(row, allocator)
         except JobError as error:
             row.failure = f"{what}: {error}"
-            self.console.print(place, f"{what}  {row.label}: [red]FAILED[/red]", highlight=False)
-            self.console.print("   ", str(error), markup=False, highlight=False)
-            return None
-        job.wall_seconds = time.monotonic() - started
+            console.print(f"{line}: [red]FAILED[/red]", highlight=False)
+            console.print("   ", str(error), markup=False, highlight=False)
+            continue
+        if allocator:
+            row.memory[allocator] = job
+        else:
+            row.timed[number] = job
         peak = "" if job.peak_bytes is None else f", peak {job.peak_bytes / MIB:.0f} MiB"
         step = "" if allocator or not job.seconds else f", {job.step_seconds:.3f} s/step"
         loss = f", loss {job.losses[-1]:.5f}" if job.losses else ""
-        line = f"{what}  {row.label}{peak}{step}{loss} [dim](job {job.wall_seconds:.0f} s)[/dim]"
-        self.console.print(place, line, highlight=False)
-        return job
+        seconds = time.monotonic() - started
+        console.print(f"{line}{peak}{step}{loss} [dim](job {seconds:.0f} s)[/dim]", highlight=False)
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
@@ -414,51 +370,67 @@ def count(least: int = 1) -> Callable[[str], int]:
     return read
 
 
-def add_job_options(
-    parser: Parser, contenders: Mapping[str, Contender], rounds: int = 3, memory: str | None = None
-) -> None:
-    """Adds the options that every comparison has. memory: the default of those that measure it in jobs of their own."""
-    add = parser.add_argument
-    add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(contenders)}; 'lowtide*' for many")
-    add("--rounds", type=count(), default=rounds, help="timed jobs of each contender (default: %(default)s)")
-    add("--threads", type=count(), default=1, help="threads of a process (default: 1)")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
-    add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter of an environment that has DeepSpeed")
-    add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (default: 1e-4)")
-    if memory is not None:
-        choices = [*ALLOCATORS, "both", "none"]
-        add("--memory", choices=choices, default=memory, help="allocators of the memory jobs (default: %(default)s)")
+class JobParser(Parser):
+    """The command line of a comparison, with the options that all have alike.
 
-
-def check_job_options(
-    parser: Parser,
-    options: argparse.Namespace,
-    table: Mapping[str, Contender],
-    *,
-    default: Sequence[str] | None = None,
-) -> None:
-    """Ends the program where they are not legal, and replaces the contenders' names by themselves. default: names.
-
-    Adds `allocators`, of the memory jobs.
+    memory: the default of those that measure it in jobs of their own. steps: the defaults of warm-up and timed steps.
     """
-    check_python(parser, options)
-    memory = getattr(options, "memory", "none")
-    if memory != "none" and not _worker.supported():
-        parser.error(f"memory jobs need {_worker.ROLLUP} with Pss_Shmem (Linux 5.0 or newer); use --memory none")
-    options.allocators = {"both": list(ALLOCATORS), "none": []}.get(memory, [memory])
-    has_deepspeed = options.deepspeed_python is not None or importlib.util.find_spec("deepspeed") is not None
-    if options.contenders is None and default is not None:
-        options.contenders = [name for name in default if has_deepspeed or not table[name].needs_deepspeed]
-    try:
-        options.contenders = choose(table, options.contenders, with_deepspeed=has_deepspeed)
-    except ValueError as error:
-        parser.error(str(error))
 
+    def __init__(
+        self,
+        doc: str | None,
+        contenders: Mapping[str, Contender],
+        *,
+        rounds: int = 3,
+        memory: str | None = None,
+        steps: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(doc)
+        self._contenders = contenders
+        add = self.add_argument
+        add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(contenders)}; 'lowtide*' for many")
+        add("--rounds", type=count(), default=rounds, help="timed jobs of each contender (default: %(default)s)")
+        add("--threads", type=count(), default=1, help="threads of a process (default: %(default)s)")
+        add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time of one job (default: 300)")
+        add("--deepspeed-python", type=Path, metavar="PATH", help="interpreter of an environment that has DeepSpeed")
+        add("--loss-tolerance", type=float, default=1e-4, help="relative difference of a loss that fails (1e-4)")
+        if steps:
+            add("--warmup", type=count(0), default=steps[0], help="steps before the timed ones (default: %(default)s)")
+            add("--steps", type=count(), default=steps[1], help="timed steps of a job (default: %(default)s)")
+        if memory:
+            choices = [*ALLOCATORS, "both", "none"]
+            add("--memory", choices=choices, default=memory, help="allocators of memory jobs (default: %(default)s)")
+        if memory and steps:
+            add("--memory-steps", type=count(), default=4, help="of a memory job (default: 4)")
 
-def check_python(parser: Parser, options: argparse.Namespace) -> None:
-    """Ends the program where the interpreter that has DeepSpeed is none."""
-    if options.deepspeed_python and not os.access(options.deepspeed_python, os.X_OK):
-        parser.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {options.deepspeed_python}")
+    def check(self, options: argparse.Namespace, default: Sequence[str] | None = None) -> argparse.Namespace:
+        """Replace the names of contenders by themselves; end the program if an option is not legal.
+
+        A name may be a pattern such as `lowtide*`. default: names; else all but those that run only when they are
+        named. Adds `allocators`, of the memory jobs.
+        """
+        python, table = options.deepspeed_python, self._contenders
+        if python and not os.access(python, os.X_OK):
+            self.error(f"--deepspeed-python: expected an interpreter, found nothing to run at {python}")
+        memory = getattr(options, "memory", "none")
+        if memory != "none" and not _worker.supported():
+            self.error(f"memory jobs need {_worker.ROLLUP} with Pss_Shmem (Linux 5.0 or newer); use --memory none")
+        options.allocators = {"both": list(ALLOCATORS), "none": []}.get(memory, [memory])
+        has_deepspeed = python is not None or importlib.util.find_spec("deepspeed") is not None
+        can_run = [name for name, one in table.items() if has_deepspeed or not one.needs_deepspeed]
+        names = default or [name for name, one in table.items() if not one.only_when_named]
+        for pattern in options.contenders or []:
+            if not fnmatch.filter(table, pattern):
+                self.error(f"--contenders: expected some of {', '.join(table)}; found {pattern!r}")
+            if not fnmatch.filter(can_run, pattern):
+                self.error(
+                    f"--contenders: {pattern} needs DeepSpeed, which is not installed in this environment; "
+                    "name one with --deepspeed-python"
+                )
+        if options.contenders:
+            names = [name for name in table if any(fnmatch.fnmatch(name, pattern) for pattern in options.contenders)]
+        options.contenders = [table[name] for name in names if name in can_run]
+        return options
 
 
 def python_of(contender: Contender, options: argparse.Namespace) -> str:
@@ -628,31 +600,24 @@ def table_of(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Tabl
     return make_table(title, ["contender", *(column.heading for column in columns)], lines)
 
 
-def as_dict(rows: Sequence[Row], tables: Tables, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives every raw number and what the tables make of it, for JSON."""
-
-    def made(row: Row) -> dict[str, dict[str, Value]]:
-        return {
-            title: {column.heading.replace("\n", " "): column.value(row) for column in columns}
-            for title, columns in tables.items()
-        }
-
-    return {"settings": settings, "contenders": [{**row.as_dict(), "tables": made(row)} for row in rows]}
+def values_of(row: Row, tables: Tables) -> dict[str, dict[str, Value]]:
+    """Return a row's values by table and heading, for JSON."""
+    return {
+        title: {column.heading.replace("\n", " "): column.value(row) for column in columns}
+        for title, columns in tables.items()
+    }
 
 
 def write_chart(rows: Sequence[Row], tables: Tables, title: str, path: Path) -> None:
-    """Bars of the columns that are panels."""
+    """Draw bars of the columns that are panels."""
     rows, panels = [row for row in rows if row.has_jobs], []
     for column in [column for columns in tables.values() for column in columns if column.panel]:
-        values = [column.value(row) for row in rows]
-        panels.append((column.panel or "", [_by_round(value) for value in values], column.line))
+        found = [column.value(row) for row in rows]
+        bars = [
+            value if isinstance(value, list) else [value] if isinstance(value, float | int) else [] for value in found
+        ]
+        panels.append((column.panel or "", bars, column.line))
     write_bars(path, title, [row.label for row in rows], [row.contender.kind == "lowtide" for row in rows], panels)
-
-
-def _by_round(value: Value) -> Sequence[float]:
-    if value is None or isinstance(value, str):
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 def write_json(options: argparse.Namespace, numbers: Any) -> None:
@@ -682,7 +647,8 @@ def conclude(
     lines = failures(rows)
     for line in lines:
         console.print(line, style="red", markup=False, highlight=False)
-    write_json(options, as_dict(rows, tables, settings_of(options, title, **(settings or {}))))
+    found = [{**asdict(row), "tables": values_of(row, tables)} for row in rows]
+    write_json(options, {"settings": settings_of(options, title, **(settings or {})), "contenders": found})
     if options.png and any(row.has_jobs for row in rows):
         (draw or (lambda path: write_chart(rows, tables, title, path)))(options.png)
     return 1 if lines else 0
@@ -690,23 +656,19 @@ def conclude(
 
 def compare(
     options: argparse.Namespace,
-    rows: list[Row],
-    run: Callable[[Row, str | None], Result],
-    tables: Tables,
     title: str,
-    *,
-    reference_of: Callable[[Row], Row | None] | None = None,
-    draw: Callable[[Path], None] | None = None,
+    run: Callable[[Row, str | None], Result],
+    tables: Callable[[Sequence[Row]], Tables],
+    reference_of: Callable[[Sequence[Row], Row], Row | None] | None = None,
+    draw: Callable[[Sequence[Row], Path], None] | None = None,
 ) -> int:
-    """Runs all jobs of the rows and concludes. run: as `Runner` has it. reference_of: whose losses must be a row's."""
-    console, started, load = begin(), time.monotonic(), os.getloadavg()[0]
-    runner = Runner(rows, run, options.rounds, options.allocators, console, getattr(options, "seed", None))
-    runner.run_all()
+    """Run all jobs of the contenders, with each number of ranks, and conclude.
+
+    run: as `run_rounds` has it. reference_of: the row whose losses must be a row's.
+    """
+    console, counts = begin(), options.ranks if isinstance(options.ranks, list) else [None]
+    rows = [Row(contender, ranks) for ranks in counts for contender in options.contenders]
+    run_rounds(rows, run, options.rounds, options.allocators, console)
     if reference_of is not None:
-        judge_losses(rows, reference_of, options.loss_tolerance)
-    loads = [load, os.getloadavg()[0]]
-    seconds = time.monotonic() - started
-    status = conclude(options, console, rows, tables, title, settings={"load_average": loads}, draw=draw)
-    said = f"{runner.num_jobs} jobs in {seconds:.0f} s; load average {loads[0]:.1f} before, {loads[1]:.1f} after."
-    console.print(said, highlight=False)
-    return status
+        judge_losses(rows, partial(reference_of, rows), options.loss_tolerance)
+    return conclude(options, console, rows, tables(rows), title, draw=partial(draw, rows) if draw else None)

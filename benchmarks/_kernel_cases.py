@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -55,14 +55,6 @@ class Draw:
         return labels
 
 
-def _as_they_are(results: Tensors) -> Tensors:
-    return results
-
-
-def _nothing(inputs: Tensors) -> Tensors:
-    return {}
-
-
 @dataclass(frozen=True)
 class Case:
     """One kernel, or one use of it, for several sizes.
@@ -82,8 +74,8 @@ class Case:
     passes: tuple[Pass, ...] = ("forward",)
     inputs_with_gradient: tuple[str, ...] = ()
     results_with_gradient: tuple[str, ...] = ()  # float results that a gradient comes from; others have none
-    read: Callable[[Tensors], Tensors] = field(default=_as_they_are)  # results -> what the formula gives
-    allowed: Callable[[Tensors], Tensors] = field(default=_nothing)  # inputs in float64 -> what results may be off by
+    read: Callable[[Tensors], Tensors] = dict  # results -> what the formula gives
+    allowed: Callable[[Tensors], Tensors] = lambda inputs: {}  # inputs in float64 -> what results may be off by
     summed_dims: Mapping[str, int] = field(default_factory=dict)  # product -> index of a size: so long are its sums
     inner_roundings: float = 0.0  # of intermediate values to the dtype: they act on an element whatever its own size
     is_memory_bound: bool = True
@@ -118,126 +110,72 @@ ROTARY_SIZES = ((1, 32, 8, 2048, 128), (4, 32, 8, 4096, 128))  # batch, heads of
 BOTH_PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
-def draw_norm(size: Size, dtype: torch.dtype, draw: Draw) -> Tensors:
-    n_cols = size[-1]
-    drawn = {"x": draw.normal(*size, dtype=dtype), "weight": draw.normal(n_cols, dtype=dtype).add_(1.0)}
-    return drawn | {"bias": draw.normal(n_cols, dtype=dtype)}
+def named(results: tuple[str, ...], found: Tensor | tuple[Tensor, ...]) -> Tensors:
+    return dict(zip(results, found if isinstance(found, tuple) else (found,), strict=True))
 
 
-def draw_norm_of_sum(size: Size, dtype: torch.dtype, draw: Draw) -> Tensors:
-    return draw_norm(size, dtype, draw) | {"residual": draw.normal(*size, dtype=dtype)}
+def liger(name: str, results: tuple[str, ...], *inputs: str, more: tuple[Any, ...] = ()) -> Form:
+    """Make a form of a function of `liger_kernel.transformers.functional`, of inputs by name and more arguments."""
+
+    def form(t: Tensors) -> Tensors:
+        from liger_kernel.transformers import functional
+
+        return named(results, getattr(functional, name)(*(t[one] for one in inputs), *more))
+
+    return form
 
 
-def exact_rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-
-def exact_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    centered = x - x.mean(-1, keepdim=True)
-    return centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS) * weight + bias
-
-
-def torch_rms(t: Tensors) -> Tensors:
-    return {"y": F.rms_norm(t["x"], t["x"].shape[-1:], t["weight"], EPS)}
-
-
-def torch_add_rms(t: Tensors) -> Tensors:
-    h = t["x"] + t["residual"]
-    return {"y": F.rms_norm(h, h.shape[-1:], t["weight"], EPS), "h": h}
-
-
-def torch_layer(t: Tensors) -> Tensors:
-    return {"y": F.layer_norm(t["x"], t["x"].shape[-1:], t["weight"], t["bias"], EPS)}
-
-
-def torch_add_layer(t: Tensors) -> Tensors:
-    h = t["x"] + t["residual"]
-    return {"y": F.layer_norm(h, h.shape[-1:], t["weight"], t["bias"], EPS), "h": h}
-
-
-def our_add_rms(t: Tensors) -> Tensors:
-    y, h = add_rms_norm(t["x"], t["residual"], t["weight"], EPS, backend="triton")
-    return {"y": y, "h": h}
-
-
-def our_add_layer(t: Tensors) -> Tensors:
-    y, h = add_layer_norm(t["x"], t["residual"], t["weight"], t["bias"], EPS, backend="triton")
-    return {"y": y, "h": h}
-
-
-def exact_add_rms(t: Tensors) -> Tensors:
-    h = t["x"] + t["residual"]
-    return {"y": exact_rms(h, t["weight"]), "h": h * 1.0}
-
-
-def exact_add_layer(t: Tensors) -> Tensors:
-    h = t["x"] + t["residual"]
-    return {"y": exact_layer(h, t["weight"], t["bias"]), "h": h * 1.0}
-
-
-def liger_rms(t: Tensors) -> Tensors:
-    from liger_kernel.transformers.functional import liger_rms_norm
-
-    return {"y": liger_rms_norm(t["x"], t["weight"], EPS)}
-
-
-def liger_add_rms(t: Tensors) -> Tensors:
-    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
-
-    y, h = liger_fused_add_rms_norm(t["x"], t["residual"], t["weight"], EPS)
-    return {"y": y, "h": h}
-
-
-def liger_layer(t: Tensors) -> Tensors:
-    from liger_kernel.transformers.functional import liger_layer_norm
-
-    return {"y": liger_layer_norm(t["x"], t["weight"], t["bias"], EPS)}
-
-
-def moved_by_norm(t: Tensors, results: Tensors, parameters: int, numbers: int) -> Mapping[Pass, int]:
-    """Read x, write y; read dy and x, write dx; both also the parameters and `numbers` float32 a row."""
-    x, of_rows = t["x"].nbytes, 4 * numbers * (t["x"].numel() // t["x"].shape[-1])
-    of_sum = 2 * x if "residual" in t else 0
-    weights = parameters * t["weight"].nbytes
-    return {
-        "forward": 2 * x + of_sum + weights + of_rows,
-        # dh is read beside dy; one gradient serves x and residual.
-        "backward": 3 * x + of_sum // 2 + t["weight"].nbytes + weights + of_rows,
-    }
-
-
-def norm_case(name: str, forms: Mapping[str, Form], exact: Form, parameters: tuple[str, ...], numbers: int) -> Case:
+def norm_case(name: str, ours: Callable[..., Any], plain: Callable[..., Tensor], bias: bool, peer: str | None) -> Case:
+    """Build the case of a norm, of a sum if the name says so. plain: of torch.nn.functional; peer: Liger's."""
     of_sum = name.startswith("add_")
-    unused = {"weight", "bias"} - set(parameters)
+    parameters = ("weight", "bias") if bias else ("weight",)
+    inputs = ("x", "residual", *parameters) if of_sum else ("x", *parameters)
+    results = ("y", "h") if of_sum else ("y",)
 
     def draw(size: Size, dtype: torch.dtype, source: Draw) -> Tensors:
-        drawn = (draw_norm_of_sum if of_sum else draw_norm)(size, dtype, source)
-        return {key: value for key, value in drawn.items() if key not in unused}
+        drawn = {key: source.normal(*size, dtype=dtype) for key in inputs if key not in parameters}
+        drawn |= {key: source.normal(size[-1], dtype=dtype) for key in parameters}
+        drawn["weight"].add_(1.0)
+        return drawn
 
+    def our_form(t: Tensors) -> Tensors:
+        return named(results, ours(*(t[key] for key in inputs), EPS, backend="triton"))
+
+    def torch_form(t: Tensors) -> Tensors:
+        h = t["x"] + t["residual"] if of_sum else t["x"]
+        y = plain(h, h.shape[-1:], *(t[key] for key in parameters), eps=EPS)
+        return {"y": y, "h": h} if of_sum else {"y": y}
+
+    def moved(t: Tensors, found: Tensors) -> Mapping[Pass, int]:
+        """Read x, write y; read dy and x, write dx; both also the parameters, and a float32 or two for each row."""
+        x, of_rows = t["x"].nbytes, 4 * len(parameters) * (t["x"].numel() // t["x"].shape[-1])
+        weights = len(parameters) * t["weight"].nbytes
+        return {
+            "forward": (4 if of_sum else 2) * x + weights + of_rows,
+            # dh is read beside dy; one gradient serves x and residual.
+            "backward": (4 if of_sum else 3) * x + t["weight"].nbytes + weights + of_rows,
+        }
+
+    forms = {"lowtide": our_form, "torch": torch_form, "compile": torch_form}
     return Case(
         name=name,
         file="row_norm",
         draw=draw,
-        forms=forms,
-        exact=exact,
-        moved=lambda t, results: moved_by_norm(t, results, len(parameters), numbers),
+        forms=forms | {"liger": liger(peer, results, *inputs, more=(EPS,))} if peer else forms,
+        exact=torch_form,
+        moved=moved,
         sizes=NORM_SIZES,
         tiny=(5, 123),
         passes=BOTH_PASSES,
-        inputs_with_gradient=("x", *(("residual",) if of_sum else ()), *parameters),
-        results_with_gradient=("y", "h") if of_sum else ("y",),
+        inputs_with_gradient=inputs,
+        results_with_gradient=results,
         inner_roundings=4.0 if of_sum else 0.0,  # of h, on which the norm is computed
     )
 
 
-def gated_case(name: str, ours: Form, plain: Callable[[Tensor], Tensor], liger: str) -> Case:
+def gated_case(name: str, ours: Form, plain: Callable[[Tensor], Tensor], peer: str) -> Case:
     def torch_form(t: Tensors) -> Tensors:
         return {"y": plain(t["gate"]) * t["up"]}
-
-    def liger_form(t: Tensors) -> Tensors:
-        from liger_kernel.transformers import functional
-
-        return {"y": getattr(functional, liger)(t["gate"], t["up"])}
 
     def draw(size: Size, dtype: torch.dtype, source: Draw) -> Tensors:
         return {key: source.normal(*size, dtype=dtype) for key in ("gate", "up")}
@@ -246,7 +184,7 @@ def gated_case(name: str, ours: Form, plain: Callable[[Tensor], Tensor], liger: 
         name=name,
         file="gated_mlp",
         draw=draw,
-        forms={"lowtide": ours, "torch": torch_form, "compile": torch_form, "liger": liger_form},
+        forms={"lowtide": ours, "torch": torch_form, "compile": torch_form, "liger": liger(peer, ("y",), "gate", "up")},
         exact=torch_form,
         moved=lambda t, results: {"forward": 3 * t["gate"].nbytes, "backward": 5 * t["gate"].nbytes},
         sizes=GATED_SIZES,
@@ -278,18 +216,6 @@ def torch_rotary(t: Tensors) -> Tensors:
     return {"q": rotated(t["q"]), "k": rotated(t["k"])}
 
 
-def our_rotary(t: Tensors) -> Tensors:
-    q, k = rotary_embedding(t["q"], t["k"], t["cos"], t["sin"], backend="triton")
-    return {"q": q, "k": k}
-
-
-def liger_rotary(t: Tensors) -> Tensors:
-    from liger_kernel.transformers.functional import liger_rope
-
-    q, k = liger_rope(t["q"], t["k"], t["cos"], t["sin"])
-    return {"q": q, "k": k}
-
-
 def moved_by_rotary(t: Tensors, results: Tensors) -> Mapping[Pass, int]:
     one_pass = 2 * nbytes(t["q"], t["k"]) + nbytes(t["cos"], t["sin"])
     return {"forward": one_pass, "backward": one_pass}
@@ -299,7 +225,12 @@ ROTARY = Case(
     name="rotary_embedding",
     file="rotary",
     draw=draw_rotary,
-    forms={"lowtide": our_rotary, "torch": torch_rotary, "compile": torch_rotary, "liger": liger_rotary},
+    forms={
+        "lowtide": lambda t: named(("q", "k"), rotary_embedding(t["q"], t["k"], t["cos"], t["sin"], backend="triton")),
+        "torch": torch_rotary,
+        "compile": torch_rotary,
+        "liger": liger("liger_rope", ("q", "k"), "q", "k", "cos", "sin"),
+    },
     exact=torch_rotary,
     moved=moved_by_rotary,
     sizes=ROTARY_SIZES,
@@ -310,44 +241,10 @@ ROTARY = Case(
 )
 
 LAYER_CASES = (
-    norm_case(
-        "rms_norm",
-        {
-            "lowtide": lambda t: {"y": rms_norm(t["x"], t["weight"], EPS, backend="triton")},
-            "torch": torch_rms,
-            "compile": torch_rms,
-            "liger": liger_rms,
-        },
-        lambda t: {"y": exact_rms(t["x"], t["weight"])},
-        ("weight",),
-        1,
-    ),
-    norm_case(
-        "add_rms_norm",
-        {"lowtide": our_add_rms, "torch": torch_add_rms, "compile": torch_add_rms, "liger": liger_add_rms},
-        exact_add_rms,
-        ("weight",),
-        1,
-    ),
-    norm_case(
-        "layer_norm",
-        {
-            "lowtide": lambda t: {"y": layer_norm(t["x"], t["weight"], t["bias"], EPS, backend="triton")},
-            "torch": torch_layer,
-            "compile": torch_layer,
-            "liger": liger_layer,
-        },
-        lambda t: {"y": exact_layer(t["x"], t["weight"], t["bias"])},
-        ("weight", "bias"),
-        2,
-    ),
-    norm_case(
-        "add_layer_norm",
-        {"lowtide": our_add_layer, "torch": torch_add_layer, "compile": torch_add_layer},
-        exact_add_layer,
-        ("weight", "bias"),
-        2,
-    ),
+    norm_case("rms_norm", rms_norm, F.rms_norm, False, "liger_rms_norm"),
+    norm_case("add_rms_norm", add_rms_norm, F.rms_norm, False, "liger_fused_add_rms_norm"),
+    norm_case("layer_norm", layer_norm, F.layer_norm, True, "liger_layer_norm"),
+    norm_case("add_layer_norm", add_layer_norm, F.layer_norm, True, None),
     gated_case("swiglu", lambda t: {"y": swiglu(t["gate"], t["up"], backend="triton")}, F.silu, "liger_swiglu"),
     gated_case(
         "geglu",
@@ -385,24 +282,9 @@ def torch_wide_loss(t: Tensors) -> Tensors:
     return {"loss": F.cross_entropy(t["logits"].float(), t["labels"])}
 
 
-def liger_loss(t: Tensors) -> Tensors:
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    return {"loss": liger_cross_entropy(t["logits"], t["labels"])}
-
-
-def _wide_enough(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def torch_linear_loss(t: Tensors) -> Tensors:
-    return {"loss": F.cross_entropy(_wide_enough(F.linear(t["hidden"], t["weight"])), t["labels"])}
-
-
-def liger_linear_loss(t: Tensors) -> Tensors:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return {"loss": liger_fused_linear_cross_entropy(t["hidden"], t["weight"], t["labels"])}
+    logits = F.linear(t["hidden"], t["weight"])
+    return {"loss": F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), t["labels"])}
 
 
 def moved_by_loss(t: Tensors, results: Tensors) -> Mapping[Pass, int]:
@@ -426,7 +308,7 @@ LOSS_CASES = (
             "lowtide": lambda t: {"loss": cross_entropy(t["logits"], t["labels"], backend="triton")},
             "torch": torch_loss,
             "compile": torch_wide_loss,
-            "liger": liger_loss,
+            "liger": liger("liger_cross_entropy", ("loss",), "logits", "labels"),
         },
         exact=torch_loss,
         moved=moved_by_loss,
@@ -446,7 +328,7 @@ LOSS_CASES = (
             },
             "torch": torch_linear_loss,
             "compile": torch_linear_loss,
-            "liger": liger_linear_loss,
+            "liger": liger("liger_fused_linear_cross_entropy", ("loss",), "hidden", "weight", "labels"),
         },
         exact=torch_linear_loss,
         moved=moved_by_linear_loss,
@@ -592,9 +474,7 @@ def our_squares(t: Tensors) -> Tensors:
 
 def plain_squares(t: Tensors) -> Tensors:
     values = t["values"]
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    if wide.numel() % BLOCK_NUMEL:
-        wide = torch.nn.functional.pad(wide, (0, -wide.numel() % BLOCK_NUMEL))
+    wide = F.pad(values.to(torch.promote_types(values.dtype, torch.float32)), (0, -values.numel() % BLOCK_NUMEL))
     squares = wide.view(-1, BLOCK_NUMEL).square().sum(1).double()
     return {"squares": squares, "non_finite": t["non_finite"].masked_fill_(~squares.isfinite().all(), 1)}
 

@@ -159,7 +159,6 @@ class Measured:
 
     milliseconds: list[float] = field(default_factory=list)
     host_microseconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0  # beside inputs, and beside what forward had kept for a backward pass
     failure: str | None = None
 
     @property
@@ -189,15 +188,6 @@ class Clock:
         end.synchronize()
         return start.elapsed_time(end), host * 1e6
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        """What work takes of the GPU's memory beside what was allocated before."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
     def copy_bandwidth(self, num_bytes: int = 2**30, rounds: int = 20) -> float:
         """Bytes read plus bytes written a second by torch's copy within the GPU's memory, median."""
         source = torch.ones(num_bytes // 4, device="cuda")
@@ -216,7 +206,6 @@ def time_pass(
         try:
             host = [clock.run(problem.prepared(form, which))[1] for _ in range(WARMUP_ROUNDS)]
             waits[name] = max(WAIT_MICROSECONDS, 2 * host[-1])
-            measured[name].peak_bytes = clock.peak_bytes(problem.prepared(form, which))
         except Exception as error:
             measured[name].failure = f"{type(error).__name__}: {error}"
     names = [name for name in forms if measured[name].failure is None]

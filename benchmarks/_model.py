@@ -26,7 +26,7 @@ class GPTSize:
 
     @property
     def num_parameters(self) -> int:
-        """Of a `GPT` of this shape, not tied: what its blocks have, and what stands before and behind them."""
+        """Of a `GPT` of this shape: what its blocks have, and what stands before and behind them."""
         width = self.width
         matrices, vectors = 12 * width**2, 13 * width  # of a block; its biases and norms are the vectors
         positions = self.sequence_length if self.has_positions else 0
@@ -73,18 +73,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level GPT that gives its own loss; with `tied` the head is the embedding."""
+    """A byte-level GPT that gives its own loss."""
 
-    def __init__(self, size: GPTSize, *, tied: bool = False) -> None:
+    def __init__(self, size: GPTSize) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Embedding(size.sequence_length, size.width) if size.has_positions else None
         self.blocks = nn.ModuleList(Block(size.width, size.num_heads) for _ in range(size.num_layers))
         self.final_norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-        _draw_weights(self)
-        if tied:
-            self.head.weight = self.embedding.weight
+        draw_weights(self)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Gives the mean cross-entropy; tokens, targets: (batch, sequence) int64 -> () float32."""
@@ -97,7 +95,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _draw_weights(model: nn.Module) -> None:
+def draw_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
@@ -108,7 +106,7 @@ def initialize_in_place(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
             module.reset_parameters()
-    _draw_weights(model)
+    draw_weights(model)
 
 
 def sized(size_name: str, num_layers: int) -> GPTSize:
@@ -116,10 +114,10 @@ def sized(size_name: str, num_layers: int) -> GPTSize:
     return replace(SIZES[size_name], num_layers=num_layers)
 
 
-def build_model(size_name: str, *, tied: bool) -> GPT:
+def build_model(size_name: str) -> GPT:
     """Gives the model with the same initial weights in every process."""
     torch.manual_seed(SEED)
-    return GPT(SIZES[size_name], tied=tied)
+    return GPT(SIZES[size_name])
 
 
 def build_batches(size_name: str, text_file: str, num_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:

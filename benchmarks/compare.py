@@ -18,120 +18,87 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _contenders import BUILDERS, CONTENDERS, DDP, FSDP2, OFFLOAD_FOLDER, REFERENCE, Setup
 from _harness import (
-    MIB,
     Column,
-    Parser,
-    Result,
+    JobParser,
     Row,
-    add_job_options,
-    check_job_options,
     compare,
     count,
     find,
-    gathered,
-    job_of,
     losses_column,
+    mib,
     over,
-    python_of,
-    run_job,
+    run_steps,
 )
 from _model import build_batches, build_model
 from _worker import RankMemory, timed_steps
 
-DEFAULT_STEPS = {"tiny": 5, "10M": 10, "85M": 3}
-
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: losses and seconds of every step (warm-up too) and, in a memory run, the bytes of this rank."""
+    """Train on a rank; return losses and seconds of every step (warm-up too) and, in a memory job, its bytes."""
     rank, ranks, memory = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), RankMemory(job)
     rows = job["ranks"] * job["microbatch"] * job["accumulation"]
     share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
-    batches = [
-        (tokens[share], targets[share])
-        # Real text that does not change in a run.
-        for tokens, targets in build_batches(job["size"], argparse.__file__, job["warmup"] + job["steps"], rows)
-    ]
+    text = argparse.__file__  # does not change in a run
+    batches = build_batches(job["size"], text, job["warmup"] + job["steps"], rows)
     setup = Setup(job["microbatch"], job["accumulation"], job["clip"])
-    trainer = BUILDERS[job["kind"]](build_model(job["size"], tied=job["tied"]), setup, **job["options"])
-    found = timed_steps(trainer.step, batches, memory)
+    trainer = BUILDERS[job["kind"]](build_model(job["size"]), setup, **job["options"])
+    found = timed_steps(trainer.step, [(tokens[share], targets[share]) for tokens, targets in batches], memory)
     trainer.close()
     return found
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = Parser(__doc__)
-    add_job_options(parser, CONTENDERS, memory="both")
+    """Return the checked command line; end the program with a message if it is not legal."""
+    parser = JobParser(__doc__, CONTENDERS, memory="both", steps=(1, 5))
     add = parser.add_argument
-    add("--size", choices=DEFAULT_STEPS, default="10M", help="parameters of the model (default: 10M)")
-    add("--warmup", type=count(0), default=1, help="steps before the timed ones (default: 1)")
-    add("--steps", type=count(), help="timed steps of a job (default: 3 for 85M, 10 for 10M, 5 for tiny)")
-    add("--memory-steps", type=count(), default=4, help="of a memory job; with glibc, peaks still grow (default: 4)")
     add("--ranks", type=count(), default=2, help="processes of a job (default: 2)")
+    add("--size", choices=["tiny", "10M", "85M"], default="10M", help="parameters of the model (default: 10M)")
     add("--microbatch", type=count(), default=1, help="sequences of a rank in a forward (default: 1)")
     add("--accumulation", type=count(), default=1, help="forwards and backwards of a step (default: 1)")
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the norm of the gradients (default: it is not)")
-    add("--tied", action="store_true", help="the head is the embedding")
     add("--offload-folder", type=Path, metavar="FOLDER", help="where offload puts its files (default: a new one, here)")
-    options = parser.parse_args(arguments)
-    check_job_options(parser, options, CONTENDERS)
-    options.steps = options.steps or DEFAULT_STEPS[options.size]
-    return options
+    return parser.check(parser.parse_args(arguments))
 
 
-def reference_of(rows: Sequence[Row]) -> Row | None:
-    """The row whose losses are right by definition: one process, else DDP, else the first that ran."""
+def reference_of(rows: Sequence[Row], _: Row | None = None) -> Row | None:
+    """Return the row whose losses are right by definition: one process, else DDP, else the first that ran."""
     candidates = [find(rows, REFERENCE), find(rows, DDP), *rows]
     return next((row for row in candidates if row and row.losses and row.contender.trains), None)
 
 
 def columns(rows: Sequence[Row], allocators: Sequence[str]) -> list[Column]:
-    """Times as medians with (lowest-highest) over the rounds; peaks hold torch itself, which is the last column."""
+    """Times are medians with (lowest-highest) over the rounds; peaks hold torch itself, which is the last column."""
 
-    def bytes_of(row: Row | None, allocator: str, key: str = "peak_bytes") -> float | None:
+    def bytes_of(allocator: str, row: Row | None, key: str = "peak_bytes") -> float | None:
         job = row.memory.get(allocator) if row else None
-        found = getattr(job, key) if job else None
-        return found / MIB if found else None
+        return mib(getattr(job, key)) if job else None
 
-    def peaks(allocator: str) -> list[Column]:
-        label = f"peak memory of a rank in training, MiB, {allocator} (less is better)"
-        return [
-            Column(f"peak MiB\n{allocator}", lambda row: bytes_of(row, allocator), ".0f", label),
-            Column(
-                f"x FSDP2\n{allocator}",
-                lambda row: over(bytes_of(row, allocator), bytes_of(find(rows, FSDP2), allocator)),
-            ),
-        ]
+    def to_fsdp2(allocator: str, row: Row) -> float | None:
+        return over(bytes_of(allocator, row), bytes_of(allocator, find(rows, FSDP2)))
 
-    times = "step time / DDP's in the same round (less is better)"
     found = [
         Column("s/step", lambda row: row.step_seconds, ".3f"),
-        Column("x DDP", lambda row: row.ratios(find(rows, DDP)), panel=times, line=1.0),
+        Column("x DDP", lambda row: row.ratios(find(rows, DDP)), panel="step time / DDP's in the same round", line=1.0),
         Column("x FSDP2", lambda row: row.ratios(find(rows, FSDP2))),
-        *(column for allocator in allocators for column in peaks(allocator)),
-        losses_column(lambda _: reference_of(rows)),
     ]
+    for allocator in allocators:
+        panel = f"peak memory of a rank in training, MiB, {allocator}"
+        found.append(Column(f"peak MiB\n{allocator}", partial(bytes_of, allocator), ".0f", panel))
+        found.append(Column(f"x FSDP2\n{allocator}", partial(to_fsdp2, allocator)))
+    found.append(losses_column(lambda _: reference_of(rows)))
     if allocators:
-        found.append(Column("torch\nitself", lambda row: bytes_of(row, allocators[0], "baseline_bytes"), ".0f"))
+        found.append(Column("torch\nitself", lambda row: bytes_of(allocators[0], row, "baseline_bytes"), ".0f"))
     return found
 
 
 def main() -> int:
     options = parse_arguments()
-    rows = [Row(contender) for contender in options.contenders]
-
-    def run(row: Row, allocator: str | None) -> Result:
-        warmup, steps = (0, options.memory_steps) if allocator else (options.warmup, options.steps)
-        job = job_of(options, warmup=warmup, steps=steps)
-        return gathered(
-            run_job("compare:train", row.contender, job, python_of(row.contender, options), allocator), warmup
-        )
-
     clipping = f"clipped at {options.clip:g}, " if options.clip else ""
     title = (
         f"GPT {options.size}, fp32, {options.ranks} ranks x {options.threads} thread(s), "
@@ -140,8 +107,8 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.offload_folder or Path.cwd()) as folder:
         os.environ[OFFLOAD_FOLDER] = folder
-        tables = {title: columns(rows, options.allocators)}
-        return compare(options, rows, run, tables, title, reference_of=lambda _: reference_of(rows))
+        run = partial(run_steps, "compare:train", options)
+        return compare(options, title, run, lambda rows: {title: columns(rows, options.allocators)}, reference_of)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Times one optimizer step on a flat CPU shard: the C++ kernel, torch's kernels, DeepSpeedCPUAdam, and plain copies.
+"""Times one AdamW step on a flat CPU shard: the C++ kernel, torch's kernels, DeepSpeedCPUAdam, and plain copies.
 
-Each is a job of its own, and a ratio compares two jobs of the same round. Bandwidth counts what a step moves: master
-weights and states read and written, the gradient read, the parameters written. The copy bandwidth is the best of two
-ways to copy float32 weights, bytes read plus bytes written as in STREAM; a share above 100 % is possible, since a step
-that writes where it has read moves no line of the cache in vain, and reads more than it writes.
+Each is a job of its own, and a ratio compares two jobs of the same round. Gradients are float32, parameters are written
+in bfloat16. Bandwidth counts what a step moves: master weights and states read and written, the gradient read, the
+parameters written. The copy bandwidth is the best of two ways to copy float32 weights, bytes read plus bytes written as
+in STREAM; a share above 100 % is possible, since a step that writes where it has read moves no line of the cache in
+vain, and reads more than it writes.
 
-Example, everything and then the kernel alone with bfloat16 gradients:
+Example, everything and then the kernel alone:
 
     python benchmarks/cpu_optimizer.py --deepspeed-python ../deepspeed/bin/python --json cpu_optimizer.json
-    python benchmarks/cpu_optimizer.py --contenders kernel kernel-int8 --gradient bfloat16 --rounds 5
+    python benchmarks/cpu_optimizer.py --contenders kernel kernel-int8 --rounds 5
 """
 
 from __future__ import annotations
@@ -28,30 +29,18 @@ import torch
 from _harness import (
     Column,
     Contender,
-    Parser,
-    Result,
+    JobParser,
     Row,
-    add_job_options,
     by_name,
-    check_job_options,
     compare,
     count,
     find,
-    gathered,
-    job_of,
     over,
-    python_of,
-    run_job,
+    run_steps,
 )
 from _worker import RankMemory, timed_steps
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
-    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
-    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
-    "adagrad": {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10, "initial_accumulator_value": 0.0},
-    "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 COPIES = ("copy-torch", "copy-streamed")
 CONTENDERS = by_name(
     Contender("kernel", "C++ kernel", "lowtide", {"states": "float32"}),
@@ -63,7 +52,6 @@ CONTENDERS = by_name(
     Contender("copy-torch", "copy of float32, torch", "copy", {"is_streamed": False}),
     Contender("copy-streamed", "copy of float32, streamed", "copy", {"is_streamed": True}),
 )
-WARMUP = 1
 
 Work = tuple[Callable[[], object], int]
 """A step, and the bytes that it reads and writes."""
@@ -75,16 +63,15 @@ Work = tuple[Callable[[], object], int]
 class Shard:
     """The tensors that a step works on."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        numel, generator = job["numel"], torch.Generator().manual_seed(0)
+    def __init__(self, numel: int) -> None:
+        generator = torch.Generator().manual_seed(0)
         self.master = torch.randn(numel, generator=generator)
-        self.gradient = (0.01 * torch.randn(numel, generator=generator)).to(getattr(torch, job["gradient"]))
-        self.out = None if job["out"] == "none" else torch.empty(numel, dtype=getattr(torch, job["out"]))
-        self.rule, self.threads, self.num_steps = job["rule"], job["threads"], 0
+        self.gradient = 0.01 * torch.randn(numel, generator=generator)
+        self.out = torch.empty(numel, dtype=torch.bfloat16)
+        self.num_steps = 0
 
     def moved_bytes(self, state_bytes: int) -> int:
-        out_bytes = 0 if self.out is None else self.out.nbytes
-        return 2 * self.master.nbytes + self.gradient.nbytes + 2 * state_bytes + out_bytes
+        return 2 * self.master.nbytes + self.gradient.nbytes + 2 * state_bytes + self.out.nbytes
 
 
 def by_lowtide(shard: Shard, states: str) -> Work:
@@ -92,12 +79,12 @@ def by_lowtide(shard: Shard, states: str) -> Work:
     from lowtide.kernels.optimizer_step import CpuKernel, ShardUpdate
     from lowtide.optimizers import OPTIMIZERS
 
-    rule, options, kernel = OPTIMIZERS[shard.rule], OPTIONS[shard.rule], CpuKernel()
-    tensors = list(new_states(rule, shard.master, options, getattr(torch, states)).values())
+    rule, kernel = OPTIMIZERS["adamw"], CpuKernel()
+    tensors = list(new_states(rule, shard.master, OPTIONS, getattr(torch, states)).values())
 
     def step() -> None:
         shard.num_steps += 1
-        stored, runs, number = stored_states(tensors), [(shard.master.numel(), options)], shard.num_steps
+        stored, runs, number = stored_states(tensors), [(shard.master.numel(), OPTIONS)], shard.num_steps
         kernel.update(rule, ShardUpdate(shard.master, shard.gradient, stored, runs, [number], shard.out), number, 1.0)
 
     return step, shard.moved_bytes(sum(tensor.nbytes for tensor in tensors))
@@ -108,8 +95,8 @@ def by_torch(shard: Shard, by_chunks: bool) -> Work:
     from lowtide.kernels.optimizer_step import CHUNK_NUMEL
     from lowtide.optimizers import OPTIMIZERS
 
-    rule, options, numel = OPTIMIZERS[shard.rule], OPTIONS[shard.rule], shard.master.numel()
-    tensors = list(new_states(rule, shard.master, options).values())
+    rule, numel = OPTIMIZERS["adamw"], shard.master.numel()
+    tensors = list(new_states(rule, shard.master, OPTIONS).values())
     chunk_numel = CHUNK_NUMEL if by_chunks else numel
 
     def step() -> None:
@@ -118,33 +105,30 @@ def by_torch(shard: Shard, by_chunks: bool) -> Work:
         for start in range(0, numel, chunk_numel):
             part = slice(start, start + chunk_numel)
             weight, states = shard.master[part], [state[part] for state in tensors]
-            rule.apply(weight, shard.gradient[part].float(), states, number, options)
-            if shard.out is not None:
-                shard.out[part].copy_(weight)
+            rule.apply(weight, shard.gradient[part], states, number, OPTIONS)
+            shard.out[part].copy_(weight)
 
     return step, shard.moved_bytes(sum(tensor.nbytes for tensor in tensors))
 
 
 def by_deepspeed(shard: Shard) -> Work:
-    """Its operation takes a gradient of the weight's dtype only, so a narrow one is widened first, in the step."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, unused-ignore]
 
     weight = torch.nn.Parameter(shard.master)
     optimizer = DeepSpeedCPUAdam([weight], lr=1e-3, weight_decay=0.1, adamw_mode=True)
+    weight.grad = shard.gradient
 
     def step() -> None:
-        weight.grad = shard.gradient.float()
         optimizer.step()
-        if shard.out is not None:
-            shard.out.copy_(weight.detach())
+        shard.out.copy_(weight.detach())
 
     return step, shard.moved_bytes(2 * shard.master.nbytes)
 
 
 def by_copy(shard: Shard, is_streamed: bool) -> Work:
     """Streamed: the C library's memmove, whose stores go around the cache where there are many bytes."""
-    to, source, threads = torch.empty_like(shard.master), shard.master, shard.threads
+    to, source, threads = torch.empty_like(shard.master), shard.master, torch.get_num_threads()
     moved_bytes = 2 * source.nbytes
     if not is_streamed:
         return partial(to.copy_, source), moved_bytes
@@ -167,13 +151,13 @@ BUILDERS: dict[str, Callable[..., Work]] = {
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: seconds of every step, and what each moves."""
-    work, moved_bytes = BUILDERS[job["kind"]](Shard(job), **job["options"])
+    """Return the seconds of every step, and what each moves."""
+    work, moved_bytes = BUILDERS[job["kind"]](Shard(job["numel"]), **job["options"])
 
     def step() -> None:
         work()
 
-    found = timed_steps(step, [()] * (WARMUP + job["steps"]), RankMemory(job))
+    found = timed_steps(step, [()] * (job["warmup"] + job["steps"]), RankMemory(job))
     return found | {"losses": [], "moved_bytes": moved_bytes}
 
 
@@ -181,23 +165,11 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = Parser(__doc__)
-    add_job_options(parser, CONTENDERS, rounds=5)
-    add = parser.add_argument
-    add("--numel", type=count(), default=100_000_000, help="elements of the shard (default: 100000000)")
-    add("--steps", type=count(), default=5, help="timed steps of a job (default: 5)")
-    add("--rule", choices=OPTIONS, default="adamw", help="optimizer (default: adamw)")
-    add("--gradient", choices=["float32", "bfloat16", "float16"], default="float32", help="default: float32")
-    add("--out", choices=["bfloat16", "float16", "none"], default="bfloat16", help="parameters (default: bfloat16)")
-    parser.set_defaults(threads=2)
-    options = parser.parse_args(arguments)
-    default = [name for name in CONTENDERS if name != "deepspeed" or options.rule == "adamw"]
-    check_job_options(parser, options, CONTENDERS, default=default)
-    if options.rule != "adamw" and any(one.needs_deepspeed for one in options.contenders):
-        parser.error(f"--contenders: deepspeed needs --rule adamw, found {options.rule}")
-    options.ranks = 1
-    return options
+    """Return the checked command line; end the program with a message if it is not legal."""
+    parser = JobParser(__doc__, CONTENDERS, rounds=5, steps=(1, 5))
+    parser.add_argument("--numel", type=count(), default=100_000_000, help="elements (default: 100000000)")
+    parser.set_defaults(threads=2, ranks=1)
+    return parser.check(parser.parse_args(arguments))
 
 
 def columns(rows: Sequence[Row], numel: int) -> list[Column]:
@@ -218,7 +190,6 @@ def columns(rows: Sequence[Row], numel: int) -> list[Column]:
 
     return [
         Column("ms", lambda row: [job.step_seconds * 1e3 for job in row.timed.values()], ".1f"),
-        Column("least ms", lambda row: min(min(job.seconds) for job in row.timed.values()) * 1e3, ".1f"),
         Column("bytes", lambda row: moved_bytes(row) / numel, ".1f"),
         Column("GB/s", lambda row: (bandwidth(row) or 0.0) / 1e9, ".1f", "GB/s of the fastest step (more is better)"),
         Column("of copy", share, ".0%"),
@@ -228,19 +199,10 @@ def columns(rows: Sequence[Row], numel: int) -> list[Column]:
 
 def main() -> int:
     options = parse_arguments()
-    rows = [Row(contender) for contender in options.contenders]
-    title = (
-        f"{options.rule}, {options.numel:,} elements, {options.threads} threads, {options.gradient} gradient, "
-        f"{options.out} parameters, {options.rounds} rounds of {options.steps} steps"
-    )
-
-    def run(row: Row, allocator: str | None) -> Result:
-        found = run_job("cpu_optimizer:train", row.contender, job_of(options), python_of(row.contender, options))
-        result = gathered(found, WARMUP)
-        result.more["moved_bytes"] = found[0]["moved_bytes"]
-        return result
-
-    return compare(options, rows, run, {title: columns(rows, options.numel)}, title)
+    repeats = f"{options.rounds} rounds of {options.steps} steps"
+    title = f"AdamW, {options.numel:,} elements, {options.threads} threads, {repeats}"
+    run = partial(run_steps, "cpu_optimizer:train", options)
+    return compare(options, title, run, lambda rows: {title: columns(rows, options.numel)})
 
 
 if __name__ == "__main__":

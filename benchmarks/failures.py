@@ -1,8 +1,8 @@
 """How often a job of so many devices fails, how often it should save, and what share of its time is then of use.
 
-A device fails once in --device-hours; the default is that of Llama 3 405B, 419 unexpected interruptions of 16,384
-devices in 54 days (arXiv 2407.21783, section 3.3.4). A checkpoint has --state-bytes a parameter, divided over hosts,
-and each writes its part at --write and reads it at --read: defaults are what docs/performance.md measured on one disk.
+A device fails as often as those of Llama 3 405B, 419 unexpected interruptions of 16,384 devices in 54 days (arXiv
+2407.21783, section 3.3.4). A checkpoint has 12 bytes a parameter, divided over hosts of 8 devices, and each writes its
+part at --write and reads it at --read: defaults are what docs/performance.md measured on one disk.
 With M seconds between failures, s to save and R to be back at work, of which --restart is not reading:
 
     Young (1974)    interval = sqrt(2 s M)
@@ -12,7 +12,7 @@ With M seconds between failures, s to save and R to be back at work, of which --
 Example:
 
     python benchmarks/failures.py --params 405e9 --devices 16384 100000
-    python benchmarks/failures.py --params 2e12 --devices 100000 --restart 60 --exposed 0.1
+    python benchmarks/failures.py --params 2e12 --devices 100000 --restart 60
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from _harness import Parser, begin, job_of, make_table, write_json
+
+DEVICE_HOURS = 16384 * 54 * 24 / 419  # between failures of one
+DEVICES_OF_HOST = 8
+STATE_BYTES = 12.0  # of a parameter, in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,33 +64,28 @@ class Failures:
 
 
 def failures_of(given: argparse.Namespace, num_devices: int) -> Failures:
-    """Of the job of a command line."""
-    of_host = given.params * given.state_bytes / max(1, num_devices / given.per_host)
+    """Return the failures of the job of a command line."""
+    of_host = given.params * STATE_BYTES / max(1, num_devices / DEVICES_OF_HOST)
     return Failures(
-        mean_seconds=given.device_hours * 3600 / num_devices,
-        save_seconds=max(of_host / given.write * given.exposed, 1e-3),
+        mean_seconds=DEVICE_HOURS * 3600 / num_devices,
+        save_seconds=max(of_host / given.write, 1e-3),
         restart_seconds=given.restart + of_host / given.read,
     )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Gives the checked command line; ends the program with a message where it is not legal."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--params", type=float, required=True, help="of the model")
     add("--devices", type=int, nargs="+", default=[1024, 16384, 100000])
-    add("--per-host", type=int, default=8, help="devices")
-    add("--device-hours", type=float, default=16384 * 54 * 24 / 419, help="between failures of one")
-    add("--state-bytes", type=float, default=12.0, help="of a parameter, in a checkpoint")
     add("--write", type=float, default=2.611e9, help="bytes/s of a host")
     add("--read", type=float, default=2.008e9, help="bytes/s of a host")
-    add("--exposed", type=float, default=1.0, help="share of a save that the training waits for")
     add("--restart", type=float, default=600.0, help="seconds from a failure until reading begins")
     given = parser.parse_args(arguments)
     for name, value in job_of(given).items():
         for one in value if isinstance(value, list) else [value]:
-            if one < 0 or (one == 0 and name not in ("exposed", "restart")):
-                parser.error(f"--{name.replace('_', '-')}: expected more than 0, found {one:g}")
+            if one <= 0:
+                parser.error(f"--{name}: expected more than 0, found {one:g}")
     return given
 
 

@@ -19,7 +19,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         place = {"rank": int(os.environ["RANK"]), "world_size": job["ranks"]}
         return islice(batches(values, context=job["context"], batch_size=rows, **place), count)
 
+    def held_out_loss() -> float:
+        batches = given(text.validation, job["validation_batches"])
+        return statistics.fmean(engine.eval_step(batch).item() for batch in batches)
+
     torch.manual_seed(job["seed"])
     with lowtide.initialize(GPT(shape), config_of(job)) as engine:
         losses, most = [], 0
@@ -108,9 +112,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
                 most = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
                 engine.ema(DECAY)  # not before, since averages are bytes too
             losses.append(engine.step().loss)
-        held_out = [mean_loss(engine, given(text.validation, job["validation_batches"]))]
+        held_out = [held_out_loss()]
         with engine.ema_weights():
-            held_out.append(mean_loss(engine, given(text.validation, job["validation_batches"])))
+            held_out.append(held_out_loss())
     last = [loss.item() for loss in losses[-max(job["steps"] // 10, 1) :]]
     return {
         "contender": job["contender"],
@@ -118,11 +122,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "bytes a parameter": most / shape.num_parameters,
         **dict(zip(KINDS, [statistics.fmean(last), *held_out], strict=True)),
     }
-
-
-def mean_loss(engine: lowtide.Engine, batches: Iterable[Mapping[str, Any]]) -> float:
-    """Of batches that the engine is not trained on."""
-    return statistics.fmean(engine.eval_step(batch).item() for batch in batches)
 
 
 def losses_shown(rows: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> str:
@@ -153,16 +152,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--timeout", type=float, default=7200.0, metavar="SECONDS", help="longest time of one training (default: 7200)")
     options = parser.parse_args(argv)
     options.ranks = options.ranks or (4 if options.messages else 1)
-    job = job_of(options, worker="fewer_bytes:train", threads=1)
     rows: list[dict[str, Any]] = []
-    num_seeds = len(options.seeds)
+    num_seeds, environment = len(options.seeds), environment_of(1, None)
     for name in options.contenders or (MESSAGES if options.messages else BYTES):
         for seed in options.seeds:
-            asked = {**job, "contender": name, "seed": seed}
+            job = job_of(options, worker="fewer_bytes:train", threads=1, contender=name, seed=seed)
             try:
-                rows.append(
-                    run_ranks(asked, options.ranks, sys.executable, environment_of(1, None), options.timeout)[0]
-                )
+                rows += run_ranks(job, options.ranks, sys.executable, environment, options.timeout)[:1]
             except JobError as error:
                 raise SystemExit(f"fewer_bytes: {name}, seed {seed}: {error}") from error
             write_json(options, rows)

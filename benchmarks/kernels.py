@@ -2,10 +2,10 @@
 
 A kernel is timed beside its peers in interleaved rounds; each call begins with fresh inputs and an empty cache, and
 the numbers are medians of GPU time. Bandwidth counts the bytes that must move: each input read once, each output
-written once. "of copy" is its share of what a copy within the GPU's memory reaches in the same run. Every result and
+written once. "of copy" is its share of what a copy within the GPU's memory reaches in the same run. "host us" is the
+time until Python had launched all, "x best" our time over that of the fastest peer in the same round. Every result and
 gradient of every size is compared with float64 before it is timed, which takes tens of GiB for the largest losses.
-Liger takes part where `liger_kernel` can be imported. Exits with 1 where a kernel of ours is wrong or fails; a missed
-aim of speed is only listed.
+Liger takes part where `liger_kernel` can be imported. Exits with 1 where a kernel of ours is wrong or fails.
 
 Example, everything, a quick look at some, and the checks alone, which without a GPU run in Triton's interpreter:
 
@@ -17,20 +17,16 @@ Example, everything, a quick look at some, and the checks alone, which without a
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
-import json
 import os
-import platform
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import _device
 import torch
-from _harness import MIB, Parser, count, write_bars
-from _harness import make_table as report_table
+from _harness import Parser, count, make_table, settings_of, write_bars, write_json
 from _kernel_cases import CASES, CONTENDERS, Case, Draw, Form, Pass, Size, dtype_text, size_text
 from _kernel_measure import Checker, Clock, Measured, Problem, time_pass
 from rich.console import Console
@@ -38,9 +34,6 @@ from rich.console import Console
 OURS = "lowtide"
 AIMED_SHARE = 0.9
 DTYPES = {dtype_text(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-
-
-# -- what was found --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -62,10 +55,9 @@ class Row:
     def ours(self) -> Measured:
         return self.measured[OURS]
 
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second of those that must move, at the median."""
-        return self.moved_bytes / self.ours.median * 1e3
+    def bandwidth(self, name: str = OURS) -> float:
+        """Return the bytes a second that a contender moves at the median."""
+        return self.moved_bytes / self.measured[name].median * 1e3
 
     @property
     def fastest_peer(self) -> str | None:
@@ -73,13 +65,9 @@ class Row:
         return min(timed, key=lambda name: self.measured[name].median, default=None)
 
     def ratio(self, peer: str) -> float:
-        """Our time over the peer's: the median of the rounds."""
+        """Return our time over the peer's: the median of the rounds."""
         pairs = zip(self.ours.milliseconds, self.measured[peer].milliseconds, strict=True)
         return statistics.median(a / b for a, b in pairs)
-
-    @property
-    def is_largest(self) -> bool:
-        return self.size == self.case.sizes[-1]
 
 
 @dataclass
@@ -108,7 +96,6 @@ class Check:
 class Findings:
     """Everything of one run."""
 
-    settings: dict[str, Any]
     rows: list[Row]
     checks: list[Check]
     copy_bandwidth: float = 0.0  # bytes a second
@@ -119,27 +106,13 @@ class Findings:
         return [check for check in self.checks if check.contender == OURS and not check.is_right]
 
     @property
-    def broken(self) -> list[str]:
-        """One line for each pass that our kernel did not finish."""
-        return [f"{row.label}: {row.ours.failure}" for row in self.rows if row.ours.failure]
+    def problems(self) -> list[str]:
+        """A line for each wrong kernel of ours, and for each pass that it did not finish."""
+        broken = [f"failed: {row.label}: {row.ours.failure}" for row in self.rows if row.ours.failure]
+        return [f"wrong: {check.text}" for check in self.wrong] + broken
 
-    @property
-    def missed_aims(self) -> list[str]:
-        """One line for each row that is slower than a peer, or at the largest size below 90 % of a copy."""
-        lines = []
-        for row in self.rows:
-            if not row.ours.milliseconds:
-                continue
-            peer = row.fastest_peer
-            if peer is not None and row.ratio(peer) > 1.0:
-                lines.append(f"{row.label}: {row.ratio(peer):.2f} x {peer}")
-            share = row.bandwidth / self.copy_bandwidth
-            if row.case.is_memory_bound and row.is_largest and share < AIMED_SHARE:
-                lines.append(f"{row.label}: {share:.0%} of copy bandwidth")
-        return lines
-
-    def write_json(self, path: Path) -> None:
-        """Writes every raw number; inf is Infinity."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return every raw number; inf is Infinity in JSON."""
         rows = [
             {
                 "case": row.case.name,
@@ -151,64 +124,51 @@ class Findings:
             }
             for row in self.rows
         ]
-        found = {"settings": self.settings, "copy_bytes_per_second": self.copy_bandwidth, "rows": rows}
-        path.write_text(json.dumps(found | {"checks": [asdict(check) for check in self.checks]}, indent=1) + "\n")
+        checks = [asdict(check) for check in self.checks]
+        return {"copy_bytes_per_second": self.copy_bandwidth, "rows": rows, "checks": checks}
 
 
-def make_table(findings: Findings, peers: list[str]) -> Any:
-    """Times are medians; "host us": until Python had launched all; MiB: peak beside the inputs; "x best": our time
-    over that of the fastest peer in the same round."""
-    headings = ["kernel", "size", "dtype", "pass", "ms", "GB/s", "of copy", "host us", "MiB"]
-    table = report_table("", [*headings, *(f"{peer} ms" for peer in peers), "x best"], [])
-    for row in findings.rows:
-        cells = [row.case.name, size_text(row.size), dtype_text(row.dtype), row.which]
-        peer, ours = row.fastest_peer, row.ours
-        if ours.milliseconds:
-            share = f"{row.bandwidth / findings.copy_bandwidth:.0%}" if row.case.is_memory_bound else "-"
-            host = statistics.median(ours.host_microseconds)
-            cells += [f"{ours.median:.4f}", f"{row.bandwidth / 1e9:.0f}", share, f"{host:.0f}"]
-            cells.append(f"{ours.peak_bytes / MIB:.0f}")
-        else:
-            cells += ["[red]FAILED[/red]", "", "", "", ""]
-        cells += [_peer_cell(row.measured.get(name)) for name in peers]
-        cells.append(f"{row.ratio(peer):.2f} {peer}" if peer is not None and ours.milliseconds else "-")
-        table.add_row(*cells)
-    return table
+def cells_of(row: Row, copy_bandwidth: float) -> dict[str, str]:
+    """Return the cells of a row by their columns."""
+    ours, best = row.ours, row.fastest_peer
+    cells = {"kernel": row.case.name, "size": size_text(row.size), "dtype": dtype_text(row.dtype), "pass": row.which}
+    if not ours.milliseconds:
+        return cells | {"ms": "FAILED"}
+    cells |= {
+        "ms": f"{ours.median:.4f}",
+        "GB/s": f"{row.bandwidth() / 1e9:.0f}",
+        "of copy": f"{row.bandwidth() / copy_bandwidth:.0%}" if row.case.is_memory_bound else "-",
+        "host us": f"{statistics.median(ours.host_microseconds):.0f}",
+    }
+    for name, found in row.measured.items():
+        if name != OURS:
+            cells[f"{name} ms"] = f"{found.median:.4f}" if found.milliseconds else "failed"
+    return cells | {"x best": f"{row.ratio(best):.2f} {best}" if best else "-"}
 
 
-def _peer_cell(found: Measured | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.median:.4f}" if found.milliseconds else "failed"
-
-
-def write_chart(findings: Findings, path: Path) -> None:
-    """Writes a PNG: for the largest size of each memory-bound case, our and the fastest peer's share of a copy."""
+def write_chart(findings: Findings, title: str, path: Path) -> None:
+    """Write a PNG: for the largest size of each memory-bound case, our and the fastest peer's share of a copy."""
     labels, is_ours, shares = [], [], []
-    for row in [r for r in findings.rows if r.is_largest and r.case.is_memory_bound and r.ours.milliseconds]:
+    for row in findings.rows:
+        if row.size != row.case.sizes[-1] or not row.case.is_memory_bound or not row.ours.milliseconds:
+            continue
         for name in [OURS, *([row.fastest_peer] if row.fastest_peer else [])]:
             labels.append(f"{row.label}, {name}")
             is_ours.append(name == OURS)
-            bandwidth = row.moved_bytes / row.measured[name].median * 1e3
-            shares.append([bandwidth / findings.copy_bandwidth])
+            shares.append([row.bandwidth(name) / findings.copy_bandwidth])
     panel = ("bytes that must move, over copy bandwidth; dotted: the aim", shares, AIMED_SHARE)
-    write_bars(path, findings.settings["title"], labels, is_ours, [panel])
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
+    write_bars(path, title, labels, is_ours, [panel])
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Gives the checked command line; ends the program with a message where it is not legal."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--kernels", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
     add("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help=f"some of: {', '.join(CONTENDERS)}")
     add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="default: float32 bfloat16")
-    add("--sizes", choices=["all", "largest", "smallest"], default="all", help="default: all")
+    add("--sizes", choices=["all", "largest"], default="all", help="default: all")
     add("--rounds", type=count(), default=30, help="timed calls of each contender, after three untimed (default: 30)")
     add("--check-only", action="store_true", help="time nothing; without a GPU: tiny sizes, in Triton's interpreter")
-    add("--seed", type=int, help="of the random inputs (default: another one in every run)")
     options = parser.parse_args(arguments)
     if options.png and options.check_only:
         parser.error("--png: expected times to draw, found --check-only")
@@ -216,7 +176,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def contenders_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Ours, and the peers that are here."""
+    """Return ours, and the peers that are installed."""
     asked = options.contenders or CONTENDERS
     if "liger" in asked and importlib.util.find_spec("liger_kernel") is None:
         if options.contenders:
@@ -225,17 +185,8 @@ def contenders_of(options: argparse.Namespace) -> tuple[str, ...]:
     return (OURS, *(name for name in CONTENDERS if name in asked and name != OURS))
 
 
-def forms_of(case: Case, names: tuple[str, ...]) -> dict[str, Form]:
-    torch._dynamo.reset()
-    return {
-        name: torch.compile(case.forms[name], dynamic=False) if name == "compile" else case.forms[name]
-        for name in names
-        if name in case.forms
-    }
-
-
 def check(problem: Problem, forms: dict[str, Form]) -> list[Check]:
-    """Ours alone must be right; errors of peers are there to compare."""
+    """Compare all forms with float64. Ours alone must be right; errors of peers are there to compare."""
     checker, found = Checker(problem), []
     for name, form in forms.items():
         one = Check(problem.case.name, problem.size, dtype_text(problem.dtype), name, {})
@@ -248,8 +199,11 @@ def check(problem: Problem, forms: dict[str, Form]) -> list[Check]:
 
 
 def run_problem(findings: Findings, problem: Problem, names: tuple[str, ...], clock: Clock | None, rounds: int) -> None:
-    """Adds what a problem gives: checks, and a row a pass where there is a clock."""
-    forms = forms_of(problem.case, names)
+    """Add the checks of a problem, and a row a pass if there is a clock."""
+    torch._dynamo.reset()
+    forms = {name: problem.case.forms[name] for name in names if name in problem.case.forms}
+    if "compile" in forms:
+        forms["compile"] = torch.compile(forms["compile"], dynamic=False)
     findings.checks += check(problem, forms)
     if clock is None:
         return
@@ -258,47 +212,24 @@ def run_problem(findings: Findings, problem: Problem, names: tuple[str, ...], cl
         findings.rows.append(Row(problem.case, problem.size, problem.dtype, which, problem.moved[which], measured))
 
 
-def sizes_of(case: Case, options: argparse.Namespace, has_gpu: bool) -> tuple[Size, ...]:
-    if not has_gpu:
-        return (case.tiny,)
-    timed = {"all": case.sizes, "largest": case.sizes[-1:], "smallest": case.sizes[:1]}[options.sizes]
-    return (case.tiny, *timed) if options.check_only else timed
-
-
-def version_of(name: str) -> str:
-    """That of the package that was installed under the name; some builds have another."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def settings_of(options: argparse.Namespace, device: str, seed: int) -> dict[str, Any]:
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    for name in ("triton", "liger_kernel"):
-        if importlib.util.find_spec(name) is not None:
-            versions[name] = version_of(name)
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    title = f"{name}, " + ", ".join(f"{key} {value}" for key, value in versions.items())
-    chosen = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    return {"title": title, "device": name, "versions": versions, "seed": seed, "options": chosen}
-
-
 def run_all(options: argparse.Namespace, console: Console) -> Findings:
-    """Every case that was asked for; what was found so far is written to the JSON file after each problem."""
+    """Run every case that was asked for; without a GPU at tiny sizes."""
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
-    seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+    seed = int.from_bytes(os.urandom(4), "little")
     draw = Draw(device, torch.Generator(device).manual_seed(seed))
     names = contenders_of(options) if has_gpu else (OURS,)
-    findings = Findings(settings_of(options, device, seed), [], [])
-    console.print(f"{findings.settings['title']}, seed {seed}")
+    findings = Findings([], [])
+    console.print(f"{_device.name()}, seed {seed}")
     clock = None if options.check_only else Clock()
     if clock is not None:
         findings.copy_bandwidth = clock.copy_bandwidth()
         console.print(f"copy within the GPU's memory: {findings.copy_bandwidth / 1e9:.0f} GB/s")
     for case in [CASES[name] for name in options.kernels or CASES]:
-        for size in sizes_of(case, options, has_gpu):
+        sizes = case.sizes[-1:] if options.sizes == "largest" else case.sizes
+        if options.check_only:
+            sizes = (case.tiny, *sizes) if has_gpu else (case.tiny,)
+        for size in sizes:
             for dtype in [DTYPES[name] for name in options.dtypes if DTYPES[name] in case.dtypes]:
                 label = f"{case.name} {size_text(size)} {dtype_text(dtype)}"
                 console.print(label, style="dim", highlight=False)
@@ -309,8 +240,6 @@ def run_all(options: argparse.Namespace, console: Console) -> Findings:
                     findings.checks.append(Check(case.name, size, dtype_text(dtype), OURS, {}, failure))
                 if has_gpu:
                     torch.cuda.empty_cache()  # the next one has other sizes
-                if options.json:
-                    findings.write_json(options.json)
     return findings
 
 
@@ -325,19 +254,19 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, which none is yet
     console = Console(width=max(Console().width, 170))  # as wide in a pipe as the table
     findings = run_all(options, console)
-    peers = [name for name in CONTENDERS if name != OURS and any(name in row.measured for row in findings.rows)]
+    title = f"{_device.name()}, " + ", ".join(f"{key} {value}" for key, value in _device.versions().items())
     if findings.rows:
-        console.print(make_table(findings, peers))
-        for line in findings.missed_aims:
-            console.print(f"missed aim: {line}", highlight=False)
+        rows = [cells_of(row, findings.copy_bandwidth) for row in findings.rows]
+        headings = list(dict.fromkeys(name for cells in rows for name in cells))
+        console.print(make_table(title, headings, [[cells.get(name, "-") for name in headings] for cells in rows]))
+    write_json(options, {"settings": settings_of(options, title), **findings.as_dict()})
     if options.png:
-        write_chart(findings, options.png)
-    problems = [f"wrong: {check.text}" for check in findings.wrong] + [f"failed: {line}" for line in findings.broken]
-    for line in problems:
+        write_chart(findings, title, options.png)
+    for line in findings.problems:
         console.print(line, style="red", highlight=False, markup=False)
     num_right = sum(check.contender == OURS and check.is_right for check in findings.checks)
     console.print(f"{num_right} comparisons with float64 are right, {len(findings.wrong)} are not")
-    if problems:
+    if findings.problems:
         raise SystemExit(1)
 
 

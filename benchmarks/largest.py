@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -47,22 +47,21 @@ import _worker
 import torch
 from _contenders import BUILDERS, CONTENDERS, OFFLOAD_FOLDER, Setup, import_libraries
 from _harness import (
-    ALLOCATORS,
     MIB,
     Column,
     Contender,
     JobError,
+    JobParser,
     OverBudget,
     Parser,
     Result,
     Row,
-    add_job_options,
     begin,
-    check_job_options,
     conclude,
     count,
     environment_of,
     gathered,
+    job_of,
     mib,
     over,
     python_of,
@@ -75,14 +74,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from rich.console import Console
 
-PEERS = ["ddp", "fsdp2"]
-LOWTIDE = [f"lowtide-{place}" for place in ("0", "1", "2", "3", "3-states-nvme", "3-nvme", "3-least")]
+DEFAULT = ["ddp", "fsdp2", *(f"deepspeed-{stage}" for stage in (1, 2, 3))]
+DEFAULT += [f"lowtide-{place}" for place in ("0", "1", "2", "3", "3-states-nvme", "3-nvme", "3-least")]
 ON_GPU = ["lowtide-3-states-cpu"]  # on a CPU that is the memory from which it shall be away
-DEEPSPEED = ["deepspeed-1", "deepspeed-2", "deepspeed-3"]
 LONG = ["lowtide-3", "lowtide-3-recompute", "lowtide-3-tiles", "lowtide-3-long"]
-WARMUP = 3  # steps before the timed ones, 1 on a CPU: a GPU's first ones also choose kernels and fill caches
 LONG_START, LONG_MOST = 64, 1 << 20  # tokens
 LONG_SHAPE = GPTSize(16, width=128, num_heads=4, sequence_length=0, vocabulary=32 * 128, has_positions=False)
+RESOLUTION = 0.05
+STEPS, TIMED_STEPS = 3, 5
+WARMUP = 3  # steps before the timed ones, 1 on a CPU: a GPU's first ones also choose kernels and fill caches
 _SAMPLING_SECONDS = 0.005  # steps of a small model are short
 
 
@@ -90,7 +90,7 @@ _SAMPLING_SECONDS = 0.005  # steps of a small model are short
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: losses and seconds of every step (warm-up too) and the highest memory of this rank, above its start.
+    """Train on a rank; return losses and seconds of every step (warm-up too) and the peak bytes, above its start.
 
     All steps train on one batch, so that a loss that never changes means that nothing was trained. The rank leaves with
     OVER_BUDGET_STATUS as soon as it needs more than the budget: then an allocation on the GPU fails, or a sample of the
@@ -108,23 +108,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         _worker.leave(OVER_BUDGET_STATUS)
 
 
-def build_long_batch(length: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Gives the global batch: (tokens, targets) of shape (rows, length)."""
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(LONG_SHAPE.vocabulary, (rows, length + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
 def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     setup = Setup(job["microbatch"], device=job["device"], dtype=job["dtype"], recompute_blocks=job["recompute_blocks"])
-    rows = job["ranks"] * job["microbatch"]
-    share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
-    if job["sequence_length"] is None:
-        ((tokens, targets),) = build_batches(job["size"], argparse.__file__, 1, rows)
-        shape = sized(job["size"], job["num_layers"])
-    else:
-        tokens, targets = build_long_batch(job["sequence_length"], rows)
-        shape = replace(LONG_SHAPE, num_layers=job["num_layers"])
+    shape, (tokens, targets) = build_shape_and_batch(job)
+    share = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
     batch = (tokens[share].to(setup.device), targets[share].to(setup.device))
     measures_host = job["measures_memory"] and setup.device == "cpu"
     if measures_host:
@@ -132,8 +119,8 @@ def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     torch.manual_seed(SEED)
     losses: list[float] = []
     seconds: list[float] = []
-    start_bytes = rank_bytes(ranks) if measures_host else None
-    sampler = None if start_bytes is None else _sampler(ranks, start_bytes + job["budget_bytes"])
+    start_bytes = rank_bytes(ranks) if measures_host else 0
+    sampler = _sampler(ranks, start_bytes + job["budget_bytes"]) if measures_host else None
     with sampler or nullcontext():
         trainer = BUILDERS[job["kind"]](partial(GPT, shape), setup, **job["options"])
         for _ in range(job["warmup"] + job["steps"]):
@@ -143,15 +130,25 @@ def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
                 _device.synchronize()
             seconds.append(time.perf_counter() - started)
             losses.append(float(loss))
-    peak_bytes = None if sampler is None or start_bytes is None else sampler.peak_bytes - start_bytes
+    peak_bytes = sampler.peak_bytes - start_bytes if sampler else None
     if setup.device != "cpu":
         peak_bytes = _device.Memory.now().peak_reserved
     trainer.close()
     return {"losses": losses, "seconds": seconds, "peak_bytes": peak_bytes}
 
 
+def build_shape_and_batch(job: dict[str, Any]) -> tuple[GPTSize, tuple[Tensor, Tensor]]:
+    """Return the shape of the model and the global batch, of the size's sequence or a long one."""
+    rows, length = job["ranks"] * job["microbatch"], job["sequence_length"]
+    if length is None:
+        return sized(job["size"], job["num_layers"]), build_batches(job["size"], argparse.__file__, 1, rows)[0]
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(LONG_SHAPE.vocabulary, (rows, length + 1), generator=generator)
+    return replace(LONG_SHAPE, num_layers=job["num_layers"]), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
 def _sampler(ranks: int, most_bytes: int) -> PeakSampler:
-    """Ends this process as soon as it holds more than so much."""
+    """Return a sampler that ends this process as soon as it holds more than so much."""
 
     def check(peak_bytes: int) -> None:
         if peak_bytes > most_bytes:
@@ -161,13 +158,13 @@ def _sampler(ranks: int, most_bytes: int) -> PeakSampler:
 
 
 def limit_device(budget_bytes: int) -> None:
-    """Chooses this rank's device, and lets torch take no more than the budget of it."""
+    """Choose this rank's device, and let torch take no more than the budget of it."""
     _device.choose(int(os.environ["LOCAL_RANK"]))
     _device.limit_memory(budget_bytes)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Says whether the GPU had no memory left, also where an error of another class was made of that."""
+    """Return whether the GPU had no memory left, also where an error of another class was made of that."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True
@@ -178,78 +175,44 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 # -- a job -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BudgetWork:
-    """What every contender does alike, with a model of so many layers. budget_bytes: of a rank."""
-
-    size: str
-    num_layers: int
-    ranks: int
-    threads: int
-    microbatch: int
-    warmup: int
-    steps: int
-    device: str
-    recompute_blocks: bool
-    budget_bytes: int
-    timeout: float
-    dtype: str = "fp32"
-    sequence_length: int | None = None  # of LONG_SHAPE; None: the size's
-
-
 def run_budget_job(
-    contender: Contender, work: BudgetWork, python: str, offload_folder: Path, allocator: str | None
+    contender: Contender, work: Mapping[str, Any], python: str, offload_folder: Path, allocator: str | None
 ) -> Result:
-    """Runs one job from start to end; on a CPU it measures memory with an `allocator`, and else time.
+    """Run one job; on a CPU it measures memory with an `allocator`, and else time.
 
-    Raises OverBudget when a rank needs more than the budget, and JobError when one fails, the time is over, or the
-    losses are not those of a model that is trained. No process and no file is left behind.
+    work: what every contender does alike, see `Search._run`. Raises OverBudget when a rank needs more than the budget,
+    and JobError when one fails, the time is over, or the losses are not those of a model that is trained. No process
+    and no file is left behind.
     """
-    started = time.monotonic()
-    job = {**asdict(work), **asdict(contender), "worker": "largest:train", "measures_memory": allocator is not None}
+    job = {**work, **asdict(contender), "worker": "largest:train", "measures_memory": allocator is not None}
     with tempfile.TemporaryDirectory(prefix="offload-", dir=offload_folder) as folder:
-        environment = environment_of(work.threads, allocator, work.device) | {OFFLOAD_FOLDER: folder}
-        found = run_ranks(job, contender.num_processes(work.ranks), python, environment, work.timeout)
-    result = gathered(found, work.warmup)
-    result.wall_seconds = time.monotonic() - started
+        environment = environment_of(job["threads"], allocator, job["device"]) | {OFFLOAD_FOLDER: folder}
+        found = run_ranks(job, contender.num_processes(job["ranks"]), python, environment, job["timeout"])
+    result = gathered(found, job["warmup"])
     check_losses(result.losses)
     return result
 
 
 def check_losses(losses: Sequence[float]) -> None:
-    """Raises JobError unless these, of steps on one and the same batch, are those of a model that is trained."""
+    """Raise JobError unless these, of steps on one and the same batch, are those of a model that is trained."""
+    listed = ", ".join(f"{loss:.6g}" for loss in losses)
     if not all(math.isfinite(loss) for loss in losses):
-        raise JobError(f"expected finite losses, found {_listed(losses)}")
+        raise JobError(f"expected finite losses, found {listed}")
     if len(set(losses)) == 1:
-        raise JobError(f"expected losses that change from step to step on one batch, found {_listed(losses)}")
+        raise JobError(f"expected losses that change from step to step on one batch, found {listed}")
 
 
-def _listed(losses: Sequence[float]) -> str:
-    return ", ".join(f"{loss:.6g}" for loss in losses)
-
-
-# -- what was found --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Try:
-    """One job of the search. amount: layers, or tokens of a sequence. peak_bytes: None where it is over the budget."""
-
-    amount: int
-    num_parameters: int
-    peak_bytes: int | None
-    wall_seconds: float
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes is not None
+# -- the search ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class LargestRow(Row):
-    """All jobs of one contender. own: timed at its largest; common: at the peer's largest."""
+    """All jobs of one contender. tries: layers, or tokens of a sequence, to peak bytes, None if over the budget.
 
-    tries: list[Try] = field(default_factory=list)
+    own: timed at its largest; common: at the peer's largest.
+    """
+
+    tries: dict[int, int | None] = field(default_factory=dict)
     own: Result | None = None
     common: Result | None = None
 
@@ -258,21 +221,13 @@ class LargestRow(Row):
         return bool(self.tries)
 
     @property
-    def largest(self) -> Try | None:
-        """The largest try that fits, None where none does."""
-        return max((one for one in self.tries if one.fits), key=lambda one: one.amount, default=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        timed = {name: asdict(job) if job else None for name, job in (("own", self.own), ("common", self.common))}
-        tries = [asdict(one) | {"fits": one.fits} for one in self.tries]
-        return {**super().as_dict(), **timed, "tries": tries, "largest": asdict(self.largest) if self.largest else None}
-
-
-# -- the search ------------------------------------------------------------------------------------------------------
+    def largest(self) -> int:
+        """The largest amount that fits, 0 where none does."""
+        return max((amount for amount, peak in self.tries.items() if peak is not None), default=0)
 
 
 def most_layers(fits: Callable[[int], bool], start: int, most: int, resolution: float) -> int:
-    """Gives the most layers that fit, 0 where not even one does: doubled until too many, then bisected.
+    """Return the most layers that fit, 0 where not even one does: doubled until too many, then bisected.
 
     fits: asked for each number once; a model that fits fits with fewer layers too. Where one more layer than those
     given would fit, then less than `resolution` more of them (a share: 0.05). most: the highest number that is tried.
@@ -308,104 +263,96 @@ class Search:
             f"{what}, {o.dtype}, in {o.budget_mib:,} MiB a rank, {o.device}, {o.ranks} rank(s), {rows}"
             f"{', blocks recomputed' if o.recompute_blocks else ''}"
         )
-        self.num_jobs = 0
-        self.warmup = 1 if options.device == "cpu" else WARMUP
-        self.unit = LONG_START if o.sequence else 1  # of what is doubled and bisected
-        self.start: int = 1 if o.sequence else o.start_layers
-        self.most: int = LONG_MOST // LONG_START if o.sequence else o.max_layers
+        self.unit, self.start, self.most = 1, o.start_layers, o.max_layers  # of what is doubled and bisected
+        if o.sequence:
+            self.unit, self.start, self.most = LONG_START, 1, LONG_MOST // LONG_START
 
     @property
     def peer(self) -> LargestRow | None:
-        """Whose largest is the measure: the first contender that is not lowtide and trains one at all; else the first.
+        """The row whose largest is the measure: the first contender that is not lowtide and trains a model at all.
 
         Of sequences it is the first of all.
         """
         found = [row for row in self.rows if row.largest]
-        others = [row for row in found if row.contender.kind != "lowtide"]
-        return next(iter(found if self.options.sequence else others), None)
+        return next((row for row in found if self.options.sequence or row.contender.kind != "lowtide"), None)
+
+    def num_parameters(self, amount: int) -> int:
+        shape = LONG_SHAPE if self.options.sequence else sized(self.options.size, amount)
+        return shape.num_parameters
 
     def ratio(self, row: LargestRow) -> float | None:
-        """Gives the row's largest over the peer's: parameters, or tokens."""
-        key = "amount" if self.options.sequence else "num_parameters"
-        own, peer = (getattr(one.largest, key, None) if one else None for one in (row, self.peer))
-        return over(own, peer)
+        """Return the row's largest over the peer's: parameters, or tokens."""
+        if self.peer is None or not row.largest:
+            return None
+        if self.options.sequence:
+            return over(row.largest, self.peer.largest)
+        return over(self.num_parameters(row.largest), self.num_parameters(self.peer.largest))
 
     def tokens_per_second(self, job: Result | None) -> float | None:
-        """Gives the tokens of all ranks in a second of the median step."""
+        """Return the tokens of all ranks in a second of the median step."""
         return self.tokens_per_step / job.step_seconds if job else None
 
     def run(self) -> None:
-        """Searches for every contender, then measures times; a contender that failed is left out from there on."""
+        """Search for every contender, then measure times; a contender that failed is left out from there on."""
         for row in self.rows:
             try:
-                most_layers(partial(self._fits, row), self.start, self.most, self.options.resolution)
+                most_layers(partial(self._fits, row), self.start, self.most, RESOLUTION)
             except JobError as error:
                 self._fail(row, str(error))
         if self.options.sequence:
             return
-        peer = self.peer
         for row in self.rows:
             if row.largest and not row.failure:
-                row.own = self._timed(row, row.largest.amount)
+                row.own = self._timed(row, row.largest)
+        layers = self.peer.largest if self.peer else 0
         for row in self.rows:
-            if peer is None or peer.largest is None or row.largest is None or row.failure:
-                continue
-            layers = peer.largest.amount
-            if row.largest.amount == layers:
+            if layers and not row.failure and row.largest == layers:
                 row.common = row.own
-            elif row.largest.amount > layers:
+            elif layers and not row.failure and row.largest > layers:
                 row.common = self._timed(row, layers)
 
-    def _name(self, amount: int) -> str:
-        return f"{amount:,} tokens" if self.options.sequence else f"{amount} layers"
-
     def _fits(self, row: LargestRow, number: int) -> bool:
-        """Tries a model. Raises JobError, with the layers in its text, where the job fails in another way."""
-        o, amount, started = self.options, number * self.unit, time.monotonic()
-        shape = LONG_SHAPE if o.sequence else sized(o.size, amount)
+        """Try a model. Raises JobError, with the layers in its text, where the job fails in another way."""
+        amount, budget = number * self.unit, self.options.budget_mib
+        name = f"{amount:,} tokens" if self.options.sequence else f"{amount} layers"
         peak: int | None = None
         try:
-            peak = self._run(row, amount, 0, o.steps, o.allocator).peak_bytes
+            peak = self._run(row, amount, 0, STEPS, "exact").peak_bytes
         except OverBudget:
             pass
         except JobError as error:
-            raise JobError(f"{self._name(amount)}: {error}") from error
-        if peak is not None and peak > o.budget_mib * MIB:
+            raise JobError(f"{name}: {error}") from error
+        if peak is not None and peak > budget * MIB:
             peak = None
-        one = Try(amount, shape.num_parameters, peak, time.monotonic() - started)
-        row.tries.append(one)
-        found = f"peak {peak / MIB:.0f} MiB, fits" if peak is not None else f"over {o.budget_mib} MiB, does not fit"
-        self._say(
-            row, f"{self._name(amount)}, {shape.num_parameters / 1e6:.1f} M parameters: {found}", one.wall_seconds
-        )
-        return one.fits
+        row.tries[amount] = peak
+        found = f"peak {peak / MIB:.0f} MiB, fits" if peak is not None else f"over {budget} MiB, does not fit"
+        self._say(row, f"{name}, {self.num_parameters(amount) / 1e6:.1f} M parameters: {found}")
+        return peak is not None
 
     def _timed(self, row: LargestRow, num_layers: int) -> Result | None:
         try:
-            job = self._run(row, num_layers, self.warmup, self.options.timed_steps, None)
+            job = self._run(row, num_layers, 1 if self.options.device == "cpu" else WARMUP, TIMED_STEPS, None)
         except JobError as error:
             self._fail(row, f"timed at {num_layers} layers: {error}")
             return None
         speed = f"{self.tokens_per_second(job):,.0f} tokens/s"
-        self._say(row, f"{num_layers} layers: {job.step_seconds:.3f} s/step, {speed}", job.wall_seconds)
+        self._say(row, f"{num_layers} layers: {job.step_seconds:.3f} s/step, {speed}")
         return job
 
     def _run(self, row: LargestRow, amount: int, warmup: int, steps: int, allocator: str | None) -> Result:
         o = self.options
-        names = ("size", "ranks", "threads", "microbatch", "device", "dtype", "timeout", "recompute_blocks")
-        work = BudgetWork(
-            **{name: getattr(o, name) for name in names},
+        work = job_of(
+            o,
             num_layers=LONG_SHAPE.num_layers if o.sequence else amount,
             sequence_length=amount if o.sequence else None,
             warmup=warmup,
             steps=steps,
             budget_bytes=o.budget_mib * MIB,
         )
-        self.num_jobs += 1
         return run_budget_job(row.contender, work, python_of(row.contender, o), o.offload_folder, allocator)
 
-    def _say(self, row: LargestRow, line: str, wall_seconds: float) -> None:
-        self.console.print(f"{row.contender.label}  {line} [dim](job {wall_seconds:.0f} s)[/dim]", highlight=False)
+    def _say(self, row: LargestRow, line: str) -> None:
+        self.console.print(f"{row.contender.label}  {line}", highlight=False)
 
     def _fail(self, row: LargestRow, reason: str) -> None:
         row.failure = reason
@@ -415,26 +362,26 @@ class Search:
 
 def columns(search: Search) -> list[Column]:
     """ ">=" where nothing larger was tried; "x" compares with the peer's largest."""
-    peer = search.peer
+    peer, is_sequence = search.peer, search.options.sequence
 
     def amount(row: LargestRow) -> str:
-        if row.largest is None:
+        if not row.largest:
             return "-" if row.failure else "none fits"
-        return f"{'>= ' if row.largest.amount == search.most * search.unit else ''}{row.largest.amount:,}"
+        return f"{'>= ' if row.largest == search.most * search.unit else ''}{row.largest:,}"
 
     def parameters(row: LargestRow) -> float | None:
-        return row.largest.num_parameters / 1e6 if row.largest else None
+        return search.num_parameters(row.largest) / 1e6 if row.largest else None
 
     more = f"x {peer.contender.label if peer else 'peer'}"
-    common = f"tokens/s,\nat {peer.largest.amount} layers" if peer and peer.largest else "tokens/s,\nat one size"
+    common = f"tokens/s,\nat {peer.largest} layers" if peer else "tokens/s,\nat one size"
     panel = "millions of parameters of the largest model that trains (more is better)"
     found = [
-        Column("tokens of\na rank" if search.options.sequence else "layers", amount),
-        Column("largest, M\nparameters", parameters, ".1f", None if search.options.sequence else panel),
-        Column(more, search.ratio, panel=f"{more}: the longest sequence" if search.options.sequence else None),
-        Column("peak MiB\nof a rank", lambda row: mib(row.largest and row.largest.peak_bytes), ".0f"),
+        Column("tokens of\na rank" if is_sequence else "layers", amount),
+        Column("largest, M\nparameters", parameters, ".1f", None if is_sequence else panel),
+        Column(more, search.ratio, panel=f"{more}: the longest sequence" if is_sequence else None),
+        Column("peak MiB\nof a rank", lambda row: mib(row.tries.get(row.largest)), ".0f"),
     ]
-    if not search.options.sequence:
+    if not is_sequence:
         found.append(Column("tokens/s,\nits largest", lambda row: search.tokens_per_second(row.own), ",.0f"))
         found.append(Column(common, lambda row: search.tokens_per_second(row.common), ",.0f"))
     return found
@@ -444,9 +391,8 @@ def columns(search: Search) -> list[Column]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = Parser(__doc__)
-    add_job_options(parser, CONTENDERS)
+    """Return the checked command line; end the program with a message if it is not legal."""
+    parser = JobParser(__doc__, CONTENDERS)
     add = parser.add_argument
     add("--device", default="auto", help="cpu, cuda or another accelerator (default: the one that is here, else cpu)")
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="in which models compute (default: fp32)")
@@ -455,32 +401,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sequence", action="store_true", help="search the longest sequence of one model, whatever --size")
     add("--start-layers", type=count(), default=2, help="of the first model that is tried (default: 2)")
     add("--max-layers", type=count(), default=1024, help="of the largest model that is tried (default: 1024)")
-    add("--resolution", type=float, default=0.05, metavar="SHARE", help="of the number of layers (default: 0.05)")
-    add("--steps", type=count(2), default=3, help="steps of a try (default: 3)")
-    add("--timed-steps", type=count(), default=5, help="timed steps of a job for tokens/s (default: 5)")
     add("--recompute-blocks", action="store_true", help="activation checkpointing of every block, for all contenders")
     add("--ranks", type=count(), help="processes of a job (default: 2, or as many as there are GPUs)")
     add("--microbatch", type=count(), default=1, help="sequences of a rank in a step (default: 1)")
-    add("--allocator", choices=ALLOCATORS, default="exact", help="settings of a try on a CPU (default: exact)")
     add("--offload-folder", type=Path, default=Path.cwd(), metavar="FOLDER", help="where offload puts its files")
     options = parser.parse_args(arguments)
-    if options.max_layers < options.start_layers:
-        parser.error(
-            f"--max-layers: expected at least --start-layers ({options.start_layers}), found {options.max_layers}"
-        )
-    if not 0 < options.resolution < 1:
-        parser.error(f"--resolution: expected a share between 0 and 1, such as 0.05, found {options.resolution:g}")
+    least, most = options.start_layers, options.max_layers
+    if most < least:
+        parser.error(f"--max-layers: expected at least --start-layers ({least}), found {most}")
     _choose_device(parser, options)
     if not options.offload_folder.is_dir():
         parser.error(f"--offload-folder: expected a folder, found none at {options.offload_folder}")
-    on_gpu = [] if options.device == "cpu" else ON_GPU
-    default = LONG if options.sequence else [*PEERS, *DEEPSPEED, *LOWTIDE, *on_gpu]
-    check_job_options(parser, options, CONTENDERS, default=default)
-    return options
+    default = LONG if options.sequence else [*DEFAULT, *([] if options.device == "cpu" else ON_GPU)]
+    return parser.check(options, default)
 
 
 def _choose_device(parser: Parser, options: argparse.Namespace) -> None:
-    """Fills in the device, and what depends on it: the ranks and the budget."""
+    """Fill in the device, and what depends on it: the ranks and the budget."""
     num_gpus, here = _device.count(), _device.type_of_device()
     if options.device == "auto":
         options.device = here
@@ -507,13 +444,12 @@ def _choose_device(parser: Parser, options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = parse_arguments()
-    console, started = begin(), time.monotonic()
+    console = begin()
     search = Search(options, console)
     search.run()
-    console.print(f"{search.num_jobs} jobs in {time.monotonic() - started:.0f} s.", highlight=False)
-    gpu = {} if options.device == "cpu" else {"gpu": _device.name()}
     tables = {search.title: columns(search)}
-    return conclude(options, console, search.rows, tables, search.title, settings=gpu)
+    settings = {"device_name": _device.name()}
+    return conclude(options, console, search.rows, tables, search.title, settings=settings)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        wide = 4 * width
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        made: Tensor = x + self.mlp(x)
         return made
 
 
@@ -54,12 +53,12 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def config_of(arguments: argparse.Namespace, folder: str, is_layered: bool) -> dict[str, Any]:
+def build(arguments: argparse.Namespace, folder: str, is_layered: bool) -> lowtide.Engine:
     file = {"device": "nvme", "nvme_path": folder}
     zero = {"stage": 3, "layered_gradient_accumulation": is_layered, "offload_param": file}
     if not arguments.states_in_memory:
         zero["offload_optimizer"] = file
-    return {
+    config = {
         "device": "cpu",
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": arguments.microbatches,
@@ -68,57 +67,50 @@ def config_of(arguments: argparse.Namespace, folder: str, is_layered: bool) -> d
         "zero_optimization": zero,
         "activation_checkpointing": {"every": 1},
     }
+    torch.manual_seed(0)
+    return lowtide.initialize(Blocks(arguments.width, arguments.blocks), config)
 
 
-class Drive:
-    """A drive of a given speed: blocks that are read and written pass one after the other, and take their time."""
+@contextmanager
+def slow_drive(bytes_per_second: float) -> Iterator[None]:
+    """Let blocks that are read and written pass one after the other, and take their time."""
+    load, save = FileStore._load_block, FileStore._save_block
+    lock, free_at = threading.Lock(), 0.0
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self._speed = bytes_per_second
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        load, save = FileStore._load_block, FileStore._save_block
-
-        def slow_load(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
-            self._pass(block.nbytes)
-            load(store, entry, block, *rest)
-
-        def slow_save(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
-            self._pass(block.nbytes)
-            save(store, entry, block, *rest)
-
-        with patch.object(FileStore, "_load_block", slow_load), patch.object(FileStore, "_save_block", slow_save):
-            yield
-
-    def _pass(self, nbytes: int) -> None:
-        with self._lock:
-            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._speed
-            until = self._free_at
+    def wait(nbytes: int) -> None:
+        nonlocal free_at
+        with lock:
+            until = free_at = max(free_at, time.perf_counter()) + nbytes / bytes_per_second
         time.sleep(max(0.0, until - time.perf_counter()))
 
+    def slow_load(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
+        wait(block.nbytes)
+        load(store, entry, block, *rest)
 
-class Traffic:
-    """Bytes that a step reads and writes."""
+    def slow_save(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
+        wait(block.nbytes)
+        save(store, entry, block, *rest)
 
-    def __init__(self) -> None:
-        self.found = Counter[str]()
+    with patch.object(FileStore, "_load_block", slow_load), patch.object(FileStore, "_save_block", slow_save):
+        yield
 
-    def during(self, step: Any) -> None:
-        load, save = FileStore.load, FileStore.save
 
-        def counted_load(store: FileStore, key: str, out: Tensor) -> Any:
-            self.found["read"] += out.nbytes
-            return load(store, key, out)
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the bytes that are read and written inside."""
+    found = Counter[str]()
+    load, save = FileStore.load, FileStore.save
 
-        def counted_save(store: FileStore, key: str, values: Tensor) -> Any:
-            self.found["written"] += values.nbytes
-            return save(store, key, values)
+    def counted_load(store: FileStore, key: str, out: Tensor) -> Any:
+        found["read"] += out.nbytes
+        return load(store, key, out)
 
-        with patch.object(FileStore, "load", counted_load), patch.object(FileStore, "save", counted_save):
-            step()
+    def counted_save(store: FileStore, key: str, values: Tensor) -> Any:
+        found["written"] += values.nbytes
+        return save(store, key, values)
+
+    with patch.object(FileStore, "load", counted_load), patch.object(FileStore, "save", counted_save):
+        yield found
 
 
 def main() -> None:
@@ -132,46 +124,39 @@ def main() -> None:
     parser.add_argument("--states-in-memory", action="store_true")
     parser.add_argument("--drive-mb-per-second", type=float, help="simulate a drive that is no faster")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        speed = arguments.drive_mb_per_second
-        with Drive(speed * 1e6).in_use() if speed else nullcontext():
-            run(arguments, folder)
+    speed = arguments.drive_mb_per_second
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+        slow_drive(speed * 1e6) if speed else nullcontext(),
+    ):
+        run(arguments, folder)
 
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
     x = torch.randn(arguments.microbatches, arguments.tokens, arguments.width)
-    engines, traffic = {}, {}
-    for name in ("plain", "layered"):
-        torch.manual_seed(0)
-        model = Blocks(arguments.width, arguments.blocks)
-        num_bytes = 4 * sum(param.numel() for param in model.parameters())
-        engines[name] = lowtide.initialize(model, config_of(arguments, folder, name == "layered"))
-        traffic[name] = Traffic()
-        engines[name].train_step(x)
-        traffic[name].during(lambda engine=engines[name]: engine.train_step(x))
+    num_bytes = 4 * sum(param.numel() for param in Blocks(arguments.width, arguments.blocks).parameters())
+    engines = {name: build(arguments, folder, name == "layered") for name in ("plain", "layered")}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    losses = {}
+    print(
+        f"{arguments.microbatches} microbatches of {arguments.tokens} tokens, {num_bytes / 1e6:,.0f} MB of parameters"
+    )
+    for name, engine in engines.items():
+        engine.train_step(x)
+        with counted() as found:
+            engine.train_step(x)
+        read, written = (found[what] / num_bytes for what in ("read", "written"))
+        print(f"{name:>8}: a step reads {read:.2f} and writes {written:.2f} x the parameters")
     for _ in range(arguments.rounds):
+        losses = set()
         for name, engine in engines.items():
             started = time.perf_counter()
-            losses[name] = engine.train_step(x).loss.item()
+            losses.add(engine.train_step(x).loss.item())
             seconds[name].append(time.perf_counter() - started)
-    assert losses["plain"] == losses["layered"], "they compute the same"
-    shown = f"{arguments.microbatches} microbatches of {arguments.tokens} tokens"
-    print(f"{shown}, {num_bytes / 1e6:,.0f} MB of parameters")
-    for name, engine in engines.items():
-        found = traffic[name].found
-        print(
-            f"{name:>8}: median {statistics.median(seconds[name]):.3f} s, least {min(seconds[name]):.3f} s a step; "
-            f"reads {found['read'] / num_bytes:.2f} and writes {found['written'] / num_bytes:.2f} x the parameters"
-        )
+        assert len(losses) == 1, "they compute the same"
+    for engine in engines.values():
         engine.close()
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    of_rounds = [plain / layered for plain, layered in zip(seconds["plain"], seconds["layered"], strict=True)]
-    print(
-        f"step rate: {medians['plain'] / medians['layered']:.2f} x by medians, "
-        f"{statistics.median(of_rounds):.2f} x by the median of rounds"
-    )
+    plain, layered = (statistics.median(values) for values in seconds.values())
+    print(f"plain {plain:.3f} s, layered {layered:.3f} s a step: step rate {plain / layered:.2f} x by medians")
 
 
 if __name__ == "__main__":

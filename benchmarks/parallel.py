@@ -1,6 +1,6 @@
 """Splits the same Llama over ranks with lowtide, torch and DeepSpeed; compares time, peaks and bytes sent.
 
-A round runs every contender once, each as a fresh job of its own, in another order; a ratio compares two jobs of the
+A round runs every contender once, each as a fresh job of its own; a ratio compares two jobs of the
 same round. Peaks are taken in jobs that are not timed. What is sent is counted by the kernel, on the loopback device of
 a network of its own where the processes may have one (root on Linux), with headers of packets and two barriers. All
 losses must be those of one process. All run in the same interpreter, since what is installed there is in their peaks:
@@ -9,21 +9,21 @@ transformers imports triton and accelerate where it finds them, 36 MiB of a rank
 Example, the whole comparison and then a quick look:
 
     python benchmarks/parallel.py --deepspeed-python PATH --json parallel.json --png parallel.png
-    python benchmarks/parallel.py --contenders dtensor lowtide-tensor --rounds 1 --memory none --layers 2
+    python benchmarks/parallel.py --contenders dtensor lowtide-tensor --rounds 1 --memory none --size tiny
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import fcntl
 import importlib
 import os
-import socket
+import shutil
 import statistics
-import struct
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,59 +35,58 @@ from _harness import (
     MIB,
     Column,
     Contender,
-    Parser,
-    Result,
+    JobParser,
     Row,
-    add_job_options,
     by_name,
-    check_job_options,
     compare,
     count,
     find,
-    gathered,
-    job_of,
     losses_column,
     mib,
     over,
-    run_job,
+    run_steps,
 )
 from _worker import RankMemory, timed_steps
 from gpu import python_path
 from torch import Tensor, nn
 from torch.nn import functional
 
-SIZE = ("layers", "width", "inner", "heads", "key_heads", "vocabulary", "tokens", "rows")
-_NEW_NETWORK, _GET_FLAGS, _SET_FLAGS, _UP = 0x40000000, 0x8913, 0x8914, 1
+
+def _sized(layers: int, width: int, inner: int, heads: int, vocabulary: int, tokens: int) -> dict[str, int]:
+    """rows: sequences of a step; tokens: of a sequence."""
+    sizes = {"layers": layers, "width": width, "inner": inner, "heads": heads, "key_heads": heads // 2}
+    return sizes | {"vocabulary": vocabulary, "tokens": tokens, "rows": 2}
+
+
+SIZES = {"4 x 512": _sized(4, 512, 1408, 8, 8192, 256), "tiny": _sized(1, 32, 32, 4, 64, 16)}
+_NEW_NETWORK = 0x40000000
 _NETWORK = Path("/proc/self/net/dev")  # of the network that this process is in
 
 
-def _split(name: str, label: str, peer: str, parallel: dict[str, Any]) -> list[Contender]:
+def _split(name: str, label: str, peer: str, split: str, **more: bool) -> list[Contender]:
     """lowtide through shared memory, and over sockets."""
     return [
         Contender(
             f"lowtide-{name}{suffix}",
             f"lowtide {label}{words}",
             "lowtide",
-            {"parallel": parallel, "transport": transport},
+            {"split": split, "more": more, "transport": transport},
             peer=peer,
         )
         for transport, suffix, words in (("auto", "", ""), ("sockets", "-sockets", ", sockets"))
     ]
 
 
-def contenders(ranks: int) -> dict[str, Contender]:
-    """By name, peers before those who are compared with them."""
-    with_parts = {"tensor": ranks, "tensor_sequence": True}
-    return by_name(
-        Contender("single", "one process", "single"),
-        Contender("dtensor", "torch DTensor", "dtensor", {"sequence": False}),
-        Contender("autotp", "DeepSpeed AutoTP", "autotp"),
-        *_split("tensor", "tensor", "dtensor", {"tensor": ranks}),
-        Contender("dtensor-sequence", "torch DTensor, norms on parts", "dtensor", {"sequence": True}),
-        *_split("tensor-sequence", "tensor, norms on parts", "dtensor-sequence", with_parts),
-        Contender("ulysses", "DeepSpeed Ulysses", "ulysses"),
-        *_split("sequence", "sequence", "ulysses", {"sequence": ranks}),
-    )
+CONTENDERS = by_name(
+    Contender("single", "one process", "single"),
+    Contender("dtensor", "torch DTensor", "dtensor", {"sequence": False}),
+    Contender("autotp", "DeepSpeed AutoTP", "autotp"),
+    *_split("tensor", "tensor", "dtensor", "tensor"),
+    Contender("dtensor-sequence", "torch DTensor, norms on parts", "dtensor", {"sequence": True}),
+    *_split("tensor-sequence", "tensor, norms on parts", "dtensor-sequence", "tensor", tensor_sequence=True),
+    Contender("ulysses", "DeepSpeed Ulysses", "ulysses"),
+    *_split("sequence", "sequence", "ulysses", "sequence"),
+)
 
 
 # -- how each splits a Llama: a builder a kind -----------------------------------------------------------------------
@@ -135,15 +134,11 @@ def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
         plan |= {f"{layer}.self_attn.{name}_proj": columns for name in "qkv"} | {f"{layer}.self_attn.o_proj": rows}
         plan |= {f"{layer}.mlp.gate_proj": columns, f"{layer}.mlp.up_proj": columns, f"{layer}.mlp.down_proj": rows}
         if sequence:
-            plan |= {
-                f"{layer}.input_layernorm": SequenceParallel(),
-                f"{layer}.post_attention_layernorm": SequenceParallel(),
-            }
-            whole = (Replicate(),)
+            plan |= {f"{layer}.{norm}_layernorm": SequenceParallel() for norm in ("input", "post_attention")}
             plan[f"{layer}.self_attn"] = PrepareModuleInput(
-                input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": whole[0]}
+                input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
             )
-            plan[f"{layer}.mlp"] = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=whole)
+            plan[f"{layer}.mlp"] = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(Replicate(),))
     parallelize_module(model, mesh, plan)
     split = [param for param in model.parameters() if isinstance(param, DTensor)]
     others = [param for param in model.parameters() if not isinstance(param, DTensor)]
@@ -170,15 +165,10 @@ def _autotp(model: nn.Module, size: dict[str, int]) -> Trainer:
     deepspeed = importlib.import_module("deepspeed")
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    config = {
-        "train_micro_batch_size_per_gpu": size["rows"],
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
-        "zero_optimization": {"stage": 0},
-        "tensor_parallel": {"autotp_size": ranks},
-        "steps_per_print": 1 << 30,
-    }
     model = deepspeed.tp_model_init(model, tp_size=ranks, dtype=torch.float32)
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=_deepspeed_config(size, tensor_parallel={"autotp_size": ranks})
+    )
     return Trainer(
         lambda tokens: _deepspeed_step(engine, lambda: engine(input_ids=tokens, labels=tokens).loss), dist.barrier
     )
@@ -198,13 +188,7 @@ def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:
         seq_length=size["tokens"],
         seq_length_is_variable=False,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": size["rows"],
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
-        "zero_optimization": {"stage": 0},
-        "sequence_parallel_size": ranks,
-        "steps_per_print": 1 << 30,
-    }
+    config = _deepspeed_config(size, sequence_parallel_size=ranks)
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
     length = size["tokens"] // ranks
 
@@ -226,6 +210,16 @@ def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:
     return Trainer(step, dist.barrier)
 
 
+def _deepspeed_config(size: dict[str, int], **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": size["rows"],
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 1 << 30,
+        **more,
+    }
+
+
 def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
     loss = loss_of()
     engine.backward(loss)
@@ -233,7 +227,7 @@ def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
     return float(loss.detach())
 
 
-def _lowtide(model: nn.Module, size: dict[str, int], parallel: dict[str, Any], transport: str, **more: Any) -> Trainer:
+def _lowtide(model: nn.Module, size: dict[str, int], split: str, more: dict[str, bool], transport: str) -> Trainer:
     lowtide = importlib.import_module("lowtide")
     config = {
         "train_micro_batch_size_per_gpu": size["rows"],
@@ -241,9 +235,8 @@ def _lowtide(model: nn.Module, size: dict[str, int], parallel: dict[str, Any], t
         "device": "cpu",
         "optimizer": {"type": "adamw", "params": ADAMW},
         "zero_optimization": {"stage": 0},
-        "parallel": parallel,
+        "parallel": {split: int(os.environ["WORLD_SIZE"]), **more},
         "communication": {"transport": transport},
-        **more,
     }
     engine = lowtide.initialize(model, config)
     return Trainer(lambda tokens: float(engine.train_step({"input_ids": tokens, "labels": tokens}).loss), engine.close)
@@ -283,8 +276,7 @@ def build_model(size: dict[str, int]) -> torch.nn.Module:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """On a rank: losses, seconds and bytes on the wire of every step (warm-up too), and in a memory run the peak."""
-    memory = RankMemory(job)
-    size = {name: job[name] for name in SIZE}
+    memory, size = RankMemory(job), SIZES[job["size"]]
     numbers = torch.Generator().manual_seed(1)
     shape = (job["warmup"] + job["steps"], size["rows"], size["tokens"])
     batches = torch.randint(size["vocabulary"], shape, generator=numbers)
@@ -298,7 +290,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     found = timed_steps(trainer.step, [(tokens,) for tokens in batches], memory, count_sent, count_sent)
     trainer.close()
-    return found | {"sent": [after - before for before, after in zip(counters[::2], counters[1::2], strict=True)]}
+    sent = [after - before for before, after in zip(counters[::2], counters[1::2], strict=True)]
+    return found | {"sent": statistics.median(sent[job["warmup"] :])}
 
 
 def _sent() -> int:
@@ -308,40 +301,21 @@ def _sent() -> int:
 
 
 def network_of_its_own() -> bool:
-    """Whether this process, and all that it starts, now has a loopback device that nobody else uses."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(_NEW_NETWORK):
-            return False
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            request = struct.pack("16sH14x", b"lo", 0)
-            (flags,) = struct.unpack("16xH14x", fcntl.ioctl(any_socket, _GET_FLAGS, request))
-            fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", flags | _UP))
-    except (OSError, AttributeError):
+    """Give this process, and all that it starts, a loopback device that nobody else uses; return whether it could."""
+    if shutil.which("ip") is None or not hasattr(libc := ctypes.CDLL(None), "unshare") or libc.unshare(_NEW_NETWORK):
         return False
-    return True
+    return subprocess.run(["ip", "link", "set", "lo", "up"], check=False).returncode == 0
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Gives the checked command line; ends the program with a message where it is not legal."""
-    parser = Parser(__doc__)
-    add_job_options(parser, contenders(2), rounds=5, memory="exact")
-    add = parser.add_argument
-    add("--ranks", type=count(), default=2, help="that share layers or sequences (default: 2)")
-    for name, default in (("layers", 4), ("width", 512), ("inner", 1408), ("heads", 8), ("key-heads", 4)):
-        add(f"--{name}", type=count(), default=default, help=f"of the Llama (default: {default})")
-    add("--vocabulary", type=count(), default=8192, help="tokens that there are (default: 8192)")
-    add("--tokens", type=count(), default=256, help="of a sequence (default: 256)")
-    add("--rows", type=count(), default=2, help="sequences of a step (default: 2)")
-    add("--warmup", type=count(), default=2, help="steps before the timed ones (default: 2)")
-    add("--steps", type=count(), default=8, help="timed steps of a job (default: 8)")
-    add("--seed", type=int, default=0, help="of the order of a round (default: 0)")
-    options = parser.parse_args(arguments)
-    check_job_options(parser, options, contenders(options.ranks))
-    return options
+    """Return the checked command line; end the program with a message if it is not legal."""
+    parser = JobParser(__doc__, CONTENDERS, rounds=5, memory="exact", steps=(2, 8))
+    parser.add_argument("--ranks", type=count(), default=2, help="that share layers or sequences (default: 2)")
+    parser.add_argument("--size", choices=SIZES, default="4 x 512", help="layers and width (default: 4 x 512)")
+    return parser.check(parser.parse_args(arguments))
 
 
 def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
@@ -350,9 +324,9 @@ def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
     def peer_of(row: Row) -> Row | None:
         return find(rows, row.contender.peer)
 
-    def peer_bytes(row: Row) -> int | None:
+    def peak_ratio(row: Row) -> float | None:
         peer = peer_of(row)
-        return peer.peak_bytes if peer else None
+        return over(row.peak_bytes, peer.peak_bytes if peer else None)
 
     def sent(row: Row) -> float | None:
         found = [job.more["sent"] for job in row.timed.values()]
@@ -362,13 +336,13 @@ def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
         Column("s/step", lambda row: row.step_seconds, ".3f", "seconds of a step"),
         Column("x its peer", lambda row: row.ratios(peer_of(row))),
         Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
-        Column("peak x its peer", lambda row: over(row.peak_bytes, peer_bytes(row))),
+        Column("peak x its peer", peak_ratio),
         Column("sent MiB/step", sent, ".1f", "sent by all ranks in a step, MiB"),
         losses_column(lambda _: first_of(rows)),
     ]
 
 
-def first_of(rows: Sequence[Row]) -> Row | None:
+def first_of(rows: Sequence[Row], _: Row | None = None) -> Row | None:
     """Whose losses are right: one process's."""
     return next((row for row in rows if row.losses), None)
 
@@ -378,26 +352,15 @@ def main() -> int:
     counts_bytes = network_of_its_own()
     if not counts_bytes:
         print("What is sent is not counted: a network of its own takes root on Linux.")
-    rows = [Row(contender) for contender in options.contenders]
+    size = SIZES[options.size]
     title = (
-        f"Llama {options.layers} x {options.width}, {options.rows} x {options.tokens} tokens, fp32, "
-        f"{options.ranks} ranks, {options.rounds} round(s) of {options.steps} steps"
+        f"Llama {options.size}, {size['rows']} x {size['tokens']} tokens, fp32, {options.ranks} ranks, "
+        f"{options.rounds} round(s) of {options.steps} steps"
     )
-    with python_path() as path:
-
-        def run(row: Row, allocator: str | None) -> Result:
-            """One job, in the same interpreter for all."""
-            warmup, steps = (options.warmup, options.steps) if allocator is None else (0, 3)
-            job, python = job_of(options, warmup=warmup, steps=steps), str(options.deepspeed_python or sys.executable)
-            with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}):
-                found = run_job("parallel:train", row.contender, job, python, allocator)
-            result = gathered(found, warmup)
-            # By all ranks, of a step, as the kernel counts.
-            result.more["sent"] = statistics.median(found[0]["sent"][warmup:])
-            return result
-
-        tables = {title: columns(rows, counts_bytes)}
-        return compare(options, rows, run, tables, title, reference_of=lambda _: first_of(rows))
+    python = str(options.deepspeed_python or sys.executable)  # the same for all
+    with python_path() as path, mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}):
+        run = partial(run_steps, "parallel:train", options, python=python)
+        return compare(options, title, run, lambda rows: {title: columns(rows, counts_bytes)}, first_of)
 
 
 if __name__ == "__main__":

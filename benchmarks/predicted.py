@@ -1,9 +1,8 @@
 """Step times as planned beside those that are measured, over a grid of models, configs and ranks on this machine.
 
 The plan is made of the file that `lowtide env --measure` writes. All cases of as many ranks run in the same processes,
-round by round, so that what else runs on the machine meets all of them; of each the least step counts, or with
-`--statistic median` the median. Cases of one group differ in their config alone: their order by prediction is compared
-with the measured one (Kendall's tau).
+round by round, so that what else runs on the machine meets all of them; of each the least step counts. Cases of one
+group differ in their config alone: their order by prediction is compared with the measured one (Kendall's tau).
 
 Example:
 
@@ -14,17 +13,19 @@ Example:
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import JobError, Parser, begin, count, environment_of, make_table, run_ranks, write_json
+from _harness import JobError, Parser, begin, count, environment_of, make_table, run_ranks, write_bars, write_json
 from _model import GPT, VOCABULARY, GPTSize
 from rich.console import Console
 from torch import Tensor
@@ -89,25 +90,22 @@ def estimate_of(case: Case, measured: Measured | None) -> Estimate:
     return planner.estimate(Choice.of(config.resolve(case.ranks)))
 
 
-def _steps_of(case: dict[str, Any], steps: int) -> dict[str, list[float]]:
-    """Seconds of each step: as they pass, and of this process on a processor. The first two are left out."""
-    size = GPTSize(**case["size"])
-    walls, works = [], []
-    with lowtide.initialize(lambda: build(size), case["config"]) as engine:
-        config = engine.config
-        rows = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1)
-        data = batch(size, rows)
-        for _ in range(steps + 2):
-            wall, work = time.perf_counter(), time.process_time()
-            engine.train_step(data)
-            walls.append(time.perf_counter() - wall)
-            works.append(time.process_time() - work)
-    return {"wall": walls[2:], "work": works[2:]}
-
-
-def train(job: dict[str, Any]) -> list[dict[str, list[float]]]:
-    """On a rank: each case of a job, round by round."""
-    return [_steps_of(case, job["steps"]) for _ in range(job["rounds"]) for case in job["cases"]]
+def train(job: dict[str, Any]) -> list[float]:
+    """Return the least seconds of a step for each case of a job; the first two steps of a round are left out."""
+    least = [math.inf] * len(job["cases"])
+    for _ in range(job["rounds"]):
+        for place, case in enumerate(job["cases"]):
+            size = GPTSize(**case["size"])
+            with lowtide.initialize(partial(build, size), case["config"]) as engine:
+                config = engine.config
+                rows = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1)
+                data = batch(size, rows)
+                for step in range(job["steps"] + 2):
+                    started = time.perf_counter()
+                    engine.train_step(data)
+                    if step >= 2:
+                        least[place] = min(least[place], time.perf_counter() - started)
+    return least
 
 
 @dataclass(frozen=True)
@@ -172,21 +170,14 @@ def _config(
     }
 
 
-def measured_seconds(some: Sequence[Case], steps: int, rounds: int, statistic: str, timeout: float) -> list[float]:
-    """Of each, of the slowest rank. some: of as many ranks all. Raises JobError."""
+def measured_seconds(some: Sequence[Case], steps: int, rounds: int, timeout: float) -> list[float]:
+    """Return the seconds of each case on the slowest rank. some: of as many ranks all. Raises JobError."""
     ranks = some[0].ranks
     threads = max(1, num_cores() // ranks)
-    cases_of_job = [asdict(case) for case in some]
-    job = {"worker": "predicted:train", "threads": threads, "cases": cases_of_job, "steps": steps, "rounds": rounds}
-    environment = environment_of(threads, None)
-    found = run_ranks(job, ranks, sys.executable, environment, timeout)
-    of: Callable[[Sequence[float]], float] = statistics.median if statistic == "median" else min
-    kind = "work" if statistic == "work" else "wall"
-    seconds = []
-    for place in range(len(some)):
-        of_ranks = [[step for run in runs[place :: len(some)] for step in run[kind]] for runs in found]
-        seconds.append(max(map(of, of_ranks)))
-    return seconds
+    job = {"worker": "predicted:train", "threads": threads, "steps": steps, "rounds": rounds}
+    job["cases"] = [asdict(case) for case in some]
+    found = run_ranks(job, ranks, sys.executable, environment_of(threads, None), timeout)
+    return [max(of_ranks) for of_ranks in zip(*found, strict=True)]
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -223,12 +214,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--folder", type=Path, help="for files: with it, states in files are among the configs")
     parser.add_argument("--steps", type=count(), default=5, help="of a case in a round, after two (5)")
     parser.add_argument("--rounds", type=count(), default=3, help="(3)")
-    parser.add_argument(
-        "--statistic",
-        choices=("least", "median", "work"),
-        default="least",
-        help="of the steps; work: the least time of the process on a processor, of one rank on a busy machine",
-    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of all cases of as many ranks")
     return parser.parse_args(arguments)
 
@@ -244,7 +229,7 @@ def main() -> None:
     for ranks in options.ranks:
         some = [one for one in cases([ranks], options.folder) if one.group.split(",")[0] in options.models]
         try:
-            seconds = measured_seconds(some, options.steps, options.rounds, options.statistic, options.timeout)
+            seconds = measured_seconds(some, options.steps, options.rounds, options.timeout)
         except JobError as error:
             raise SystemExit(f"predicted: {ranks} ranks: {error}") from error
         for case, found in zip(some, seconds, strict=True):
@@ -253,7 +238,9 @@ def main() -> None:
     _show(rows, console)
     write_json(options, {"rows": [asdict(row) for row in rows], **conclusions(rows)})
     if options.png:
-        _draw(rows, options.png)
+        panel = ("predicted over measured seconds of a step", [[row.ratio] for row in rows], 1.0)
+        labels = [f"{row.group}: {row.name}" for row in rows]
+        write_bars(options.png, "Predicted beside measured", labels, [True] * len(rows), [panel])
 
 
 def _show(rows: Sequence[Row], console: Console) -> None:
@@ -269,25 +256,6 @@ def _show(rows: Sequence[Row], console: Console) -> None:
         tau = "" if one["tau"] is None else f", tau {one['tau']:.2f}"
         console.print(f"{group}: median error {100 * one['median_error']:.1f} %{tau}")
     console.print(f"all: median error {100 * found['median_error']:.1f} %")
-
-
-def _draw(rows: Sequence[Row], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 7), layout="constrained")
-    axes = figure.subplots()
-    for group in dict.fromkeys(row.group for row in rows):
-        own = [row for row in rows if row.group == group]
-        axes.scatter([1e3 * row.measured for row in own], [1e3 * row.predicted for row in own], s=18, label=group)
-    ends = [1e3 * end(min(row.measured, row.predicted) for row in rows) for end in (min, max)]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="grey", alpha=0.2)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("measured step, ms")
-    axes.set_ylabel("predicted step, ms")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -15,36 +15,49 @@ Example:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from _contenders import BUILDERS, Setup, lowtide
-from _harness import Contender, JobError, Parser, by_name, count, environment_of, run_ranks, write_bars, write_json
+from _harness import (
+    Contender,
+    JobError,
+    Parser,
+    begin,
+    by_name,
+    count,
+    environment_of,
+    make_table,
+    run_ranks,
+    write_bars,
+    write_json,
+)
 from _model import build_batches, build_model
 
 SPEEDS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 LEARNING_RATE = 1e-3
 RANKS_OF_HOST = 2
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
 SETTLED = 4
 """Steps after which every contender sends what it sends from then on: 1-bit Adam and PowerSGD begin with whole
 gradients."""
 REFERENCE = "plain"
 
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
-PROGRAMS["setpriv"] = "util-linux"
-START_SECONDS = 10.0
+PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
 CABLE = "cable"
 _HOST = "hostname {name} && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo made && read -r line"
+_WITH_THIS = ["setpriv", "--pdeathsig", "KILL", "--"]  # ends with this process
+_APART = ["--net", "--uts", "--mount"]
 
 
 def _lowtide(name: str, label: str, stage: int, zero: dict[str, Any] | None = None, **communication: Any) -> Contender:
@@ -75,27 +88,31 @@ CONTENDERS = by_name(
 
 
 def fault() -> str | None:
-    """Why hosts cannot be made on this machine, or None."""
-    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if missing:
-        packages = sorted({PROGRAMS[name] for name in missing})
-        return f"{', '.join(missing)} not found; Debian has them in {' '.join(packages)}"
+    """Return why hosts cannot be made on this machine, or None."""
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
+        return f"{', '.join(missing)} not found; Debian has them in iproute2, mount and util-linux"
     if os.getuid() != 0:
         return "network namespaces need root"
     trial = "mount -t tmpfs tmpfs /dev/shm && ip link add one type veth peer name two && "
     trial += "tc qdisc add dev one root tbf rate 1gbit burst 256kb latency 50ms"
-    done = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", trial], capture_output=True, text=True, env=_environment()
-    )
-    return f"namespaces are not permitted here: {done.stderr.strip()}" if done.returncode else None
+    try:
+        _run("unshare", *_APART, "sh", "-c", trial)
+    except RuntimeError as error:
+        return f"namespaces are not permitted here: {error}"
+    return None
 
 
 def set_speed(bits_per_second: float) -> None:
-    """Of what the host sends on which this is called."""
+    """Limit what the host sends on which this is called."""
     burst = max(256 << 10, int(bits_per_second / 8 / 1000))  # of a millisecond, and more than a packet that waits
     rate = ["rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "100ms"]
-    command = ["tc", "qdisc", "replace", "dev", CABLE, "root", "tbf", *rate]
-    subprocess.run(command, check=True, capture_output=True, text=True, env=_environment())
+    _run("tc", "qdisc", "replace", "dev", CABLE, "root", "tbf", *rate)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": PATH}, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def sent_bytes() -> int:
@@ -107,63 +124,29 @@ def sent_bytes() -> int:
     raise RuntimeError(f"this host has no {CABLE}")
 
 
-class Hosts:
-    """Two hosts, while the context lasts; at each end of the cable a token bucket (tc tbf) limits what is sent."""
-
-    addresses = ("10.78.0.1", "10.78.0.2")
-
-    def __enter__(self) -> Hosts:
-        self._hosts = [self._start(f"host{number}") for number in range(2)]
-        try:
-            second = str(self._hosts[1].pid)
-            self._run(0, "ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", second)
-            for number, address in enumerate(self.addresses):
-                self._run(number, "ip", "address", "add", f"{address}/24", "dev", CABLE)
-                self._run(number, "ip", "link", "set", CABLE, "up")
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for host in self._hosts:
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[list[str]]]:
+    """Give what stands before a command that runs on each of two hosts, joined by a cable."""
+    hosts: list[subprocess.Popen[str]] = []
+    try:
+        for name in ("host0", "host1"):
+            command = [*_WITH_THIS, "unshare", *_APART, "sh", "-c", _HOST.format(name=name)]
+            environment, pipe = {**os.environ, "PATH": PATH}, subprocess.PIPE
+            hosts.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
+            stream = hosts[-1].stdout
+            if stream is None or stream.readline() != "made\n":
+                raise RuntimeError(f"{name} was not made: {fault()}")
+        before = [[*_WITH_THIS, "nsenter", "--target", str(host.pid), *_APART] for host in hosts]
+        second = str(hosts[1].pid)
+        _run(*before[0], "ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", second)
+        for address, on_host in zip(ADDRESSES, before, strict=True):
+            _run(*on_host, "ip", "address", "add", f"{address}/24", "dev", CABLE)
+            _run(*on_host, "ip", "link", "set", CABLE, "up")
+        yield before
+    finally:
+        for host in hosts:
             host.kill()
-            host.wait()
-            for stream in (host.stdin, host.stdout):
-                if stream is not None:
-                    stream.close()
-
-    def command(self, number: int, command: Sequence[str]) -> list[str]:
-        """That runs a command on a host, and ends it with this process."""
-        with_this = ["setpriv", "--pdeathsig", "KILL", "--"]
-        return [*with_this, "nsenter", "--target", str(self._hosts[number].pid), "--net", "--uts", "--mount", *command]
-
-    def _run(self, number: int, *command: str) -> None:
-        done = subprocess.run(self.command(number, command), capture_output=True, text=True, env=_environment())
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-    def _start(self, name: str) -> subprocess.Popen[str]:
-        command = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--net", "--uts", "--mount", "sh", "-c"]
-        host = subprocess.Popen(
-            [*command, _HOST.format(name=name)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
-        assert host.stdout is not None
-        deadline = time.monotonic() + START_SECONDS
-        if host.stdout.readline() != "made\n" or time.monotonic() > deadline:
-            host.kill()
-            raise RuntimeError(f"{name} was not made: {fault()}")
-        return host
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PATH": PATH}
+            host.communicate()
 
 
 # -- a rank ----------------------------------------------------------------------------------------------------------
@@ -178,7 +161,7 @@ def train(job: dict[str, Any]) -> list[dict[str, Any]]:
     setup.join()
     for name in job["contenders"]:
         contender = CONTENDERS[name]
-        model = build_model(job["size"], tied=False)
+        model = build_model(job["size"])
         trainers[name] = BUILDERS[contender.kind](model, setup, **contender.options)
         for number in range(job["warmup"]):
             trainers[name].step(*batches[number % len(batches)])
@@ -205,18 +188,17 @@ def train(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
     """What rank 0 has measured. Raises JobError where a rank fails or the time is over."""
-    with Hosts() as hosts:
+    with two_hosts() as before:
 
         def place(rank: int) -> tuple[list[str], dict[str, str]]:
             local = {"LOCAL_RANK": str(rank % RANKS_OF_HOST), "LOCAL_WORLD_SIZE": str(RANKS_OF_HOST)}
-            return hosts.command(rank // RANKS_OF_HOST, []), {**local, "MASTER_ADDR": hosts.addresses[0]}
+            return before[rank // RANKS_OF_HOST], {**local, "MASTER_ADDR": ADDRESSES[0]}
 
         environment = environment_of(1, None) | {"GLOO_SOCKET_IFNAME": CABLE}
         job = {**job, "worker": "wire:train", "threads": 1}
-        found: list[dict[str, Any]] = run_ranks(
-            job, 2 * RANKS_OF_HOST, sys.executable, environment, timeout_seconds, place=place
-        )[0]
-        return found
+        found = run_ranks(job, 2 * RANKS_OF_HOST, sys.executable, environment, timeout_seconds, place=place)
+    rank_0: list[dict[str, Any]] = found[0]
+    return rank_0
 
 
 def summary(records: Sequence[dict[str, Any]], speeds: Sequence[float]) -> list[dict[str, Any]]:
@@ -235,22 +217,14 @@ def summary(records: Sequence[dict[str, Any]], speeds: Sequence[float]) -> list[
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]], speeds: dict[str, float]) -> str:
-    """As Markdown."""
-    lines = [
-        "| | MB sent by a host in a step | "
-        + " | ".join(f"{name}: ms a step (x plain's rate)" for name in speeds)
-        + " |",
-        "|---|---|" + "---|" * len(speeds),
-    ]
-    for row in rows:
-        cells = [CONTENDERS[row["contender"]].label, f"{row['megabytes']:.1f}"]
-        for speed in speeds.values():
-            times = row[f"times at {speed:.0f}"]
-            faster = "" if times is None else f" ({times:.2f} x)"
-            cells.append(f"{1000 * row[f'seconds at {speed:.0f}']:.0f}{faster}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def cells(row: dict[str, Any], speeds: dict[str, float]) -> list[str]:
+    """Return the line of a contender in the table."""
+    found = [CONTENDERS[row["contender"]].label, f"{row['megabytes']:.1f}"]
+    for speed in speeds.values():
+        times = row[f"times at {speed:.0f}"]
+        faster = "" if times is None else f" ({times:.2f} x)"
+        found.append(f"{1000 * row[f'seconds at {speed:.0f}']:.0f}{faster}")
+    return found
 
 
 def draw(rows: Sequence[dict[str, Any]], speeds: dict[str, float], path: Path) -> None:
@@ -289,7 +263,12 @@ def main(argv: list[str] | None = None) -> None:
     except JobError as error:
         raise SystemExit(f"wire: {error}") from error
     rows = summary(records, list(speeds.values()))
-    print(table(rows, speeds))
+    headings = [
+        "contender",
+        "MB sent by a host\nin a step",
+        *(f"{name}: ms a step\n(x plain's rate)" for name in speeds),
+    ]
+    begin().print(make_table("", headings, [cells(row, speeds) for row in rows]))
     write_json(options, {"job": job, "records": records, "rows": rows})
     if options.png:
         draw(rows, speeds, options.png)

@@ -17,34 +17,26 @@ WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest", "parallel", "cpu_op
 WITH_MEMORY = [name for name in WITH_JOBS if name != "cpu_optimizer"]
 COUNTS = {
     "compare": ["rounds", "steps", "ranks", "threads", "microbatch", "accumulation", "memory-steps"],
-    "pipeline": ["microbatches", "rounds", "steps", "threads", "rows", "memory-steps"],
-    "checkpoint": ["rounds", "repeats", "ranks", "threads"],
-    "largest": ["budget-mib", "start-layers", "max-layers", "timed-steps", "ranks", "threads", "microbatch"],
-    "parallel": ["ranks", "layers", "rounds", "warmup", "steps", "rows"],
-    "offload_io": ["size", "unit", "block", "io-threads", "work-threads", "rounds"],
-    "cpu_optimizer": ["numel", "threads", "rounds", "steps"],
+    "pipeline": ["microbatches"],
+    "checkpoint": ["repeats"],
+    "largest": ["budget-mib", "start-layers", "max-layers", "ranks", "microbatch"],
+    "offload_io": ["size", "unit", "work-threads", "rounds"],
+    "cpu_optimizer": ["numel"],
     "host_time": ["ranks", "rounds", "steps"],
+    "predicted": ["steps", "ranks"],
 }
 REFUSED = [
     ("compare", "--warmup -1", "--warmup: expected at least 0, found -1"),
     ("compare", "--size 11M", "argument --size: invalid choice: '11M'"),
     ("pipeline", "--ranks 2 1", "--ranks: expected at least 2, found 1"),
     ("pipeline", "--warmup 0", "--warmup: expected at least 1, the step in which shapes are learned; found 0"),
-    ("largest", "--steps 1", "--steps: expected at least 2, found 1"),
-    ("largest", "--resolution 0", "--resolution: expected a share between 0 and 1, such as 0.05, found 0"),
-    ("largest", "--resolution 5", "--resolution: expected a share between 0 and 1, such as 0.05, found 5"),
     ("largest", "--start-layers 9 --max-layers 8", "--max-layers: expected at least --start-layers (9), found 8"),
     ("largest", "--offload-folder no/such", "--offload-folder: expected a folder, found none at no/such"),
     ("offload_io", "--size 96 --unit 32", "--size: expected more than 3 pieces of --unit, found 96 of 32"),
-    ("gpu", "trace modles --rehearse", "PART: expected some of checks, training, trace, bandwidth, models, largest,"),
+    ("gpu", "trace modles --rehearse", "PART: expected some of checks, training, trace, models, found modles"),
     ("gpu", "--out /dev/null", "--out: expected a folder that can be written to, found /dev/null (File exists)"),
     ("gpu", "--limit 0", "--limit: expected seconds above 0, found 0"),
     ("host_time", "--depths 8 8", "--depths: expected two numbers of blocks, the larger one last, found [8, 8]"),
-    (
-        "cpu_optimizer",
-        "--rule lion --contenders deepspeed --deepspeed-python /bin/sh",
-        "--contenders: deepspeed needs --rule adamw",
-    ),
 ]
 
 
@@ -170,15 +162,9 @@ def test_names_may_end_in_a_star(script: Script) -> None:
 
 
 def test_a_disk_that_is_too_small_is_said(script: Script, tmp_path: Path) -> None:
-    checkpoint = script("checkpoint")
-    with (
-        pytest.raises(OSError, match=r"expected 1000000000.0 GB of free space, found [\d.]+; name another place with"),
-        checkpoint.scratch_folder(tmp_path, 10**18),
-    ):
+    said = r"expected 1000000000.0 GB of free space, found [\d.]+; name another place with"
+    with pytest.raises(OSError, match=said), script("checkpoint").scratch_folder(tmp_path, 10**18):
         pass
-    with checkpoint.scratch_folder(tmp_path / "new", 1) as folder:
-        assert folder.parent == tmp_path / "new"
-    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_folder_that_offload_cannot_use_is_said(

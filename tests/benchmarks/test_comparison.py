@@ -42,7 +42,7 @@ def test_times_are_medians_and_ratios_are_of_rounds_that_both_finished(row: Call
     assert ours.step_seconds == 4.0
     assert ours.ratios(ddp) == [0.5, 2.0]
     assert ours.ratios(None) == [] and row("ddp", {}).step_seconds is None
-    assert row("ddp", {0: []}).as_dict()["step_seconds"] is None  # a job without steps, such as of checkpoints
+    assert row("ddp", {0: []}).step_seconds is None  # a job without steps, such as of checkpoints
 
 
 @pytest.mark.parametrize(("loss", "difference"), [(4.001, "2.5e-04"), (math.nan, "nan"), (math.inf, "inf")])
@@ -93,7 +93,7 @@ def test_jobs_are_interleaved_and_a_failure_ends_a_contenders_part(helper: Helpe
         return harness.Result([5.0], [1.0], 7 if allocator else None)
 
     console = Console(width=140, record=True, file=io.StringIO())
-    harness.Runner(rows, run, 3, ["exact"], console).run_all()
+    harness.run_rounds(rows, run, 3, ["exact"], console)
     assert ran[:6] == ["ddp", "fsdp2", "lowtide-3", "fsdp2", "lowtide-3", "ddp"]  # each round begins with another
     assert ran[6:] == ["lowtide-3", "ddp", "ddp", "lowtide-3"]
     assert [sorted(one.timed) for one in rows] == [[0, 1, 2], [0], [0, 1, 2]] and rows[0].peak_bytes == 7
@@ -123,6 +123,6 @@ def test_a_failed_contender_gives_status_1_and_the_numbers_are_kept(
 def test_one_process_with_the_whole_batch_has_the_mean_loss_of_its_rows(helper: Helper) -> None:
     model, contenders = helper("_model"), helper("_contenders")
     ((tokens, targets),) = model.build_batches("tiny", __file__, 1, 4)
-    expected = float(model.build_model("tiny", tied=False)(tokens, targets).detach())
-    trainer = contenders.build_single(model.build_model("tiny", tied=False), contenders.Setup(microbatch=1))
+    expected = float(model.build_model("tiny")(tokens, targets).detach())
+    trainer = contenders.build_single(model.build_model("tiny"), contenders.Setup(microbatch=1))
     assert float(trainer.step(tokens, targets)) == pytest.approx(expected)

@@ -31,15 +31,3 @@ def test_each_group_has_ten_configs_to_rank(script: Callable[[str], ModuleType])
     assert len(names) == len(cases)
     groups = [group for group, _ in names]
     assert {group: groups.count(group) >= 10 for group in groups} == dict.fromkeys(groups, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--steps", "0"], "--steps: expected at least 1"), (["--ranks", "0"], "--ranks: expected at least 1")],
-)
-def test_what_cannot_be_asked(
-    arguments: list[str], said: str, script: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        script("predicted").parse_arguments(arguments)
-    assert said in capsys.readouterr().err

@@ -21,12 +21,12 @@ RUNS = {
     "fewer_bytes": "--steps 2 --layers 1 --width 32 --context 16 --seeds 0 --validation-batches 1"
     " --contenders kahan split --json OUT/j",
     "host_time": "--rounds 1 --steps 1 --depths 1 2 --contenders lowtide-3 fsdp2 --json OUT/j",
-    "largest": "--device cpu --size tiny --budget-mib 200 --max-layers 2 --steps 2 --timed-steps 1 --contenders ddp"
+    "largest": "--device cpu --size tiny --budget-mib 200 --max-layers 2 --contenders ddp"
     " --offload-folder OUT --json OUT/j --png OUT/p.png",
     "layered": "--folder OUT --width 32 --blocks 2 --microbatches 2 --rounds 1",
-    "offload_io": "--size 4 --unit 1 --block 1 --rounds 1 --folder OUT --json OUT/j",
-    "parallel": "--contenders single lowtide-tensor --layers 1 --width 32 --inner 32 --heads 2 --key-heads 2"
-    " --vocabulary 64 --tokens 16 --rounds 1 --warmup 1 --steps 1 --memory none --json OUT/j --png OUT/p.png",
+    "offload_io": "--size 4 --unit 1 --rounds 1 --folder OUT --json OUT/j",
+    "parallel": "--contenders single lowtide-tensor --size tiny --rounds 1 --warmup 1 --steps 1 --memory none"
+    " --json OUT/j --png OUT/p.png",
     "pipeline": "--mode sleep --ranks 2 --microbatches 2 --milliseconds 1 1 1 --rounds 1 --steps 1 --contenders 1f1b"
     " torch-1f1b --json OUT/j --png OUT/p.png",
 }

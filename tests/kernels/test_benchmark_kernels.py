@@ -43,10 +43,6 @@ class FakeClock:
         work()
         return float(next(self.milliseconds)), 7.0
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        work()
-        return 3 * 2**20
-
 
 def with_form(script: ModuleType, name: str, contender: str, form: Callable[[Any], Any]) -> Any:
     case = script.CASES[name]
@@ -155,7 +151,7 @@ def test_peers_compute_the_same(script: ModuleType, peer: str, generator: torch.
 
 
 def test_passes_are_timed_and_judged(script: ModuleType, generator: torch.Generator) -> None:
-    findings = script.Findings({}, [], [], copy_bandwidth=1e9)
+    findings = script.Findings([], [], copy_bandwidth=1e9)
 
     def failing(inputs: Any) -> Any:
         raise ZeroDivisionError("no such peer")
@@ -167,18 +163,18 @@ def test_passes_are_timed_and_judged(script: ModuleType, generator: torch.Genera
     script.run_problem(findings, losses, ("lowtide",), FakeClock(), rounds=1)
     forward, _, loss, both = findings.rows
     assert [row.which for row in findings.rows] == ["forward", "backward", "forward", "both"]
-    # After three untimed calls each, 7 to 14: ours first, then second, and so on.
+    # After three untimed calls each: ours first, then second, and so on.
     assert forward.ours.milliseconds == [7.0, 10.0, 11.0, 14.0]
     assert forward.measured["torch"].milliseconds == [8.0, 9.0, 12.0, 13.0]
     assert forward.fastest_peer == "torch" and forward.measured["liger"].failure == "ZeroDivisionError: no such peer"
     assert forward.ratio("torch") == pytest.approx((11 / 12 + 14 / 13) / 2)
     assert forward.moved_bytes == 4 * (2 * 5 * 123 + 123 + 5)
-    assert forward.bandwidth == pytest.approx(forward.moved_bytes / 10.5e-3)
+    assert forward.bandwidth() == pytest.approx(forward.moved_bytes / 10.5e-3)
     assert both.moved_bytes == 3 * 4 * 7 * 300 + 2 * 8 * 7
     assert loss.fastest_peer is None
-    missed = findings.missed_aims
-    assert f"rms_norm 5 x 123 float32 forward: {forward.bandwidth / 1e9:.0%} of copy bandwidth" in missed
-    assert not any("cross_entropy" in line for line in missed)  # not at its largest size
+    cells = script.cells_of(forward, 1e9)
+    assert cells["of copy"] == f"{forward.bandwidth() / 1e9:.0%}" and cells["x best"] == "1.00 torch"
+    assert cells["liger ms"] == "failed" and script.cells_of(loss, 1e9)["x best"] == "-"
 
 
 def test_what_cannot_be_run_is_said(

@@ -27,7 +27,7 @@ from torch.optim import AdamW
 OFFLOAD_FOLDER = "LOWTIDE_OFFLOAD_FOLDER"
 """The environment variable that says where files of offloaded state go."""
 
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 REFERENCE, DDP, FSDP2 = "single", "ddp", "fsdp2"
 _FOLDER = "FOLDER"  # in a config: that of offloaded state
@@ -276,7 +276,7 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
     if offload != "none":
         place = {"device": offload, "nvme_path": os.environ[OFFLOAD_FOLDER]}
         config["zero_optimization"] = {"stage": stage, "offload_optimizer": place, "offload_param": place}
-        config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}}
+        config["optimizer"] = {"type": "AdamW", "params": ADAMW}
     is_sharded_at_once = stage == 3 and not isinstance(model, nn.Module)
     with deepspeed.zero.Init(config_dict_or_path=config) if is_sharded_at_once else nullcontext():
         module = _built(model, setup, setup.device)
@@ -300,24 +300,28 @@ def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dic
     import lowtide
 
     folder = os.environ.get(OFFLOAD_FOLDER)
-    config = {
-        "train_micro_batch_size_per_gpu": setup.microbatch,
-        "gradient_accumulation_steps": setup.accumulation,
-        "zero_optimization": zero,
-        "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-        "gradient_clipping": setup.clip,
-        "activation_checkpointing": {"every": 1 if setup.recompute_blocks else 0},
-        "bf16": {"enabled": setup.dtype == "bf16"},
-        "device": "cpu" if setup.device == "cpu" else "auto",
-        **more,
-    }
-    engine = lowtide.initialize(model, with_folder(config, folder))
+    config = lowtide_config(
+        train_micro_batch_size_per_gpu=setup.microbatch,
+        gradient_accumulation_steps=setup.accumulation,
+        zero_optimization=zero,
+        gradient_clipping=setup.clip,
+        activation_checkpointing={"every": 1 if setup.recompute_blocks else 0},
+        bf16={"enabled": setup.dtype == "bf16"},
+        device="cpu" if setup.device == "cpu" else "auto",
+    )
+    engine = lowtide.initialize(model, with_folder(config | more, folder))
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine.train_step((tokens, targets)).loss
         return loss
 
     return Trainer(step, engine.close, engine=engine)
+
+
+def lowtide_config(stage: int = 0, **more: Any) -> dict[str, Any]:
+    """Return a config on the CPU with AdamW; `more` replaces its keys."""
+    config: dict[str, Any] = {"device": "cpu", "steps_per_print": 0, "zero_optimization": {"stage": stage}}
+    return config | {"optimizer": {"type": "adamw", "params": ADAMW}} | more
 
 
 def with_folder(value: Any, folder: str | None) -> Any:

@@ -6,25 +6,20 @@ says which, so that the ranks of a job have the same one. All that only CUDA has
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 REHEARSAL = "LOWTIDE_REHEARSAL"
 """The environment variable that makes a rehearsal of a run: "pretend" or "cpu", the device that it has."""
-
-_PACKAGES = ("torch", "triton", "numpy", "liger_kernel", "deepspeed")
-_ROOT = Path(__file__).parents[1]
-_SYNCHRONIZING = "called a synchronizing CUDA operation"
 
 
 def prepare() -> None:
@@ -92,34 +87,30 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def choose(local_rank: int) -> None:
-    """Makes a device this process's own; ranks share devices where there are fewer."""
+def choose(local_rank: int, budget_bytes: int) -> None:
+    """Make a device this process's own, and let torch take no more of it, where that can be asked for.
+
+    Ranks share devices where there are fewer.
+    """
     if count():
         torch.accelerator.set_device_index(local_rank % count())
-
-
-def limit_memory(budget_bytes: int) -> None:
-    """Lets torch take no more than so much of the current device, where that can be asked for."""
     if type_of_device() == "cuda":
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total))
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the device's memory in this process; None on the CPU, which is not measured here."""
+class Peaks(NamedTuple):
+    """Bytes of the device's memory; None on the CPU, which is not measured here."""
 
-    allocated: int | None
-    peak: int | None  # allocated
-    reserved: int | None
-    peak_reserved: int | None
+    allocated: int | None = None
+    reserved: int | None = None
 
-    @classmethod
-    def now(cls) -> Memory:
-        if type_of_device() == "cpu":
-            return cls(None, None, None, None)
-        of = torch.accelerator
-        return cls(of.memory_allocated(), of.max_memory_allocated(), of.memory_reserved(), of.max_memory_reserved())
+
+def peaks() -> Peaks:
+    """Return the most that this process had since `forget_memory`."""
+    if type_of_device() == "cpu":
+        return Peaks()
+    return Peaks(torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved())
 
 
 def forget_memory() -> None:
@@ -130,46 +121,18 @@ def forget_memory() -> None:
         torch.accelerator.reset_peak_memory_stats()
 
 
-def activities() -> list[Any]:
-    """What a profiler records: the host, and the device where it can be."""
-    from torch.profiler import ProfilerActivity, supported_activities
-
-    supported: set[Any] = supported_activities()  # type: ignore[no-untyped-call]  # torch's
-    of_device = {"cuda": "CUDA", "xpu": "XPU"}.get(type_of_device())
-    return [one for one in supported if one == ProfilerActivity.CPU or one.name == of_device]
-
-
 def records_kernels() -> bool:
-    """Whether a profiler sees the kernels of the device."""
-    return len(activities()) > 1
+    """Return whether torch's profiler sees the kernels of the device."""
+    return type_of_device() in ("cuda", "xpu")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a number depends on; "none" where a package or program is missing."""
-    found = {"python": platform.python_version()} | {package: version_of(package) for package in _PACKAGES}
-    found["cuda"] = torch.version.cuda or "none"
-    found["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if type_of_device() == "cuda":
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    found["cpus"] = str(os.cpu_count())
-    found["checkout"] = _said("git", "-C", str(_ROOT), "describe", "--always", "--dirty")
+    """Return the versions that a number depends on; for packages that are there."""
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    for package in ("torch", "triton", "liger_kernel", "deepspeed"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(FileNotFoundError):
+        found["checkout"] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return found
-
-
-def version_of(package: str) -> str:
-    if importlib.util.find_spec(package) is None:
-        return "none"
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # some builds have another name
-
-
-def _said(*command: str) -> str:
-    """Return the first line that a program says, "none" where it says nothing."""
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split("\n")
-    except FileNotFoundError:
-        return "none"
-    return said[0].strip() or "none"

@@ -21,13 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MEASURES = {
-    "checks": "_gpu_kernels:check",
-    "training": "_gpu_training:measure",
-    "trace": "_gpu_trace:measure",
-    "models": "_gpu_models:measure",
-}
-"""The function of each part, in their order."""
+MEASURES = {"checks": "check", "training": "train", "trace": "trace", "models": "compare_models"}
+"""The function of each part in `_gpu_parts.py`, in their order."""
 
 JSON_FILE = "results.json"
 RUNNING = "running"  # the status of a part from its start to its end
@@ -41,39 +36,20 @@ Cell = str | int | float | None
 class Record:
     """The findings of a part. `only` restricts it to names that contain one of these texts.
 
-    settings: "date", "device", "versions", and "rehearsal", whether the numbers mean nothing. limit_seconds: for the
-    part.
+    settings: "date", "device", "versions", and "rehearsal", whether the numbers mean nothing.
     """
 
-    def __init__(
-        self, folder: Path, part: str, settings: Mapping[str, Any], only: Sequence[str], limit_seconds: float
-    ) -> None:
+    def __init__(self, folder: Path, part: str, settings: Mapping[str, Any], only: Sequence[str]) -> None:
         self.folder = folder
         self._part = part
         self._only = only
         self._started = time.monotonic()
-        self._deadline = self._started + limit_seconds
         self._found = {**NOTHING, "settings": dict(settings), "tables": {}, "notes": [], "failures": []}
         self._write(f"begins at {settings['date']}")
 
-    @property
-    def left_seconds(self) -> float:
-        """The time until the part is cut off."""
-        return self._deadline - time.monotonic()
-
-    def job_seconds(self, most_seconds: float) -> float:
-        """Return the limit of one job. A rehearsal, whose machine may be busy, gets the rest of the part."""
-        left = self.left_seconds - 5
-        return left if self._found["settings"]["rehearsal"] else min(left, most_seconds)
-
-    def wants(self, name: str, least_seconds: float = 0.0) -> bool:
-        """Return whether to measure something of this name; note it if too little time is left."""
-        if self._only and not any(text in name for text in self._only):
-            return False
-        if self.left_seconds < least_seconds:
-            self.note(f"{name}: no time was left; `benchmarks/gpu.sh {self._part} --only '{name}'`")
-            return False
-        return True
+    def wants(self, name: str) -> bool:
+        """Return whether to measure something of this name."""
+        return not self._only or any(text in name for text in self._only)
 
     @property
     def failures(self) -> list[str]:
@@ -150,9 +126,7 @@ def main(job: dict[str, Any]) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks of a job are stopped too
     faulthandler.dump_traceback_later(max(1.0, job["limit_seconds"] - _DUMP_SECONDS))
-    for part in job["parts"]:
-        with contextlib.suppress(Exception):  # it comes again where the part is measured
-            importlib.import_module(MEASURES[part].split(":")[0])
+    parts = importlib.import_module("_gpu_parts")
     gc.freeze()  # what imports have made stays: collections between trainings need not go through it
     _device.prepare()
     settings = {
@@ -163,10 +137,9 @@ def main(job: dict[str, Any]) -> int:
     }
     num_failures = 0
     for part in job["parts"]:
-        record = Record(Path(job["folder"]), part, settings, job["only"], job["limit_seconds"])
+        record = Record(Path(job["folder"]), part, settings, job["only"])
         with record.measuring(part):
-            module, function = MEASURES[part].split(":")
-            getattr(importlib.import_module(module), function)(record)
+            getattr(parts, MEASURES[part])(record)
         record.end()
         num_failures += len(record.failures)
     return 1 if num_failures else 0

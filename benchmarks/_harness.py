@@ -56,13 +56,6 @@ class OverBudget(JobError):
     """A rank has stopped because the model needs more memory than the rank may take."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def environment_of(threads: int, allocator: str | None, device: str = "cpu") -> dict[str, str]:
     """Gives the environment of every rank: this process's own, but for the allocator, the threads and the devices."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
@@ -127,7 +120,10 @@ def run_ranks(
     Raises JobError when a rank fails or the time is over, OverBudget when one needs too much memory; no process is
     left behind.
     """
-    environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
@@ -255,6 +251,7 @@ class Row:
     timed: dict[int, Result] = field(default_factory=dict)
     memory: dict[str, Result] = field(default_factory=dict)
     failure: str | None = None
+    difference: float | None = None  # of its losses from those that are right, relative
 
     @property
     def label(self) -> str:
@@ -496,28 +493,18 @@ def loss_difference(jobs: Iterable[Sequence[float]], expected: Sequence[float]) 
     return max(differences, key=lambda difference: (math.isnan(difference), difference), default=None)
 
 
-def difference_of(row: Row, reference: Row | None) -> float | None:
-    """Gives `loss_difference` to the reference's first job, None where one has none, or never updates."""
-    if not reference or not reference.losses or not row.contender.trains:
-        return None
-    return loss_difference(row.losses, reference.losses[0])
-
-
 def judge_losses(rows: Sequence[Row], reference_of: Callable[[Row], Row | None], tolerance: float) -> None:
-    """Marks as failed every row whose losses are not those of its reference."""
+    """Mark as failed every row whose losses are not those of its reference's first job."""
     for row in rows:
         reference = reference_of(row)
-        difference = difference_of(row, reference)
-        if row.failure is None and reference and difference is not None and not difference <= tolerance:
-            row.failure = (
-                f"losses differ: expected at most {tolerance:g} (relative) from {reference.label}, "
-                f"found {difference:.1e}"
-            )
+        if reference and reference.losses and row.contender.trains:
+            row.difference = loss_difference(row.losses, reference.losses[0])
+        if row.failure is None and reference and row.difference is not None and not row.difference <= tolerance:
+            most = f"expected at most {tolerance:g} (relative) from {reference.label}"
+            row.failure = f"losses differ: {most}, found {row.difference:.1e}"
 
 
-def losses_column(reference_of: Callable[[Row], Row | None]) -> Column:
-    """How far a row's losses are from those that are right."""
-    return Column("loss diff", lambda row: difference_of(row, reference_of(row)), ".0e")
+LOSSES = Column("loss diff", lambda row: row.difference, ".0e")
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
@@ -540,10 +527,6 @@ def mib(num_bytes: int | None) -> float | None:
 def over(value: float | None, other: float | None) -> float | None:
     """A ratio, None where one of both is unknown."""
     return value / other if value and other else None
-
-
-def label_of(row: Row) -> str:
-    return row.label + (" [red]FAILED[/red]" if row.failure else "")
 
 
 def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
@@ -596,7 +579,8 @@ Tables = Mapping[str, Sequence[Column]]
 
 
 def table_of(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Table:
-    lines = ([label_of(row), *(column.cell(row) for column in columns)] for row in rows)
+    labels = [row.label + (" [red]FAILED[/red]" if row.failure else "") for row in rows]
+    lines = [[label, *(column.cell(row) for column in columns)] for label, row in zip(labels, rows, strict=True)]
     return make_table(title, ["contender", *(column.heading for column in columns)], lines)
 
 

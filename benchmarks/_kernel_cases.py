@@ -529,4 +529,3 @@ FLAT_CASES = (
 
 
 CASES: Mapping[str, Case] = {case.name: case for case in (*LAYER_CASES, *LOSS_CASES, *FLAT_CASES)}
-CONTENDERS = ("lowtide", "torch", "compile", "liger")

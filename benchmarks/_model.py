@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -72,27 +72,53 @@ class Block(nn.Module):
         return out
 
 
-class GPT(nn.Module):
-    """A byte-level GPT that gives its own loss."""
+class Begin(nn.Module):
+    """Tokens, and positions if the size has a table of them: (batch, sequence) int64 -> (batch, sequence, width)."""
 
     def __init__(self, size: GPTSize) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Embedding(size.sequence_length, size.width) if size.has_positions else None
-        self.blocks = nn.ModuleList(Block(size.width, size.num_heads) for _ in range(size.num_layers))
-        self.final_norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-        draw_weights(self)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Gives the mean cross-entropy; tokens, targets: (batch, sequence) int64 -> () float32."""
-        x = self.embedding(tokens)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return x
+
+
+class Model(nn.Module):
+    """What is before the blocks, they, and what is behind; its output is its loss, () float32."""
+
+    def __init__(self, begin: nn.Module, blocks: Iterable[nn.Module], end: nn.Module) -> None:
+        super().__init__()
+        self.begin = begin
+        self.blocks = nn.ModuleList(blocks)
+        self.end = end
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.begin(tokens)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.final_norm(x)).float()  # a loss in 16 bits would hide what a step changes
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss_of(self.end(x), targets)
+
+
+class Stack(nn.Module):
+    """Blocks one after the other; its output is its loss, the mean of squares."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x if targets is None else x - targets).square().mean()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy; a loss in 16 bits would hide what a step changes."""
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
 def draw_weights(model: nn.Module) -> None:
@@ -109,22 +135,18 @@ def initialize_in_place(model: nn.Module) -> None:
     draw_weights(model)
 
 
-def sized(size_name: str, num_layers: int) -> GPTSize:
-    """Gives the size with so many blocks in place of its own."""
-    return replace(SIZES[size_name], num_layers=num_layers)
-
-
-def build_model(size_name: str) -> GPT:
-    """Gives the model with the same initial weights in every process."""
+def build_model(size: GPTSize) -> Model:
+    """Build a GPT over bytes with the same initial weights in every process."""
     torch.manual_seed(SEED)
-    return GPT(SIZES[size_name])
+    blocks = [Block(size.width, size.num_heads) for _ in range(size.num_layers)]
+    head = nn.Linear(size.width, size.vocabulary, bias=False)
+    model = Model(Begin(size), blocks, nn.Sequential(nn.LayerNorm(size.width), head))
+    draw_weights(model)
+    return model
 
 
-def build_batches(size_name: str, text_file: str, num_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Gives the global batches from the bytes of a file, each (tokens, targets) of shape (rows, sequence)."""
-    length = SIZES[size_name].sequence_length
-    data = torch.frombuffer(bytearray(Path(text_file).read_bytes()), dtype=torch.uint8).long()
+def build_batches(size: GPTSize, num_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Draw global batches, the same in every process: (tokens, targets) of shape (rows, sequence) each."""
     generator = torch.Generator().manual_seed(SEED)
-    starts = torch.randint(len(data) - length - 1, (num_batches, rows), generator=generator)
-    windows = data[starts[..., None] + torch.arange(length + 1)]  # (num_batches, rows, length + 1)
+    windows = torch.randint(size.vocabulary, (num_batches, rows, size.sequence_length + 1), generator=generator)
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in windows]

@@ -1,9 +1,8 @@
 """The law of memory: in a cgroup with the planned bytes and 3 % more a job ends well, with 3 % less it is killed.
 
-Random models, configs and one to four ranks, each case both ways, in fresh processes. What is planned of a job: for
-each rank the peak of its tensors, what a process takes beside them as `lowtide env --measure` has found it, and the
-kernel's tables of its pages. The C library must give back what is freed, as these jobs are told to by the environment;
-with its own settings it keeps up to 64 MiB of each rank. It takes root, and cgroups with a memory controller.
+Random models, configs and one to four ranks, each case both ways, in fresh processes. Planned are for each rank the
+peak of its tensors, what a process takes beside them as `lowtide env --measure` has found it, and the kernel's tables
+of its pages. The C library gives back what is freed, as the environment tells it. Needs root and memory cgroups.
 
 Example:
 
@@ -22,8 +21,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from _contenders import lowtide_config
 from _harness import JobError, Parser, begin, count, environment_of, run_ranks, write_json
 from _model import GPTSize
 from predicted import Case, estimate_of
@@ -41,8 +41,7 @@ class NoCgroup(Exception):
     """A memory cgroup cannot be made here; the text says why."""
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """The files of a version of memory cgroups."""
 
     parent: Path
@@ -51,12 +50,12 @@ class Names:
     peak: str
     killed: str
 
-
-def names_of_this_machine() -> Names:
-    if (ROOT / "memory").is_dir():
-        limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-        return Names(ROOT / "memory", limits, "-1", "memory.max_usage_in_bytes", "memory.oom_control")
-    return Names(ROOT, ("memory.max", "memory.swap.max"), "max", "memory.peak", "memory.events")
+    @classmethod
+    def of_this_machine(cls) -> Names:
+        if (ROOT / "memory").is_dir():
+            limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+            return cls(ROOT / "memory", limits, "-1", "memory.max_usage_in_bytes", "memory.oom_control")
+        return cls(ROOT, ("memory.max", "memory.swap.max"), "max", "memory.peak", "memory.events")
 
 
 class MemoryGroup:
@@ -66,7 +65,7 @@ class MemoryGroup:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self._names = names = names_of_this_machine()
+        self._names = names = Names.of_this_machine()
         self.folder = names.parent / f"lowtide-law-{os.getpid()}-{time.monotonic_ns()}"
         try:
             self.folder.mkdir()
@@ -111,19 +110,28 @@ class MemoryGroup:
 
 @dataclass
 class Outcome:
-    """Of one case. killed: with a limit of the planned bytes and so much more or less; peak: without a limit."""
+    """Of one case. killed: with a limit of the planned bytes and so much more, and less; peak: without a limit."""
 
     name: str
-    ranks: int
     planned: int
-    with_more_killed: bool | None = None
-    with_less_killed: bool | None = None
+    killed: tuple[bool, bool] | None = None
     peak: int = 0
     error: str = ""
 
     @property
     def holds(self) -> bool:
-        return not self.error and self.with_more_killed is False and self.with_less_killed is True
+        return self.killed == (False, True)
+
+    @property
+    def text(self) -> str:
+        if self.error:
+            said = f"FAILED: {self.error}"
+        elif self.killed is None:
+            said = f"{self.peak / 1e6:7.1f} MB taken, {100 * (self.planned / self.peak - 1):+5.1f} %"
+        else:
+            more, less = self.killed
+            said = f"+3% {'KILLED' if more else 'ends well'}, -3% {'killed' if less else 'ENDS WELL'}"
+        return f"{self.planned / 1e6:7.1f} MB planned, {said}   {self.name}"
 
 
 def planned_bytes(case: Case, measured: Measured) -> int:
@@ -142,16 +150,14 @@ def drawn(generator: random.Random, ranks: int) -> Case:
     width = 64 * generator.randint(6, 10)
     size = GPTSize(generator.randint(3, 8), width, width // 64, generator.choice((32, 64, 128)))
     stage, accumulation = generator.randint(0, 3), generator.randint(1, 3)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": generator.randint(1, 4),
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_print": 0,
-        "device": "cpu",
-        "optimizer": {"type": generator.choice(("adamw", "lion")), "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": {"every": generator.choice((0, 1))},
-        "communication": {"transport": generator.choice(("shared_memory", "sockets")) if ranks > 1 else "auto"},
-    }
+    config = lowtide_config(
+        stage,
+        train_micro_batch_size_per_gpu=generator.randint(1, 4),
+        gradient_accumulation_steps=accumulation,
+        optimizer={"type": generator.choice(("adamw", "lion")), "params": {"lr": 1e-4}},
+        activation_checkpointing={"every": generator.choice((0, 1))},
+        communication={"transport": generator.choice(("shared_memory", "sockets")) if ranks > 1 else "auto"},
+    )
     if generator.random() < 0.3:
         config["bf16"] = {"enabled": True}
     transport = config["communication"]["transport"]
@@ -182,14 +188,14 @@ def run(case: Case, limit: int | None, steps: int, timeout: float) -> tuple[bool
 
 def judged(case: Case, planned: int, options: argparse.Namespace) -> Outcome:
     """Both ways, or without a limit."""
-    outcome = Outcome(case.name, case.ranks, planned)
+    outcome = Outcome(case.name, planned)
     try:
         if options.unlimited:
             _, outcome.peak = run(case, None, options.steps, options.timeout)
-            return outcome
-        more, less = (round(planned * (1 + sign * MARGIN)) for sign in (1, -1))
-        outcome.with_more_killed, _ = run(case, more, options.steps, options.timeout)
-        outcome.with_less_killed, _ = run(case, less, options.steps, options.timeout)
+        else:
+            limits = [round(planned * (1 + sign * MARGIN)) for sign in (1, -1)]
+            more, less = (run(case, limit, options.steps, options.timeout)[0] for limit in limits)
+            outcome.killed = more, less
     except JobError as error:
         outcome.error = str(error)
     return outcome
@@ -218,26 +224,13 @@ def main() -> None:
         for number in range(options.cases):
             case = drawn(generator, 1 + number % 4)
             outcomes.append(judged(case, planned_bytes(case, measured), options))
-            print(_line(outcomes[-1], options.unlimited), flush=True)
+            print(outcomes[-1].text, flush=True)
     except (NoCgroup, ValueError) as error:
         raise SystemExit(f"cgroup_law: {error}") from error
     write_json(options, [asdict(one) for one in outcomes])
     if not options.unlimited:
         print(f"the law holds for {sum(one.holds for one in outcomes)} of {len(outcomes)} cases")
         raise SystemExit(0 if all(one.holds for one in outcomes) else 1)
-
-
-def _line(one: Outcome, is_unlimited: bool) -> str:
-    planned = f"{one.planned / 1e6:7.1f} MB planned"
-    if one.error:
-        return f"{planned}, FAILED: {one.error}   {one.name}"
-    if is_unlimited:
-        return f"{planned}, {one.peak / 1e6:7.1f} MB taken, {100 * (one.planned / one.peak - 1):+5.1f} %   {one.name}"
-    said = [
-        f"+{MARGIN:.0%} {'KILLED' if one.with_more_killed else 'ends well'}",
-        f"-{MARGIN:.0%} {'killed' if one.with_less_killed else 'ENDS WELL'}",
-    ]
-    return f"{planned}: {', '.join(said)}   {one.name}"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
 """Saves, loads and exports the same training by lowtide, FSDP2 + torch.distributed.checkpoint, and DeepSpeed.
 
-A round runs every contender once, each as a fresh job of its own that trains a step and then saves, loads and exports a
-few times; the next round begins with another contender. After each job one process writes as many bytes and reads the
-job's own files: what the disk could do in that minute. Ratios are of speeds, so that more is better, and compare within
-a round. A load counts only if training goes on with the very same losses after it.
-
-Speed is bytes of state over time: 12 a parameter (the parameter and two moments, fp32), 4 for an export. A save or an
-export ends when every file has been synced. Extra memory is the highest private memory of a rank above what it had
-before, in jobs that are not timed.
+Each job trains a step and then saves, loads and exports a few times; a load counts only if training goes on with the
+very same losses. Afterwards one process writes as many bytes and reads the job's own files: what the disk could do in
+that minute. Speed is bytes of state over time: 12 a parameter, 4 for an export. A save or an export ends when every
+file has been synced. Extra memory is the highest private memory of a rank above what it had before.
 
 Example, the whole comparison and then a quick look:
 
@@ -28,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,21 +61,8 @@ DEFAULT = [FSDP2, DEEPSPEED, "lowtide-3"]
 # -- how a contender saves -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Saver:
-    """A training's state goes to disk and back. Every function is called by all ranks.
-
-    export: full weights under the model's own names, for others to load.
-    """
-
-    save: Callable[[Path], object]
-    load: Callable[[Path], object]
-    export: Callable[[Path], object]
-
-
-def lowtide_saver(trainer: Trainer) -> Saver:
-    engine = trainer.engine
-    return Saver(engine.save_checkpoint, engine.load_checkpoint, engine.export)
+Saver = tuple[Callable[[Path], object], Callable[[Path], object], Callable[[Path], object]]
+"""Saves and loads a training's state, and exports full weights under the model's own names; called by all ranks."""
 
 
 def fsdp2_saver(trainer: Trainer) -> Saver:
@@ -110,7 +92,7 @@ def fsdp2_saver(trainer: Trainer) -> Saver:
             save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
         dist.barrier()
 
-    return Saver(save, load, export)
+    return save, load, export
 
 
 def deepspeed_saver(trainer: Trainer) -> Saver:
@@ -122,44 +104,21 @@ def deepspeed_saver(trainer: Trainer) -> Saver:
         if found is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint in {folder}")
 
-    return Saver(
-        lambda folder: engine.save_checkpoint(str(folder)), load, lambda folder: engine.save_16bit_model(str(folder))
+    return (
+        (lambda folder: engine.save_checkpoint(str(folder))),
+        load,
+        lambda folder: engine.save_16bit_model(str(folder)),
     )
 
 
 SAVERS: dict[str, Callable[[Trainer], Saver]] = {
-    "lowtide": lowtide_saver,
+    "lowtide": lambda trainer: (trainer.engine.save_checkpoint, trainer.engine.load_checkpoint, trainer.engine.export),
     "fsdp2": fsdp2_saver,
     "deepspeed": deepspeed_saver,
 }
 
 
 # -- a rank ----------------------------------------------------------------------------------------------------------
-
-
-class Stopwatch:
-    """Times what all ranks do together, and in a memory job counts the bytes that it takes above what was there."""
-
-    def __init__(self, ranks: int, counts_memory: bool) -> None:
-        self.seconds: dict[str, list[float]] = {}
-        self.extra_bytes: dict[str, int] = {}
-        self._ranks = ranks
-        self._counts_memory = counts_memory
-
-    def run(self, name: str, work: Callable[[], Any], then: Callable[[], Any]) -> None:
-        """Time `work` and `then`, and count the memory of `work`; each ends when all ranks are through."""
-        before = rank_bytes(self._ranks) if self._counts_memory else 0
-        sampler = PeakSampler(self._ranks, _SAMPLE_SECONDS) if self._counts_memory else None
-        _barrier()
-        started = time.perf_counter()
-        with sampler or nullcontext():
-            work()
-            _barrier()
-        then()
-        _barrier()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - started)
-        if sampler:
-            self.extra_bytes[name] = max(self.extra_bytes.get(name, 0), sampler.peak_bytes - before)
 
 
 def _barrier() -> None:
@@ -170,12 +129,29 @@ def _barrier() -> None:
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Return seconds and extra bytes of every operation, and whether training goes on the same after a load."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    drawn = build_batches(job["size"], argparse.__file__, 1 + _NUM_REPLAYED, ranks)
+    drawn = build_batches(SIZES[job["size"]], 1 + _NUM_REPLAYED, ranks)
     batches = [(tokens[rank::ranks], targets[rank::ranks]) for tokens, targets in drawn]
-    trainer = BUILDERS[job["kind"]](build_model(job["size"]), Setup(), **job["options"])
-    saver = SAVERS[job["kind"]](trainer)
+    trainer = BUILDERS[job["kind"]](build_model(SIZES[job["size"]]), Setup(), **job["options"])
+    save, load, export = SAVERS[job["kind"]](trainer)
     trainer.step(*batches[0])
-    watch = Stopwatch(ranks, job["allocator"] is not None)
+    counts_memory = job["allocator"] is not None
+    seconds: dict[str, list[float]] = {"save": [], "load cold": [], "load warm": [], "export": []}
+    extra_bytes = dict.fromkeys(seconds, 0)
+
+    def timed(name: str, work: Callable[[], object], then: Callable[[], object]) -> None:
+        """Time `work` and `then`, and count the memory of `work`; each ends when all ranks are through."""
+        before = rank_bytes(ranks) if counts_memory else 0
+        sampler = PeakSampler(ranks, _SAMPLE_SECONDS) if counts_memory else None
+        _barrier()
+        started = time.perf_counter()
+        with sampler or nullcontext():
+            work()
+            _barrier()
+        then()
+        _barrier()
+        seconds[name].append(time.perf_counter() - started)
+        if sampler:
+            extra_bytes[name] = max(extra_bytes[name], sampler.peak_bytes - before)
 
     def on_rank_0(work: Callable[[], object]) -> None:
         if rank == 0:
@@ -188,19 +164,19 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             if number:
                 on_rank_0(partial(shutil.rmtree, folder))
             folder = Path(job["folder"]) / f"{name}{number}"
-            watch.run(name, partial(write, folder), partial(on_rank_0, partial(sync_files, folder)))
+            timed(name, partial(write, folder), partial(on_rank_0, partial(sync_files, folder)))
         return folder
 
-    folder = into_new_folders("save", saver.save)
+    folder = into_new_folders("save", save)
     expected = [float(trainer.step(*batch)) for batch in batches[1:]]
     for _ in range(job["repeats"]):
         on_rank_0(lambda: drop_from_cache(files_below(folder)))
-        watch.run("load cold", partial(saver.load, folder), lambda: None)
+        timed("load cold", partial(load, folder), lambda: None)
         on_rank_0(lambda: _read(files_below(folder)))  # into the cache: a cold load may have read past it
-        watch.run("load warm", partial(saver.load, folder), lambda: None)
+        timed("load warm", partial(load, folder), lambda: None)
     found = [float(trainer.step(*batch)) for batch in batches[1:]]
-    into_new_folders("export", saver.export)
-    return {"seconds": watch.seconds, "extra_bytes": watch.extra_bytes, "losses_are_equal": expected == found}
+    into_new_folders("export", export)
+    return {"seconds": seconds, "extra_bytes": extra_bytes, "losses_are_equal": expected == found}
 
 
 # -- the disk --------------------------------------------------------------------------------------------------------

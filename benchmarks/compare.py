@@ -1,14 +1,11 @@
 """Trains the same GPT with lowtide, torch's DDP and FSDP2, and DeepSpeed; compares time, memory and losses.
 
-A round runs every contender once, each as a fresh job of its own; the next round begins with another contender. So a
-slow minute of the machine meets all of them, and a ratio compares two jobs of the same round. Memory is measured in
-jobs that are not timed, once for each allocator setting; `_worker.py` says what is counted.
+`_harness.py` says how jobs are interleaved, `_worker.py` what counts as memory.
 
 Example, the whole comparison and then a quick look:
 
     python benchmarks/compare.py --size 85M --json compare.json --png compare.png
     python benchmarks/compare.py --size 10M --contenders ddp fsdp2 lowtide-3 --rounds 1 --memory none
-    python benchmarks/compare.py --size 85M --contenders ddp lowtide-3 lowtide-3-states-nvme lowtide-3-nvme
 """
 
 from __future__ import annotations
@@ -24,18 +21,18 @@ from typing import Any
 
 from _contenders import BUILDERS, CONTENDERS, DDP, FSDP2, OFFLOAD_FOLDER, REFERENCE, Setup
 from _harness import (
+    LOSSES,
     Column,
     JobParser,
     Row,
     compare,
     count,
     find,
-    losses_column,
     mib,
     over,
     run_steps,
 )
-from _model import build_batches, build_model
+from _model import SIZES, build_batches, build_model
 from _worker import RankMemory, timed_steps
 
 
@@ -44,10 +41,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     rank, ranks, memory = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), RankMemory(job)
     rows = job["ranks"] * job["microbatch"] * job["accumulation"]
     share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
-    text = argparse.__file__  # does not change in a run
-    batches = build_batches(job["size"], text, job["warmup"] + job["steps"], rows)
+    size = SIZES[job["size"]]
+    batches = build_batches(size, job["warmup"] + job["steps"], rows)
     setup = Setup(job["microbatch"], job["accumulation"], job["clip"])
-    trainer = BUILDERS[job["kind"]](build_model(job["size"]), setup, **job["options"])
+    trainer = BUILDERS[job["kind"]](build_model(size), setup, **job["options"])
     found = timed_steps(trainer.step, [(tokens[share], targets[share]) for tokens, targets in batches], memory)
     trainer.close()
     return found
@@ -91,7 +88,7 @@ def columns(rows: Sequence[Row], allocators: Sequence[str]) -> list[Column]:
         panel = f"peak memory of a rank in training, MiB, {allocator}"
         found.append(Column(f"peak MiB\n{allocator}", partial(bytes_of, allocator), ".0f", panel))
         found.append(Column(f"x FSDP2\n{allocator}", partial(to_fsdp2, allocator)))
-    found.append(losses_column(lambda _: reference_of(rows)))
+    found.append(LOSSES)
     if allocators:
         found.append(Column("torch\nitself", lambda row: bytes_of(allocators[0], row, "baseline_bytes"), ".0f"))
     return found

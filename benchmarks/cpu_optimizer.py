@@ -1,10 +1,8 @@
 """Times one AdamW step on a flat CPU shard: the C++ kernel, torch's kernels, DeepSpeedCPUAdam, and plain copies.
 
-Each is a job of its own, and a ratio compares two jobs of the same round. Gradients are float32, parameters are written
-in bfloat16. Bandwidth counts what a step moves: master weights and states read and written, the gradient read, the
-parameters written. The copy bandwidth is the best of two ways to copy float32 weights, bytes read plus bytes written as
-in STREAM; a share above 100 % is possible, since a step that writes where it has read moves no line of the cache in
-vain, and reads more than it writes.
+Gradients are float32, parameters are written in bfloat16. Bandwidth counts what a step moves: master weights and states
+read and written, the gradient read, the parameters written. "of copy" compares it with the best of two ways to copy
+float32 weights, which may be exceeded: a step writes where it has read, and reads more than it writes.
 
 Example, everything and then the kernel alone:
 

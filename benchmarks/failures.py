@@ -39,10 +39,6 @@ class Failures:
     restart_seconds: float
 
     @property
-    def per_hour(self) -> float:
-        return 3600 / self.mean_seconds
-
-    @property
     def young_seconds(self) -> float:
         """Between the end of a save and the start of the next one, to first order."""
         return math.sqrt(2 * self.save_seconds * self.mean_seconds)
@@ -93,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, lines = parse_arguments(arguments), []
     for num_devices in given.devices:
         found = failures_of(given, num_devices)
-        numbers = (found.per_hour, found.save_seconds, found.young_seconds, found.daly_seconds)
+        numbers = (3600 / found.mean_seconds, found.save_seconds, found.young_seconds, found.daly_seconds)
         share = found.of_use(found.daly_seconds)
         lines.append([f"{num_devices:,}", *(f"{one:.3g}" for one in numbers), f"{share:.1%}"])
     headings = ["devices", "failures an hour", "save, s", "interval by Young, s", "by Daly, s", "of use"]

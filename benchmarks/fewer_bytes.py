@@ -2,10 +2,8 @@
 
 Every contender sees the same batches from the same initial values, in bfloat16. The loss of training is the mean of
 the last tenth of the steps, the others of text that nobody trained on, with the last weights and with averaged ones.
-Each is trained with several seeds, since two trainings whose last bits differ come to other losses: shown are means
-over the seeds, of the differences from the first contender with the same seed too, with the standard error of those.
-By default 2,000 steps of 0.9M parameters with 4 seeds. --messages compares messages between four ranks, processes of
-this machine; all but those of "two levels" stand for a host each.
+Shown are means over the seeds, and of the differences from the first contender with the same seed, with their standard
+error. --messages compares messages between four ranks, which stand for a host each but in "two levels".
 
 Example:
 

@@ -1,20 +1,19 @@
 """The first hour on a GPU: each part takes at most nine minutes and is useful alone.
 
-  checks     versions; every kernel against float64; the tests that are marked gpu
-  training   one rank: stages 0 to 3, fp32, bf16, fp16, every offload, compiled blocks; losses beside the CPU's
+  checks     every kernel against float64; the tests that are marked gpu
+  training   one rank: stages, precisions, every offload, compiled blocks; losses beside the CPU's
   trace      one of eight simulated ranks: a profiler's trace, idle time, waits of the host
   models     350M, 1.3B and 3B: tokens/s and peak memory beside torch's fused AdamW, FSDP2, DeepSpeed where it is there
 
-They run in this order, each in a process of its own; after one that fails or is cut off the next one runs. The folder
-gets results.json, log.txt with all that was said, and the traces. Parts that are measured later into the same folder
-take the place of what they had there. Kernels are timed by kernels.py, the largest model is searched by largest.py.
+Each runs in a process of its own; after one that fails or is cut off the next one runs. The folder gets results.json,
+log.txt with all that was said, and the traces. Kernels are timed by kernels.py, the largest model is searched by
+largest.py.
 
-What must be installed: Python 3.11 or newer with torch 2.11 or newer built for the device, numpy, pydantic, psutil and
-rich; triton for the kernels, pytest for the tests. Liger (liger_kernel) and DeepSpeed take part where they can be
-imported. lowtide itself is taken from this checkout and need not be installed. Nothing is downloaded. Where the machine
-reaches no index, carry wheels: `pip download --only-binary=:all: -d wheels pydantic psutil rich` elsewhere, then
-`pip install --no-index --find-links wheels --target site pydantic psutil rich` there, and PYTHONPATH=site.
-Python is GPU_PYTHON, else the first of .venv, python3, python that has torch and sees an accelerator.
+Needed are Python 3.11, torch 2.11 or newer built for the device, numpy, pydantic, psutil and rich; triton for kernels,
+pytest for tests. lowtide itself is taken from this checkout. Where the machine reaches no index, carry wheels: `pip
+download --only-binary=:all: -d wheels pydantic psutil rich` elsewhere, then `pip install --no-index --find-links wheels
+--target site pydantic psutil rich` there, and PYTHONPATH=site. Python is GPU_PYTHON, else the first of .venv, python3,
+python that has torch and sees an accelerator.
 
 Example, all of it, two parts, and a rehearsal, for which no GPU is needed:
 

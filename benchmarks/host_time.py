@@ -1,15 +1,13 @@
 """Measures what a step costs on the host: lowtide's stages beside FSDP2, DDP and plain torch, in milliseconds a block.
 
-A GPU that computes a block in 2 ms waits for a host that takes longer. Here nothing else is there to be waited for: the
-process group is torch's fake one of --ranks ranks, tensors are a few elements on the CPU, and lowtide runs as it would
-on an accelerator, with Triton kernels whose launches do nothing. So what is left is Python, and the calls of torch's
-operators. Every block has the nine parameters of a Llama block; every step is forward, backward, clipping and AdamW.
+Nothing else is there to be waited for: the process group is torch's fake one of --ranks ranks, tensors are a few
+elements on the CPU, and lowtide runs as on an accelerator, with Triton kernels whose launches do nothing. Every block
+has the nine parameters of a Llama block; every step is forward, backward, clipping and AdamW.
 
-A round makes --steps steps in a row of each contender, for models of two depths, after one that is not counted. The
-difference is what a block costs, the rest what a step does. Contenders take turns, and the least of all their steps
-counts: what else the machine does can only add to one. A contender's own time is the processor's beyond the forward and
-backward of the same model in plain torch; clipping and update are among it. On a GPU each operator costs some
-microseconds more: --operators counts them.
+A round makes --steps steps in a row of each contender, for models of two depths. The difference is what a block costs,
+the rest what a step does. The least of all steps counts. A contender's own time is the processor's beyond the forward
+and backward of the same model in plain torch. On a GPU each operator costs some microseconds more: --operators counts
+them.
 
 Example:
 
@@ -35,6 +33,7 @@ import torch
 import torch.distributed as dist
 from _contenders import BUILDERS, CONTENDERS, Setup
 from _harness import Parser, begin, count, make_table, over, shown, write_json
+from _model import Stack
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,34 +64,22 @@ class Block(nn.Module):
         return out
 
 
-class Model(nn.Module):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = (self.head(x) - targets).square().mean()
-        return loss
-
-
 def build_step(name: str, num_blocks: int) -> Step:
     """Build a contender of `_contenders.py` for a model of so many blocks."""
     contender = CONTENDERS[name]
     options = contender.options | ({"more": CONFIG} if contender.kind == "lowtide" else {})
-    trainer = BUILDERS[contender.kind](Model(num_blocks), Setup(clip=1.0), **options)
-    if isinstance(trainer.model, nn.parallel.DistributedDataParallel):  # the fake group's futures have no result
-        trainer.model.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
-    x, targets = torch.ones(1, WIDTH), torch.zeros(1, 1)
+    model = Stack(Block() for _ in range(num_blocks))
+    trainer = BUILDERS[contender.kind](model, Setup(clip=1.0), **options)
+    if isinstance(trainer.model, nn.parallel.DistributedDataParallel):
+
+        def done(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            future = torch.futures.Future[Tensor]()
+            future.set_result(bucket.buffer())
+            return future
+
+        trainer.model.register_comm_hook(None, done)  # the fake group's futures have no result
+    x, targets = torch.ones(1, WIDTH), torch.zeros(1, WIDTH)
     return lambda: trainer.step(x, targets)
-
-
-def done(result: Tensor) -> torch.futures.Future[Tensor]:
-    future = torch.futures.Future[Tensor]()
-    future.set_result(result)
-    return future
 
 
 @contextlib.contextmanager

@@ -1,11 +1,9 @@
 """Checks every kernel against float64, then times it against torch, torch.compile and Liger on a GPU.
 
-A kernel is timed beside its peers in interleaved rounds; each call begins with fresh inputs and an empty cache, and
-the numbers are medians of GPU time. Bandwidth counts the bytes that must move: each input read once, each output
-written once. "of copy" is its share of what a copy within the GPU's memory reaches in the same run. "host us" is the
-time until Python had launched all, "x best" our time over that of the fastest peer in the same round. Every result and
-gradient of every size is compared with float64 before it is timed, which takes tens of GiB for the largest losses.
-Liger takes part where `liger_kernel` can be imported. Exits with 1 where a kernel of ours is wrong or fails.
+Each call begins with fresh inputs and an empty cache; the numbers are medians of GPU time. Bandwidth counts each input
+read once and each output written once; "of copy" is its share of what a copy reaches in the same run. "host us" is the
+time until Python had launched all, "x best" our time over that of the fastest peer in the same round. Checks take tens
+of GiB for the largest losses. Exits with 1 where a kernel of ours is wrong or fails.
 
 Example, everything, a quick look at some, and the checks alone, which without a GPU run in Triton's interpreter:
 
@@ -27,7 +25,7 @@ from typing import Any
 import _device
 import torch
 from _harness import Parser, count, make_table, settings_of, write_bars, write_json
-from _kernel_cases import CASES, CONTENDERS, Case, Draw, Form, Pass, Size, dtype_text, size_text
+from _kernel_cases import CASES, Case, Draw, Form, Pass, Size, dtype_text, size_text
 from _kernel_measure import Checker, Clock, Measured, Problem, time_pass
 from rich.console import Console
 
@@ -72,12 +70,9 @@ class Row:
 
 @dataclass
 class Check:
-    """Errors of one contender for one problem, over what they may be."""
+    """Errors of our kernel for one problem, over what they may be."""
 
-    case: str
-    size: Size
-    dtype: str
-    contender: str
+    what: str
     errors: dict[str, float]
     failure: str | None = None
 
@@ -89,7 +84,7 @@ class Check:
     def text(self) -> str:
         worst = ", ".join(f"{name} {error:.2g}" for name, error in self.errors.items() if not error <= 1.0)
         found = self.failure or f"errors over what is allowed, expected at most 1: {worst}"
-        return f"{self.case} {size_text(self.size)} {self.dtype}, {self.contender}: {found}"
+        return f"wrong: {self.what}: {found}"
 
 
 @dataclass
@@ -101,29 +96,18 @@ class Findings:
     copy_bandwidth: float = 0.0  # bytes a second
 
     @property
-    def wrong(self) -> list[Check]:
-        """Checks of our kernels that failed."""
-        return [check for check in self.checks if check.contender == OURS and not check.is_right]
-
-    @property
     def problems(self) -> list[str]:
         """A line for each wrong kernel of ours, and for each pass that it did not finish."""
-        broken = [f"failed: {row.label}: {row.ours.failure}" for row in self.rows if row.ours.failure]
-        return [f"wrong: {check.text}" for check in self.wrong] + broken
+        wrong = [check.text for check in self.checks if not check.is_right]
+        return wrong + [f"failed: {row.label}: {row.ours.failure}" for row in self.rows if row.ours.failure]
 
     def as_dict(self) -> dict[str, Any]:
         """Return every raw number; inf is Infinity in JSON."""
-        rows = [
-            {
-                "case": row.case.name,
-                "size": row.size,
-                "dtype": dtype_text(row.dtype),
-                "pass": row.which,
-                "moved_bytes": row.moved_bytes,
-                "contenders": {name: asdict(found) for name, found in row.measured.items()},
-            }
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            what = {"case": row.case.name, "size": row.size, "dtype": dtype_text(row.dtype), "pass": row.which}
+            contenders = {name: asdict(found) for name, found in row.measured.items()}
+            rows.append(what | {"moved_bytes": row.moved_bytes, "contenders": contenders})
         checks = [asdict(check) for check in self.checks]
         return {"copy_bytes_per_second": self.copy_bandwidth, "rows": rows, "checks": checks}
 
@@ -164,7 +148,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--kernels", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
-    add("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help=f"some of: {', '.join(CONTENDERS)}")
     add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="default: float32 bfloat16")
     add("--sizes", choices=["all", "largest"], default="all", help="default: all")
     add("--rounds", type=count(), default=30, help="timed calls of each contender, after three untimed (default: 30)")
@@ -175,41 +158,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def contenders_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return ours, and the peers that are installed."""
-    asked = options.contenders or CONTENDERS
-    if "liger" in asked and importlib.util.find_spec("liger_kernel") is None:
-        if options.contenders:
-            raise SystemExit("kernels.py: expected liger_kernel for the contender liger, found none; pip install it")
-        asked = [name for name in asked if name != "liger"]
-    return (OURS, *(name for name in CONTENDERS if name in asked and name != OURS))
-
-
-def check(problem: Problem, forms: dict[str, Form]) -> list[Check]:
-    """Compare all forms with float64. Ours alone must be right; errors of peers are there to compare."""
-    checker, found = Checker(problem), []
-    for name, form in forms.items():
-        one = Check(problem.case.name, problem.size, dtype_text(problem.dtype), name, {})
-        try:
-            one.errors = checker.errors(form, poisoned=name == OURS)
-        except Exception as error:
-            one.failure = f"{type(error).__name__}: {error}"
-        found.append(one)
-    return found
-
-
-def run_problem(findings: Findings, problem: Problem, names: tuple[str, ...], clock: Clock | None, rounds: int) -> None:
-    """Add the checks of a problem, and a row a pass if there is a clock."""
+def forms_of(case: Case) -> dict[str, Form]:
+    """Return the contenders of a case; Liger takes part where it is installed."""
     torch._dynamo.reset()
-    forms = {name: problem.case.forms[name] for name in names if name in problem.case.forms}
+    forms = dict(case.forms)
+    if importlib.util.find_spec("liger_kernel") is None:
+        forms.pop("liger", None)
     if "compile" in forms:
         forms["compile"] = torch.compile(forms["compile"], dynamic=False)
-    findings.checks += check(problem, forms)
-    if clock is None:
-        return
-    for which in problem.case.passes:
+    return forms
+
+
+def time_problem(findings: Findings, problem: Problem, forms: dict[str, Form], clock: Clock, rounds: int) -> None:
+    """Add a row for each pass of a problem."""
+    case = problem.case
+    for which in case.passes:
         measured = time_pass(problem, which, forms, clock, rounds)
-        findings.rows.append(Row(problem.case, problem.size, problem.dtype, which, problem.moved[which], measured))
+        findings.rows.append(Row(case, problem.size, problem.dtype, which, problem.moved[which], measured))
 
 
 def run_all(options: argparse.Namespace, console: Console) -> Findings:
@@ -218,7 +183,6 @@ def run_all(options: argparse.Namespace, console: Console) -> Findings:
     device = "cuda" if has_gpu else "cpu"
     seed = int.from_bytes(os.urandom(4), "little")
     draw = Draw(device, torch.Generator(device).manual_seed(seed))
-    names = contenders_of(options) if has_gpu else (OURS,)
     findings = Findings([], [])
     console.print(f"{_device.name()}, seed {seed}")
     clock = None if options.check_only else Clock()
@@ -234,10 +198,12 @@ def run_all(options: argparse.Namespace, console: Console) -> Findings:
                 label = f"{case.name} {size_text(size)} {dtype_text(dtype)}"
                 console.print(label, style="dim", highlight=False)
                 try:
-                    run_problem(findings, Problem(case, size, dtype, draw), names, clock, options.rounds)
+                    problem = Problem(case, size, dtype, draw)
+                    findings.checks.append(Check(label, Checker(problem).errors(case.forms[OURS], poisoned=True)))
+                    if clock is not None:
+                        time_problem(findings, problem, forms_of(case), clock, options.rounds)
                 except Exception as error:
-                    failure = f"{type(error).__name__}: {error}"
-                    findings.checks.append(Check(case.name, size, dtype_text(dtype), OURS, {}, failure))
+                    findings.checks.append(Check(label, {}, f"{type(error).__name__}: {error}"))
                 if has_gpu:
                     torch.cuda.empty_cache()  # the next one has other sizes
     return findings
@@ -264,8 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
         write_chart(findings, title, options.png)
     for line in findings.problems:
         console.print(line, style="red", highlight=False, markup=False)
-    num_right = sum(check.contender == OURS and check.is_right for check in findings.checks)
-    console.print(f"{num_right} comparisons with float64 are right, {len(findings.wrong)} are not")
+    num_right = sum(check.is_right for check in findings.checks)
+    console.print(f"{num_right} comparisons with float64 are right, {len(findings.checks) - num_right} are not")
     if findings.problems:
         raise SystemExit(1)
 

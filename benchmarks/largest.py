@@ -1,28 +1,21 @@
 """Searches the largest GPT that trains in a given memory, with lowtide and its peers, and how fast it trains there.
 
-Width and sequence are those of --size; what grows is the number of layers: doubled until a model does not fit, then
-bisected. Each try is a job of fresh processes that build the model and train it for some steps, all on one batch; the
-loss must be finite and change. Each contender builds its model as its users build one that is too large for a process:
-`_contenders.py` says how. What building takes counts.
+The number of layers is doubled until a model does not fit, then bisected. Each try is a job of fresh processes that
+build the model, as users build one that is too large for a process (`_contenders.py`), and train it on one batch; the
+loss must be finite and change. What building takes counts.
 
-On a GPU the budget is what torch may take of it (the CUDA context and NCCL's own buffers are outside it), and the peak
-is what torch has reserved. On a CPU the host's memory stands in for a GPU's: a rank may hold so much more than it held
-when torch and the contender's library were imported; `_worker.py` says what is counted, and a rank that exceeds the
-budget is stopped. Memory that ranks share counts once, divided; GPUs share none, so what fits on a CPU does not say
-what fits on GPUs. What a contender puts into files is not memory on either.
+On a GPU the budget is what torch may take of it, and the peak is what torch has reserved. On a CPU the host's memory
+stands in for a GPU's: a rank may hold so much more than it held when torch and the contender's library were imported,
+and is stopped when it exceeds that. Memory that ranks share counts once, divided; GPUs share none.
 
-tokens/s are measured in jobs of their own, at each contender's largest model and at the largest one of the first peer.
-On a CPU these use the allocator's own settings, and nothing stops them at the budget: the search says what fits.
+tokens/s are measured in jobs of their own, which nothing stops at the budget: at each contender's largest model and at
+the largest one of the first peer. With --sequence the length of the sequence grows instead, of the model `LONG_SHAPE`,
+which has the proportions of Llama 3 8B.
 
-Example, two ranks that may take 200 MiB each, and then one GPU of which torch may take 8 GiB:
+Example:
 
     python benchmarks/largest.py --device cpu --size 10M --budget-mib 200 --json largest.json --png largest.png
     python benchmarks/largest.py --device cuda --size 85M --budget-mib 8192 --recompute-blocks
-
-With --sequence the model stays as it is, and the sequence is doubled until it does not fit, then bisected. The model,
-`LONG_SHAPE`, has the proportions of Llama 3 8B: half as many layers, a vocabulary of 32 times its width, no table of
-positions.
-
     python benchmarks/largest.py --device cpu --budget-mib 200 --sequence
 """
 
@@ -53,7 +46,6 @@ from _harness import (
     JobError,
     JobParser,
     OverBudget,
-    Parser,
     Result,
     Row,
     begin,
@@ -67,9 +59,8 @@ from _harness import (
     python_of,
     run_ranks,
 )
-from _model import GPT, SEED, SIZES, GPTSize, build_batches, sized
+from _model import SIZES, GPTSize, build_batches, build_model
 from _worker import OVER_BUDGET_STATUS, PeakSampler, rank_bytes
-from torch import Tensor
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +89,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """
     _device.prepare()
     if job["device"] != "cpu":
-        limit_device(job["budget_bytes"])
+        _device.choose(int(os.environ["LOCAL_RANK"]), job["budget_bytes"])
     try:
         return _train(job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except Exception as error:
@@ -110,19 +101,19 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     setup = Setup(job["microbatch"], device=job["device"], dtype=job["dtype"], recompute_blocks=job["recompute_blocks"])
-    shape, (tokens, targets) = build_shape_and_batch(job)
+    shape = GPTSize(**job["shape"])
+    ((tokens, targets),) = build_batches(shape, 1, job["ranks"] * job["microbatch"])
     share = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
     batch = (tokens[share].to(setup.device), targets[share].to(setup.device))
     measures_host = job["measures_memory"] and setup.device == "cpu"
     if measures_host:
         import_libraries(job["kind"], setup)
-    torch.manual_seed(SEED)
     losses: list[float] = []
     seconds: list[float] = []
     start_bytes = rank_bytes(ranks) if measures_host else 0
     sampler = _sampler(ranks, start_bytes + job["budget_bytes"]) if measures_host else None
     with sampler or nullcontext():
-        trainer = BUILDERS[job["kind"]](partial(GPT, shape), setup, **job["options"])
+        trainer = BUILDERS[job["kind"]](partial(build_model, shape), setup, **job["options"])
         for _ in range(job["warmup"] + job["steps"]):
             started = time.perf_counter()
             loss = trainer.step(*batch)
@@ -132,19 +123,9 @@ def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             losses.append(float(loss))
     peak_bytes = sampler.peak_bytes - start_bytes if sampler else None
     if setup.device != "cpu":
-        peak_bytes = _device.Memory.now().peak_reserved
+        peak_bytes = _device.peaks().reserved
     trainer.close()
     return {"losses": losses, "seconds": seconds, "peak_bytes": peak_bytes}
-
-
-def build_shape_and_batch(job: dict[str, Any]) -> tuple[GPTSize, tuple[Tensor, Tensor]]:
-    """Return the shape of the model and the global batch, of the size's sequence or a long one."""
-    rows, length = job["ranks"] * job["microbatch"], job["sequence_length"]
-    if length is None:
-        return sized(job["size"], job["num_layers"]), build_batches(job["size"], argparse.__file__, 1, rows)[0]
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(LONG_SHAPE.vocabulary, (rows, length + 1), generator=generator)
-    return replace(LONG_SHAPE, num_layers=job["num_layers"]), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def _sampler(ranks: int, most_bytes: int) -> PeakSampler:
@@ -155,12 +136,6 @@ def _sampler(ranks: int, most_bytes: int) -> PeakSampler:
             _worker.leave(OVER_BUDGET_STATUS)
 
     return PeakSampler(ranks, _SAMPLING_SECONDS, check)
-
-
-def limit_device(budget_bytes: int) -> None:
-    """Choose this rank's device, and let torch take no more than the budget of it."""
-    _device.choose(int(os.environ["LOCAL_RANK"]))
-    _device.limit_memory(budget_bytes)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -276,17 +251,16 @@ class Search:
         found = [row for row in self.rows if row.largest]
         return next((row for row in found if self.options.sequence or row.contender.kind != "lowtide"), None)
 
-    def num_parameters(self, amount: int) -> int:
-        shape = LONG_SHAPE if self.options.sequence else sized(self.options.size, amount)
-        return shape.num_parameters
+    def shape(self, amount: int) -> GPTSize:
+        if self.options.sequence:
+            return replace(LONG_SHAPE, sequence_length=amount)
+        return replace(SIZES[self.options.size], num_layers=amount)
 
     def ratio(self, row: LargestRow) -> float | None:
         """Return the row's largest over the peer's: parameters, or tokens."""
-        if self.peer is None or not row.largest:
-            return None
-        if self.options.sequence:
-            return over(row.largest, self.peer.largest)
-        return over(self.num_parameters(row.largest), self.num_parameters(self.peer.largest))
+        if self.peer is None or not row.largest or self.options.sequence:
+            return over(row.largest, self.peer.largest) if self.peer else None
+        return self.shape(row.largest).num_parameters / self.shape(self.peer.largest).num_parameters
 
     def tokens_per_second(self, job: Result | None) -> float | None:
         """Return the tokens of all ranks in a second of the median step."""
@@ -326,7 +300,7 @@ class Search:
             peak = None
         row.tries[amount] = peak
         found = f"peak {peak / MIB:.0f} MiB, fits" if peak is not None else f"over {budget} MiB, does not fit"
-        self._say(row, f"{name}, {self.num_parameters(amount) / 1e6:.1f} M parameters: {found}")
+        self._say(row, f"{name}, {self.shape(amount).num_parameters / 1e6:.1f} M parameters: {found}")
         return peak is not None
 
     def _timed(self, row: LargestRow, num_layers: int) -> Result | None:
@@ -341,14 +315,7 @@ class Search:
 
     def _run(self, row: LargestRow, amount: int, warmup: int, steps: int, allocator: str | None) -> Result:
         o = self.options
-        work = job_of(
-            o,
-            num_layers=LONG_SHAPE.num_layers if o.sequence else amount,
-            sequence_length=amount if o.sequence else None,
-            warmup=warmup,
-            steps=steps,
-            budget_bytes=o.budget_mib * MIB,
-        )
+        work = job_of(o, shape=asdict(self.shape(amount)), warmup=warmup, steps=steps, budget_bytes=o.budget_mib * MIB)
         return run_budget_job(row.contender, work, python_of(row.contender, o), o.offload_folder, allocator)
 
     def _say(self, row: LargestRow, line: str) -> None:
@@ -370,7 +337,7 @@ def columns(search: Search) -> list[Column]:
         return f"{'>= ' if row.largest == search.most * search.unit else ''}{row.largest:,}"
 
     def parameters(row: LargestRow) -> float | None:
-        return search.num_parameters(row.largest) / 1e6 if row.largest else None
+        return search.shape(row.largest).num_parameters / 1e6 if row.largest else None
 
     more = f"x {peer.contender.label if peer else 'peer'}"
     common = f"tokens/s,\nat {peer.largest} layers" if peer else "tokens/s,\nat one size"
@@ -409,37 +376,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     least, most = options.start_layers, options.max_layers
     if most < least:
         parser.error(f"--max-layers: expected at least --start-layers ({least}), found {most}")
-    _choose_device(parser, options)
-    if not options.offload_folder.is_dir():
-        parser.error(f"--offload-folder: expected a folder, found none at {options.offload_folder}")
-    default = LONG if options.sequence else [*DEFAULT, *([] if options.device == "cpu" else ON_GPU)]
-    return parser.check(options, default)
-
-
-def _choose_device(parser: Parser, options: argparse.Namespace) -> None:
-    """Fill in the device, and what depends on it: the ranks and the budget."""
-    num_gpus, here = _device.count(), _device.type_of_device()
+    here = _device.type_of_device()
     if options.device == "auto":
         options.device = here
     if options.device not in ("cpu", here):
         parser.error(f"--device {options.device}: expected {' or '.join(dict.fromkeys((here, 'cpu')))}")
     if options.ranks is None:
-        options.ranks = 2 if options.device == "cpu" else num_gpus
-    if options.device != "cpu":
-        if num_gpus < options.ranks:
-            parser.error(
-                f"--device {here}: expected a GPU for each rank ({options.ranks}), found {num_gpus}; "
-                "take fewer --ranks, or --device cpu"
-            )
-        total_bytes = _device.total_bytes()
-        if options.budget_mib is None and total_bytes is None:
-            parser.error(f"--budget-mib: must be given on {here}: MiB that a rank may take")
-        options.budget_mib = options.budget_mib or (total_bytes or 0) // MIB
-        return
+        options.ranks = 2 if options.device == "cpu" else _device.count()
     if options.budget_mib is None:
-        parser.error("--budget-mib: must be given on a CPU: MiB that a rank may take, such as 200")
-    if not _worker.supported():
+        total_bytes = None if options.device == "cpu" else _device.total_bytes()
+        if total_bytes is None:
+            parser.error(f"--budget-mib: must be given on {options.device}: MiB that a rank may take, such as 200")
+        options.budget_mib = total_bytes // MIB
+    if options.device == "cpu" and not _worker.supported():
         parser.error(f"--device cpu needs {_worker.ROLLUP} with Pss_Shmem (Linux 5.0 or newer) to measure memory")
+    default = LONG if options.sequence else [*DEFAULT, *([] if options.device == "cpu" else ON_GPU)]
+    return parser.check(options, default)
 
 
 def main() -> int:

@@ -1,12 +1,11 @@
 """Steps with parameters and states in files, in the plain order and layer by layer, interleaved.
 
+One rank. `--drive-mb-per-second` simulates a slower drive, by waiting where blocks are read and written: a drive is as
+fast beside a GPU as a slower one is beside a CPU. What is read and written is counted where the store is asked for it.
+
 Example:
 
     python benchmarks/layered.py --folder /mnt/nvme --width 1024 --blocks 8 --microbatches 8
-
-One rank. A drive is as fast beside a GPU as a slower one is beside a CPU: `--drive-mb-per-second` makes it so, by
-waiting where blocks are read and written. The ratio of step rates is that of medians; each round has a step of both,
-one after the other. What is read and written is counted where the store is asked for it.
 """
 
 import argparse
@@ -22,7 +21,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _contenders import lowtide_config
 from _harness import Parser, count
+from _model import Stack
 from torch import Tensor, nn
 
 import lowtide
@@ -42,33 +43,19 @@ class Block(nn.Module):
         return made
 
 
-class Blocks(nn.Module):
-    def __init__(self, width: int, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def build(arguments: argparse.Namespace, folder: str, is_layered: bool) -> lowtide.Engine:
     file = {"device": "nvme", "nvme_path": folder}
     zero = {"stage": 3, "layered_gradient_accumulation": is_layered, "offload_param": file}
     if not arguments.states_in_memory:
         zero["offload_optimizer"] = file
-    config = {
-        "device": "cpu",
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": arguments.microbatches,
-        "steps_per_print": 0,
-        "optimizer": {"type": "adamw", "params": {"lr": 1e-4}},
-        "zero_optimization": zero,
-        "activation_checkpointing": {"every": 1},
-    }
+    config = lowtide_config(
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=arguments.microbatches,
+        zero_optimization=zero,
+        activation_checkpointing={"every": 1},
+    )
     torch.manual_seed(0)
-    return lowtide.initialize(Blocks(arguments.width, arguments.blocks), config)
+    return lowtide.initialize(Stack(Block(arguments.width) for _ in range(arguments.blocks)), config)
 
 
 @contextmanager
@@ -134,7 +121,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, folder: str) -> None:
     x = torch.randn(arguments.microbatches, arguments.tokens, arguments.width)
-    num_bytes = 4 * sum(param.numel() for param in Blocks(arguments.width, arguments.blocks).parameters())
+    num_bytes = 4 * arguments.blocks * sum(param.numel() for param in Block(arguments.width).parameters())
     engines = {name: build(arguments, folder, name == "layered") for name in ("plain", "layered")}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     print(

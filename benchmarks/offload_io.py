@@ -1,19 +1,15 @@
 """Measures the disk store against fio, and how much of its transfers the window hides behind work.
 
-A round does each of these once, one right after the other, so that they meet the same disk:
+A round does each of these once, so that they meet the same disk:
 
-  fio write, fio read   O_DIRECT, libaio, blocks of the same size, as many at once as the store has threads, 4 at least;
-                        its buffers in huge pages, like those of a HostPool
+  fio write, fio read   O_DIRECT, libaio, blocks of the same size, as many at once as the store has threads, 4 at least
   save, load            a FileStore, in pieces of --unit
-  work                  passes over a buffer in memory, as many for a piece as take about as long as its load and save;
-                        with --idle nothing but the time: as if another device worked
+  work                  passes over a buffer in memory that take about as long as load and save; with --idle a sleep
   beside                fio, half reads and half writes, and the work, both at the same time
   window                load, work and save of every piece by a `Window`
 
-The ideal time of the window is the longer one of load + save and work; the first load and the last save, which nothing
-can hide, are not in it. Once each is taken as it was alone in the same round, and once as fio and the work were beside
-each other: then they have slowed each other down already, as the machine has it, and what is missing is the window's
-own. Ratios are by round; shown is their median.
+The ideal time of the window is the longer one of load + save and work, as each was alone, and as both were beside each
+other, when they have slowed each other down already. Ratios are by round; shown is their median.
 
 Example:
 
@@ -177,7 +173,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("--size", type=count(), default=1024, metavar="MIB", help="bytes in all (default: 1024)")
     add("--unit", type=count(), default=32, metavar="MIB", help="bytes of a piece (default: 32)")
-    add("--work-threads", type=count(), default=1, help="of the work (default: 1)")
     add("--idle", action="store_true", help="work that takes time and no processor")
     add("--rounds", type=count(), default=5, help="(default: 5)")
     add("--folder", type=Path, default=Path.cwd(), help="on the disk to measure (default: the working directory)")
@@ -218,7 +213,7 @@ def tables(seconds: Seconds, nbytes: int, title: str) -> list[Table]:
 
 def main() -> int:
     options = parse_arguments()
-    torch.set_num_threads(options.work_threads)
+    torch.set_num_threads(1)
     console = begin()
     fio = shutil.which("fio")
     if fio is None:

@@ -1,10 +1,8 @@
 """Splits the same Llama over ranks with lowtide, torch and DeepSpeed; compares time, peaks and bytes sent.
 
-A round runs every contender once, each as a fresh job of its own; a ratio compares two jobs of the
-same round. Peaks are taken in jobs that are not timed. What is sent is counted by the kernel, on the loopback device of
-a network of its own where the processes may have one (root on Linux), with headers of packets and two barriers. All
-losses must be those of one process. All run in the same interpreter, since what is installed there is in their peaks:
-transformers imports triton and accelerate where it finds them, 36 MiB of a rank.
+What is sent is counted by the kernel, on the loopback device of a network of its own where the processes may have one
+(root on Linux), with headers of packets and two barriers. All losses must be those of one process. All run in the same
+interpreter, since what is installed there is in their peaks.
 
 Example, the whole comparison and then a quick look:
 
@@ -30,8 +28,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW, Trainer
+from _contenders import ADAMW, Trainer, lowtide_config
 from _harness import (
+    LOSSES,
     MIB,
     Column,
     Contender,
@@ -41,7 +40,6 @@ from _harness import (
     compare,
     count,
     find,
-    losses_column,
     mib,
     over,
     run_steps,
@@ -229,15 +227,10 @@ def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
 
 def _lowtide(model: nn.Module, size: dict[str, int], split: str, more: dict[str, bool], transport: str) -> Trainer:
     lowtide = importlib.import_module("lowtide")
-    config = {
-        "train_micro_batch_size_per_gpu": size["rows"],
-        "steps_per_print": 0,
-        "device": "cpu",
-        "optimizer": {"type": "adamw", "params": ADAMW},
-        "zero_optimization": {"stage": 0},
-        "parallel": {split: int(os.environ["WORLD_SIZE"]), **more},
-        "communication": {"transport": transport},
-    }
+    parallel = {split: int(os.environ["WORLD_SIZE"]), **more}
+    config = lowtide_config(
+        train_micro_batch_size_per_gpu=size["rows"], parallel=parallel, communication={"transport": transport}
+    )
     engine = lowtide.initialize(model, config)
     return Trainer(lambda tokens: float(engine.train_step({"input_ids": tokens, "labels": tokens}).loss), engine.close)
 
@@ -338,7 +331,7 @@ def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
         Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
         Column("peak x its peer", peak_ratio),
         Column("sent MiB/step", sent, ".1f", "sent by all ranks in a step, MiB"),
-        losses_column(lambda _: first_of(rows)),
+        LOSSES,
     ]
 
 

@@ -1,11 +1,11 @@
 """Trains over pipelines with lowtide, torch.distributed.pipelining and DeepSpeed; measures time, memory and bubbles.
 
---mode work: a GPT with AdamW, the same blocks in the same stages for every contender. A round runs all of them once,
-each as a fresh job; a ratio compares a schedule with torch's same one in the same round. Memory is
-measured in jobs that are not timed; `_worker.py` says what is counted. A step is the schedule and the update.
+--mode work: a GPT with AdamW, the same blocks in the same stages for every contender. A ratio compares a schedule with
+torch's same one in the same round. A step is the schedule and the update.
 
---mode sleep: sleeps in place of work, so that a few cores do for many ranks. Measured makespans and bubbles stand
-beside those that the simulator predicts for the same costs, and beside torch's steps with the same sleeps.
+--mode sleep: sleeps in place of work, so that a few cores do for many ranks, beside what the simulator predicts. In
+`SleepingBlock`s the three matrix products of a linear layer sleep: the forward, the gradient of the input, the gradient
+of the weight. Whoever splits a backward splits it between the second and the third.
 
 Example, both parts whole, and then a quick look at each:
 
@@ -13,12 +13,6 @@ Example, both parts whole, and then a quick look at each:
     python benchmarks/pipeline.py --mode sleep --ranks 2 4 --json sleep.json --png docs/images/pipeline_measured.png
     python benchmarks/pipeline.py --mode work --size tiny-deep --ranks 2 --rounds 1 --memory none
     python benchmarks/pipeline.py --mode sleep --ranks 2 --rounds 1 --contenders 1f1b zb-v torch-zb-v
-
-[Note: Sleeps in place of work]
-A `SleepingModel` has one linear layer a block, too small to take any time. Under `SleepingProducts` the three matrix
-products of such a layer sleep: the forward, the gradient of the input, the gradient of the weight. Whoever splits a
-backward, however it is done, splits it between the second and the third. So any number of ranks run on any number of
-cores as if each had a processor of its own.
 """
 
 from __future__ import annotations
@@ -27,9 +21,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,8 +30,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW
+from _contenders import ADAMW, lowtide_config
 from _harness import (
+    LOSSES,
     Column,
     Contender,
     JobParser,
@@ -49,15 +43,13 @@ from _harness import (
     count,
     find,
     gathered,
-    losses_column,
     mib,
     over,
     run_job,
 )
-from _model import SEED, VOCABULARY, Block, GPTSize, draw_weights
+from _model import SEED, VOCABULARY, GPTSize, Model, build_batches, build_model, loss_of
 from _worker import RankMemory, timed_steps
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -123,19 +115,6 @@ def blocks_of_stages(contender: Contender, ranks: int, num_blocks: int) -> list[
 # -- models, each of what is before its blocks, they, and what is behind ---------------------------------------------
 
 
-class Begin(nn.Module):
-    """Tokens and positions: (batch, sequence) int64 -> (batch, sequence, width)."""
-
-    def __init__(self, size: GPTSize) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, size.width)
-        self.positions = nn.Embedding(size.sequence_length, size.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        return out
-
-
 class SleepingBlock(nn.Module):
     """(rows, width) -> the same, by way of one linear layer."""
 
@@ -148,30 +127,8 @@ class SleepingBlock(nn.Module):
         return out[:, :SLEEPING_WIDTH].contiguous()
 
 
-class PipelineModel(nn.Module):
-    """Begin, blocks and end; its output is its loss, () float32."""
-
-    def __init__(self, begin: nn.Module, blocks: list[nn.Module], end: nn.Module) -> None:
-        super().__init__()
-        self.begin = begin
-        self.blocks = nn.ModuleList(blocks)
-        self.end = end
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.begin(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return loss_of(self.end(x), targets)
-
-    def stage(self, blocks: range) -> nn.Sequential:
-        """Return the blocks of one stage, with the begin or the end of the model if they belong to it."""
-        first = [self.begin] if blocks.start == 0 else []
-        last = [self.end] if blocks.stop == len(self.blocks) else []
-        return nn.Sequential(*first, *(self.blocks[index] for index in blocks), *last)
-
-
 class SleepingProducts(TorchDispatchMode):
-    """In the context the products of a `SleepingBlock` sleep. [Note: Sleeps in place of work]"""
+    """In the context the products of a `SleepingBlock` sleep."""
 
     def __init__(self, forward: float, input_half: float, weight_half: float) -> None:
         """Seconds of each of the three products of one block."""
@@ -190,103 +147,65 @@ class SleepingProducts(TorchDispatchMode):
         return out
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy."""
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+def stage_of(model: Model, blocks: range) -> nn.Sequential:
+    """Return the blocks of one stage, with the begin or the end of the model if they belong to it."""
+    first = [model.begin] if blocks.start == 0 else []
+    last = [model.end] if blocks.stop == len(model.blocks) else []
+    return nn.Sequential(*first, *(model.blocks[index] for index in blocks), *last)
 
 
-def build_gpt(size: GPTSize, num_steps: int, rows: int) -> tuple[PipelineModel, list[tuple[Tensor, Tensor]]]:
-    """Build a GPT, the same in every process, and the batch of each step: random bytes and what follows them."""
-    torch.manual_seed(SEED)
-    blocks: list[nn.Module] = [Block(size.width, size.num_heads) for _ in range(size.num_layers)]
-    head = nn.Linear(size.width, VOCABULARY, bias=False)
-    model = PipelineModel(Begin(size), blocks, nn.Sequential(nn.LayerNorm(size.width), head))
-    draw_weights(model)
-    windows = torch.randint(VOCABULARY, (num_steps, rows, size.sequence_length + 1))
-    return model, [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in windows]
-
-
-def build_sleeping(num_blocks: int, num_steps: int, rows: int) -> tuple[PipelineModel, list[tuple[Tensor, Tensor]]]:
+def build_sleeping(num_blocks: int, num_steps: int, rows: int) -> tuple[Model, list[tuple[Tensor, Tensor]]]:
     """Build the model whose blocks can sleep, the same in every process, and the batch of each step."""
     torch.manual_seed(SEED)
-    blocks: list[nn.Module] = [SleepingBlock() for _ in range(num_blocks)]
+    blocks = [SleepingBlock() for _ in range(num_blocks)]
     tokens = torch.arange(rows)
     batches = [(tokens % VOCABULARY, tokens % SLEEPING_WIDTH) for _ in range(num_steps)]
-    return PipelineModel(nn.Embedding(VOCABULARY, SLEEPING_WIDTH), blocks, nn.Identity()), batches
+    return Model(nn.Embedding(VOCABULARY, SLEEPING_WIDTH), blocks, nn.Identity()), batches
 
 
 # -- how each trains: a builder a kind -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PipelineTrainer:
-    """step(tokens, targets): the whole batch -> its mean loss, None where this rank does not know it.
-
-    predicted, timeline: for lowtide alone. predicted(seconds of an F, B, I and W) -> what the simulator says of the
-    schedule that runs; timeline() -> of the last step.
-    """
-
-    step: Callable[[Tensor, Tensor], float | None]
-    timeline: Callable[[], Timeline] | None = None
-    predicted: Callable[[Mapping[str, float]], dict[str, float]] | None = None
+Step = Callable[[Tensor, Tensor], float | None]
+"""Trains on the whole batch and returns its mean loss, None where this rank does not know it."""
 
 
-def build_lowtide(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
-    """Gives lowtide as a user's script has it. rows: of a microbatch."""
+def build_lowtide(
+    model: Model, contender: Contender, ranks: int, microbatches: int, rows: int, timeline: Timeline
+) -> Step:
+    """Give lowtide as a user's script has it. rows: of a microbatch. timeline: gets what this rank does."""
     import lowtide
     from lowtide.engine.step.pipeline_runner import PipelineRunner
 
-    config = {
-        "train_micro_batch_size_per_gpu": rows,
-        "parallel": {"pipeline": ranks},
-        "pipeline": {
+    config = lowtide_config(
+        train_micro_batch_size_per_gpu=rows,
+        parallel={"pipeline": ranks},
+        pipeline={
             "schedule": contender.options["schedule"],
             "chunks": contender.options["chunks"],
             "microbatches": microbatches,
             "balance": [len(blocks) for blocks in blocks_of_stages(contender, ranks, len(model.blocks))],
         },
-        "optimizer": {"type": "adamw", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-        "steps_per_print": 0,
-    }
+    )
     engine = lowtide.initialize(model, config)
     pipeline = engine._runner
     assert isinstance(pipeline, PipelineRunner)
-    found: Timeline = []
 
     def note(action: Any, start: float, end: float) -> None:
         if action.op.value in ("F", "B", "I", "W"):
-            found.append((action.op.value, action.stage, action.microbatch, start, end))
+            timeline.append((action.op.value, action.stage, action.microbatch, start, end))
 
     pipeline.executor.on_action = note
-
-    def step(tokens: Tensor, targets: Tensor) -> float:
-        found.clear()
-        return float(engine.train_step((tokens, targets)).loss)
-
-    def predicted(seconds: Mapping[str, float]) -> dict[str, float]:
-        from lowtide.pipe.schedules.costs import Costs
-        from lowtide.pipe.schedules.simulator import simulate
-
-        costs = Costs.uniform(
-            pipeline.schedule.num_stages,
-            forward=seconds["F"],
-            backward=seconds["B"],
-            input_backward=seconds["I"],
-            weight_backward=seconds["W"],
-        )
-        simulation = simulate(pipeline.schedule, costs)
-        return {"makespan": simulation.makespan, "bubble": simulation.bubble}
-
-    return PipelineTrainer(step, lambda: list(found), predicted)
+    return lambda tokens, targets: float(engine.train_step((tokens, targets)).loss)
 
 
-def build_torch(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
+def build_torch(model: Model, contender: Contender, ranks: int, microbatches: int, *_: Any) -> Step:
     """Gives torch.distributed.pipelining with its own schedule classes, stages cut by hand."""
     from torch.distributed import pipelining
 
     blocks = blocks_of_stages(contender, ranks, len(model.blocks))
     num_stages = len(blocks)
-    parts = {stage: model.stage(blocks[stage]) for stage in stages_of_rank(contender, dist.get_rank(), ranks)}
+    parts = {stage: stage_of(model, blocks[stage]) for stage in stages_of_rank(contender, dist.get_rank(), ranks)}
     stages = [pipelining.PipelineStage(part, stage, num_stages, torch.device("cpu")) for stage, part in parts.items()]
     takes_one = contender.options["schedule"] in ("ScheduleGPipe", "Schedule1F1B")
     kind = getattr(pipelining, contender.options["schedule"])
@@ -306,10 +225,10 @@ def build_torch(model: PipelineModel, contender: Contender, ranks: int, microbat
         optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if is_last else None
 
-    return PipelineTrainer(step)
+    return step
 
 
-def build_deepspeed(model: PipelineModel, contender: Contender, ranks: int, microbatches: int, rows: int) -> Any:
+def build_deepspeed(model: Model, _: Contender, ranks: int, microbatches: int, rows: int, *__: Any) -> Step:
     """Gives DeepSpeed's PipelineModule on the CPU accelerator, its stages balanced by blocks."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
@@ -335,10 +254,10 @@ def build_deepspeed(model: PipelineModel, contender: Contender, ranks: int, micr
         batches = zip(tokens.split(rows), targets.split(rows), strict=True)
         return float(engine.train_batch(batches))
 
-    return PipelineTrainer(step)
+    return step
 
 
-BUILDERS: dict[str, Callable[..., PipelineTrainer]] = {
+BUILDERS: dict[str, Callable[..., Step]] = {
     "lowtide": build_lowtide,
     "torch": build_torch,
     "deepspeed": build_deepspeed,
@@ -356,30 +275,28 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     contender, microbatches, ranks = CONTENDERS[job["name"]], job["microbatches"], job["ranks"]
     num_steps, sleeps = job["warmup"] + job["steps"], job["sleeps"]
     if sleeps is None:
-        rows = 1
-        model, batches = build_gpt(SIZES[job["size"]], num_steps, microbatches)
+        rows, size = 1, SIZES[job["size"]]
+        model, batches = build_model(size), build_batches(size, num_steps, microbatches)
     else:
         rows = SLEEPING_ROWS
         model, batches = build_sleeping(2 * ranks, num_steps, rows * microbatches)
     dist.init_process_group("gloo")
-    trainer = BUILDERS[contender.kind](model, contender, ranks, microbatches, rows)
+    timeline: Timeline = []
+    train_batch = BUILDERS[contender.kind](model, contender, ranks, microbatches, rows, timeline)
     del model
     work = SleepingProducts(*(seconds / 2 for seconds in sleeps)) if sleeps else nullcontext()  # 2 blocks a rank
     timelines: list[Timeline] = []
 
     def step(tokens: Tensor, targets: Tensor) -> float | None:
         with work:
-            return trainer.step(tokens, targets)
+            return train_batch(tokens, targets)
 
     def note() -> None:
-        if trainer.timeline:
-            timelines.append(trainer.timeline())
+        timelines.append(timeline.copy())
+        timeline.clear()
 
     found = timed_steps(step, batches, RankMemory(job), dist.barrier, note)
     dist.barrier()
-    if sleeps and trainer.predicted:
-        told = {op: seconds / contender.options["chunks"] for op, seconds in zip("FIW", sleeps, strict=True)}
-        found["predicted"] = trainer.predicted(told | {"B": told["I"] + told["W"]})
     return found | {"timelines": timelines[job["warmup"] :]}
 
 
@@ -398,11 +315,7 @@ def bubble(timeline: Sequence[Timeline]) -> float:
 
 
 def run(options: argparse.Namespace, sleeps: list[float] | None, row: Row, allocator: str | None) -> Result:
-    """Run one job.
-
-    more, of lowtide alone: "timelines", step by step, by rank; and "predicted", makespan and bubble as the simulator
-    has them for the sleeps that were asked for.
-    """
+    """Run one job. more: "timelines", of lowtide alone, step by step, by rank."""
     found, warmup = run_job("pipeline:train", options, row, allocator, sleeps=sleeps)
     result = gathered(found, warmup)
     result.more["timelines"] = list(zip(*(one["timelines"] for one in found), strict=True))
@@ -415,9 +328,18 @@ def middle_of(row: Row) -> list[Timeline]:
     return list(timelines[(len(timelines) - 1) // 2])
 
 
-def predicted_of(row: Row, what: str) -> float:
-    found: float = next(iter(row.timed.values())).more["predicted"][what]
-    return found
+def predicted(row: Row, options: argparse.Namespace) -> tuple[float, float]:
+    """Return makespan and bubble as the simulator has them for the sleeps that were asked for."""
+    from lowtide.pipe.schedules.costs import Costs
+    from lowtide.pipe.schedules.registry import make_schedule
+    from lowtide.pipe.schedules.simulator import simulate
+
+    name, chunks = row.contender.options["schedule"], row.contender.options["chunks"]
+    f, i, w = (milliseconds / 1000 / chunks for milliseconds in options.milliseconds)
+    schedule = make_schedule(name, row.ranks or 0, options.microbatches, chunks)
+    costs = Costs.uniform(schedule.num_stages, forward=f, backward=i + w, input_backward=i, weight_backward=w)
+    simulation = simulate(schedule, costs)
+    return simulation.makespan, simulation.bubble
 
 
 def peer_of(rows: Sequence[Row], row: Row) -> Row | None:
@@ -431,7 +353,7 @@ def reference_of(rows: Sequence[Row], row: Row) -> Row:
     return next((one for one in same if one.contender.kind != "lowtide"), same[0] if same else row)
 
 
-def work_columns(rows: Sequence[Row]) -> list[Column]:
+def work_columns(rows: Sequence[Row], _: argparse.Namespace) -> list[Column]:
     """Medians, and (lowest-highest) over the rounds; "x torch" compares with torch's same schedule."""
 
     def peak_ratio(row: Row) -> float | None:
@@ -443,11 +365,11 @@ def work_columns(rows: Sequence[Row]) -> list[Column]:
         Column("x torch", lambda row: row.ratios(peer_of(rows, row)), panel="step time / torch's same", line=1.0),
         Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
         Column("peak x torch", peak_ratio),
-        losses_column(lambda row: reference_of(rows, row)),
+        LOSSES,
     ]
 
 
-def sleep_columns(rows: Sequence[Row]) -> list[Column]:
+def sleep_columns(rows: Sequence[Row], options: argparse.Namespace) -> list[Column]:
     """Predicted and measured, of the step with the median makespan; and torch's step over ours.
 
     Makespan: from the first start of F, B, I or W to the last end, of all ranks. Bubble: the share of all ranks' time
@@ -459,16 +381,16 @@ def sleep_columns(rows: Sequence[Row]) -> list[Column]:
         return Column(heading, lambda row: of(row) if row.contender.kind == "lowtide" and row.timed else None, form)
 
     return [
-        of_ours("predicted ms", lambda row: predicted_of(row, "makespan") * 1e3, ".0f"),
+        of_ours("predicted ms", lambda row: predicted(row, options)[0] * 1e3, ".0f"),
         of_ours("measured", lambda row: makespan(middle_of(row)) * 1e3, ".0f"),
-        of_ours("bubble predicted", lambda row: predicted_of(row, "bubble"), ".1%"),
+        of_ours("bubble predicted", lambda row: predicted(row, options)[1], ".1%"),
         of_ours("bubble measured", lambda row: bubble(middle_of(row)), ".1%"),
         Column("step ms", lambda row: row.step_seconds and row.step_seconds * 1e3, ".0f"),
         Column("x torch", lambda row: row.ratios(peer_of(rows, row))),
     ]
 
 
-def write_timelines(title: str, rows: Sequence[Row], path: Path) -> None:
+def write_timelines(options: argparse.Namespace, title: str, rows: Sequence[Row], path: Path) -> None:
     """Writes a PNG: what each rank did when, on the most ranks of the run; dotted where the simulator sees the end."""
     from matplotlib.figure import Figure
 
@@ -479,7 +401,7 @@ def write_timelines(title: str, rows: Sequence[Row], path: Path) -> None:
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
     for (axes,), row in zip(panels, shown, strict=True):
         timeline = middle_of(row)
-        told = predicted_of(row, "makespan") * 1e3
+        told, share = predicted(row, options)
         length, first = makespan(timeline) * 1e3, min(start for actions in timeline for *_, start, _ in actions)
         for rank, actions in enumerate(timeline):
             for op, stage, microbatch, start, end in actions:
@@ -487,10 +409,10 @@ def write_timelines(title: str, rows: Sequence[Row], path: Path) -> None:
                 left, width = (start - first) * 1e3, (end - start) * 1e3
                 axes.barh(rank, width, left=left, height=0.86, color=colour, edgecolor="white", linewidth=0.5)
                 axes.text(left + width / 2, rank, str(microbatch), ha="center", va="center", fontsize=6)
-        axes.axvline(told, color="black", linewidth=1, linestyle=":")
+        axes.axvline(told * 1e3, color="black", linewidth=1, linestyle=":")
         axes.set_title(
-            f"{row.contender.name}: {length:.0f} ms, predicted {told:.0f}; "
-            f"bubble {bubble(timeline):.1%}, predicted {predicted_of(row, 'bubble'):.1%}",
+            f"{row.contender.name}: {length:.0f} ms, predicted {told * 1e3:.0f}; "
+            f"bubble {bubble(timeline):.1%}, predicted {share:.1%}",
             loc="left",
             fontsize=9,
         )
@@ -543,9 +465,9 @@ def main() -> int:
         options,
         title,
         partial(run, options, sleeps),
-        lambda rows: {title: columns(rows)},
+        lambda rows: {title: columns(rows, options)},
         reference_of,
-        partial(write_timelines, title) if sleeps else None,
+        partial(write_timelines, options, title) if sleeps else None,
     )
 
 

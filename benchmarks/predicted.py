@@ -1,8 +1,8 @@
 """Step times as planned beside those that are measured, over a grid of models, configs and ranks on this machine.
 
 The plan is made of the file that `lowtide env --measure` writes. All cases of as many ranks run in the same processes,
-round by round, so that what else runs on the machine meets all of them; of each the least step counts. Cases of one
-group differ in their config alone: their order by prediction is compared with the measured one (Kendall's tau).
+round by round; of each the least step counts. Cases of one group differ in their config alone: their order by
+prediction is compared with the measured one (Kendall's tau).
 
 Example:
 
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _contenders import lowtide_config
 from _harness import JobError, Parser, begin, count, environment_of, make_table, run_ranks, write_bars, write_json
-from _model import GPT, VOCABULARY, GPTSize
+from _model import GPTSize, build_batches, build_model
 from rich.console import Console
-from torch import Tensor
 
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
@@ -60,19 +60,6 @@ class Case:
     config: dict[str, Any]
 
 
-def build(size: GPTSize) -> GPT:
-    """With weights of the same seed everywhere."""
-    torch.manual_seed(0)
-    return GPT(size)
-
-
-def batch(size: GPTSize, rows: int) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), (rows, sequence) each."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(VOCABULARY, (rows, size.sequence_length + 1), generator=generator)
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-
 def estimate_of(case: Case, measured: Measured | None) -> Estimate:
     """Of the fullest rank. measured: without it the time means nothing, and bytes are the same."""
     if measured is not None:
@@ -80,13 +67,14 @@ def estimate_of(case: Case, measured: Measured | None) -> Estimate:
     else:
         machine = Machine(devices_per_host=case.ranks, device="cpu", device_bytes=_ENOUGH)
     with torch.device("meta"):
-        model = GPT(case.size)
+        model = build_model(case.size)
     config = Config.load(case.config)
 
     def runs(blueprint: Blueprint) -> MetaRun:
         return MetaRun(model, blueprint.units, blueprint.dtypes, "cpu")
 
-    planner = Planner(model, config.as_dict(), machine, runs, batch(case.size, 1))
+    (batch,) = build_batches(case.size, 1, 1)
+    planner = Planner(model, config.as_dict(), machine, runs, batch)
     return planner.estimate(Choice.of(config.resolve(case.ranks)))
 
 
@@ -96,10 +84,10 @@ def train(job: dict[str, Any]) -> list[float]:
     for _ in range(job["rounds"]):
         for place, case in enumerate(job["cases"]):
             size = GPTSize(**case["size"])
-            with lowtide.initialize(partial(build, size), case["config"]) as engine:
+            with lowtide.initialize(partial(build_model, size), case["config"]) as engine:
                 config = engine.config
                 rows = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1)
-                data = batch(size, rows)
+                (data,) = build_batches(size, 1, rows)
                 for step in range(job["steps"] + 2):
                     started = time.perf_counter()
                     engine.train_step(data)
@@ -147,27 +135,20 @@ def _configs(ranks: int, size: GPTSize, folder: Path | None) -> dict[str, dict[s
     found["stage 0, 8 rows"] = _config(0, 1, transports[0], train_micro_batch_size_per_gpu=8)
     found["stage 1, recomputed"] = _config(1, 1, transports[0], activation_checkpointing={"every": 1})
     if folder is not None:
-        offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
-        found["stage 1, states in files"] = _config(1, 1, transports[0], zero=offload)
+        zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
+        found["stage 1, states in files"] = _config(1, 1, transports[0], zero_optimization=zero)
     for schedule in ("1f1b", "zb-h1") if ranks > 1 and size.num_layers >= ranks else ():
         pipeline: dict[str, Any] = {"parallel": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
         found[f"pipeline, {schedule}"] = _config(0, 2 * ranks, "auto", **pipeline)
     return found
 
 
-def _config(
-    stage: int, accumulation: int, transport: str, zero: dict[str, Any] | None = None, **more: Any
-) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_print": 0,
-        "device": "cpu",
-        "optimizer": {"type": "adamw", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": stage, **(zero or {})},
-        "communication": {"transport": transport},
-        **more,
-    }
+def _config(stage: int, accumulation: int, transport: str, **more: Any) -> dict[str, Any]:
+    return lowtide_config(
+        stage,
+        **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation} | more,
+        communication={"transport": transport},
+    )
 
 
 def measured_seconds(some: Sequence[Case], steps: int, rounds: int, timeout: float) -> list[float]:
@@ -210,7 +191,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser(__doc__)
     parser.add_argument("--machine", type=Path, default=default_path(), help="what `lowtide env --measure` has written")
     parser.add_argument("--ranks", type=count(), nargs="+", default=[1, 2], help="(1 2)")
-    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--folder", type=Path, help="for files: with it, states in files are among the configs")
     parser.add_argument("--steps", type=count(), default=5, help="of a case in a round, after two (5)")
     parser.add_argument("--rounds", type=count(), default=3, help="(3)")
@@ -227,7 +207,7 @@ def main() -> None:
         raise SystemExit(f"predicted: {error}") from error
     rows = []
     for ranks in options.ranks:
-        some = [one for one in cases([ranks], options.folder) if one.group.split(",")[0] in options.models]
+        some = cases([ranks], options.folder)
         try:
             seconds = measured_seconds(some, options.steps, options.rounds, options.timeout)
         except JobError as error:

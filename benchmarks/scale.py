@@ -1,13 +1,10 @@
 """Measures what a rank's host does in a job of so many ranks, without them; and what simulating long pipelines costs.
 
 Ranks: torch's fake process group says that there are 8 to 16,384, collectives move nothing, and one rank builds an
-engine and makes steps. Every block is a matrix that all numbers of ranks divide without padding. Such matrices are
-large, and their operators would hide what the host does: so it is counted, in instructions of Python and calls of
-functions in C, the least of some rounds in which worlds take turns. Shown too are the collectives of a step and the
-bytes that this rank would send. Their order must not differ.
+engine and makes steps. Work is counted in instructions of Python and calls of functions in C, the least of some rounds.
+The order of a step's collectives must not depend on the number of ranks.
 
-Stages: the planner's simulation of 1F1B, with four microbatches a rank, beside the closed form of its bubble,
-(p - 1) / (m + p - 1).
+Stages: the planner's simulation of 1F1B, with four microbatches a rank, beside the closed form of its bubble.
 
 Example:
 
@@ -31,7 +28,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from _contenders import lowtide_config
 from _harness import Parser, begin, count, make_table, write_bars, write_json
+from _model import Stack
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,19 +41,6 @@ from lowtide.pipe.schedules.registry import make_schedule
 
 BLOCK_NUMEL = 1024  # of a shard: see zero/layout.py
 MOST = 1.2  # times the work of the smallest world
-
-
-class Model(nn.Module):
-    """Blocks of one matrix, (width, width)."""
-
-    def __init__(self, num_blocks: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 @dataclass(frozen=True)
@@ -118,15 +104,11 @@ def world_of(ranks: int) -> Iterator[Wire]:
 
 def cost_of(ranks: int, stage: int, num_blocks: int, width: int) -> Cost:
     """Return the cost of the third step, when all that is made once is there."""
-    x, made = torch.ones(1, width), []
-    config = {
-        "optimizer": {"type": "sgd"},
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 1.0,
-        "steps_per_print": 0,
-    }
+    x, made = torch.ones(1, width), list[lowtide.Engine]()
+    config = lowtide_config(stage, optimizer={"type": "sgd"}, gradient_clipping=1.0)
+    model = Stack(nn.Linear(width, width, bias=False) for _ in range(num_blocks))
     with world_of(ranks) as wire:
-        build_work = work_of(lambda: made.append(lowtide.initialize(Model(num_blocks, width), config)))
+        build_work = work_of(lambda: made.append(lowtide.initialize(model, config)))
         (engine,) = made
         engine.train_step((x,))
         wire.names.clear()

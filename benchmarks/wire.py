@@ -1,11 +1,9 @@
 """Step time and bytes on a cable between two hosts, with messages of fewer and fewer bits, beside DDP and FSDP2.
 
 Hosts are network namespaces of this machine, two ranks on each, joined by a veth pair, the cable, which has the speed
-that is asked for (tc tbf). Each host has its own network, host name and /dev/shm. Nothing of it outlives the script.
-All contenders train in the same processes, a few steps of each in turn, so that they meet the same machine; rows are
-compared by the median of their ratios to `plain` in the same round. Bytes are what the kernel has counted on one end of
-the cable, headers included. A record has rank 0's processor seconds of a step too, which say what a loaded machine
-leaves of its time. Needs root.
+that is asked for (tc tbf). All contenders train in the same processes, a few steps of each in turn; rows are compared
+by the median of their ratios to `plain` in the same round. Bytes are what the kernel has counted on one end of the
+cable, headers included. Needs root.
 
 Example:
 
@@ -14,7 +12,6 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -41,7 +38,7 @@ from _harness import (
     write_bars,
     write_json,
 )
-from _model import build_batches, build_model
+from _model import SIZES, build_batches, build_model
 
 SPEEDS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 LEARNING_RATE = 1e-3
@@ -154,14 +151,13 @@ def two_hosts() -> Iterator[list[list[str]]]:
 
 def train(job: dict[str, Any]) -> list[dict[str, Any]]:
     """On a rank: a record of each contender in each round at each speed: seconds and bytes of a step."""
-    rank, ranks, rows = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job["rows"]
-    share = slice(rank * rows, (rank + 1) * rows)
-    batches = [(a[share], b[share]) for a, b in build_batches(job["size"], argparse.__file__, 8, rows * ranks)]
-    setup, trainers = Setup(rows, dtype="bf16"), {}
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    batches = [(a[rank : rank + 1], b[rank : rank + 1]) for a, b in build_batches(SIZES[job["size"]], 8, ranks)]
+    setup, trainers = Setup(dtype="bf16"), {}
     setup.join()
     for name in job["contenders"]:
         contender = CONTENDERS[name]
-        model = build_model(job["size"])
+        model = build_model(SIZES[job["size"]])
         trainers[name] = BUILDERS[contender.kind](model, setup, **contender.options)
         for number in range(job["warmup"]):
             trainers[name].step(*batches[number % len(batches)])
@@ -187,7 +183,7 @@ def train(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    """What rank 0 has measured. Raises JobError where a rank fails or the time is over."""
+    """Return what rank 0 has measured. Raises JobError where a rank fails or the time is over."""
     with two_hosts() as before:
 
         def place(rank: int) -> tuple[list[str], dict[str, str]]:
@@ -195,7 +191,6 @@ def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
             return before[rank // RANKS_OF_HOST], {**local, "MASTER_ADDR": ADDRESSES[0]}
 
         environment = environment_of(1, None) | {"GLOO_SOCKET_IFNAME": CABLE}
-        job = {**job, "worker": "wire:train", "threads": 1}
         found = run_ranks(job, 2 * RANKS_OF_HOST, sys.executable, environment, timeout_seconds, place=place)
     rank_0: list[dict[str, Any]] = found[0]
     return rank_0
@@ -243,7 +238,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--size", choices=["tiny", "10M"], default="10M", help="of the model (default: 10M)")
-    parser.add_argument("--rows", type=count(), default=1, help="pieces of text of a rank (default: 1)")
     warmup = f"steps before anything is measured (default: {SETTLED})"
     parser.add_argument("--warmup", type=count(), default=SETTLED, help=warmup)
     parser.add_argument("--steps", type=count(), default=2, help="of a contender in its turn (default: 2)")
@@ -253,11 +247,8 @@ def main(argv: list[str] | None = None) -> None:
     if why := fault():
         raise SystemExit(f"wire: expected a machine on which two hosts can be made, found none: {why}")
     speeds = {name: SPEEDS[name] for name in options.speeds}
-    job = {
-        "contenders": options.contenders,
-        "speeds": list(speeds.values()),
-        **{key: getattr(options, key) for key in ("size", "rows", "warmup", "steps", "rounds")},
-    }
+    told = {key: value for key, value in vars(options).items() if key not in ("json", "png")}
+    job = told | {"speeds": list(speeds.values()), "worker": "wire:train", "threads": 1}
     try:
         records = run(job, options.timeout)
     except JobError as error:

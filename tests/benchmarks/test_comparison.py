@@ -122,7 +122,8 @@ def test_a_failed_contender_gives_status_1_and_the_numbers_are_kept(
 
 def test_one_process_with_the_whole_batch_has_the_mean_loss_of_its_rows(helper: Helper) -> None:
     model, contenders = helper("_model"), helper("_contenders")
-    ((tokens, targets),) = model.build_batches("tiny", __file__, 1, 4)
-    expected = float(model.build_model("tiny")(tokens, targets).detach())
-    trainer = contenders.build_single(model.build_model("tiny"), contenders.Setup(microbatch=1))
+    size = model.SIZES["tiny"]
+    ((tokens, targets),) = model.build_batches(size, 1, 4)
+    expected = float(model.build_model(size)(tokens, targets).detach())
+    trainer = contenders.build_single(model.build_model(size), contenders.Setup(microbatch=1))
     assert float(trainer.step(tokens, targets)) == pytest.approx(expected)

@@ -53,11 +53,11 @@ def test_every_part_is_rehearsed(tmp_path: Path) -> None:
 
 
 def test_every_training_has_a_config_that_loads(helper: Helper) -> None:
-    part = helper("_gpu_training")
+    part = helper("_gpu_parts")
     for case in part.CASES:
         for dtype in case.dtypes:
-            config = Config.load(case.config(dtype, "cpu", part.Length.rows, "folder")).resolve(1)
-            assert config.zero_optimization.stage == case.stage and config.train_batch_size == part.Length.rows
+            config = Config.load(case.config(dtype, "cpu", "folder")).resolve(1)
+            assert config.zero_optimization.stage == case.zero["stage"] and config.train_batch_size == part.ROWS
 
 
 def test_a_part_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_what_was_measured_stays_beside_a_failure_and_other_parts(helper: Helper
     records = helper("_gpu_part")
     settings = {"date": "a day", "device": "one", "versions": {"torch": "2"}, "rehearsal": False}
     for part in ("trace", "models"):
-        record = records.Record(tmp_path, part, settings, ["fits", "both"], 60.0)
+        record = records.Record(tmp_path, part, settings, ["fits", "both"])
         with record.measuring("a model"):
             record.add("sizes", layers=3, ms_a_step=0.123456, peak=None)
             raise ValueError("too\n large")
@@ -121,7 +121,7 @@ TRACE = [
 
 
 def test_idle_times_and_waits_are_read_from_a_trace(helper: Helper) -> None:
-    trace = helper("_gpu_trace")
+    trace = helper("_gpu_parts")
     kernels = trace.kernels_of(TRACE, ["kernel"])
     assert [start for start, _ in kernels] == [100, 105, 120, 133]
     assert trace.idle_share(kernels) == (5 + 3) / 50

@@ -24,11 +24,11 @@ def largest(script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch) -> 
     def run(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
         if contender.name not in MIB_OF_A_LAYER:
             raise harness.JobError("rank 0 ended with status 1: ValueError: no")
-        peak_bytes = (10 + MIB_OF_A_LAYER[contender.name] * work["num_layers"]) * MIB
+        peak_bytes = (10 + MIB_OF_A_LAYER[contender.name] * work["shape"]["num_layers"]) * MIB
         if peak_bytes > 2 * work["budget_bytes"]:
             raise harness.OverBudget("rank 0 needs more memory than it may take")
         measured = peak_bytes if allocator else None
-        return harness.Result([5.0, 4.0], [0.01 * work["num_layers"]] * work["steps"], measured)
+        return harness.Result([5.0, 4.0], [0.01 * work["shape"]["num_layers"]] * work["steps"], measured)
 
     monkeypatch.setattr(loaded, "run_budget_job", run)
     return loaded
@@ -59,7 +59,7 @@ def test_every_contender_is_searched_and_timed(largest: ModuleType) -> None:
     assert found.tokens_per_second(fsdp2.own) == pytest.approx(2 * 32 / 0.23)
     assert found.tokens_per_second(fsdp2.common) == pytest.approx(2 * 32 / 0.09)
     assert ddp.common is ddp.own
-    assert found.ratio(fsdp2) == found.num_parameters(23) / found.num_parameters(9)
+    assert found.ratio(fsdp2) == found.shape(23).num_parameters / found.shape(9).num_parameters
 
 
 def test_who_trains_less_than_the_peer_is_not_timed_at_its_size(largest: ModuleType) -> None:
@@ -108,7 +108,7 @@ def test_the_longest_sequence_is_searched_for_each_contender(
     kib_of_a_token = {"lowtide-3": 200, "lowtide-3-long": 20}
 
     def run_job(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
-        peak_bytes = kib_of_a_token[contender.name] * work["sequence_length"] << 10
+        peak_bytes = kib_of_a_token[contender.name] * work["shape"]["sequence_length"] << 10
         if peak_bytes > 2 * work["budget_bytes"]:
             raise harness.OverBudget("rank 0 needs more memory than it may take")
         return harness.Result([5.0, 4.0], [0.01, 0.01], peak_bytes)

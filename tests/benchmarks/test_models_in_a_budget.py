@@ -1,5 +1,6 @@
 """What a rank of a try does by itself: the model's size and values, the budget, errors of a GPU without memory."""
 
+import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 
@@ -12,19 +13,18 @@ Helper = Callable[[str], ModuleType]
 @pytest.mark.parametrize(("size", "layers"), [("tiny", 1), ("tiny", 5), ("10M", 2)])
 def test_parameters_are_counted_without_a_model(helper: Helper, size: str, layers: int) -> None:
     model = helper("_model")
-    shape = model.sized(size, layers)
+    shape = dataclasses.replace(model.SIZES[size], num_layers=layers)
     with torch.device("meta"):
-        built = model.GPT(shape)
+        built = model.build_model(shape)
     assert shape.num_parameters == sum(param.numel() for param in built.parameters())
     assert len(built.blocks) == layers
 
 
 def test_a_model_without_values_gets_those_of_the_constructor(helper: Helper) -> None:
     model = helper("_model")
-    torch.manual_seed(1)
-    built = model.GPT(model.sized("tiny", 2))
+    built = model.build_model(model.SIZES["tiny"])
     with torch.device("meta"):
-        filled = model.GPT(model.sized("tiny", 2))
+        filled = model.build_model(model.SIZES["tiny"])
     filled.to_empty(device="cpu")
     for param in filled.parameters():
         param.data.fill_(torch.nan)
@@ -68,15 +68,13 @@ def test_a_gpu_without_memory_is_told_from_other_errors(helper: Helper) -> None:
 
 
 def test_a_rank_takes_no_more_of_its_device_than_the_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = helper("largest")
     chosen: list[float] = []
-    monkeypatch.setenv("LOCAL_RANK", "3")
     device = helper("_device")
     monkeypatch.setattr(device, "type_of_device", lambda: "cuda")
     monkeypatch.setattr(device, "count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 8 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", chosen.append)
-    worker.limit_device(2 << 30)
-    worker.limit_device(9 << 30)
+    device.choose(3, 2 << 30)
+    device.choose(3, 9 << 30)
     assert chosen == [1, 0.25, 1, 1.0]

@@ -54,15 +54,16 @@ def test_the_step_that_is_shown_has_the_median_makespan(helper: Helper, row: Cal
 
 def test_what_was_done_when_is_shown_and_drawn(helper: Helper, row: Callable[..., Any], tmp_path: Path) -> None:
     ours, peer = row("1f1b", 2, {0: [6.0]}), row("torch-1f1b", 2, {0: [7.0]})
-    told = {"makespan": 5.0, "bubble": 0.25}
-    ours.timed[0].more = {"timelines": [TIMELINE], "predicted": told}
-    helper("pipeline").write_timelines([ours, peer], "a machine", tmp_path / "found.png")
+    ours.timed[0].more = {"timelines": [TIMELINE]}
+    pipeline, sleeps = helper("pipeline"), ["--milliseconds", "1000", "500", "500"]
+    options = pipeline.parse_arguments(["--mode", "sleep", "--microbatches", "1", *sleeps])
+    pipeline.write_timelines(options, "a machine", [ours, peer], tmp_path / "found.png")
     assert (tmp_path / "found.png").stat().st_size > 0
     said = Console(width=200, record=True, file=io.StringIO())
-    said.print(helper("_harness").table_of([ours, peer], helper("pipeline").sleep_columns([ours, peer]), "a machine"))
-    words = {"5000", "6000", "25.0%", "50.0%", "0.86", "7000"}
+    said.print(helper("_harness").table_of([ours, peer], pipeline.sleep_columns([ours, peer], options), "a machine"))
+    words = {"4000", "6000", "50.0%", "0.86", "7000"}
     shown = [word for word in said.export_text().split() if word in words]
-    assert shown == ["5000", "6000", "25.0%", "50.0%", "6000", "0.86", "7000"]
+    assert shown == ["4000", "6000", "50.0%", "50.0%", "6000", "0.86", "7000"]
 
 
 def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row: Callable[..., Any]) -> None:

@@ -46,7 +46,7 @@ ASKED = {
         [
             "tests/engine/test_join.py",
             "tests/engine/test_speculative_update.py",
-            "tests/engine/test_input_gradients.py",
+            "tests/engine/test_losses_beside_the_model.py",
             "tests/engine/test_any_loop.py",
             "tests/engine/test_deferred_model.py",
         ],

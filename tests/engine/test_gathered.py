@@ -7,137 +7,105 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW, Case, adamw, share_of
+from tests.kit.training import Case, Outcome, assert_close, differences, refusal, start, take_step, train, train_plainly
 
 STAGES = (0, 1, 2, 3)
 ROUTES = ("shared_memory", "sockets")
+CASE = Case(models.short_gpt_float64, models.token_batch)
+CHANGED = ("head.weight", "blocks.0.up.weight", "blocks.0.norm.bias")
 
 
-def of_two_blocks() -> nn.Module:
-    return models.TinyGPT(layers=2).double()
+def on(stage: int, transport: str, case: Case = CASE) -> Case:
+    return case.at(stage, config={"communication": {"transport": transport}})
 
 
-CASE = Case(of_two_blocks, models.token_batch, accumulation=1)
-
-
-def change(model: nn.Module) -> None:
+def change(model: Any) -> None:
     """A surgery on three parameters, in each of the ways in which users write it."""
-    gpt: Any = model
     with torch.no_grad():
-        gpt.head.weight[3:290] = 0.25
-        gpt.blocks[0].up.weight.mul_(2)
-        nn.init.constant_(gpt.blocks[1].norm.bias, 0.5)
+        model.head.weight[3:290] = 0.25
+        model.blocks[0].up.weight.mul_(2)
+        nn.init.constant_(model.blocks[0].norm.bias, 0.5)
 
 
-def changed_params(model: nn.Module) -> list[nn.Parameter]:
-    gpt: Any = model
-    return [gpt.head.weight, gpt.blocks[0].up.weight, gpt.blocks[1].norm.bias]
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [model.get_parameter(name).detach().clone() for name in CHANGED]
 
 
-def train_and_change(case: Case, everything: bool) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
-    """A step, a change inside `gathered`, two steps. Also what `gathered` shows before and after the change."""
-    torch.manual_seed(0)
-    engine = lowtide.initialize(case.build(), case.as_config())
-    params = changed_params(engine.module)
-    losses, seen = [], []
-    for step in range(3):
+def train_and_change(case: Case, everything: bool) -> tuple[Outcome, list[Tensor]]:
+    """Three steps with a change inside of `gathered`; also what that shows before and after the change."""
+    seen: list[Tensor] = []
+
+    def take(engine: lowtide.Engine, case: Case, step: int) -> Any:
+        params = [engine.module.get_parameter(name) for name in CHANGED]
         if step == 1:
             with engine.gathered(*params):
-                seen += [param.detach().clone() for param in params]
+                seen.extend(values_of(engine.module))
             with engine.gathered(*([] if everything else params), modify=True):
                 change(engine.module)
             with engine.gathered():
-                seen += [param.detach().clone() for param in params]
-        losses.append(engine.train_step(share_of(case.global_batch(step, engine.world_size))).loss.item())
-    state = engine.state_dict()
-    engine.close()
-    return losses, state, seen
+                seen.extend(values_of(engine.module))
+        return take_step(engine, case, step)
+
+    return train(case, take), seen
 
 
-def train_and_change_all(cases: list[tuple[Case, bool]]) -> list[Any]:
+def train_and_change_all(cases: list[tuple[Case, bool]]) -> list[tuple[Outcome, list[Tensor]]]:
     return [train_and_change(case, everything) for case, everything in cases]
 
 
-def expected(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
-    torch.manual_seed(0)
-    model = case.build()
-    optimizer = adamw(model.parameters())
-    losses, seen = [], []
-    for step in range(3):
-        if step == 1:
-            seen += [param.detach().clone() for param in changed_params(model)]
-            change(model)
-            seen += [param.detach().clone() for param in changed_params(model)]
-        loss = model(*case.global_batch(step, world_size))
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return losses, model.state_dict(), seen
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_changes_reach_every_shard(ranks: RankPool, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "transports", "stages", "everything"),
+    [(1, ["auto"], (0, 3), (True,)), (2, ROUTES, STAGES, (False, True)), (4, ["auto"], (3,), (False, True))],
+    ids=[1, 2, 4],
+)
+def test_changes_reach_every_shard(
+    ranks: RankPool, world_size: int, transports: Any, stages: Any, everything: Any
+) -> None:
     """Over four ranks one of the parameters fills the third's shard, and reaches into those beside it."""
-    transports, stages = ROUTES if world_size == 2 else ("auto",), {1: (0, 3), 2: STAGES, 4: (3,)}[world_size]
-    grid = pairs(transports, stages, (False, True)) if world_size > 1 else pairs(transports, stages, (True,))
-    cases = [
-        (CASE.at(stage, config={"communication": {"transport": transport}}), all_) for transport, stage, all_ in grid
-    ]
-    losses, state, seen = expected(CASE, world_size)
-    results = ranks(world_size, train_and_change_all, cases)
-    for found_losses, found_state, _ in results[0]:
-        torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=0)
-        torch.testing.assert_close(found_state, dict(state), rtol=1e-9, atol=1e-9)
-    for rank_results in results:
-        for _, _, found_seen in rank_results:
-            torch.testing.assert_close(found_seen, seen, rtol=1e-9, atol=1e-9)
+    seen: list[Tensor] = []
+
+    def change_plainly(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == 1:
+            seen.extend(values_of(model))
+            change(model)
+            seen.extend(values_of(model))
+
+    expected = train_plainly(CASE, world_size, before_step=change_plainly)
+    cases = [(on(stage, transport), all_) for transport, stage, all_ in pairs(transports, stages, everything)]
+    by_rank = ranks(world_size, train_and_change_all, cases)
+    for outcome, _ in by_rank[0]:
+        assert_close(outcome, expected, 1e-9, 1e-9)
+    for found in (found for of_rank in by_rank for _, found in of_rank):
+        torch.testing.assert_close(found, seen, rtol=1e-9, atol=1e-9)
 
 
-def change_master(stage: int, transport: str) -> list[Any]:
+def change_masters() -> list[Tensor]:
     """Small steps after a change show whether the float32 master weights have its exact value."""
-    torch.manual_seed(0)
-    optimizer = {"type": "sgd", "params": {"lr": 1.0}}
-    case = Case(models.mlp, models.vector_batch, stage, config={"bf16": {"enabled": True}, "optimizer": optimizer})
-    engine = lowtide.initialize(
-        case.build(),
-        {**case.as_config(), "communication": {"transport": transport}},
-        loss_fn=lambda loss, batch: loss * 2**-14,
-    )
-    weight: Any = engine.module.last.weight  # type: ignore[union-attr]
-    with engine.gathered(weight, modify=True), torch.no_grad():
-        weight.fill_(1.0)
-    for step in range(2):
-        engine.train_step(share_of(case.global_batch(step, engine.world_size)))
-    master = [
-        shard.master[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel].clone()
-        for shard in engine.optimizer.shards
-        for param_shard in shard.group.param_shards
-        if shard.group.params[param_shard.index] is weight
-    ]
-    with engine.gathered(weight):
-        return [weight.detach().clone(), master]
+    found = []
+    config = {"bf16": {"enabled": True}, "optimizer": {"type": "sgd", "params": {"lr": 1.0}}}
+    for stage, transport in pairs(STAGES, ROUTES):
+        case = on(stage, transport, Case(models.mlp, models.vector_batch, config=config))
+        with start(case, loss_fn=lambda loss, batch: loss * 2**-14) as engine:
+            weight = engine.module.get_parameter("last.weight")
+            with engine.gathered(weight, modify=True), torch.no_grad():
+                weight.fill_(1.0)
+            for step in range(2):
+                take_step(engine, case, step)
+            with engine.gathered(weight):
+                assert weight.dtype == torch.bfloat16
+                torch.testing.assert_close(weight.float(), torch.ones(3, 7), rtol=0, atol=1 / 128)
+            found.append(engine.full(weight))
+    return found
 
 
 def test_changes_reach_the_master_weights_of_bf16(ranks: RankPool) -> None:
-    for transport in ROUTES:
-        for stage in STAGES:
-            for weight, master in ranks(2, change_master, stage, transport):
-                assert weight.dtype == torch.bfloat16
-                torch.testing.assert_close(weight.float(), torch.ones(3, 7), rtol=0, atol=1 / 128)
-                for part in master:
-                    assert part.dtype == torch.float32 and not torch.equal(part, torch.ones_like(part))
-                    torch.testing.assert_close(part, torch.ones_like(part), rtol=0, atol=2e-3)
-
-
-def test_parameters_of_another_model_are_refused() -> None:
-    engine = lowtide.initialize(models.mlp(), {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW})
-    words = "gathered: expected parameters of the engine's module, found 1 that are not; pass the parameters themselves"
-    with pytest.raises(ValueError, match=words), engine.gathered(nn.Parameter(torch.zeros(3))):
-        pass
+    for master in (one for of_rank in ranks(2, change_masters) for one in of_rank):
+        assert master.dtype == torch.float32 and bool((master != 1.0).any())
+        torch.testing.assert_close(master, torch.ones(3, 7), rtol=0, atol=2e-3)
 
 
 def add_one(weight: Any) -> None:
@@ -153,91 +121,59 @@ def assign_data(weight: Any) -> None:
     weight.data = torch.zeros_like(weight)
 
 
-def change_without_modify(stages: tuple[int, ...], config: dict[str, Any], change: Any, rank: int) -> list[str]:
-    """The errors where one rank changes what it is shown. Training goes on after them."""
+def change_without_modify(transport: str, stages: tuple[int, ...]) -> list[str]:
+    """The errors where rank 1 changes what it is shown."""
     found = []
-    for stage in stages:
-        engine = lowtide.initialize(models.mlp(), CASE.at(stage, config=config).as_config())
-        weight: Any = engine.module.last.weight  # type: ignore[union-attr]
-        with pytest.raises(ValueError) as error, engine.gathered(*([weight] if stage % 2 else [])):
-            if engine.rank == rank:
-                change(weight)
-        found.append(str(error.value))
-        engine.close()
+    changes = (add_one, change_one_element_through_data, assign_data)
+    for stage, change_it, bf16 in pairs(stages, changes, (False, True)):
+        case = Case(models.mlp, models.vector_batch, config={"bf16": {"enabled": bf16}})
+        with start(on(stage, transport, case)) as engine:
+            weight = engine.module.get_parameter("last.weight")
+            with pytest.raises(ValueError) as error, engine.gathered(*([weight] if stage % 2 else [])):
+                if engine.rank == 1:
+                    change_it(weight)
+            found.append(str(error.value))
     return found
 
 
-@pytest.mark.parametrize(
-    ("change", "config"),
-    [
-        (add_one, {}),
-        (change_one_element_through_data, {"bf16": {"enabled": True}}),
-        (change_one_element_through_data, {}),
-        (assign_data, {}),
-    ],
-)
+@pytest.mark.parametrize(("transport", "stages"), [("shared_memory", (0, 3)), ("sockets", (1, 2))])
 def test_a_change_without_modify_is_an_error_on_every_rank(
-    ranks: RankPool, change: Any, config: dict[str, Any]
+    ranks: RankPool, transport: str, stages: tuple[int, ...]
 ) -> None:
-    words = (
-        "parameter 'last.weight' was changed inside engine.gathered() (zero.GatheredParameters in lowtide.deepspeed)"
-    )
-    ends = (
-        ", but not all shards and master weights see it: use engine.gathered(parameter, modify=True), and change it on "
-        "every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's values). Load "
-        "the old values again if you need them"
-    )
-    for transport, stages in zip(ROUTES, ((0, 3), (1, 2)), strict=True):
-        by_rank = ranks(
-            2, change_without_modify, stages, {**config, "communication": {"transport": transport}}, change, 1
-        )
-        for texts in by_rank:
-            assert all(text in (f"{words} on rank {rank}{ends}" for rank in (0, 1)) for text in texts), texts
-    assert all(text.startswith(f"{words} on rank 1, but") for text in by_rank[0])  # by sockets nobody else sees it
+    told = [
+        f"parameter 'last.weight' was changed inside engine.gathered() (zero.GatheredParameters in lowtide.deepspeed) "
+        f"on rank {rank}, but not all shards and master weights see it: use engine.gathered(parameter, modify=True), "
+        "and change it on every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's "
+        "values). Load the old values again if you need them"
+        for rank in ((0, 1) if transport == "shared_memory" else (1,))  # by sockets nobody else sees it
+    ]
+    for texts in ranks(2, change_without_modify, transport, stages):
+        assert set(texts) <= set(told)
 
 
-def test_a_forward_inside_of_gathered_is_no_change(ranks: RankPool) -> None:
-    ranks(2, evaluate_inside, STAGES)
-
-
-def evaluate_inside(stages: tuple[int, ...]) -> None:
-    for stage in stages:
-        engine = lowtide.initialize(models.mlp(), CASE.at(stage).as_config())
-        with engine.gathered():
-            engine.eval_step(models.vector_batch(0, 2))
-        engine.close()
-
-
-def interrupt_changes(transport: str) -> list[tuple[bool, str, bool]]:
-    return [interrupt_a_change(stage, transport) for stage in STAGES]
-
-
-def interrupt_a_change(stage: int, transport: str) -> tuple[bool, str, bool]:
-    """Does an error inside leave all as it was; what a call inside says; does a step inside of a look work."""
-    case = CASE.at(stage, config={"communication": {"transport": transport}})
-    torch.manual_seed(0)
-    engine = lowtide.initialize(case.build(), case.as_config())
-    batch = share_of(case.global_batch(0, engine.world_size))
-    before, text = engine.state_dict(), ""
-    with pytest.raises(KeyError), engine.gathered(modify=True):
-        change(engine.module)
-        raise KeyError
-    after = engine.state_dict()
-    with engine.gathered(*changed_params(engine.module), modify=True):
-        try:
-            engine(*batch)
-        except RuntimeError as error:
-            text = str(error)
-    with engine.gathered():
-        changes = not engine.train_step(batch).skipped
-    engine.train_step(batch)
-    engine.close()
-    return all(torch.equal(before[name], after[name]) for name in before), text, changes
+def interrupt_changes(transport: str) -> list[tuple[list[str], str, bool]]:
+    """By stage: what an error inside has changed; what a call inside says; does a step inside of a look work."""
+    found = []
+    for case in (on(stage, transport) for stage in STAGES):
+        with start(case) as engine:
+            batch, before = case.share(engine, 0), engine.state_dict()
+            with pytest.raises(KeyError), engine.gathered(modify=True):
+                change(engine.module)
+                raise KeyError
+            names = differences(before, engine.state_dict())
+            params = [engine.module.get_parameter(name) for name in CHANGED]
+            with engine.gathered(*params, modify=True):
+                text = refusal(engine, *batch, kind=StateError)
+            with engine.gathered():
+                engine.eval_step(batch)
+                found.append((names, text, not engine.train_step(batch).skipped))
+            engine.train_step(batch)
+    return found
 
 
 @pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
 def test_an_error_inside_of_a_change_leaves_all_as_it_was(ranks: RankPool, world_size: int, transport: str) -> None:
-    for by_stage in ranks(world_size, interrupt_changes, transport):
-        for is_same, text, changes in by_stage:
-            assert is_same and changes
-            assert "found engine.gathered(modify=True)" in text
+    for names, text, has_stepped in (
+        one for of_rank in ranks(world_size, interrupt_changes, transport) for one in of_rank
+    ):
+        assert names == [] and has_stepped and "found engine.gathered(modify=True)" in text

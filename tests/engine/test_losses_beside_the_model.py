@@ -1,4 +1,4 @@
-"""A loss may come to parameters past what the engine has returned: they get the factor that others have."""
+"""Gradients past what the engine has returned: of inputs, of layers before and after it, of its own parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,84 @@ from lowtide.zero import plan
 from lowtide.zero.sequence import StateError
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
+from tests.kit.training import refusal
 
-SGD = {"type": "sgd", "params": {"lr": 0.1}}
+STAGES = (0, 1, 2, 3)
+WAYS = ("engine", "scale", "loss")  # in which a backward is called
 KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 3},
     "prescaled": {"prescale_gradients": True, "gradient_accumulation_steps": 2},
     "predivided": {"gradient_predivide_factor": 4.0},
+    "sent in float16": {"communication_data_type": "fp16", "gradient_accumulation_steps": 2},
     "float16": {"fp16": {"enabled": True, "initial_scale_power": 10}, "gradient_accumulation_steps": 2},
 }
+
+
+def count_of(kind: str) -> int:
+    count: int = KINDS[kind].get("gradient_accumulation_steps", 1)
+    return count
+
+
+def engine_for(model: nn.Module, stage: int, kind: str, **more: Any) -> lowtide.Engine:
+    optimizer = {"type": "sgd", "params": {"lr": 0.1}}
+    config = {"optimizer": optimizer, "zero_optimization": {"stage": stage}, **KINDS[kind], **more}
+    return lowtide.initialize(model, config)
+
+
+def backward(engine: lowtide.Engine, loss: Tensor, way: str) -> None:
+    if way == "engine":
+        engine.backward(loss)
+    else:
+        (engine.scale(loss) if way == "scale" else loss).backward()
+
+
+def samples(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def net(inputs: int = 6, outputs: int = 1) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def outer_gradients(stage: int, kind: str, way: str, rank: int | None = None) -> list[Tensor]:
+    """Of an input, of a layer before the engine, and of a head after it. rank: by plain torch, as that rank."""
+    torch.manual_seed(0)
+    model, before, head = net(6, 5), nn.Linear(6, 6), nn.Linear(5, 1)
+    engine = engine_for(model, stage, kind) if rank is None else None
+    x = samples(0, engine.rank if engine is not None else rank or 0).requires_grad_()
+    for _ in range(count_of(kind)):  # torch adds the gradients up
+        middle = before(x)
+        output = (engine or model)(x * x + middle).float()
+        loss = head(output).square().mean() + output.sum()
+        loss = loss + x.square().mean() + middle.square().mean() + (head.weight * before.weight[0, 0]).sum()  # past it
+        if engine is None:
+            loss.backward()
+        else:
+            backward(engine, loss, way)
+    if engine is not None:
+        assert not engine.step().skipped
+        engine.close()
+    return [value.grad for value in (x, *before.parameters(), *head.parameters()) if value.grad is not None]
+
+
+def all_outer_gradients(kinds: list[str]) -> dict[tuple[int, str, str], list[Tensor]]:
+    return {row: outer_gradients(*row) for row in pairs(STAGES, kinds, WAYS)}
+
+
+@pytest.mark.parametrize(("world_size", "kinds"), [(1, ["accumulated", "predivided"]), (2, list(KINDS))])
+def test_gradients_outside_of_the_engine_are_those_of_the_loss_as_it_was_given(
+    ranks: RankPool, world_size: int, kinds: list[str]
+) -> None:
+    for rank, found in enumerate(ranks(world_size, all_outer_gradients, kinds)):
+        for row, gradients in found.items():
+            stage, kind, way = row
+            expected = outer_gradients(stage, kind, way, rank)
+            assert len(gradients) == len(expected) == 5
+            rtol, atol = (1e-2, 1e-2) if "float16" in row else (1e-6, 1e-7)
+            torch.testing.assert_close(
+                gradients, expected, rtol=rtol, atol=atol, msg=f"{row}, rank {rank}: {{}}".format
+            )
 
 
 class Net(nn.Module):
@@ -31,112 +102,73 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.head = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = torch.tanh(self.first(x))
         for block in self.blocks:
             x = torch.tanh(block(x))
         self.kept = x.square().mean()
-        found: Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
-Loss = Callable[[Any, nn.Module, Tensor], Tensor]
+Loss = Callable[[Any, Any, Tensor], Tensor]  # of what is called, the model, and an input
+LOSSES: dict[str, Loss] = {
+    "penalty": lambda call, model, x: call(x).square().mean() + model.head.weight.square().mean(),
+    "shared head": lambda call, model, x: (call(x) @ model.head.weight.T).square().mean(),
+    "penalty alone": lambda call, model, x: (call(x), model.head.weight.square().mean())[1],
+    "kept": lambda call, model, x: call(x).square().mean() + model.kept,
+    "part alone": lambda call, model, x: call(x).square().mean() + model.head(x.to(model.kept.dtype)).square().mean(),
+}
 
 
-def penalty(call: Any, model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = call(x).square().mean() + model.get_parameter("head.weight").square().mean()
-    return loss
-
-
-def shared_head(call: Any, model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = (call(x) @ model.get_parameter("head.weight").T).square().mean()
-    return found
-
-
-def penalty_alone(call: Any, model: nn.Module, x: Tensor) -> Tensor:
-    call(x)
-    return model.get_parameter("head.weight").square().mean()
-
-
-def kept_loss(call: Any, model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = call(x).square().mean()
-    return loss + model.kept
-
-
-def part_alone(call: Any, model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = call(x).square().mean() + model.get_submodule("head")(x.to(DTYPE[call])).square().mean()
-    return loss
-
-
-def made_inputs(call: Any, model: nn.Module, x: Tensor) -> Tensor:
+def made_inputs(call: Any, model: Any, x: Tensor) -> Tensor:
     """As embeddings that are looked up before the engine is called; what it returned goes in again."""
-    first: Tensor = call(x + model.get_parameter("head.bias"))
+    first: Tensor = call(x + model.head.bias)
     loss: Tensor = call(first.float()).square().mean() + first.square().mean()
     return loss
 
 
-DTYPE: dict[Any, torch.dtype] = {}  # that a model computes in
-LOSSES: tuple[Loss, ...] = (penalty, shared_head, penalty_alone, kept_loss, part_alone, made_inputs)
-BEFORE = (made_inputs,)  # at stage 3 a weight is read between a forward and its backward
+LOSSES["made inputs"] = made_inputs  # at stage 3 a weight would be read between a forward and its backward
 
 
-def samples(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def train(loss_of: Loss, stage: int, kind: str, way: str, **config: Any) -> dict[str, Tensor]:
+def train(name: str, stage: int, kind: str, way: str, **config: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    config = {"optimizer": SGD, "zero_optimization": {"stage": stage}, **KINDS[kind], **config}
-    with patch.object(plan, "_MIN_END_NUMEL", 1), lowtide.initialize(Net(), config) as engine:
-        DTYPE[engine] = next(engine.parameters()).dtype
-        count = KINDS[kind].get("gradient_accumulation_steps", 1)
-        for number in range(2 * count):
-            loss = loss_of(engine, engine.module, samples(number, engine.rank)).float()
-            if way == "engine":
-                engine.backward(loss)
-            else:
-                (engine.scale(loss) if way == "scale" else loss).backward()
+    with patch.object(plan, "_MIN_END_NUMEL", 1), engine_for(Net(), stage, kind, **config) as engine:
+        for number in range(2 * count_of(kind)):
+            loss = LOSSES[name](engine, engine.module, samples(number, engine.rank))
+            backward(engine, loss.float(), way)
             assert not engine.step().skipped
-        del DTYPE[engine]
         return {name: value.float() for name, value in engine.state_dict().items()}
 
 
-def train_plainly(loss_of: Loss, kind: str, world_size: int) -> dict[str, Tensor]:
+def train_all(stages: list[int], kinds: list[str], ways: list[str], **config: Any) -> dict[tuple[Any, ...], Any]:
+    rows = pairs(list(LOSSES), stages, kinds, ways)
+    return {row: train(*row, **config) for row in rows if row[:2] != ("made inputs", 3)}
+
+
+def train_plainly(name: str, kind: str, world_size: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model, count = Net(), KINDS[kind].get("gradient_accumulation_steps", 1)
-    DTYPE[model] = torch.float32
+    model, count = Net(), count_of(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         optimizer.zero_grad()
         for number in range(step * count, (step + 1) * count):
             for rank in range(world_size):
-                (loss_of(model, model, samples(number, rank)) / (count * world_size)).backward()
+                (LOSSES[name](model, model, samples(number, rank)) / (count * world_size)).backward()
         optimizer.step()
     return model.state_dict()
 
 
-def train_all(stages: list[int], kinds: list[str], ways: list[str], **config: Any) -> dict[tuple[Any, ...], Any]:
-    return {
-        (loss_of.__name__, stage, kind, way): train(loss_of, stage, kind, way, **config)
-        for loss_of, stage, kind, way in pairs(LOSSES, stages, kinds, ways)
-        if not (stage == 3 and loss_of in BEFORE)
-    }
-
-
 def check(found: dict[tuple[Any, ...], dict[str, Tensor]], world_size: int) -> None:
-    losses = {loss_of.__name__: loss_of for loss_of in LOSSES}
-    for (name, stage, kind, way), state in found.items():
+    for row, state in found.items():
+        name, _, kind, _ = row
         tolerance = 5e-3 if kind == "float16" else 1e-6
-        what = f"{name}, stage {stage}, {kind}, {way}"
-        torch.testing.assert_close(
-            state, dict(train_plainly(losses[name], kind, world_size)), rtol=tolerance, atol=tolerance,
-            msg=f"{what}: {{}}".format,
-        )  # fmt: skip
+        expected = dict(train_plainly(name, kind, world_size))
+        torch.testing.assert_close(state, expected, rtol=tolerance, atol=tolerance, msg=f"{row}: {{}}".format)
 
 
 def test_each_backward_is_that_of_the_loss(ranks: RankPool) -> None:
-    [found] = ranks(1, train_all, [0, 1, 2, 3], list(KINDS), ["loss", "engine", "scale"], process_group=False)
-    check(found, 1)
+    kinds = ["prescaled", "predivided", "float16"]
+    check(ranks(1, train_all, list(STAGES), kinds, list(WAYS), process_group=False)[0], 1)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
@@ -149,8 +181,7 @@ def with_layers_before(stages: list[int]) -> list[tuple[dict[str, Tensor], bool]
     found = []
     for stage in stages:
         torch.manual_seed(0)
-        config = {"optimizer": SGD, "zero_optimization": {"stage": stage}, "communication": {"transport": "sockets"}}
-        with lowtide.initialize(Net(), config) as engine:
+        with engine_for(Net(), stage, "plain", communication={"transport": "sockets"}) as engine:
             first, head = map(engine.module.get_submodule, ("first", "head"))
             with torch.no_grad():
                 head(first(samples(0, 0)))
@@ -172,41 +203,52 @@ def test_layers_may_be_called_before_the_model(ranks: RankPool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def predivided() -> lowtide.Engine:
-    return lowtide.initialize(Net(), {"optimizer": SGD, "gradient_predivide_factor": 4.0})
-
-
 def test_what_has_the_factor_in_part_is_refused() -> None:
-    with predivided() as engine:
+    with engine_for(Net(), 0, "predivided") as engine:
         x, weight = samples(0, 0), engine.module.get_parameter("head.weight")
-        with pytest.raises(StateError, match=r"expected the whole loss through engine.scale\(\), found a part of it"):
-            (engine.scale(engine(x).mean()) + weight.square().sum()).backward()
-        with pytest.raises(
-            StateError, match=r"torch.autograd.grad: expected a loss of the output of engine\(...\), found"
-        ):
-            torch.autograd.grad(engine(x).mean() + weight.square().sum(), weight)
-        loss = engine(x).mean() + weight.square().sum()
-        with pytest.raises(StateError, match="expected tensors, found a GradientEdge"):
-            torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
+        words = "expected the whole loss through engine.scale(), found a part of it"
+        for other in (weight.square().sum(), engine(x).mean()):
+            total = engine.scale(engine(x).mean()) + other
+            assert words in refusal(total.backward, kind=StateError)
+        words = "torch.autograd.grad: expected a loss of the output of engine(...), found"
+        assert words in refusal(torch.autograd.grad, engine(x).mean() + weight.square().sum(), weight, kind=StateError)
+        edge = torch.autograd.graph.get_gradient_edge(engine(x).mean() + weight.square().sum())
+        assert "expected tensors, found a GradientEdge" in refusal(torch.autograd.backward, edge, kind=StateError)
+        words = "expected a loss without engine.scale(), found a loss with it"
+        assert words in refusal(engine.backward, engine.scale(engine(x).mean()), kind=StateError)
+        with pytest.raises(RuntimeError, match="is being modified inplace"):
+            engine(x).mul_(2)  # past its factor
 
 
-def test_one_loss_reads_weights_of_two_engines_and_of_none() -> None:
-    gradients = []
-    for factor in (1.0, 4.0):
-        torch.manual_seed(0)
-        config = {"optimizer": SGD, "gradient_predivide_factor": factor}
-        head = nn.Linear(6, 1)
-        with lowtide.initialize(Net(), config) as one, lowtide.initialize(Net(), config) as other:
-            x, weights = samples(0, 0), [engine.module.get_parameter("head.weight") for engine in (one, other)]
-            loss = head(one(x) + other(x)).square().mean() + (weights[0] * weights[1] * head.weight).sum()
+def train_two(is_chain: bool, **config: Any) -> list[Any]:
+    """By a loss that goes through both, or by one that reads weights of both and one that is scaled in parts."""
+    torch.manual_seed(0)
+    head = nn.Linear(6, 1)
+    with engine_for(Net(), 0, "plain", **config) as one, engine_for(Net(), 0, "plain", **config) as other:
+        x, weights = samples(0, 0), [engine.module.get_parameter("head.weight") for engine in (one, other)]
+        first = one(x).float()
+        if is_chain:
+            head(first + other(first).float()).square().mean().backward()
+        else:
+            loss = head(first + other(x)).square().mean() + (weights[0] * weights[1] * head.weight).sum()
             loss.backward()
-            one.step(), other.step()
-            gradients.append([head.weight.grad, one.state_dict(), other.state_dict()])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
+            h = head(one(x))
+            (one.scale(h.square().mean()) + one.scale(h.abs().mean())).backward()
+        assert not one.step().skipped and not other.step().skipped
+        states = [{name: value.float() for name, value in engine.state_dict().items()} for engine in (one, other)]
+        return [head.weight.grad, *states]
+
+
+def test_one_loss_goes_through_two_engines_and_beside_them() -> None:
+    for is_chain in (False, True):
+        found = train_two(is_chain, gradient_predivide_factor=4.0)
+        torch.testing.assert_close(found, train_two(is_chain), rtol=1e-6, atol=1e-7)
+    half = train_two(True, fp16={"enabled": True, "initial_scale_power": 10})
+    torch.testing.assert_close(half, train_two(True), rtol=1e-2, atol=1e-2)
 
 
 def test_torch_has_its_own_function_again_when_no_engine_is_there() -> None:
     before = vars(torch.autograd)["_engine_run_backward"]
-    with predivided(), predivided():
+    with engine_for(Net(), 0, "predivided"), engine_for(Net(), 0, "predivided"):
         assert type(vars(torch.autograd)["_engine_run_backward"]).__module__ == "lowtide.engine.step.gradient_scale"
     assert vars(torch.autograd)["_engine_run_backward"] is before

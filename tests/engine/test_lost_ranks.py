@@ -1,10 +1,12 @@
-"""A rank that dies or never comes is an error on the others, soon, and not a hang."""
+"""A rank that dies, never comes, or was given something else is an error on the others, soon, and not a hang."""
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,79 +16,83 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import lowtide
 from tests.engine.scripts import run_on_two_ranks
-from tests.kit.models import Chain, linear_chain
+from tests.kit.models import linear_chain
 from tests.kit.ranks import RankError, RankPool
+from tests.kit.training import refusal, settings
 
-ROUTES = ["shared_memory", "sockets"]
 TIMEOUT_SECONDS = 2.5
+BATCH = (torch.ones(2, 8),)
 
 
-def train_until_rank_1_is_lost(stage: int, transport: str, how: str) -> tuple[str, str, float]:
-    """On rank 0: class and text of the error, and seconds until it came. how: late, dies, closes, or fails."""
-    config = {
-        "optimizer": {"type": "sgd"},
-        "zero_optimization": {"stage": stage},
-        "communication": {"transport": transport, "timeout_seconds": TIMEOUT_SECONDS if how == "late" else 60},
-        "steps_per_print": 0,
-    }
-    engine = lowtide.initialize(linear_chain(8, 2), config)
-    engine.train_step((torch.ones(2, 8),))
-    if dist.get_rank() == 1:
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "fails":
-            with engine:
-                raise ArithmeticError("a fault of rank 1 alone")
-        if how == "closes":
-            engine.close()
-            return "closed", "", 0.0
-        _get_default_store().wait(["rank 0 has given up"], timedelta(seconds=50))
-        return "late", "", 0.0
-    started = time.monotonic()
+def engine_for(stage: int, transport: str, timeout: float = 60, **zero: Any) -> lowtide.Engine:
+    communication = {"transport": transport, "timeout_seconds": timeout}
+    return lowtide.initialize(linear_chain(8, 3), settings(stage, communication=communication, zero_optimization=zero))
+
+
+def error_of(action: Callable[..., object], *given: Any) -> str:
+    """Class and text of the error of a call."""
     try:
-        engine.train_step((torch.ones(2, 8),))
+        action(*given)
     except RuntimeError as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    finally:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train_until_rank_1_is_lost(stage: int, transport: str, how: str) -> tuple[str, float]:
+    """On rank 0: the error, and seconds until it came. how: late, dies, closes, or fails."""
+    engine = engine_for(stage, transport, TIMEOUT_SECONDS if how == "late" else 60)
+    engine.train_step(BATCH)
+    if dist.get_rank() == 0:
+        started = time.monotonic()
+        text = error_of(engine.train_step, BATCH)
+        seconds = time.monotonic() - started
         if how == "late":
             _get_default_store().set("rank 0 has given up", "")
-    return "nothing", "", 0.0
+        return text, seconds
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "fails":
+        with engine:
+            raise ArithmeticError("a fault of rank 1 alone")
+    if how == "closes":
+        engine.close()
+    else:
+        _get_default_store().wait(["rank 0 has given up"], timedelta(seconds=50))
+    return how, 0.0
 
 
 @pytest.mark.parametrize(("transport", "stage"), [("shared_memory", 0), ("shared_memory", 3), ("sockets", 2)])
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool, transport: str, stage: int) -> None:
-    kind, text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, transport, "late")[0]
-    assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text
+    text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, transport, "late")[0]
+    assert text.startswith("CollectiveError: rank 0 in ") and "rank 1" in text
     assert "communication.timeout_seconds" in text
     assert TIMEOUT_SECONDS - 0.1 <= seconds < 45  # while rank 1 would still not come
 
 
-@pytest.mark.parametrize("transport", ROUTES)
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, transport: str) -> None:
-    survivor, dead = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, "dies")
+    (text, seconds), dead = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, "dies")
     assert isinstance(dead, RankError) and dead.kind == "Died"
-    kind, text, seconds = survivor
-    assert kind == "CollectiveError" and text.startswith("rank 0 in ") and "rank 1" in text and "died" in text
+    assert text.startswith("CollectiveError: rank 0 in ") and "rank 1" in text and "died" in text
     assert seconds < 45  # of 60
+
+
+LEFT = "rank 1 has left: it closed its engine, or its script came to an end. All ranks must"
+GONE = "A rank died, has left, or the ranks make different calls of the engine. "
 
 
 @pytest.mark.parametrize(
     ("transport", "how", "told"),
     [
-        (
-            "shared_memory",
-            "closes",
-            "rank 1 has left: it closed its engine, or its script came to an end. All ranks must",
-        ),
+        ("shared_memory", "closes", LEFT),
         ("shared_memory", "fails", "rank 1 left after an error. See the output of that rank."),
-        ("sockets", "closes", "A rank died, has left, or the ranks make different calls of the engine. "),
-        ("native", "closes", "A rank died, has left, or the ranks make different calls of the engine. "),
+        ("sockets", "closes", GONE),
+        ("native", "closes", GONE),
     ],
 )
 def test_a_rank_that_left_is_an_error_at_once(ranks: RankPool, transport: str, how: str, told: str) -> None:
-    found, _ = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, how, process_group=False)
-    kind, text, seconds = found
-    assert kind == "CollectiveError" and text.startswith("rank 0 in ") and told in text
+    text, seconds = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, how, process_group=False)[0]
+    assert text.startswith("CollectiveError: rank 0 in ") and told in text
     assert ("end all ranks at the smallest number of batches." in text) == (how == "closes")
     assert "GLHF" not in text and seconds < 45
 
@@ -103,21 +109,16 @@ sys.exit(0)
 def test_a_script_that_ends_on_one_rank_is_told_on_the_others(tmp_path: Path) -> None:
     ends = run_on_two_ranks(SCRIPT, tmp_path)
     assert [end.status for end in ends] == [1, 0], ends
-    assert "rank 1 has left: it closed its engine, or its script came to an end. All ranks must make the" in ends[0].err
+    assert f"{LEFT} make the" in ends[0].err
 
 
 def ask_after_rank_1_has_left() -> str:
     """The error of rank 0 in what is no step, and is made of the backend's own collectives."""
-    config = {"optimizer": {"type": "sgd"}, "communication": {"timeout_seconds": 60}}
-    engine = lowtide.initialize(linear_chain(8, 2), config)
-    if dist.get_rank() == 1:
-        engine.close()
-        return ""
-    try:
-        engine.save_checkpoint("nowhere")
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    engine = engine_for(0, "auto")
+    if dist.get_rank() == 0:
+        return error_of(engine.save_checkpoint, "nowhere")
+    engine.close()
+    return ""
 
 
 def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> None:
@@ -128,18 +129,8 @@ def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> N
 
 def train_or_look() -> str:
     """Rank 0 trains, rank 1 asks for the weights."""
-    config = {
-        "optimizer": {"type": "sgd"},
-        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0},
-        "communication": {"transport": "sockets", "timeout_seconds": TIMEOUT_SECONDS},
-        "steps_per_print": 0,
-    }
-    engine = lowtide.initialize(Chain(*(nn.Linear(8, 8) for _ in range(3))), config)
-    try:
-        engine.train_step((torch.ones(2, 8),)) if dist.get_rank() == 0 else engine.state_dict()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    engine = engine_for(3, "sockets", TIMEOUT_SECONDS, stage3_prefetch_bucket_size=0)
+    return error_of(engine.train_step, BATCH) if dist.get_rank() == 0 else error_of(engine.state_dict)
 
 
 def test_ranks_that_go_different_ways_are_shown_with_their_last_collectives(ranks: RankPool) -> None:
@@ -148,3 +139,57 @@ def test_ranks_that_go_different_ways_are_shown_with_their_last_collectives(rank
         trails = text.split("The last collectives: ")[1]
         first, second = trails.removeprefix("rank 0: ").rstrip(".").split("; rank 1: ")
         assert first.endswith("the next action") and "unit" in second
+
+
+CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "gradient_clipping": 1.0}
+
+
+def initialize(model: nn.Module, config: dict[str, Any] = CONFIG) -> lowtide.Engine:
+    return lowtide.initialize(model, config)
+
+
+def with_another_stage_and_optimizer(rank: int) -> lowtide.Engine:
+    optimizer = {"type": "sgd", "params": {"lr": 0.1, **({"momentum": 0.5} if rank else {})}}
+    return initialize(nn.Linear(3, 2), {"optimizer": optimizer, "zero_optimization": {"stage": 1 + rank}})
+
+
+def with_frozen_weight(rank: int) -> lowtide.Engine:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(rank == 0)
+    return initialize(model)
+
+
+MISTAKES: tuple[tuple[Callable[[int], lowtide.Engine], str], ...] = (
+    (
+        lambda rank: initialize(nn.Linear(3, 2), {**CONFIG, "gradient_clipping": 1.0 + rank}),
+        "different configs: gradient_clipping: rank 0 has 1.0, rank 1 has 2.0.",
+    ),
+    (
+        with_another_stage_and_optimizer,
+        "different configs: zero_optimization.stage: rank 0 has 1, rank 1 has 2; optimizer.params.momentum: "
+        "rank 0 has 0.0, rank 1 has 0.5. All",
+    ),
+    (
+        lambda rank: initialize(nn.Linear(3, 2 + rank)),
+        "different models: weight: rank 0 has (2, 3) torch.float32, rank 1 has (3, 3) torch.float32",
+    ),
+    (
+        lambda rank: initialize(nn.Sequential(*(nn.Linear(3, 3) for _ in range(1 + rank)))),
+        "different models: 1.weight: rank 0 has nothing, rank 1 has (3, 3) torch.float32",
+    ),
+    (
+        lambda rank: initialize(nn.Linear(3, 2).to([torch.float32, torch.float64][rank])),
+        "weight: rank 0 has (2, 3) torch.float32, rank 1 has (2, 3) torch.float64",
+    ),
+    (with_frozen_weight, "weight: rank 0 has (2, 3) torch.float32, rank 1 has (2, 3) torch.float32 frozen"),
+)
+
+
+def make_all_mistakes() -> list[str]:
+    return [refusal(make, dist.get_rank(), kind=RuntimeError) for make, _ in MISTAKES]
+
+
+def test_both_sides_are_shown_on_every_rank(ranks: RankPool) -> None:
+    for texts in ranks(2, make_all_mistakes):
+        for text, (_, words) in zip(texts, MISTAKES, strict=True):
+            assert "the ranks have " in text and words in text and "All ranks must pass the same" in text

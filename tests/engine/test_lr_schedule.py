@@ -1,4 +1,4 @@
-"""Learning rates against closed forms and against torch's schedulers."""
+"""Schedules of the config against closed forms, torch's schedulers and DeepSpeed's values, and in a training."""
 
 import math
 import warnings
@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as schedulers
 
-from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.config.config import Config
 from lowtide.engine.config.scheduler import SchedulerConfig
 from lowtide.engine.step.lr_schedule import betas_at, schedule_of
+from tests.kit import models
+from tests.kit.training import Case, Scheduled, refusal, train, train_plainly
 
 BASE = 0.1
+SGD = {"type": "sgd", "params": {"lr": BASE}}
 
 
 def scheduler(kind: str, **params: Any) -> SchedulerConfig:
@@ -40,48 +44,38 @@ def torch_rates(make: Any, steps: int) -> list[float]:
     return found
 
 
-def test_warmup_lr_is_logarithmic_unless_told_and_ends_at_the_optimizers_rate() -> None:
-    found = rates("WarmupLR", 8, warmup_num_steps=5)
-    expected = [0.0] + [BASE * math.log(i + 1) / math.log(5) for i in range(5)] + [BASE, BASE]
-    assert found == pytest.approx(expected, abs=1e-15)
+def of_base(*factors: float) -> list[float]:
+    return [BASE * factor for factor in factors]
 
 
-def test_warmup_lr_linear_goes_from_its_minimum_to_its_maximum() -> None:
-    found = rates("WarmupLR", 7, warmup_num_steps=4, warmup_type="linear", warmup_min_lr=0.2, warmup_max_lr=1.0)
-    assert found == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+UP = {"warmup_num_steps": 4, "warmup_type": "linear"}
+UP_AND_DOWN = {**UP, "total_num_steps": 8}
+TRIANGLE = (0, 0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0, 0, 0)
+COSINE = [1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)]
 
 
-def test_the_first_two_updates_use_the_first_iteration_as_in_deepspeed() -> None:
-    first, second, third = rates("WarmupLR", 3, warmup_num_steps=10, warmup_min_lr=0.01)
-    assert first == second == 0.01 < third
-
-
-def test_a_warmup_of_one_step_is_taken_as_two() -> None:
-    for curve in ("log", "linear"):
-        one = rates("WarmupLR", 6, warmup_num_steps=1, warmup_type=curve)
-        assert one == rates("WarmupLR", 6, warmup_num_steps=2, warmup_type=curve)
-
-
-def test_warmup_decay_lr_falls_to_zero_and_stays() -> None:
-    found = rates("WarmupDecayLR", 12, warmup_num_steps=4, total_num_steps=8, warmup_type="linear")
-    expected = [0, 0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0, 0, 0]
-    assert found == pytest.approx([BASE * factor for factor in expected])
-    stated = rates("WarmupDecayLR", 12, warmup_num_steps=4, total_num_steps=8, warmup_type="linear", warmup_max_lr=0.5)
-    assert stated == pytest.approx([0.5 * factor for factor in expected])
-
-
-def test_warmup_decay_lr_with_auto_peaks_at_the_optimizers_rate() -> None:
-    found = rates("WarmupDecayLR", 12, warmup_num_steps=4, total_num_steps=8, warmup_max_lr="auto")
-    assert max(found) == pytest.approx(BASE)
-
-
-def test_warmup_cosine_lr_ends_at_its_minimum_ratio() -> None:
-    found = rates(
-        "WarmupCosineLR", 14, warmup_num_steps=4, total_num_steps=8, warmup_type="linear", warmup_min_ratio=0.2
-    )
-    warm = [0.2, 0.2, 0.4, 0.6, 0.8]
-    decay = [1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3, 4)]
-    assert found == pytest.approx([BASE * ratio for ratio in warm + decay + [1e-4] * 5])
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        # The first two updates use the first iteration, as in DeepSpeed.
+        ("WarmupLR", {"warmup_num_steps": 5}, of_base(0, *(math.log(i + 1) / math.log(5) for i in range(5)), 1, 1)),
+        ("WarmupLR", {**UP, "warmup_min_lr": 0.2, "warmup_max_lr": 1.0}, [0.2, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0]),
+        # A warm-up of one step is taken as one of two.
+        ("WarmupLR", {"warmup_num_steps": 1}, of_base(0, 0, 1, 1)),
+        ("WarmupLR", {"warmup_num_steps": 1, "warmup_type": "linear"}, of_base(0, 0, 0.5, 1, 1)),
+        ("WarmupDecayLR", UP_AND_DOWN, of_base(*TRIANGLE)),
+        ("WarmupDecayLR", {**UP_AND_DOWN, "warmup_max_lr": "auto"}, of_base(*TRIANGLE)),
+        ("WarmupDecayLR", {**UP_AND_DOWN, "warmup_max_lr": 0.5}, [0.5 * factor for factor in TRIANGLE]),
+        (
+            "WarmupCosineLR",
+            {**UP_AND_DOWN, "warmup_min_ratio": 0.2},
+            of_base(0.2, 0.2, 0.4, 0.6, 0.8, *COSINE, *[1e-4] * 5),
+        ),
+        ("constant", {}, of_base(1, 1, 1)),
+    ],
+)
+def test_rates_are_those_of_the_formula(kind: str, params: dict[str, Any], expected: list[float]) -> None:
+    assert rates(kind, len(expected), **params) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR", "linear", "cosine"])
@@ -90,50 +84,11 @@ def test_fewer_steps_than_the_warmup_is_no_crash(kind: str) -> None:
     assert all(rate >= 0 for rate in found) and found[15] <= 1e-3 * BASE
 
 
-def test_constant_without_warmup_is_constant() -> None:
-    assert rates("constant", 3) == [BASE] * 3
-
-
-def test_constant_equals_torch_constant_after_linear_warmup() -> None:
-    def make(optimizer: torch.optim.Optimizer) -> object:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 5))
-
-    assert rates("constant", 9, warmup_num_steps=5) == pytest.approx(torch_rates(make, 9))
-
-
-def test_linear_equals_torch_linear_lr() -> None:
-    def make(optimizer: torch.optim.Optimizer) -> object:
-        return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.25, total_iters=7)
-
-    assert rates("linear", 10, total_num_steps=7, min_ratio=0.25) == pytest.approx(torch_rates(make, 10))
-
-
-def test_cosine_equals_torch_cosine_annealing() -> None:
-    def make(optimizer: torch.optim.Optimizer) -> object:
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9, eta_min=0.3 * BASE)
-
-    assert rates("cosine", 10, total_num_steps=9, min_ratio=0.3) == pytest.approx(torch_rates(make, 10))
-
-
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_warmup_then_decay_equals_torch_sequential(kind: str) -> None:
-    def make(optimizer: torch.optim.Optimizer) -> object:
-        schedulers = torch.optim.lr_scheduler
-        warmup = schedulers.LambdaLR(optimizer, lambda step: step / 4)
-        decay = (
-            schedulers.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=6)
-            if kind == "linear"
-            else schedulers.CosineAnnealingLR(optimizer, T_max=6)
-        )
-        return schedulers.SequentialLR(optimizer, [warmup, decay], milestones=[4])
-
-    assert rates(kind, 10, warmup_num_steps=4, total_num_steps=10) == pytest.approx(torch_rates(make, 10))
-
-
 LATE = [0.1, 0.1, 0.1, 0.55, 0.55, 1.0, 0.7, 0.4, 0.4, 0.1, 0.1]
 FIRST_BETAS = [0.7, 0.85, 0.8, 0.75, 0.7, 0.7333, 0.7667, 0.8, 0.8333, 0.8667, 0.9, 0.9045]
 CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
 DECAYING = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01, "cycle_min_mom": 0.7}
+STAIRS = {"cycle_first_step_size": 5, "cycle_first_stair_count": 2, "cycle_second_stair_count": 3}
 
 
 @pytest.mark.parametrize(
@@ -144,11 +99,7 @@ DECAYING = {"decay_step_size": 2, "decay_lr_rate": 0.5, "decay_mom_rate": 0.01, 
             {**CYCLE, **DECAYING, "cycle_first_step_size": 4, "cycle_second_step_size": 6},
             [0.1, 0.325, 0.55, 0.775, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.08, 0.066667, 0.057143],
         ),
-        (
-            "OneCycle",
-            {**CYCLE, "cycle_first_step_size": 5, "cycle_first_stair_count": 2, "cycle_second_stair_count": 3},
-            LATE,
-        ),
+        ("OneCycle", {**CYCLE, **STAIRS}, LATE),
         ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4}, [0.01, 0.0125, 0.015, 0.0175]),
         (
             "LRRangeTest",
@@ -170,25 +121,61 @@ def test_the_first_beta_goes_against_the_rate() -> None:
     assert betas_at(scheduler("constant"), 3) is None
 
 
+def warmed(num_steps: int, decay: Any) -> Any:
+    """A linear warm-up, and then a scheduler of torch."""
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        warmup = schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / num_steps))
+        return schedulers.SequentialLR(optimizer, [warmup, decay(optimizer)], milestones=[num_steps])
+
+    return make
+
+
+OURS: list[tuple[str, dict[str, Any], Any]] = [
+    ("constant", {"warmup_num_steps": 5}, warmed(5, partial(schedulers.ConstantLR, factor=1.0))),
+    (
+        "linear",
+        {"total_num_steps": 7, "min_ratio": 0.25},
+        partial(schedulers.LinearLR, start_factor=1.0, end_factor=0.25, total_iters=7),
+    ),
+    (
+        "cosine",
+        {"total_num_steps": 9, "min_ratio": 0.3},
+        partial(schedulers.CosineAnnealingLR, T_max=9, eta_min=0.3 * BASE),
+    ),
+    (
+        "linear",
+        {"warmup_num_steps": 4, "total_num_steps": 10},
+        warmed(4, partial(schedulers.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=6)),
+    ),
+    (
+        "cosine",
+        {"warmup_num_steps": 4, "total_num_steps": 10},
+        warmed(4, partial(schedulers.CosineAnnealingLR, T_max=6)),
+    ),
+]
+TORCHS: list[tuple[str, dict[str, Any]]] = [
+    ("StepLR", {"step_size": 3, "gamma": 0.5}),
+    ("MultiStepLR", {"milestones": [2, 2, 5], "gamma": 0.5}),
+    ("ExponentialLR", {"gamma": 0.9}),
+    ("CosineAnnealingLR", {"T_max": 5, "eta_min": 0.01}),
+    ("CosineAnnealingWarmRestarts", {"T_0": 3}),
+    ("CosineAnnealingWarmRestarts", {"T_0": 2, "T_mult": 2, "eta_min": 0.01}),
+    ("CosineAnnealingWarmRestarts", {"T_0": 1, "T_mult": 3}),
+    ("LinearLR", {}),
+    ("LinearLR", {"start_factor": 0.5, "end_factor": 0.2, "total_iters": 4}),
+    ("ConstantLR", {"total_iters": 3}),
+    ("PolynomialLR", {"total_iters": 6, "power": 2.0}),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "params"),
-    [
-        ("StepLR", {"step_size": 3, "gamma": 0.5}),
-        ("MultiStepLR", {"milestones": [2, 2, 5], "gamma": 0.5}),
-        ("ExponentialLR", {"gamma": 0.9}),
-        ("CosineAnnealingLR", {"T_max": 5, "eta_min": 0.01}),
-        ("CosineAnnealingWarmRestarts", {"T_0": 3}),
-        ("CosineAnnealingWarmRestarts", {"T_0": 2, "T_mult": 2, "eta_min": 0.01}),
-        ("CosineAnnealingWarmRestarts", {"T_0": 1, "T_mult": 3}),
-        ("LinearLR", {}),
-        ("LinearLR", {"start_factor": 0.5, "end_factor": 0.2, "total_iters": 4}),
-        ("ConstantLR", {"total_iters": 3}),
-        ("PolynomialLR", {"total_iters": 6, "power": 2.0}),
-    ],
+    ("kind", "params", "make"),
+    [*OURS, *((kind, params, partial(getattr(schedulers, kind), **params)) for kind, params in TORCHS)],
 )
-def test_types_of_torch_are_torchs(kind: str, params: dict[str, Any]) -> None:
-    make = partial(getattr(torch.optim.lr_scheduler, kind), **params)
-    assert rates(kind, 14, **params) == pytest.approx(torch_rates(make, 14), rel=1e-9, abs=1e-12)
+def test_rates_are_those_of_torch(kind: str, params: dict[str, Any], make: Any) -> None:
+    steps = 14 if kind in dict(TORCHS) else 10
+    assert rates(kind, steps, **params) == pytest.approx(torch_rates(make, steps), rel=1e-9, abs=1e-12)
 
 
 def test_type_names_are_found_without_regard_to_case() -> None:
@@ -220,6 +207,35 @@ def test_type_names_are_found_without_regard_to_case() -> None:
     ],
 )
 def test_each_fault_of_the_section_has_its_text(section: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Config.load({"scheduler": section})
-    assert expected in str(caught.value)
+    assert expected in refusal(Config.load, {"scheduler": section})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_training_has_the_rate_of_each_update(stage: int) -> None:
+    section = {"type": "linear", "params": {"warmup_num_steps": 2, "total_num_steps": 6, "min_ratio": 0.1}}
+    config = {"scheduler": section, "optimizer": SGD}
+    case = Case(models.mlp_float64, models.vector_batch_float64, stage, accumulation=2, steps=8, config=config)
+
+    def ratio(step: int) -> float:
+        return step / 2 if step < 2 else 0.1 + 0.9 * max(0.0, 1 - (step - 2) / 4)
+
+    def make_optimizer(params: Any) -> Any:
+        return Scheduled(torch.optim.SGD(params, lr=BASE), lambda optimizer: schedulers.LambdaLR(optimizer, ratio))
+
+    found, expected = train(case), train_plainly(case, 1, make_optimizer)
+    assert found.lrs == pytest.approx(of_base(*map(ratio, range(8))), rel=1e-12, abs=1e-15)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+
+
+def test_a_skipped_update_does_not_move_the_learning_rate() -> None:
+    config = {
+        "scheduler": {"type": "constant", "params": {"warmup_num_steps": 4}},
+        "optimizer": SGD,
+        "fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1},
+    }
+    found = train(Case(models.mlp, models.vector_batch, steps=6, config=config))
+    assert found.skipped[:2] == [True, True] and found.skipped[-3:] == [False] * 3
+    taken = 0
+    for lr, skipped in zip(found.lrs, found.skipped, strict=True):
+        assert lr == pytest.approx(BASE * min(1.0, taken / 4))
+        taken += not skipped

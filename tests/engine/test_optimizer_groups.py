@@ -1,7 +1,11 @@
-"""Parameter groups over some of the parameters, and over frozen ones: the numbers of plain torch."""
+"""Groups over some parameters, over frozen ones, and groups that are added between steps: the numbers of torch."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,155 +17,363 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.blueprint.optimizer_plan import OptimizerPlan
 from lowtide.engine.config.config import Config
+from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool
+from tests.kit.training import Case, differences, refusal, settings
 
 STEPS = 5
+LATE = 1  # the first step with another group
+CASE = Case(models.mlp_float64, models.vector_batch_float64, config={"optimizer": None})
+SOCKETS = {"communication": {"transport": "sockets"}}
 Make = Callable[[Any], torch.optim.Optimizer]
+adamw: Make = partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+rmsprop: Make = partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+Before = Callable[[Any, int], None]  # what is done to an optimizer before each step
 
 
-def rmsprop(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(params, lr=0.01, momentum=0.9, weight_decay=0.1)
+def nothing(*given: Any) -> None: ...
 
 
-def build() -> Any:
-    torch.manual_seed(0)
-    return models.mlp().double()
-
-
-def some(model: Any, make: Make) -> torch.optim.Optimizer:
+def some(model: Any) -> list[dict[str, Any]]:
     """Of the blocks, and the bias of the last layer: in two groups, and not in the model's order."""
-    return make([{"params": [model.last.bias], "lr": 0.1}, {"params": list(model.layers.parameters())[::-1]}])
+    return [{"params": [model.last.bias], "lr": 0.1}, {"params": list(model.layers.parameters())[::-1]}]
 
 
-def all_of_it(model: Any, make: Make) -> torch.optim.Optimizer:
-    return make(model.parameters())
+def of_all(model: Any) -> list[Tensor]:
+    return list(model.parameters())
 
 
-def nothing(model: Any, step: int) -> None: ...
+def of_last(model: Any) -> list[Tensor]:
+    return list(model.last.parameters())
 
 
-def unfreeze(model: Any, step: int) -> None:
+def unfreeze(model: Any, optimizer: Any = None, step: int = 0) -> None:
     """A block a step; then one is frozen again."""
     for index, layer in enumerate(model.layers):
         layer.requires_grad_(index <= step and not (index == 0 and step == 4))
 
 
+def freeze_all_but_last(model: Any) -> None:
+    model.requires_grad_(False)
+    model.last.requires_grad_(True)
+
+
+def adding(model: Any) -> Before:
+    """A whole block, then parts of two units; the parameters are those that the model has now."""
+    groups: dict[int, list[dict[str, Any]]] = {
+        LATE: [{"params": list(model.layers[0].parameters())}],
+        LATE + 1: [{"params": [model.layers[1].weight, model.first.bias], "lr": 0.05}, {"params": model.first.weight}],
+    }
+
+    def add(optimizer: Any, step: int) -> None:
+        for group in groups.get(step, []):
+            for param in [group["params"]] if isinstance(group["params"], Tensor) else group["params"]:
+                param.requires_grad_(True)
+            optimizer.add_param_group(dict(group))
+
+    return add
+
+
+# What is done to a model before it gets an optimizer, the parameters of that, and what is done before each step.
+KINDS: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any], Callable[[Any], Before]]] = {
+    "some": (nothing, some, lambda model: nothing),
+    "frozen": (unfreeze, of_all, lambda model: partial(unfreeze, model)),
+    "late": (freeze_all_but_last, of_last, adding),
+}
+
+
 @dataclass(frozen=True)
-class Case:
-    """before_step: told of each; the model is as it leaves it at step 0 when the engine is made."""
-
-    choose: Callable[[Any, Make], torch.optim.Optimizer]
-    before_step: Callable[[Any, int], None] = nothing
+class Row:
+    kind: str
+    case: Case = CASE
     make: Make = adamw
-    stage: int = 0
-    transport: str = "auto"
-    clip: float = 0.0
-    accumulation: int = 1
-    zero: dict[str, Any] = field(default_factory=dict)
+    ema: bool = False
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": self.clip,
-            "zero_optimization": {"stage": self.stage, **self.zero},
-            "communication": {"transport": self.transport},
-            "steps_per_print": 0,
-        }
+    def made(self) -> tuple[Any, Any, Before]:
+        """A model, its optimizer, and what is done before each step."""
+        torch.manual_seed(0)
+        prepare, choose, changing = KINDS[self.kind]
+        model = self.case.build()
+        prepare(model)
+        return model, self.make(choose(model)), changing(model)
 
-    def batches(self, step: int, rank: int) -> Iterator[tuple[Tensor, ...]]:
-        for microbatch in range(self.accumulation):
-            yield models.vector_batch_float64(100 * step + 10 * rank + microbatch, 2)
+    def started(self) -> tuple[lowtide.Engine, Before]:
+        model, optimizer, before_step = self.made()
+        engine = lowtide.initialize(model, self.case.as_config(), optimizer=optimizer)
+        if self.ema:
+            engine.ema(0.5)
+        return engine, before_step
 
 
-def train(case: Case, folder: Path | None = None) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms and the state at the end. folder: of a checkpoint, from which another engine goes on in the middle."""
-
-    def made() -> tuple[Any, lowtide.Engine]:
-        model = build()
-        case.before_step(model, 0)
-        return model, lowtide.initialize(model, case.config(), optimizer=case.choose(model, case.make))
-
-    model, engine = made()
-    norms, rank = [], dist.get_rank() if dist.is_initialized() else 0
+def train(row: Row, folder: Path | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and the state at the end. folder: of checkpoints, from each of which another engine goes on."""
+    (engine, before_step), norms = row.started(), []
     for step in range(STEPS):
-        if folder is not None and step == 3:
+        if folder is not None and step in (LATE + 1, LATE + 2):
             engine.save_checkpoint(folder)
             engine.close()
-            model, engine = made()
+            engine, before_step = row.started()
+            for earlier in range(step if row.kind == "late" else 0):
+                before_step(engine.optimizer, earlier)
             engine.load_checkpoint(folder)
-        case.before_step(model, step)
-        norms.append(engine.train_step(case.batches(step, rank)).grad_norm.item())
-    state = engine.state_dict()
+        before_step(engine.optimizer, step)
+        norms.append(engine.train_step(row.case.share(engine, step)).grad_norm.item())
+    with engine.ema_weights() if row.ema else nullcontext():
+        state = engine.state_dict()
     engine.close()
     return norms, state
 
 
-def train_all(cases: list[Case], folder: Path | None = None) -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [train(case, None if folder is None else folder / str(index)) for index, case in enumerate(cases)]
+def train_all(rows: list[Row], folder: Path | None = None) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [train(row, None if folder is None else folder / str(index)) for index, row in enumerate(rows)]
 
 
-def train_plainly(case: Case, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
-    model, norms = build(), []
-    case.before_step(model, 0)
-    optimizer = case.choose(model, case.make)
+def train_plainly(row: Row, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    (model, optimizer, before_step), norms = row.made(), []
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     for step in range(STEPS):
-        case.before_step(model, step)
+        before_step(optimizer, step)
         model.zero_grad()
-        for rank in range(world_size):
-            for batch in case.batches(step, rank):
-                (model(*batch) / (world_size * case.accumulation)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip or torch.inf)
-        norms.append(norm.item())
+        model(*row.case.global_batch(step, world_size)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), row.case.clip or torch.inf).item())
         optimizer.step()
-    return norms, model.state_dict()
+        averaged.update_parameters(model)
+    return norms, dict((averaged.module if row.ema else model).state_dict())
 
 
-def check(found: list[tuple[list[float], dict[str, Tensor]]], cases: list[Case], world_size: int) -> None:
-    for (norms, state), case in zip(found, cases, strict=True):
-        expected_norms, expected = train_plainly(case, world_size)
-        torch.testing.assert_close(norms, expected_norms, rtol=1e-9, atol=1e-9, msg=f"{case}: {{}}".format)
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=f"{case} {name}: {{}}".format)
+def check(ranks: RankPool, rows: list[Row], world_size: int, folder: Path | None = None, shares: int = 0) -> None:
+    """shares: how many parts of a batch the ranks have, where these are not as many as ranks."""
+    for row, found in zip(rows, ranks(world_size, train_all, rows, folder)[0], strict=True):
+        expected = train_plainly(row, shares or world_size)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=f"{row}: {{}}".format)
 
 
-def grid(choose: Callable[[Any, Make], torch.optim.Optimizer], **changes: Any) -> list[Case]:
-    """Every stage; optimizers in turn, which are at the other stages where groups are of all members."""
-    kinds = [(adamw, 0.05), (rmsprop, 0.0)][:: 1 if choose is some else -1]
+def at(stage: int, config: dict[str, Any] | None = None, **zero: Any) -> Case:
+    return CASE.at(stage, config={"zero_optimization": zero, **(config or {})})
+
+
+def stages(kind: str, makes: tuple[Make, Make], clip: float) -> list[Row]:
+    """Every stage, with two optimizers in turn; adamw's gradients are clipped."""
+    cases = [at(0), at(1).at(1, accumulation=2), at(2, SOCKETS).at(2, accumulation=2), at(3, SOCKETS)]
     return [
-        Case(choose, make=make, stage=stage, transport=transport, clip=clip, accumulation=accumulation, **changes)
-        for (stage, accumulation, transport), (make, clip) in zip(
-            ((0, 1, "auto"), (1, 2, "auto"), (2, 2, "sockets"), (3, 1, "sockets")), kinds * 2, strict=True
-        )
+        Row(kind, case.at(case.stage, clip=clip if make is adamw else 0.0), make)
+        for case, make in zip(cases, makes * 2, strict=True)
     ]
 
 
 def test_what_is_in_no_group_counts_in_the_norm_and_stays(ranks: RankPool, tmp_path: Path) -> None:
     """As for torch's `clip_grad_norm_(model.parameters())` before the step of such an optimizer."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    cases = grid(some)
-    cases += [Case(some, stage=3, zero=zero) for zero in ({"offload_optimizer": nvme}, {"offload_param": nvme})]
-    cases += [Case(some, stage=2, zero={"update_in_backward": True})]
-    check(ranks(2, train_all, cases)[0], cases, 2)
+    elsewhere = [at(3, offload_optimizer=nvme), at(3, offload_param=nvme), at(2, update_in_backward=True)]
+    check(ranks, [*stages("some", (adamw, rmsprop), 0.05), *(Row("some", case) for case in elsewhere)], 2)
 
 
 def test_frozen_members_are_unfrozen_later(ranks: RankPool) -> None:
-    cases = grid(all_of_it, before_step=unfreeze) + [Case(all_of_it, unfreeze, stage=3)]
-    check(ranks(2, train_all, cases)[0], cases, 2)
+    check(ranks, [*stages("frozen", (rmsprop, adamw), 0.05), Row("frozen", at(3))], 2)
 
 
-def test_checkpoints_of_both(ranks: RankPool, tmp_path: Path) -> None:
-    cases = [
-        Case(choose, before_step, make, stage)
-        for choose, before_step, stages in ((some, nothing, (0, 3)), (all_of_it, unfreeze, (3, 0)))
-        for make, stage in zip((adamw, rmsprop), stages, strict=True)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_that_come_later(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """On one rank every second of the rows."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    elsewhere = [
+        at(3, offload_optimizer=nvme),
+        at(3, offload_optimizer={**nvme, "overlap": "speculative"}),
+        at(3, offload_param=nvme),
+        at(3, update_in_backward=True),
     ]
-    check(ranks(2, train_all, cases, tmp_path)[0], cases, 2)
+    rows = [*stages("late", (adamw, rmsprop), 0.05), *(Row("late", case) for case in elsewhere)]
+    check(ranks, [*rows, Row("late", at(2), ema=True)][:: 3 - world_size], world_size)
+
+
+def test_groups_that_come_later_over_several_axes(ranks: RankPool) -> None:
+    cases = [at(2, shard_size=2).at(2, clip=0.05), at(3, SOCKETS, zero_hpz_partition_size=2)]
+    check(ranks, [Row("late", case) for case in cases], 4)
+
+
+def test_checkpoints_of_all(ranks: RankPool, tmp_path: Path) -> None:
+    """Late groups: of an engine that has the same ones, in the same order, whenever it has got them."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    rows = [
+        Row("some", at(0)),
+        Row("some", at(3), rmsprop),
+        Row("frozen", at(3)),
+        Row("frozen", at(0), rmsprop),
+        Row("late", at(3), rmsprop),
+        Row("late", at(3, SOCKETS, offload_optimizer=nvme)),
+        Row("late", at(1), ema=True),
+    ]
+    check(ranks, rows, 2, tmp_path)
+
+
+def test_groups_that_come_later_in_a_pipeline(ranks: RankPool, tmp_path: Path) -> None:
+    """The caller has the parameters of all stages from the model that he gave."""
+    for stage, folder in ((3, None), (0, tmp_path)):
+        case = at(stage, {"parallel": {"pipeline": 2}}).at(stage, accumulation=2, clip=0.05)
+        check(ranks, [Row("late", case)], 2, folder, shares=1)
+
+
+def test_late_masters_begin_with_what_is_computed_with(ranks: RankPool, tmp_path: Path) -> None:
+    """The same bits at every stage, wherever masters and states rest, and with updates that come late."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    half, delayed = {"bf16": {"enabled": True}}, {"overlap": "delayed", "delay_after_steps": 1}
+    cases = [
+        at(0, half),
+        at(2, half),
+        at(3, half | SOCKETS, offload_optimizer=nvme, offload_param=nvme),
+        at(1, half, offload_optimizer={"device": "cpu", **delayed}),
+        at(3, half | SOCKETS, offload_optimizer={**nvme, **delayed}),
+    ]
+    first, second, third, late, later = ranks(2, train_all, [Row("late", case) for case in cases])[0]
+    for found, expected in ((second, first), (third, first), (later, late)):
+        assert found[0] == expected[0] and differences(found[1], expected[1]) == []
+
+
+def halve(step: int) -> float:
+    return 0.5**step
+
+
+def rates(model: Any, engine: lowtide.Engine, before: Callable[[], Any] = nothing) -> list[float]:
+    """Of all groups before each step; a group comes before the third. before: is called before that."""
+    found = []
+    for step in range(4):
+        if step == 2:
+            before()
+            engine.optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.8})
+        found.append([group["lr"] for group in engine.optimizer.param_groups])
+        engine.train_step(models.vector_batch_float64(step, 2))
+    return list(chain(*found))
+
+
+@pytest.mark.parametrize(
+    ("config", "make", "expected"),
+    [
+        (
+            {"scheduler": {"type": "linear", "params": {"total_num_steps": 10}}},
+            None,
+            [0.1, 0.09, 0.08, 0.64, 0.07, 0.56],
+        ),
+        ({}, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5), [0.1, 0.05, 0.025, 0.8, 0.0125, 0.4]),
+    ],
+)
+def test_a_schedule_that_goes_on_from_each_rate_takes_a_group_up(config: Any, make: Any, expected: list[float]) -> None:
+    model, *_ = Row("late").made()
+    config = settings(optimizer={"type": "sgd", "params": {"lr": 0.1}}, **config)
+    with lowtide.initialize(model, config, lr_scheduler=make) as engine:
+        assert rates(model, engine) == pytest.approx(expected)
+
+
+def test_a_scheduler_with_a_list_refuses_a_group_before_anything_is_changed() -> None:
+    model, *_ = Row("late").made()
+    make = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=halve)
+    config = settings(optimizer={"type": "sgd", "params": {"lr": 0.1}})
+    with lowtide.initialize(model, config, lr_scheduler=make) as engine:
+        scheduler: Any = engine.lr_scheduler
+        text = refusal(rates, model, engine)
+        assert "expected an lr_scheduler that works with a new group, found that LambdaLR" in text
+        assert len(engine.optimizer.param_groups) == 1 and scheduler.last_epoch == 2
+
+        def extend() -> None:
+            scheduler.base_lrs.append(0.8)
+            scheduler.lr_lambdas.append(halve)
+
+        assert rates(model, engine, extend)[2:] == pytest.approx([0.1 / 16, 0.8, 0.1 / 32, 0.8 / 32])
+
+
+OTHER_OPTIONS = "expected options of adamw with the states of the first group, found {'amsgrad': True"
+
+
+@pytest.mark.parametrize(
+    ("choose", "kind", "words"),
+    [
+        (lambda model: {"params": []}, ValueError, "expected parameters of the model, found none"),
+        (lambda model: {"params": nn.Parameter(torch.zeros(2))}, ValueError, "found a Parameter of another module"),
+        (lambda model: {"params": model.last.weight}, ValueError, "in no group, found 'last.weight' of group 0"),
+        (lambda model: {"params": [model.first.bias] * 2}, ValueError, "in no group, found 'first.bias' of group 1"),
+        (
+            lambda model: {"params": {model.first.bias}},
+            TypeError,
+            "expected parameters in the same order on all ranks, found a set",
+        ),
+        (lambda model: {"params": model.table}, ValueError, "of floating-point numbers, found 'table' of torch.int64"),
+        (lambda model: {"params": model.first.bias, "amsgrad": True}, ValueError, OTHER_OPTIONS),
+    ],
+)
+def test_what_cannot_be_in_a_group(choose: Any, kind: type[Exception], words: str) -> None:
+    model, optimizer, _ = Row("late").made()
+    model.table = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    with lowtide.initialize(model, CASE.as_config(), optimizer=optimizer) as engine:
+        assert words in refusal(engine.optimizer.add_param_group, choose(model), kind=kind)
+        assert len(engine.optimizer.param_groups) == 1
+        engine.train_step(models.vector_batch_float64(0, 2))
+
+
+def test_times_at_which_no_group_is_taken() -> None:
+    model, optimizer, _ = Row("late").made()
+    batch = models.vector_batch_float64(0, 2)
+    config = CASE.at(3, accumulation=2).as_config()
+    with lowtide.initialize(model, config, optimizer=optimizer) as engine:
+
+        def refused(words: str) -> None:
+            group = {"params": list(model.first.parameters())}
+            assert words in refusal(engine.optimizer.add_param_group, group, kind=StateError)
+
+        engine.backward(engine(*batch))
+        refused("expected a call between steps, found 1 microbatches of a step done")
+        engine.zero_grad()
+        with engine.no_sync():
+            refused("found it inside of engine.no_sync()")
+        with engine.gathered():
+            refused(
+                "expected no gathered parameters, found 'first.weight' gathered; call it outside of `with "
+                "engine.gathered():` (zero.GatheredParameters in lowtide.deepspeed)"
+            )
+        with engine.join():
+            refused("outside of `with engine.join")
+        words = "expected no call in progress, found engine.train_step(): this call comes from inside of it"
+        handle = model.last.register_forward_hook(lambda *args: refused(words))
+        engine.train_step(iter([batch, batch]))
+        handle.remove()
+        engine.optimizer.add_param_group({"params": list(model.first.parameters())})
+        engine.train_step(iter([batch, batch]))
+
+
+def test_a_graph_of_before_a_group_that_was_divided() -> None:
+    """Autograd refuses it where its weights may be gone, as after a step; where they stay it is as in torch."""
+    model, *_ = Row("late").made()
+    model.first.requires_grad_(True)
+    with lowtide.initialize(model, CASE.at(3).as_config(), optimizer=adamw(model.first.parameters())) as engine:
+        loss = engine(*models.vector_batch_float64(0, 2))
+        engine.optimizer.add_param_group({"params": [model.layers[1].weight]})
+        assert "modified by an inplace operation" in refusal(engine.backward, loss, kind=RuntimeError)
+        engine.train_step(models.vector_batch_float64(0, 2))
+
+
+def differ(what: str) -> None:
+    """Groups that are not the same on all ranks."""
+    model, optimizer, _ = Row("late").made()
+    rank = dist.get_rank()
+    if what == "from the start":
+        optimizer = adamw(some(model) if rank else of_all(model))
+    with lowtide.initialize(model, CASE.as_config(), optimizer=optimizer) as engine:
+        params = [model.first.weight if rank and what == "parameters" else model.first.bias]
+        engine.optimizer.add_param_group({"params": params, "lr": float(rank if what == "options" else 0)})
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("from the start", "the ranks have different optimizers: parameter 'first.weight' is in group 0 on rank 0"),
+        ("parameters", r"found \['first.bias'\] on rank 0, \['first.weight'\] on rank 1"),
+        ("options", r"found .*lr=0.0, .* on rank 0, .*lr=1.0, .* on rank 1"),
+    ],
+)
+def test_ranks_that_have_other_groups(ranks: RankPool, what: str, words: str) -> None:
+    for failure in ranks.fails(2, differ, what):
+        assert failure.kind == "RuntimeError" and re.search(words, failure.text)
 
 
 def test_what_frozen_members_cost_is_told() -> None:
@@ -176,32 +388,19 @@ def test_what_frozen_members_cost_is_told() -> None:
 
 
 def test_parameters_of_another_model_are_refused() -> None:
-    model, other = build(), build()
-    words = r"optimizer: expected parameters of the model \(10\), found 11 parameters, 1 of them not in the model"
-    with pytest.raises(ValueError, match=words):
-        lowtide.initialize(model, Case(some).config(), optimizer=adamw([*model.parameters(), other.last.bias]))
+    model, other = models.mlp(), models.Mlp()
+    words = "optimizer: expected parameters of the model (10), found 11 parameters, 1 of them not in the model"
+    optimizer = adamw([*model.parameters(), other.last.bias])
+    assert words in refusal(lowtide.initialize, model, CASE.as_config(), optimizer=optimizer)
 
 
 def test_groups_added_to_the_callers_optimizer_are_told() -> None:
     """It shares its groups with the engine's, which has no memory for them."""
-    model = build()
-    optimizer = some(model, adamw)
-    with lowtide.initialize(model, Case(some).config(), optimizer=optimizer) as engine:
+    model, optimizer, _ = Row("some").made()
+    with lowtide.initialize(model, CASE.as_config(), optimizer=optimizer) as engine:
         optimizer.add_param_group({"params": list(model.first.parameters())})
         words = (
             r"passed to lowtide.initialize have changed: expected \[.*\] parameters in its groups, found "
             r"\[.*, 2\]; add groups with engine.optimizer.add_param_group"
         )
-        with pytest.raises(ValueError, match=words):
-            engine.train_step(models.vector_batch_float64(0, 2))
-
-
-def of_rank(model: Any, make: Make) -> torch.optim.Optimizer:
-    """Not the same on all ranks."""
-    return some(model, make) if dist.get_rank() else all_of_it(model, make)
-
-
-def test_ranks_that_have_other_groups_are_told(ranks: RankPool) -> None:
-    for failure in ranks.fails(2, train_all, [Case(of_rank)]):
-        assert failure.kind == "RuntimeError"
-        assert "the ranks have different optimizers: parameter 'first.weight' is in group 0 on rank 0" in failure.text
+        assert re.search(words, refusal(engine.train_step, models.vector_batch_float64(0, 2)))

@@ -1,60 +1,42 @@
-"""Optimizer states that rest in a file give the numbers of those in memory, to the last bit."""
+"""Optimizer states and parameters that rest in files give the numbers of those in memory, to the last bit."""
 
-from functools import partial
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
-from tests.engine.saving import load_and_go_on, save_and_go_on
-from tests.kit.models import TinyGPT, short_gpt, token_batch, vector_batch
+from lowtide.zero.group import ShardedGroup
+from tests.kit import models
+from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW, Case, Outcome, share_of, train_all
+from tests.kit.training import Case, differences, refusal, start, take_step, train_all
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": ADAMW,
-    "sgd": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}},
-    "lion": {"type": "lion", "params": {"lr": 1e-3}},
-    "adagrad": {"type": "adagrad", "params": {"lr": 1e-2, "initial_accumulator_value": 0.5}},
-}
+BF16 = {"bf16": {"enabled": True}}
+SOCKETS = {"communication": {"transport": "sockets"}}
+
+
+def placed(case: Case, **changes: Any) -> Case:
+    """The case with these keys in its section of ZeRO, and by the transport that all placements have."""
+    zero = {**case.config.get("zero_optimization", {}), **changes}
+    return case.at(case.stage, config={"zero_optimization": zero, "communication": {"transport": "auto"}})
+
+
+def in_files(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": str(folder), **changes}
 
 
 def offloaded(case: Case, folder: Path, **changes: Any) -> Case:
-    section = {"device": "nvme", "nvme_path": str(folder), **changes}
-    zero = {**case.config.get("zero_optimization", {}), "offload_optimizer": section}
+    """With its states in a file."""
+    zero = {**case.config.get("zero_optimization", {}), "offload_optimizer": in_files(folder, **changes)}
     return case.at(case.stage, config={"zero_optimization": zero})
 
 
-def pairs(case: Case, folder: Path, stages: tuple[int, ...], **changes: Any) -> list[Case]:
-    return [one for stage in stages for one in (case.at(stage), offloaded(case.at(stage), folder, **changes))]
-
-
-def assert_pairs_agree(outcomes: list[Outcome], what: object) -> None:
-    for plain, moved in zip(outcomes[::2], outcomes[1::2], strict=True):
-        assert moved.differences(plain) == [], what
-
-
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "fp32")])
-def test_every_stage_is_bitwise_the_run_in_memory(
-    ranks: RankPool, tmp_path: Path, world_size: int, precision: str
-) -> None:
-    """Of which two stages have the same bits."""
-    config = {"bf16": {"enabled": precision == "bf16"}}
-    case = Case(partial(TinyGPT, layers=2), token_batch, accumulation=2, clip=0.5, steps=2, config=config)
-    plain, moved = [case.at(0), case.at(2)], [offloaded(case.at(stage), tmp_path) for stage in range(4)]
-    outcomes = ranks(world_size, train_all, [*plain, *moved])[0]
-    for stage, outcome in enumerate(outcomes[2:]):
-        assert outcome.differences(outcomes[stage // 2]) == [], stage
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_every_optimizer(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    config = {"bf16": {"enabled": True}, "optimizer": OPTIMIZERS[name]}
-    cases = pairs(Case(short_gpt, token_batch, config=config), tmp_path, stages=(3,))
-    assert_pairs_agree(ranks(2, train_all, cases)[0], name)
+def all_in_files(case: Case, folder: Path) -> Case:
+    return placed(case, offload_param=in_files(folder), offload_optimizer=in_files(folder))
 
 
 class Wide(nn.Module):
@@ -76,70 +58,202 @@ def wide_384() -> nn.Module:
     return Wide(384)
 
 
-def test_widths_that_blocks_of_a_disk_do_not_divide(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(wide_384, vector_batch, config={"bf16": {"enabled": True}, "aio": {"block_size": 4096}})
-    assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(3,)))[0], "wide")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_rests_in_files_gives_the_bits_of_memory(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """What tests/laws lacks: widths that blocks of a disk do not divide, a part, ties, empty shards, replicas."""
+    wide = Case(wide_384, vector_batch, stage=3, config={**BF16, "aio": {"block_size": 4096}})
+    adagrad = {"optimizer": {"type": "adagrad", "params": {"lr": 1e-2, "initial_accumulator_value": 0.5}}}
+    tied, tiny = Case(models.tied_gpt, token_batch, stage=3, steps=2, config=adagrad), Case(mlp, vector_batch, stage=3)
+    hybrid = Case(short_gpt, token_batch, stage=3, config={"zero_optimization": {"shard_size": 2}})
+    rows = {
+        1: [(wide, all_in_files(wide, tmp_path))],
+        2: [
+            (wide, offloaded(wide, tmp_path)),
+            (wide.at(1), offloaded(wide.at(1), tmp_path, ratio=0.3)),
+            (tied, all_in_files(tied, tmp_path)),
+            (tiny, placed(tiny, offload_param=in_files(tmp_path))),
+        ],
+        4: [(hybrid, all_in_files(hybrid, tmp_path))],
+    }[world_size]
+    cases = [case for plain, moved in rows for case in (plain.at(plain.stage, config=SOCKETS), moved)]
+    outcomes = ranks(world_size, train_all, cases)[0]
+    for (case, _), plain, moved in zip(rows, outcomes[::2], outcomes[1::2], strict=True):
+        assert moved.differences(plain) == [], case
 
 
-@pytest.mark.parametrize("ratio", [0.3])
-def test_a_part_may_stay_in_memory(ranks: RankPool, tmp_path: Path, ratio: float) -> None:
-    case = Case(wide_384, vector_batch, config={"bf16": {"enabled": True}})
-    assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(1,), ratio=ratio))[0], ratio)
+def exported_and_loaded(case: Case, folder: Path) -> list[str]:
+    """Names that an export, and weights loaded from it, do not give back to the last bit."""
+    with start(case) as engine:
+        before = engine.state_dict()
+        engine.export(folder)
+        with torch.no_grad(), engine.gathered(modify=True):
+            for param in engine.module.parameters():
+                param.fill_(3.0)
+        assert all(bool((value == 3.0).all()) for value in engine.state_dict().values())
+        engine.load_weights(folder)
+        return differences(before, engine.state_dict())
 
 
-def test_update_in_backward_works_with_it(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(partial(TinyGPT, layers=2), token_batch, config={"zero_optimization": {"update_in_backward": True}})
-    assert_pairs_agree(ranks(2, train_all, pairs(case, tmp_path, stages=(1, 3)))[0], "update in backward")
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_weights_go_out_and_come_back(ranks: RankPool, tmp_path: Path, precision: dict[str, Any]) -> None:
+    case = all_in_files(Case(tiny_gpt, token_batch, stage=3, config=precision), tmp_path)
+    assert ranks(2, exported_and_loaded, case, tmp_path / "weights") == [[], []]
 
 
-def bytes_by_place(config: dict[str, Any]) -> tuple[int, int, list[str]]:
-    """(bytes in memory, bytes in the file, what the folder shows) after a step of a model of 2 x 384 x 384 weights."""
-    engine = lowtide.initialize(Wide(384), config)
-    engine.train_step(share_of(vector_batch(0, 2 * engine.world_size)))
-    folder = Path(config["zero_optimization"]["offload_optimizer"]["nvme_path"])
-    found = engine.memory().optimizer_bytes, engine.optimizer.offloaded_bytes, sorted(map(str, folder.iterdir()))
-    engine.close()
+def loss_after_loading(case: Case, folder: Path) -> tuple[float, float]:
+    """Of the next forward: when parameters were not full while they were saved, and full while they were loaded."""
+    with start(case) as engine:
+        take_step(engine, case, 0)
+        engine.save_checkpoint(folder)
+        saved = engine.eval_step(case.share(engine, 0)).item()
+    with start(case) as engine:
+        engine(*case.share(engine, 0))  # the rest and the last block stay full for a backward that never comes
+        engine.load_checkpoint(folder)
+        return saved, engine.eval_step(case.share(engine, 0)).item()
+
+
+def test_full_parameters_are_loaded_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(mlp, vector_batch, stage=3, config=SOCKETS)
+    for saved, loaded in ranks(2, loss_after_loading, case, tmp_path):
+        assert saved == loaded
+
+
+def losses_with_a_look_between(cases: list[Case], looks: bool) -> list[list[float]]:
+    """Losses of the classic form; with a forward of its own between backward and step."""
+    found = []
+    for case in cases:
+        with start(case) as engine:
+            losses = []
+            for step in range(3):
+                batch = case.share(engine, step)
+                engine.backward(engine(*batch))
+                if looks:
+                    engine(*batch)
+                losses.append(engine.step().loss.item())
+            found.append(losses)
     return found
 
 
-@pytest.mark.parametrize(("precision", "bytes_per_element"), [("fp32", 8), ("bf16", 12)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_between_backward_and_step_changes_nothing(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    case = Case(mlp, vector_batch, stage=3)
+    cases = [case.at(3, config=SOCKETS), placed(case, offload_param=in_files(tmp_path))]
+    expected, found = (ranks(world_size, losses_with_a_look_between, cases, looks) for looks in (False, True))
+    assert found == expected
+
+
+def bytes_by_place(cases: list[Case]) -> list[tuple[int, int]]:
+    """(bytes in memory, bytes in the file) after a step of a model of 2 x 384 x 384 weights."""
+    found = []
+    for case in cases:
+        with start(case) as engine:
+            take_step(engine, case, 0)
+            found.append((engine.memory().optimizer_bytes, engine.optimizer.offloaded_bytes))
+            folder = Path(case.as_config()["zero_optimization"]["offload_optimizer"]["nvme_path"])
+            assert not list(folder.iterdir())  # the file has no name: it is gone with the process, however that ends
+    return found
+
+
+@pytest.mark.parametrize(("precision", "bytes_per_element"), [({}, 8), (BF16, 12)], ids=["fp32", "bf16"])
 def test_bytes_are_where_the_config_says(
-    ranks: RankPool, tmp_path: Path, precision: str, bytes_per_element: int
+    ranks: RankPool, tmp_path: Path, precision: dict[str, Any], bytes_per_element: int
 ) -> None:
     # Of 2 ranks, 1024 elements a block: two units of 384 x 384 + 384 = 147,840, 73 blocks a shard, and the rest of
     # 5 x 384 + 384 + 3 x 384 + 3 = 3459, 2 blocks a shard. What stays in memory is rounded down to blocks.
     num_blocks = 73 + 73 + 2
-    for ratio, blocks_in_file in ((1.0, num_blocks), (0.5, 37 + 37 + 1), (0.0, 0)):
-        section = {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio}
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "steps_per_print": 0,
-            "optimizer": ADAMW,
-            "bf16": {"enabled": precision == "bf16"},
-            "zero_optimization": {"stage": 3, "offload_optimizer": section},
-        }
-        for in_memory, in_file, shown in ranks(2, bytes_by_place, config):
-            assert in_memory + in_file == bytes_per_element * num_blocks * 1024, (ratio, in_memory, in_file)
-            assert in_file == bytes_per_element * blocks_in_file * 1024
-            assert shown == []  # the file has no name: it is gone with the process, however that ends
+    case = Case(wide_384, vector_batch, stage=3, config=precision)
+    cases = [offloaded(case, tmp_path, ratio=ratio) for ratio in (1.0, 0.5, 0.0)]
+    expected = [bytes_per_element * 1024 * blocks for blocks in (num_blocks, 37 + 37 + 1, 0)]
+    for found in ranks(2, bytes_by_place, cases):
+        assert [in_file for _, in_file in found] == expected
+        assert [sum(both) for both in found] == [bytes_per_element * 1024 * num_blocks] * 3
 
 
-def test_a_caller_s_own_optimizer_stays_in_memory(tmp_path: Path) -> None:
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    with pytest.raises(ValueError, match=r"needs an optimizer of the config .*set \"cpu\" or \"none\""):
-        lowtide.initialize(TinyGPT(), {"zero_optimization": zero}, optimizer=torch.optim.RMSprop)
+def live_elements(case: Case) -> tuple[int, int, list[float]]:
+    """(elements of the model, the most of them that were in memory at once, losses); looked at at every gather."""
+    with start(case) as engine, pytest.MonkeyPatch.context() as patch:
+        groups = [group for unit in engine._runner.passes.units for group in unit.groups]
+        total, seen = sum(group.layout.padded_numel for group in groups), [0]
+        gather = ShardedGroup.gather
+
+        def gather_and_look(self: ShardedGroup) -> None:
+            gather(self)
+            seen.append(sum(group.full_bytes for group in groups) // 4)
+
+        patch.setattr(ShardedGroup, "gather", gather_and_look)
+        losses = [take_step(engine, case, step).loss.item() for step in range(3)]
+        return total, max(seen), losses
 
 
-def test_checkpoints_go_from_a_file_to_memory_and_back(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(short_gpt, token_batch, stage=3, config={"bf16": {"enabled": True}})
-    moved = offloaded(case, tmp_path / "nvme", ratio=0.7)
-    outcomes = {}
-    for name, one in (("memory", case), ("file", moved)):
-        outcomes[name] = ranks(2, save_and_go_on, one, tmp_path / name, 2)[0]
-    assert outcomes["file"].losses == outcomes["memory"].losses
-    for saved, world_size, one in (("memory", 2, moved), ("file", 2, case), ("file", 4, moved.at(1))):
-        loaded = ranks(world_size, load_and_go_on, one, tmp_path / saved, world_size)[0]
-        for name, value in outcomes["memory"].restored.items():
-            assert torch.equal(loaded.restored[name], value), (saved, world_size, name)
-        if world_size == 2:
-            assert loaded.losses == outcomes["memory"].losses, saved
+def test_a_model_several_times_its_budget_trains(ranks: RankPool, tmp_path: Path) -> None:
+    case = placed(
+        Case(tiny_gpt, token_batch, stage=3),
+        units=["blocks.?", "embedding", "head"],
+        offload_param=in_files(tmp_path),
+    )
+    total, highest, losses = ranks(2, live_elements, placed(case, stage3_max_live_parameters=0))[0]
+    assert highest * 3 < total, (highest, total)  # the unit in use, and the rest: the table of positions and a norm
+    assert losses == ranks(2, live_elements, case)[0][2]
+
+
+def order_of_gathers(case: Case) -> list[str]:
+    """What begins in a forward, one after the other: blocks, and the messages of gathers."""
+    found: list[str] = []
+    with start(case) as engine:
+        for index, block in enumerate(engine.module.get_submodule("blocks").children()):
+            block.register_forward_pre_hook(lambda module, args, index=index: found.append(f"forward {index}"))
+        transport = engine._mesh.axes["shard"].transport
+        plain = transport.gather
+
+        def gather(full: Tensor, part: Tensor, what: str) -> Any:
+            found.append(what)
+            return plain(full, part, what)
+
+        transport.gather = gather  # type: ignore[method-assign]  # to see its messages
+        engine.eval_step(token_batch(0, 2))
+    return found
+
+
+def test_a_unit_is_gathered_while_the_one_before_it_computes(ranks: RankPool, tmp_path: Path) -> None:
+    case = placed(Case(tiny_gpt, token_batch, stage=3), offload_param=in_files(tmp_path))
+    for found in ranks(2, order_of_gathers, case):
+        for index in (1, 2):
+            (gather,) = [at for at, what in enumerate(found) if f"blocks.{index} " in what]
+            assert gather < found.index(f"forward {index - 1}"), found
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"device": "nvme", "nvme_path": "."}, 'offload_optimizer.device: "nvme" needs an optimizer of the config'),
+        (
+            {"device": "cpu", "overlap": "speculative"},
+            '"speculative" needs an optimizer of the config, whose updates can be undone',
+        ),
+    ],
+)
+def test_a_caller_s_own_optimizer_stays_in_memory_and_is_not_taken_back(section: dict[str, Any], words: str) -> None:
+    config = {"zero_optimization": {"offload_optimizer": section}}
+    assert words in refusal(lowtide.initialize, mlp(), config, optimizer=torch.optim.RMSprop)
+
+
+def test_shared_memory_and_offload_contradict_each_other(ranks: RankPool, tmp_path: Path) -> None:
+    case = placed(Case(mlp, vector_batch, stage=3), offload_param=in_files(tmp_path))
+    errors = ranks.fails(2, train_all, [case.at(3, config={"communication": {"transport": "shared_memory"}})])
+    assert all('found "shared_memory", with a copy of all parameters' in str(e) for e in errors)
+
+
+def test_a_folder_that_cannot_be_made_names_rank_and_cause(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    case = placed(Case(mlp, vector_batch, stage=3), offload_param=in_files(tmp_path / "file" / "below"))
+    with pytest.raises(lowtide.OffloadError, match=r"below: rank 0 expected a writable folder, .* Not a directory"):
+        start(case)
+
+
+def test_no_room_on_the_disk_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Full)
+    with pytest.raises(lowtide.OffloadError, match=r"rank 0 needs [\d,]+ bytes for .*\. Free [\d,]+ bytes, choose"):
+        start(placed(Case(tiny_gpt, token_batch, stage=3), offload_param=in_files(tmp_path)))

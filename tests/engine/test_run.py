@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.model.deferred import DeferredModel
+from lowtide.engine.model.recording import Recording
 from tests.engine.adapted import base
-from tests.kit.models import FEATURES, Mlp
+from tests.kit.models import FEATURES, mlp, vector_batch
 from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, refusal, settings, start, train, train_plainly
 
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(4, FEATURES, generator=generator), torch.randn(4, 3, generator=generator)
+SGD = {"type": "sgd", "params": {"lr": 0.1}}
+CASE = Case(mlp, vector_batch, config={"optimizer": SGD})
 
 
 def step_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -23,48 +24,51 @@ def step_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
     return {"loss": model(x, y) + model(2 * x, y) + 0.1 * penalty, "note": "kept"}
 
 
-def trained(config: dict[str, Any], clip: float) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = Mlp()
-    given = {"device": "cpu", "optimizer": {"type": "sgd", "params": {"lr": 0.1}}, **config}
-    with lowtide.initialize(model, given) as engine:
-        for step in range(3):
-            result = engine.run(step_of, model, *batch(step))
-            assert result["note"] == "kept"
-            result["loss"].backward()
-            engine.clip_grad_value_(clip)
-            engine.step()
-        return [engine.full(param).clone() for param in model.parameters()]
+def run_and_clip(engine: lowtide.Engine, case: Case, step: int) -> Any:
+    result = engine.run(step_of, engine.module, *case.share(engine, step))
+    assert result["note"] == "kept"
+    engine.backward(result["loss"])
+    engine.clip_grad_value_(0.02)
+    return engine.step()
 
 
-@pytest.mark.parametrize(
-    ("transport", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 0), ("sockets", 2), ("sockets", 3)]
-)
+def train_by_run(cases: list[Case]) -> list[Outcome]:
+    return [train(case, run_and_clip) for case in cases]
+
+
+class Whole(nn.Module):
+    """A step of plain torch as one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = mlp()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return step_of(self.model, x, y)["loss"]
+
+
+@pytest.mark.parametrize(("transport", "stages"), [("shared_memory", (1, 3)), ("sockets", (0, 2, 3))])
 def test_a_function_that_calls_the_model_as_it_likes_is_one_forward(
-    ranks: RankPool, transport: str, stage: int
+    ranks: RankPool, transport: str, stages: tuple[int, ...]
 ) -> None:
-    torch.manual_seed(0)
-    model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        step_of(model, *batch(step))["loss"].backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
-    config = {"zero_optimization": {"stage": stage}, "communication": {"transport": transport}}
-    found = ranks(2, trained, config, 0.02)[0]
-    torch.testing.assert_close(found, [param.detach() for param in model.parameters()], rtol=1e-6, atol=1e-7)
+    def clip(model: nn.Module, optimizer: Any, step: int) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+    expected = train_plainly(CASE.at(0, build=Whole), 2, lambda p: torch.optim.SGD(p, lr=0.1), before_update=clip)
+    for outcome in ranks(
+        2, train_by_run, [CASE.at(s, config={"communication": {"transport": transport}}) for s in stages]
+    )[0]:
+        outcome.state = {f"model.{name}": value for name, value in outcome.state.items()}
+        assert_close(outcome, expected, 1e-6, 1e-6)
 
 
 def test_the_model_runs_as_before_when_the_function_has_failed() -> None:
-    model = Mlp()
-    config = {"device": "cpu", "optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
-    with lowtide.initialize(model, config) as engine:
+    with start(CASE.at(3)) as engine:
         with pytest.raises(ZeroDivisionError):
             engine.run(lambda: 1 / 0)
-        engine.run(step_of, model, *batch(0))["loss"].backward()
-        with pytest.raises(ValueError, match=r"engine.clip_grad_value_\(\): expected a clip_value of 0 or more"):
-            engine.clip_grad_value_(-1.0)
+        engine.run(step_of, engine.module, *vector_batch(0, 2))["loss"].backward()
+        words = "engine.clip_grad_value_(): expected a clip_value of 0 or more"
+        assert words in refusal(engine.clip_grad_value_, -1.0)
         assert not engine.step().skipped
 
 
@@ -90,22 +94,26 @@ def trained_split(stage: int | None, mixes: bool = False, apart: bool = False) -
     """Three steps by `run`, and how often the model was called. stage: None for one process."""
     torch.manual_seed(0)
     model, calls = TwoLayers(mixes), []
-    given = {"device": "cpu", "optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "gradient_accumulation_steps": 2}
-    more = {} if stage is None else {**SPLIT, "zero_optimization": {"stage": stage}}
-    with lowtide.initialize(model, given | more) as engine:
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        loss: Tensor = 2 * model(x, y)
+        return loss
+
+    config = settings(stage or 0, gradient_accumulation_steps=2, optimizer=SGD, **({} if stage is None else SPLIT))
+    with lowtide.initialize(model, config) as engine:
         for step in range(6):
-            part = step + 10 * (engine.rank if apart else engine.data_rank)
-            engine.run(lambda x, y: calls.append(1) or {"loss": 2 * model(x, y)}, *batch(part))["loss"].backward()  # type: ignore[func-returns-value]
+            engine.run(run, *vector_batch(step + 10 * (engine.rank if apart else engine.data_rank), 2)).backward()
             engine.step()
         return list(engine.state_dict().values()), len(calls)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_that_share_layers_make_the_forward_once_together(ranks: RankPool, stage: int) -> None:
+def test_ranks_that_share_layers_make_the_forward_once_together(ranks: RankPool) -> None:
     expected, _ = ranks(1, trained_split, None)[0]
-    found, num_calls = ranks(2, trained_split, stage)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-    assert num_calls == 6
+    for stage in range(4):
+        found, num_calls = ranks(2, trained_split, stage)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        assert num_calls == 6
 
 
 def test_a_wrong_split_and_other_batches_are_errors_there_too(ranks: RankPool) -> None:
@@ -115,36 +123,29 @@ def test_a_wrong_split_and_other_batches_are_errors_there_too(ranks: RankPool) -
         assert "batch: expected the same batch on the 2 ranks of tensor" in failed.text
 
 
-def over_a_split(config: dict[str, Any]) -> str:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    optimizer = {"type": "sgd", "params": {"lr": 0.1}}
-    with lowtide.initialize(model, {"device": "cpu", "optimizer": optimizer, **config}) as engine:
-        with pytest.raises(ValueError) as caught:
-            engine.run(model, torch.ones(2, 4))
-        return str(caught.value)
+def refused_with(parallel: dict[str, Any]) -> str:
+    is_split = "pipeline" in parallel
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) if is_split else base()
+    with lowtide.initialize(model, settings(parallel=parallel)) as engine:
+        return refusal(engine.run, model, torch.ones(2, 4, dtype=torch.float32 if is_split else torch.int64))
 
 
-def over_parts(parallel: dict[str, Any]) -> str:
-    config = {"device": "cpu", "optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "parallel": parallel}
-    with lowtide.initialize(base(), config) as engine:
-        with pytest.raises(ValueError) as caught:
-            engine.run(engine.module, torch.ones(2, 4, dtype=torch.int64))
-        return str(caught.value)
-
-
-def test_it_is_refused_where_ranks_share_a_sample(ranks: RankPool) -> None:
-    assert (
-        "expected a config without parallel.sequence, found it: its ranks" in ranks(2, over_parts, {"sequence": 2})[0]
-    )
-    parts = {"tensor": 2, "tensor_sequence": True}
-    assert "expected a config without parallel.tensor_sequence, found it" in ranks(2, over_parts, parts)[0]
-    assert "engine.run(function)" in ranks(2, over_a_split, {"parallel": {"pipeline": 2}})[0]
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"sequence": 2}, "expected a config without parallel.sequence, found it: its ranks"),
+        (
+            {"tensor": 2, "tensor_sequence": True},
+            "expected a config without parallel.tensor_sequence, found it",
+        ),
+        ({"pipeline": 2}, "engine.run(function)"),
+    ],
+)
+def test_it_is_refused_where_ranks_share_a_sample(ranks: RankPool, parallel: dict[str, Any], words: str) -> None:
+    assert words in ranks(2, refused_with, parallel)[0]
 
 
 def half_on_meta() -> list[Tensor]:
-    from lowtide.engine.model.deferred import DeferredModel
-    from lowtide.engine.model.recording import Recording
-
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 3))
     recording = Recording()
@@ -154,8 +155,7 @@ def half_on_meta() -> list[Tensor]:
             model.append(nn.Linear(3, 3))
             nn.init.orthogonal_(model[1].weight)  # type: ignore[arg-type]
         model.append(kept)
-    config = {"device": "cpu", "optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
-    with lowtide.initialize(DeferredModel(lambda: model, recording), config) as engine:
+    with lowtide.initialize(DeferredModel(lambda: model, recording), settings(3)) as engine:
         return list(engine.state_dict().values())
 
 

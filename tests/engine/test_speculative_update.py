@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import lowtide
 from lowtide.engine.step.step_sums import NonFiniteGradientError
-from tests.engine.test_optimizer_offload import assert_pairs_agree
 from tests.kit.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import ADAMW, Case, Outcome, share_of, train_all
+from tests.kit.training import Case, Outcome, differences, refusal, start, take_step, train_all
 
 PLACES = ("cpu", "nvme")
 
@@ -24,71 +22,61 @@ def speculative(case: Case, place: str, folder: Path, **changes: Any) -> Case:
     return case.at(case.stage, config={"zero_optimization": zero})
 
 
-def run_pairs(ranks: RankPool, case: Case, folder: Path, stages: tuple[int, ...], place: str) -> list[Outcome]:
-    cases = [one for stage in stages for one in (case.at(stage), speculative(case.at(stage), place, folder))]
-    outcomes: list[Outcome] = ranks(2, train_all, cases)[0]
+def run_pairs(ranks: RankPool, pairs: list[tuple[Case, Case]]) -> list[Outcome]:
+    """The outcomes of the second ones, which are those of the first to the last bit."""
+    outcomes: list[Outcome] = ranks(2, train_all, [case for pair in pairs for case in pair])[0]
     for outcome in outcomes:  # NaN, the norm of a skipped step, is not equal to itself
         outcome.norms = [-1.0 if math.isnan(norm) else norm for norm in outcome.norms]
-    assert_pairs_agree(outcomes, (stages, place))
-    return outcomes
+    for pair, plain, found in zip(pairs, outcomes[::2], outcomes[1::2], strict=True):
+        assert found.differences(plain) == [], pair
+    return outcomes[1::2]
 
 
-# The norm of tiny_gpt lies between 1 and 4 in these steps: never above 100, always above 0.1, and now and then above 2.
-@pytest.mark.parametrize(
-    ("clip", "place", "precision", "stages"),
-    [
-        *((0.0, "cpu", "bf16", (1,)), (100.0, "nvme", "fp32", (3,))),
-        *((0.1, "nvme", "bf16", (1,)), ("between", "nvme", "fp32", (3,)), ("between", "cpu", "bf16", (0,))),
-    ],
-)
-def test_it_is_bitwise_the_plain_step(
-    ranks: RankPool, tmp_path: Path, place: str, clip: float | str, precision: str, stages: tuple[int, ...]
-) -> None:
-    case = Case(tiny_gpt, token_batch, accumulation=2, steps=4, config={"bf16": {"enabled": precision == "bf16"}})
-    if clip == "between":
-        norms = sorted(ranks(2, train_all, [case.at(1)])[0][0].norms)
-        clip = (norms[1] + norms[2]) / 2
-    case = case.at(case.stage, clip=clip)
-    outcomes = run_pairs(ranks, case, tmp_path, stages, place)
-    if isinstance(clip, float) and 0.1 < clip < 100:
-        assert 0 < sum(norm > clip for norm in outcomes[0].norms) < 4
+def test_it_is_bitwise_the_plain_step(ranks: RankPool, tmp_path: Path) -> None:
+    """Where no step is clipped, each, or some of them. Parameters may rest in a file too."""
+    case, bf16 = Case(tiny_gpt, token_batch, accumulation=2, steps=4), {"bf16": {"enabled": True}}
+    norms = sorted(ranks(2, train_all, [case.at(1)])[0][0].norms)
+    assert norms[0] > 0.1 and norms[-1] < 100
+    between = (norms[1] + norms[2]) / 2
+    rests = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    sockets, auto = ({"communication": {"transport": transport}} for transport in ("sockets", "auto"))
+    rows = [
+        ("cpu", case.at(1, config=bf16), {}),
+        ("nvme", case.at(3, clip=100.0), {}),
+        ("nvme", case.at(1, clip=0.1, config=bf16), {}),
+        ("nvme", case.at(3, clip=between), {}),
+        ("cpu", case.at(0, clip=between, config=bf16), {}),
+        ("nvme", case.at(3, clip=0.1, config=sockets), {"zero_optimization": rests, **auto}),
+    ]
+    pairs = [(plain, speculative(plain.at(plain.stage, config=more), place, tmp_path)) for place, plain, more in rows]
+    for (plain, _), outcome in zip(pairs, run_pairs(ranks, pairs), strict=True):
+        if plain.clip == between:
+            assert 0 < sum(norm > between for norm in outcome.norms) < 4
 
 
-def test_parameters_may_rest_in_a_file_too(ranks: RankPool, tmp_path: Path) -> None:
-    place = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = {"zero_optimization": {"offload_param": place}, "communication": {"transport": "auto"}}
-    case = Case(tiny_gpt, token_batch, stage=3, clip=0.1, steps=4)
-    plain = case.at(3, config={"communication": {"transport": "sockets"}})
-    moved = speculative(case.at(3, config=config), "nvme", tmp_path)
-    assert_pairs_agree(ranks(2, train_all, [plain, moved])[0], "rest")
-
-
-def loads_of_a_step(config: dict[str, Any]) -> list[str]:
+def loads_of_a_step(case: Case) -> list[str]:
     """Which shards a step loads, after the first."""
-    torch.manual_seed(0)
-    engine = lowtide.initialize(tiny_gpt(), config)
     found: list[str] = []
-    engine.train_step(share_of(token_batch(0, 4)))
-    shard_store = engine.optimizer._placements.shard_store
-    assert shard_store is not None
-    load = shard_store._store.load
+    with start(case) as engine:
+        take_step(engine, case, 0)
+        shard_store = engine.optimizer._placements.shard_store
+        assert shard_store is not None
+        load = shard_store._store.load
 
-    def noted(key: str, out: Tensor) -> Any:
-        found.append(key)
-        return load(key, out)
+        def noted(key: str, out: Tensor) -> Any:
+            found.append(key)
+            return load(key, out)
 
-    shard_store._store.load = noted  # type: ignore[method-assign]  # to see its calls
-    engine.train_step(share_of(token_batch(1, 4)))
-    engine.close()
+        shard_store._store.load = noted  # type: ignore[method-assign]  # to see its calls
+        take_step(engine, case, 1)
     return found
 
 
 def test_an_update_in_the_backward_takes_the_shard_that_is_there(ranks: RankPool, tmp_path: Path) -> None:
     """Each block's is loaded for the forward and for the backward, the last one's once, and none for its update."""
-    place = {"device": "nvme", "nvme_path": str(tmp_path)}
-    zero = {"offload_param": place, "offload_optimizer": {**place, "overlap": "speculative"}}
-    config = Case(tiny_gpt, token_batch, stage=3, config={"zero_optimization": zero}).as_config()
-    for loads in ranks(2, loads_of_a_step, config):
+    zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    case = Case(tiny_gpt, token_batch, stage=3, config={"zero_optimization": zero})
+    for loads in ranks(2, loads_of_a_step, speculative(case, "nvme", tmp_path)):
         assert [sum(f"blocks.{index} " in name for name in loads) for index in range(3)] == [2, 2, 1], loads
 
 
@@ -96,36 +84,62 @@ def test_an_update_in_the_backward_takes_the_shard_that_is_there(ranks: RankPool
 def test_a_float16_overflow_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path, place: str) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
     case = Case(mlp, vector_batch, steps=8, config={"fp16": fp16})
-    outcomes = run_pairs(ranks, case, tmp_path, (1, 3), place)
-    assert 0 < sum(outcomes[1].skipped) < 8
+    outcomes = run_pairs(ranks, [(case.at(stage), speculative(case.at(stage), place, tmp_path)) for stage in (1, 3)])
+    assert 0 < sum(outcomes[0].skipped) < 8
 
 
-def values_after_a_bad_step(place: dict[str, Any]) -> bool:
-    """Whether a step with a bad gradient has changed nothing, and the next one is that of an engine without it."""
-    states = []
-    for has_bad_step in (False, True):
-        torch.manual_seed(0)
-        model = Explodes()
-        config = {
-            "steps_per_print": 0,
-            "optimizer": ADAMW,
-            "zero_optimization": {"stage": 1, "offload_optimizer": place},
-        }
-        engine = lowtide.initialize(model, config)
-        x = share_of((torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(1)),))
-        engine.train_step(x)
-        if has_bad_step:
-            model.factor = 2.0
-            with pytest.raises(NonFiniteGradientError, match="No parameter was updated"):
-                engine.train_step(x)
-            model.factor = 0.0
-        engine.train_step(x)
-        states.append(engine.state_dict())
-        engine.close()
-    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+def rows_of(step: int, rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(step)),)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_bad_gradient_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path, place: str) -> None:
-    section = {"device": place, "overlap": "speculative", **({"nvme_path": str(tmp_path)} if place == "nvme" else {})}
-    assert all(ranks(2, values_after_a_bad_step, section))
+def values_after_a_bad_step(cases: list[Case]) -> list[list[str]]:
+    """What a step with a bad gradient has changed: in an evaluation, and after the step that follows."""
+    found = []
+    for case in cases:
+        states, evaluated = [], []
+        for has_bad_step in (False, True):
+            with start(case) as engine:
+                model: Any = engine.module
+                take_step(engine, case, 0)
+                evaluated.append(engine.eval_step(case.share(engine, 1)))
+                if has_bad_step:
+                    model.factor = 2.0
+                    with pytest.raises(NonFiniteGradientError, match="No parameter was updated"):
+                        take_step(engine, case, 0)
+                    model.factor = 0.0
+                    evaluated.append(engine.eval_step(case.share(engine, 1)))
+                take_step(engine, case, 1)
+                states.append(engine.state_dict())
+        found.append(differences(*states) + ([] if evaluated.count(evaluated[0]) == 3 else ["evaluation"]))
+    return found
+
+
+def test_a_bad_gradient_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(Explodes, rows_of)
+    cases = [speculative(case.at(1), place, tmp_path) for place in PLACES]
+    cases += [speculative(case.at(s, config={"bf16": {"enabled": True}}), "nvme", tmp_path) for s in (1, 3)]
+    assert ranks(2, values_after_a_bad_step, cases) == [[[]] * len(cases)] * 2
+
+
+def losses_around_a_load(case: Case, folder: Path) -> list[float]:
+    """Losses of steps after loads in the middle of a step, where no save is possible."""
+    with start(case) as engine:
+        batch = case.share(engine, 0)
+        engine.train_step(batch)
+        engine.save_checkpoint(folder)
+        losses = []
+        for _ in range(2):
+            engine.backward(engine(*batch))
+            words = "save_checkpoint: expected a call between steps, found 1 of 1 microbatches"
+            assert words in refusal(engine.save_checkpoint, folder)
+            engine.load_checkpoint(folder)
+            losses.append(engine.train_step(batch).loss.item())
+            engine.load_checkpoint(folder)
+    return losses
+
+
+@pytest.mark.parametrize("overlap", ["none", "speculative"])
+def test_a_load_in_the_middle_of_a_step_is_whole(ranks: RankPool, tmp_path: Path, overlap: str) -> None:
+    case = speculative(Case(mlp, vector_batch, stage=3), "nvme", tmp_path, overlap=overlap)
+    for first, second in ranks(2, losses_around_a_load, case, tmp_path / "saved"):
+        assert first == second

@@ -10,83 +10,42 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-import lowtide
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, share_of, train
+from tests.kit.training import Case, Outcome, start, take_step, train_all
 
-FIRST = Case(models.tiny_gpt, models.token_batch, stage=3, clip=0.3)
+FIRST = Case(models.short_gpt, models.token_batch, stage=3, clip=0.3)
 SECOND = Case(models.mlp, models.vector_batch, stage=1, accumulation=3, config={"bf16": {"enabled": True}})
 
 
-def take_turns(cases: list[Case]) -> list[Outcome]:
-    engines, outcomes = [], [Outcome() for _ in cases]
-    for case in cases:
-        torch.manual_seed(0)
-        engines.append(lowtide.initialize(case.build(), case.as_config()))
+def alone_and_in_turn(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
+    expected, outcomes = train_all(cases), [Outcome() for _ in cases]
+    engines = [start(case) for case in cases]
     for step in range(3):
         for case, engine, outcome in zip(cases, engines, outcomes, strict=True):
-            result = engine.train_step(share_of(case.global_batch(step, engine.world_size)))
-            outcome.losses.append(result.loss.item())
-            outcome.norms.append(result.grad_norm.item())
+            outcome.add(take_step(engine, case, step))
     for engine, outcome in zip(engines, outcomes, strict=True):
         outcome.state = engine.state_dict()
         engine.close()
-    return outcomes
-
-
-def alone(cases: list[Case]) -> list[Outcome]:
-    return [train(case) for case in cases]
+    return list(zip(expected, outcomes, strict=True))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 def test_two_engines_take_turns(ranks: RankPool, transport: str) -> None:
     config = {"communication": {"transport": transport}}
     cases = [FIRST.at(3, config=config), SECOND.at(1, config=config), FIRST.at(2, config=config)]
-    for found, expected in zip(ranks(2, take_turns, cases)[0], ranks(2, alone, cases)[0], strict=True):
+    for expected, found in ranks(2, alone_and_in_turn, cases)[0]:
         assert found.differences(expected) == []
-
-
-def teacher_and_student() -> list[float]:
-    """The output of one engine is the target of another, whose forward lies between the first one's calls."""
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-
-    def layers() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-
-    teacher, student = lowtide.initialize(layers(), config), lowtide.initialize(layers(), config)
-    x = torch.randn(4, 4)
-    losses = []
-    for _ in range(5):
-        with torch.no_grad():
-            target = teacher(x)
-        loss = (student(x) - target).square().mean()
-        student.backward(loss)
-        losses.append(student.step().loss.item())
-    return losses
-
-
-def test_a_teacher_and_a_student(ranks: RankPool) -> None:
-    first, second = ranks(2, teacher_and_student)
-    assert first == second and first[-1] < 0.5 * first[0]
 
 
 def one_closes_first() -> list[float]:
     """No process group is there before the first engine, which makes it and leaves it before the second."""
-    first, second = (lowtide.initialize(models.mlp(), SECOND.as_config()) for _ in range(2))
+    first, second = start(SECOND), start(SECOND)
     first.close()
     first.close()
-    batches = [share_of(SECOND.global_batch(step, second.world_size)) for step in range(2)]
-    losses = [second.train_step(batch).loss.item() for batch in batches]
+    losses = [take_step(second, SECOND, step).loss.item() for step in range(2)]
     second.close()
     return losses
 
@@ -106,10 +65,8 @@ def one_after_the_other(late_rank: int) -> list[float]:
 
     with mock.patch("torch.distributed.destroy_process_group", leave_late):
         for _ in range(3):
-            torch.manual_seed(0)
-            engine = lowtide.initialize(models.mlp(), SECOND.as_config())
-            losses.append(engine.train_step(share_of(SECOND.global_batch(0, engine.world_size))).loss.item())
-            engine.close()
+            with start(SECOND) as engine:
+                losses.append(take_step(engine, SECOND, 0).loss.item())
     return losses
 
 
@@ -137,34 +94,32 @@ def test_engines_follow_each_other_where_the_launcher_keeps_the_store(ranks: Ran
 
 
 FILES = {"device": "nvme", "nvme_path": "files"}
-FORGOTTEN: dict[str, dict[str, Any]] = {
-    "shared memory": {},
-    "sockets": {"communication": {"transport": "sockets"}},
-    "in files": {"zero_optimization": {"stage": 3, "offload_optimizer": FILES, "offload_param": FILES}},
-    "delayed": {"zero_optimization": {"stage": 2, "offload_optimizer": {**FILES, "overlap": "delayed"}}},
-    "in backward": {"zero_optimization": {"stage": 3, "update_in_backward": True}, "gradient_clipping": 0.0},
-    "recomputed, bf16": {"activation_checkpointing": {"every": 1}, "bf16": {"enabled": True}},
-    "pipeline": {"parallel": {"pipeline": 2}, "zero_optimization": {"stage": 1}},
+FORGOTTEN: dict[str, Case] = {
+    "shared memory": FIRST,
+    "sockets": FIRST.at(3, config={"communication": {"transport": "sockets"}}),
+    "in files": FIRST.at(3, config={"zero_optimization": {"offload_optimizer": FILES, "offload_param": FILES}}),
+    "delayed": FIRST.at(2, config={"zero_optimization": {"offload_optimizer": {**FILES, "overlap": "delayed"}}}),
+    "in backward": FIRST.at(3, clip=0.0, config={"zero_optimization": {"update_in_backward": True}}),
+    "recomputed, bf16": FIRST.at(3, config={"activation_checkpointing": {"every": 1}, "bf16": {"enabled": True}}),
+    "pipeline": FIRST.at(1, build=models.tiny_gpt, config={"parallel": {"pipeline": 2}}),
 }
 
 
-def forgotten(folder: str) -> dict[str, list[str]]:
+def forgotten(folder: str) -> dict[str, list[Any]]:
     """By config, what is left of an engine that nobody has closed: threads, and its model."""
     os.chdir(folder)
     left = {}
-    for name, config in FORGOTTEN.items():
+    for name, case in FORGOTTEN.items():
         before = set(threading.enumerate())
-        case = FIRST.at(config.get("zero_optimization", {}).get("stage", 3), config=config)
-        engine = lowtide.initialize(case.build(), case.as_config())
-        batch = case.global_batch(0, engine.data_size)
-        engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
+        engine = start(case)
+        take_step(engine, case, 0)
         model = weakref.ref(engine.module)
         del engine
         deadline = time.monotonic() + 10
         while gc.collect() >= 0 and set(threading.enumerate()) - before and time.monotonic() < deadline:
             time.sleep(0.1)
-        left[name] = [thread.name for thread in set(threading.enumerate()) - before]
-        left[name] += ["model"] if model() is not None else []
+        threads = [thread.name for thread in set(threading.enumerate()) - before]
+        left[name] = [*threads, *([] if model() is None else ["model"])]
     return left
 
 

@@ -19,6 +19,7 @@ ADAMW: dict[str, Any] = {
     "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
 }
 ROWS = 2  # of a microbatch
+PlainHook = Callable[[Any, Any, int], object]  # of (model, optimizer, step)
 
 
 def settings(stage: int = 0, **more: Any) -> dict[str, Any]:
@@ -93,6 +94,15 @@ class Case:
     def global_batch(self, step: int, world_size: int) -> tuple[Tensor, ...]:
         return self.batch(step, ROWS * self.accumulation * world_size)
 
+    def share(self, engine: lowtide.Engine, step: int) -> tuple[Tensor, ...]:
+        """The rows of the engine's rank in the global batch of a step."""
+        batch = self.global_batch(step, engine.data_size)
+        return tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch)
+
+    def microbatches(self, engine: lowtide.Engine, step: int) -> list[tuple[Tensor, ...]]:
+        """The same rows in parts, one for each microbatch."""
+        return list(zip(*(tensor.chunk(self.accumulation) for tensor in self.share(engine, step)), strict=True))
+
 
 @dataclass
 class Outcome:
@@ -104,6 +114,14 @@ class Outcome:
     scales: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, result: Any) -> None:
+        """Takes the values of one more step."""
+        self.losses.append(result.loss.item())
+        self.norms.append(result.grad_norm.item())
+        self.lrs.append(result.lr)
+        self.scales.append(result.loss_scale)
+        self.skipped.append(result.skipped)
 
     def differences(self, other: "Outcome") -> list[str]:
         """What is not the same to the last bit; empty where all is."""
@@ -122,34 +140,34 @@ def share_of(batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.chunk(world_size)[rank] for tensor in batch)
 
 
+def start(case: Case, **initialize_options: Any) -> lowtide.Engine:
+    """An engine for the case, with the values of seed 0."""
+    torch.manual_seed(0)
+    return lowtide.initialize(case.build(), case.as_config(), **initialize_options)
+
+
 def take_step(engine: lowtide.Engine, case: Case, step: int) -> lowtide.StepResult:
     """One step on this rank's share of a global batch of the case."""
-    batch = case.global_batch(step, engine.data_size)
-    return engine.train_step(tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch))
+    return engine.train_step(case.share(engine, step))
 
 
 @contextmanager
 def trained(case: Case, num_steps: int, **initialize_options: Any) -> Iterator[lowtide.Engine]:
     """An engine that has taken so many steps of the case; runs on every rank."""
-    torch.manual_seed(0)
-    with lowtide.initialize(case.build(), case.as_config(), **initialize_options) as engine:
+    with start(case, **initialize_options) as engine:
         for step in range(num_steps):
             take_step(engine, case, step)
         yield engine
 
 
-def train(case: Case, **initialize_options: Any) -> Outcome:
-    """Trains by lowtide; runs on every rank."""
-    torch.manual_seed(0)
-    engine = lowtide.initialize(case.build(), case.as_config(), **initialize_options)
+def train(
+    case: Case, take: Callable[[lowtide.Engine, Case, int], Any] = take_step, **initialize_options: Any
+) -> Outcome:
+    """Trains by lowtide; runs on every rank. take: makes one step, and returns its result."""
+    engine = start(case, **initialize_options)
     outcome = Outcome()
     for step in range(case.steps):
-        result = take_step(engine, case, step)
-        outcome.losses.append(result.loss.item())
-        outcome.norms.append(result.grad_norm.item())
-        outcome.lrs.append(result.lr)
-        outcome.scales.append(result.loss_scale)
-        outcome.skipped.append(result.skipped)
+        outcome.add(take(engine, case, step))
     outcome.state = engine.state_dict()
     engine.close()
     return outcome
@@ -179,20 +197,39 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
 
 
+class Scheduled:
+    """An optimizer of torch that moves its scheduler after each step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, make_scheduler: Callable[[Any], Any]) -> None:
+        self._optimizer, self._scheduler = optimizer, make_scheduler(optimizer)
+        self.param_groups, self.zero_grad = optimizer.param_groups, optimizer.zero_grad
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._scheduler.step()
+
+
 @one_thread()
 def train_plainly(
     case: Case,
     world_size: int,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     num_parts: int = 1,
+    before_step: PlainHook = lambda model, optimizer, step: None,
+    before_update: PlainHook = lambda model, optimizer, step: None,
 ) -> Outcome:
-    """Trains by torch alone, on global batches. num_parts: the loss is the mean over so many parts of a batch."""
+    """Trains by torch alone, on global batches.
+
+    num_parts: the loss is the mean over so many parts of a batch. before_update: sees the gradients before they are
+    clipped.
+    """
     torch.manual_seed(0)
     model = case.build()
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = make_optimizer(params)
     outcome = Outcome()
     for step in range(case.steps):
+        before_step(model, optimizer, step)
         batch = case.global_batch(step, world_size)
         optimizer.zero_grad()
         losses = []
@@ -200,6 +237,7 @@ def train_plainly(
             loss = model(*part)
             (loss / num_parts).backward()
             losses.append(loss.item())
+        before_update(model, optimizer, step)
         norm = torch.nn.utils.clip_grad_norm_(params, case.clip or math.inf)
         outcome.lrs.append(optimizer.param_groups[0]["lr"])
         optimizer.step()

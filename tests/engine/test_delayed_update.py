@@ -1,0 +1,351 @@
+"""Delayed updates: what is given out between steps has them all, errors come to every rank, and no step waits."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.engine.step.step_sums import NonFiniteGradientError
+from lowtide.offload import FileStore, OffloadError
+from tests.engine.test_optimizer_offload import wide_384
+from tests.kit.models import FEATURES, Explodes, mlp, short_gpt, tiny_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, differences, start, take_step
+from tests.zero.delayed_update import train_delayed
+from tests.zero.test_delayed_update import delayed, in_precision
+
+GPT = Case(tiny_gpt, token_batch, steps=5)
+MLP = Case(mlp, vector_batch, steps=5)
+OWN = MLP.at(0, config={"optimizer": None})
+PLACES = ("cpu", "nvme")
+
+
+def take_steps(engine: lowtide.Engine, case: Case, first: int, end: int) -> list[float]:
+    """The losses of steps number first, ..., end - 1."""
+    return [take_step(engine, case, step).loss.item() for step in range(first, end)]
+
+
+class Sgd(torch.optim.SGD):
+    """Plain SGD that calls something before each step, once the engine is built."""
+
+    before_step: Callable[[], object] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).before_step()
+        super().step(closure)
+
+
+def save_and_load(saved: Case, loaded: Case, folder: Path) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses of a run that saves after step 2, those of one that goes on from there, and where the second ends."""
+    with start(saved) as engine:
+        losses = take_steps(engine, saved, 0, 3)
+        engine.save_checkpoint(folder / "saved")
+        losses += take_steps(engine, saved, 3, 5)
+    with start(loaded) as engine:
+        take_steps(engine, loaded, 7, 9)  # with an update under way, which the load makes void
+        engine.load_checkpoint(folder / "saved")
+        return losses, take_steps(engine, loaded, 3, 5), engine.state_dict()
+
+
+@pytest.mark.parametrize(("place", "precision"), [("cpu", "bf16"), ("nvme", "fp32")])
+def test_a_save_has_all_updates_and_the_run_goes_on_as_one_that_is_loaded(
+    ranks: RankPool, tmp_path: Path, place: str, precision: str
+) -> None:
+    case = in_precision(GPT, precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    expected = train_delayed(case, 2, dtype, settled_after=(2,))
+    one, other = delayed(case, 1, tmp_path, place), delayed(case, 3, tmp_path, "cpu")
+    losses, again, state = ranks(2, save_and_load, one, other, tmp_path)[0]
+    assert losses == expected.losses and again == expected.losses[3:]
+    assert differences(expected.state, state) == []
+
+
+@pytest.mark.parametrize("overlap", ["none", "speculative"])
+def test_a_save_loads_where_nothing_is_delayed(ranks: RankPool, tmp_path: Path, overlap: str) -> None:
+    saved, loaded = delayed(GPT, 3, tmp_path), delayed(GPT, 1, tmp_path, overlap=overlap)
+    _, again, _ = ranks(2, save_and_load, saved, loaded, tmp_path)[0]
+    assert again == train_delayed(GPT, 2, settled_after=(2, 3, 4)).losses[3:]
+
+
+def looked_at(case: Case, looks: bool) -> tuple[list[float], list[float]]:
+    """Losses of steps, and of evaluations between them."""
+    losses, evaluated = [], []
+    with start(case) as engine:
+        for step in range(case.steps):
+            losses += take_steps(engine, case, step, step + 1)
+            if looks:
+                evaluated.append(engine.eval_step(case.share(engine, step + 1)).item())
+                engine.memory()
+                with engine.gathered():
+                    assert all(bool(param.isfinite().all()) for param in engine.module.parameters())
+    return losses, evaluated
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_evaluating_and_looking_change_nothing(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    case = delayed(GPT, stage, tmp_path)
+    (plain, _), (losses, evaluated) = (ranks(2, looked_at, case, looks)[0] for looks in (False, True))
+    assert losses == plain
+    assert evaluated[:-1] == losses[1:]  # what is evaluated is what the next step computes with
+
+
+def values_given_out(case: Case, folder: Path) -> list[dict[str, Tensor]]:
+    """After the last step: the state dict, the export loaded elsewhere, the module of an engine that is closed."""
+    engine = start(case)
+    take_steps(engine, case, 0, case.steps)
+    engine.export(folder / "weights")
+    engine.close()
+    module = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+    with start(case) as engine:
+        take_steps(engine, case, 0, case.steps)
+        state = engine.state_dict()
+        take_steps(engine, case, 5, 7)
+        engine.load_weights(folder / "weights")
+        return [state, engine.state_dict(), module]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_given_out_has_all_updates(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    expected = train_delayed(GPT, 2).state
+    for values in ranks(2, values_given_out, delayed(GPT, 2, tmp_path, place), tmp_path)[0]:
+        assert differences(expected, values) == []
+
+
+def losses_around_a_change(case: Case) -> tuple[list[float], list[float]]:
+    """Of two batches after all parameters were set: evaluated, and as the losses of two steps."""
+    with start(case) as engine:
+        take_steps(engine, case, 0, 3)
+        with torch.no_grad(), engine.gathered(modify=True):
+            for param in engine.module.parameters():
+                param.fill_(0.5)
+        evaluated = [engine.eval_step(case.share(engine, step)).item() for step in (3, 4)]
+        return evaluated, take_steps(engine, case, 3, 5)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (3, "fp32")])
+def test_a_change_of_parameters_comes_after_the_update_that_is_under_way(
+    ranks: RankPool, tmp_path: Path, stage: int, precision: str
+) -> None:
+    """Both steps compute with what was set: the first one's own update is late, and there is none before it."""
+    evaluated, losses = ranks(2, losses_around_a_change, delayed(in_precision(GPT, precision), stage, tmp_path))[0]
+    assert losses == evaluated
+
+
+def repeated_batch(step: int, rows: int) -> tuple[Tensor, ...]:
+    """Eight batches of eight rows, again and again."""
+    return token_batch(step % 8, 8)
+
+
+def test_it_learns_what_a_run_that_waits_learns(tmp_path: Path) -> None:
+    """Within 2 % of what is gained: as much as another seed moves it."""
+    config = {"optimizer": {"type": "adamw", "params": {"lr": 3e-3}}, "train_micro_batch_size_per_gpu": 8}
+    case = Case(short_gpt, repeated_batch, config=config)
+    final = {}
+    for overlap in ("none", "delayed"):
+        with start(delayed(case, 1, tmp_path, after=20, overlap=overlap)) as engine:
+            losses = take_steps(engine, case, 0, 120)
+        final[overlap] = sum(losses[-8:]) / 8
+    gained = losses[0] - final["none"]
+    assert gained > 1.0 and final["none"] != final["delayed"]
+    assert abs(final["delayed"] - final["none"]) < 0.02 * gained, final
+
+
+TOLD = (
+    'offload_optimizer.overlap "delayed": update 2 failed on rank 1: RuntimeError: the third disk. Master weights and '
+    "states are partly updated: continue from a checkpoint (engine.load_checkpoint)"
+)
+
+
+def breaks() -> None:
+    raise RuntimeError("the third disk")
+
+
+def error_of(action: Callable[..., object], *given: Any) -> str:
+    try:
+        action(*given)
+    except OffloadError as error:
+        return str(error)
+    return "none"
+
+
+@contextmanager
+def broken_updates(engine: lowtide.Engine) -> Iterator[None]:
+    """Those of rank 1 that begin meanwhile."""
+    engine.state_dict()  # waits for the one before
+    if engine.rank == 1:
+        Sgd.before_step = staticmethod(breaks)
+    try:
+        yield
+    finally:
+        engine.memory()  # waits too, for this rank's alone
+        Sgd.before_step = staticmethod(lambda: None)
+
+
+def break_and_recover(case: Case, folder: Path) -> tuple[list[str], list[float], list[float]]:
+    """What is raised after rank 1 failed in update 2; losses after a load of an earlier save, and in another engine."""
+    with start(case, optimizer=Sgd) as engine:
+        take_steps(engine, case, 0, 1)
+        engine.save_checkpoint(folder / "saved")
+        with broken_updates(engine):
+            take_steps(engine, case, 1, 2)
+        found = [error_of(take_step, engine, case, 2) for _ in range(2)]
+        found += [error_of(engine.state_dict), error_of(engine.save_checkpoint, folder)]
+        found += [error_of(engine.export, folder / "weights")]
+        engine.load_checkpoint(folder / "saved")
+        again = take_steps(engine, case, 1, 4)
+    with start(case, optimizer=Sgd) as engine:
+        engine.load_checkpoint(folder / "saved")
+        return found, again, take_steps(engine, case, 1, 4)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_error_in_the_background_is_raised_on_every_rank_until_a_checkpoint_is_loaded(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    for found, again, expected in ranks(2, break_and_recover, delayed(OWN, stage, tmp_path), tmp_path):
+        assert found == [TOLD] * 5
+        assert again == expected
+
+
+def break_before_the_end(case: Case, how: str) -> tuple[str, str]:
+    """What is raised by the call that comes first after a failure, and by close."""
+    engine = start(case, optimizer=Sgd)
+    take_steps(engine, case, 0, 1)
+    with broken_updates(engine):
+        take_steps(engine, case, 1, 2)
+    first = error_of(engine.state_dict) if how == "state_dict" else "none"
+    return first, error_of(engine.close)
+
+
+@pytest.mark.parametrize(("how", "expected"), [("state_dict", (TOLD, "none")), ("close", ("none", TOLD))])
+def test_an_error_that_was_not_told_is_told_by_the_next_call_or_by_close(
+    ranks: RankPool, tmp_path: Path, how: str, expected: tuple[str, str]
+) -> None:
+    assert ranks(2, break_before_the_end, delayed(OWN, 1, tmp_path), how) == [expected, expected]
+
+
+def break_the_drive(case: Case) -> list[str]:
+    """What is raised in each step when rank 1's file cannot be written in the second."""
+    fails_later = mock.Mock(**{"wait.side_effect": OffloadError("the drive is full")})
+    with start(case) as engine:  # whose close says nothing more
+        found = [error_of(take_step, engine, case, 0)]
+        engine.state_dict()  # its update has ended
+        save = mock.Mock(return_value=fails_later) if engine.rank == 1 else FileStore.save
+        with mock.patch.object(FileStore, "save", save):
+            found.append(error_of(take_step, engine, case, 1))
+            engine.memory()  # waits for its update
+        return [*found, error_of(take_step, engine, case, 2)]
+
+
+def test_an_error_of_the_drive_is_raised_on_every_rank_in_the_next_step(ranks: RankPool, tmp_path: Path) -> None:
+    told = TOLD.replace("RuntimeError: the third disk", "OffloadError: the drive is full")
+    assert ranks(2, break_the_drive, delayed(MLP, 1, tmp_path, "nvme")) == [["none", "none", told]] * 2
+
+
+def test_a_failure_that_a_load_makes_void_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(delayed(OWN, 0, tmp_path), optimizer=Sgd) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        monkeypatch.setattr(Sgd, "before_step", breaks)
+        take_steps(engine, OWN, 0, 1)
+        logging.getLogger("lowtide").propagate = True
+        with caplog.at_level(logging.WARNING, logger="lowtide"):
+            engine.load_checkpoint(tmp_path / "saved")
+    told = TOLD.replace("update 2", "update 1").replace("rank 1", "rank 0")
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
+def rows_of(step: int, rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(step)),)
+
+
+def values_after_a_bad_step(case: Case, is_bad: bool) -> dict[str, Tensor]:
+    with start(case) as engine:
+        for step in range(4):
+            if is_bad and step == 2:
+                vars(engine.module)["factor"] = 2.0
+                with pytest.raises(NonFiniteGradientError, match="No parameter was updated"):
+                    take_step(engine, case, step)
+                vars(engine.module)["factor"] = 0.0
+            take_step(engine, case, step)
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_bad_gradient_leaves_the_update_before_it_under_way(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    case = delayed(Case(Explodes, rows_of), 1, tmp_path, place)
+    plain, found = (ranks(2, values_after_a_bad_step, case, is_bad)[0] for is_bad in (False, True))
+    assert differences(plain, found) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_update_may_last_until_the_next_forward_has_been(
+    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(delayed(OWN, stage, tmp_path), optimizer=Sgd)
+    has_changed = threading.Condition()
+    num_forwards = 0
+    saw_a_forward: list[bool] = []
+
+    def count(*_: object) -> None:
+        nonlocal num_forwards
+        with has_changed:
+            num_forwards += 1
+            has_changed.notify_all()
+
+    def wait_for_a_forward() -> None:
+        number = engine.optimizer.num_steps
+        with has_changed:
+            saw_a_forward.append(has_changed.wait_for(lambda: num_forwards > number, 30))
+
+    engine.module.register_forward_hook(count)
+    monkeypatch.setattr(Sgd, "before_step", wait_for_a_forward)
+    take_steps(engine, OWN, 0, 3)
+    engine.eval_step(OWN.global_batch(3, 1))
+    engine.close()
+    assert saw_a_forward == [True] * 3 * len(engine.optimizer.shards)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_thread_ends_with_the_engine(tmp_path: Path, fails: bool) -> None:
+    before = threading.active_count()
+    try:
+        with start(delayed(MLP, 1, tmp_path)) as engine:
+            take_steps(engine, MLP, 0, 2)
+            assert threading.active_count() == before + 1
+            if fails:
+                raise KeyError("of the caller's own")
+    except KeyError:
+        assert fails
+    assert threading.active_count() == before
+
+
+def bytes_after_a_step(case: Case) -> tuple[int, int]:
+    with start(case) as engine:
+        take_step(engine, case, 0)
+        memory = engine.memory()
+    return memory.gradient_bytes, memory.optimizer_bytes
+
+
+@pytest.mark.parametrize(("place", "precision", "bytes_per_element"), [
+    ("cpu", "fp32", 8 + 4),  # two moments, and what the parameters become
+    ("cpu", "bf16", 12),  # the master weights are that
+    ("nvme", "fp32", 4),
+    ("nvme", "bf16", 2),  # their rounded copy
+])  # fmt: skip
+def test_what_the_parameters_become_takes_the_bytes_of_the_plan(
+    ranks: RankPool, tmp_path: Path, place: str, precision: str, bytes_per_element: int
+) -> None:
+    case = in_precision(Case(wide_384, vector_batch), precision)
+    num_elements = (73 + 73 + 2) * 1024  # of a shard of two; tests/engine/test_optimizer_offload.py
+    for found in ranks(2, bytes_after_a_step, delayed(case, 3, tmp_path, place)):
+        assert found == (0, bytes_per_element * num_elements)  # of the gradients that were used up nothing is left

@@ -1,0 +1,266 @@
+"""Between backward and step gradients are clipped, set and read as in torch, or an error says why they are not."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide import Engine
+from lowtide.zero.sequence import StateError
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, assert_close, refusal, settings, train, train_plainly
+
+GPT = Case(models.short_gpt, models.token_batch)
+MODES: dict[str, dict[str, Any]] = {
+    "after the norm": {},
+    "speculative": {"offload_optimizer": {"device": "cpu", "overlap": "speculative"}},
+    "delayed": {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}},
+}
+
+
+def clip(engine: Engine, case: Case, step: int) -> Any:
+    engine.backward(engine(*case.share(engine, step)))
+    norm = engine.clip_grad_norm_(0.3)
+    result = engine.step()
+    assert norm == result.grad_norm
+    return result
+
+
+def clip_both_ways(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
+    return [(train(case, clip), train(case.at(case.stage, clip=0.3))) for case in cases]
+
+
+def test_clipping_by_hand_is_what_the_config_does(ranks: RankPool) -> None:
+    """Which is compared with torch elsewhere; the factor is torch's own."""
+    cases = [GPT.at(stage, config={"zero_optimization": mode}) for mode in MODES.values() for stage in (0, 3)]
+    for case, (found, expected) in zip(cases, ranks(2, clip_both_ways, cases)[0], strict=True):
+        assert found.differences(expected) == [], case
+
+
+MLP = Case(models.mlp_float64, models.vector_batch_float64, accumulation=2, clip=0.3, steps=3)
+SKIPPED = "layers.1.bias"  # at step 1
+NOISED = ("first.weight", "layers.0.weight")
+SIGNED = "last.weight"  # by each rank's own part
+
+
+def noise(shape: torch.Size) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def change(engine: Engine, case: Case, step: int) -> Any:
+    for microbatch in case.microbatches(engine, step):
+        engine.backward(engine(*microbatch))
+    for name in NOISED:
+        gradient = engine.gradient(name)
+        assert gradient is not None
+        engine.set_gradient(name, gradient + noise(gradient.shape))
+    part = engine.gradient(SIGNED, local=True)
+    assert part is not None
+    engine.set_gradient(SIGNED, part.sign(), local=True)
+    if step == 1:
+        engine.set_gradient(engine.module.get_parameter(SKIPPED), None)
+        assert engine.gradient(SKIPPED) is None
+    return engine.step()
+
+
+def change_plainly(model: Any, optimizer: Any, step: int) -> None:
+    for name in NOISED:
+        gradient = model.get_parameter(name).grad
+        gradient += noise(gradient.shape)
+    signed = model.get_parameter(SIGNED)
+    signed.grad = signed.grad.sign()
+    if step == 1:
+        model.get_parameter(SKIPPED).grad = None
+
+
+def change_all(cases: list[Case]) -> list[Outcome]:
+    return [train(case, change) for case in cases]
+
+
+def test_steps_are_of_the_gradients_that_were_set(ranks: RankPool, tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    sockets = {"communication": {"transport": "sockets"}}
+    speculative = {"zero_optimization": {"offload_optimizer": {**nvme, "overlap": "speculative"}}}
+    cases = [MLP.at(stage) for stage in (0, 1, 2, 3)]
+    cases += [MLP.at(3, config={**sockets, **speculative}), MLP.at(0, config=sockets)]
+    expected = train_plainly(MLP, 2, before_update=change_plainly)
+    for case, found in zip(cases, ranks(2, change_all, cases)[0], strict=True):
+        assert_close(found, expected, 1e-8, 1e-9, str(case))
+
+
+def set_on_one_rank_alone() -> None:
+    with after_backward() as engine:
+        engine.set_gradient("last.bias", torch.ones(3) if engine.rank else None)
+
+
+def test_ranks_that_set_different_kinds(ranks: RankPool) -> None:
+    for failure in ranks.fails(2, set_on_one_rank_alone):
+        assert "expected None for 'last.bias' on all ranks or on none, found both" in failure.text
+
+
+def backward(engine: Engine, step: int = 0) -> None:
+    engine.backward(engine(*models.vector_batch(step, 2)))
+
+
+def initialize(stage: int = 0, **config: Any) -> Engine:
+    """first.bias is frozen."""
+    torch.manual_seed(0)
+    model = models.mlp()
+    model.get_parameter("first.bias").requires_grad_(False)
+    return lowtide.initialize(model, settings(stage, **config))
+
+
+def after_backward(stage: int = 0, **config: Any) -> Engine:
+    engine = initialize(stage, **config)
+    backward(engine, engine.rank)
+    return engine
+
+
+def largest_and_rest(stages: tuple[int, ...]) -> list[tuple[float, float, float]]:
+    """The largest element by `clip_grad_norm_`, by the gradients themselves, and the momentum after a norm of zero."""
+    found = []
+    for stage in stages:
+        with after_backward(stage) as engine:
+            gradients = [engine.gradient(name) for name, _ in engine.named_parameters()]
+            largest = max(gradient.abs().max().item() for gradient in gradients if gradient is not None)
+            norm = engine.clip_grad_norm_(0.0, norm_type=math.inf).item()
+            engine.step()
+            found.append((norm, largest, engine.full("last.bias", "exp_avg").abs().max().item()))
+    return found
+
+
+def test_the_largest_element_and_a_norm_of_zero(ranks: RankPool) -> None:
+    for norm, largest, momentum in ranks(2, largest_and_rest, (0, 2, 3))[0]:
+        assert norm == pytest.approx(largest, rel=1e-6) and momentum == 0.0
+
+
+def test_float16_shows_gradients_without_the_scale() -> None:
+    with after_backward(fp16={"enabled": True, "initial_scale_power": 10}) as engine:
+        gradients = [engine.gradient(name) for name, _ in engine.named_parameters()]
+        total = torch.cat([gradient.reshape(-1) for gradient in gradients if gradient is not None]).norm()
+        norm = engine.clip_grad_norm_(math.inf)
+        assert total.dtype == torch.float32 and 0.01 < total < 100
+        torch.testing.assert_close(norm, total, rtol=1e-3, atol=0)
+        engine.step()
+
+
+def test_the_config_may_clip_and_the_norm_be_asked_for() -> None:
+    with after_backward(gradient_clipping=0.25) as engine:
+        assert engine.clip_grad_norm_(math.inf) == engine.clip_grad_norm_(0.25)
+        words = "found max_norm 1 (norm_type 2) and gradient_clipping 0.25 in the config, which clips each step"
+        assert words in refusal(engine.clip_grad_norm_, 1.0)
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_not_finite(stage: int) -> None:
+    """It can be put right."""
+    with after_backward(stage) as engine:
+        gradient = engine.gradient("last.bias")
+        assert gradient is not None
+        engine.set_gradient("last.bias", gradient * torch.nan)
+        assert engine.clip_grad_norm_(1.0).isnan()
+        words = "expected a finite total norm, found nan: a gradient is not finite"
+        assert words in refusal(engine.clip_grad_norm_, 1.0, error_if_nonfinite=True, kind=RuntimeError)
+        engine._steps.accumulated.clipping_by_hand = None
+        engine.set_gradient("last.bias", gradient)
+        assert engine.step().grad_norm.isfinite()
+        backward(engine)
+        engine.set_gradient("last.bias", gradient * torch.nan)
+        with pytest.raises(lowtide.NonFiniteGradientError, match=r"in the gradient of 'last\.bias'"):
+            engine.step()
+
+
+def test_a_backward_after_clipping_would_not_be_clipped() -> None:
+    with after_backward() as engine:
+        engine.clip_grad_norm_(1.0)
+        loss = engine(*models.vector_batch(0, 2))
+        words = "backward: expected engine.step() after engine.clip_grad_norm_(), found another backward, whose gr"
+        assert words in refusal(engine.backward, loss, kind=StateError)
+        assert engine.step().loss.isfinite()
+
+
+CLIP = "engine.clip_grad_norm_()"
+SET = "engine.set_gradient() (safe_set_full_grad in lowtide.deepspeed)"
+SET_LOCAL = "engine.set_gradient() (safe_set_local_grad in lowtide.deepspeed)"
+READ = "engine.gradient() (safe_get_full_grad in lowtide.deepspeed)"
+CALLS: dict[str, Callable[[Engine], Any]] = {
+    CLIP: lambda engine: engine.clip_grad_norm_(1.0),
+    SET: lambda engine: engine.set_gradient("last.bias", torch.zeros(3)),
+    READ: lambda engine: engine.gradient("last.bias"),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda engine: engine.clip_grad_norm_(1.0, norm_type=3), f"{CLIP}: expected a norm_type of 2 or inf, found 3"),
+        (lambda engine: engine.clip_grad_norm_(-1), f"{CLIP}: expected a max_norm of 0 or more, found -1"),
+        (lambda engine: engine.clip_grad_norm_(math.nan), f"{CLIP}: expected a max_norm of 0 or more, found nan"),
+        (
+            lambda engine: engine.set_gradient("last.bias", torch.ones(4)),
+            (SET, "shape (3,), ", " for 'last.bias', foun"),
+        ),
+        (
+            lambda engine: engine.set_gradient("last.bias", torch.ones(4), local=True),
+            (SET_LOCAL, "this rank's part, flat"),
+        ),
+        (
+            lambda engine: engine.set_gradient("first.bias", torch.ones(7)),
+            (SET, "a trained parameter, found 'first.bia"),
+        ),
+        (lambda engine: engine.set_gradient("bias", torch.ones(7)), (SET, "a parameter of the model or its name")),
+    ],
+)
+def test_what_is_no_norm_and_no_gradient_is_refused(call: Any, text: str | tuple[str, ...]) -> None:
+    with after_backward() as engine:
+        found = refusal(call, engine)
+        assert all(part in found for part in ((text,) if isinstance(text, str) else text)), found
+        engine.step()
+
+
+@pytest.mark.parametrize("what", [CLIP, SET])
+def test_clipping_and_setting_are_for_the_time_between_the_last_backward_and_the_step(what: str) -> None:
+    with initialize(gradient_accumulation_steps=2) as engine:
+        for count in (0, 1):
+            assert refusal(CALLS[what], engine, kind=StateError) == (
+                f"{what}: expected the gradients of a whole step, found {count} of 2 microbatches done "
+                "(gradient_accumulation_steps); call it between the last backward and engine.step()"
+            )
+            backward(engine)
+            engine.step()
+
+
+def test_a_gradient_is_there_after_a_backward() -> None:
+    with initialize(gradient_accumulation_steps=2) as engine:
+        for _ in range(2):
+            assert refusal(CALLS[READ], engine, kind=StateError) == (
+                f"{READ}: expected a backward since the last step, found 0 of 2 microbatches done "
+                "(gradient_accumulation_steps); call it between a backward and engine.step()"
+            )
+            for _ in range(2):
+                backward(engine)
+                assert CALLS[READ](engine).any()
+                engine.step()
+
+
+def test_gradients_are_set_before_they_are_clipped() -> None:
+    with after_backward() as engine:
+        engine.clip_grad_norm_(1.0)
+        text = refusal(CALLS[SET], engine, kind=StateError)
+        assert text.startswith(f"{SET}: expected a call before engine.clip_grad_norm_()")
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_an_update_in_the_backward_leaves_no_gradients(what: str) -> None:
+    with after_backward(2, zero_optimization={"update_in_backward": True}) as engine:
+        norm = engine.clip_grad_norm_(math.inf)
+        text = refusal(CALLS[what], engine, kind=StateError)
+        assert text.startswith(f"{what}: expected update_in_backward false in zero_optimization, found it true: ")
+        assert engine.step().grad_norm == norm

@@ -12,13 +12,14 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.config.read import PRESETS
 from lowtide.engine.config.schema import schema_text
 
-
-def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema"]) == 0
-    assert capsys.readouterr().out == schema_text()
+Capture = pytest.CaptureFixture[str]
 
 
-def test_check_prints_notes_and_returns_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_printed(capsys: Capture) -> None:
+    assert main(["schema"]) == 0 and capsys.readouterr().out == schema_text()
+
+
+def test_check_prints_notes_or_faults(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "run.json"
     path.write_text('{"train_batch_size": "auto", "gradient_clipping": 1, "wall_clock_breakdown": true}')
     assert main(["check", str(path), "--world-size", "2"]) == 0
@@ -27,19 +28,17 @@ def test_check_prints_notes_and_returns_0(tmp_path: Path, capsys: pytest.Capture
         'note: train_batch_size: "auto" is 2: train_batch_size = microbatch x accumulation x ranks = 1 x 1 x 2 ranks',
         f"{path}: no faults for 2 ranks",
     ]
-    assert main(["check", "zero3"]) == 0
-    assert capsys.readouterr().out == "zero3: no faults\n"
-
-
-def test_check_prints_faults_to_stderr_and_returns_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "zero3"]) == 0 and capsys.readouterr().out == "zero3: no faults\n"
     assert main(["check", "zero3-hybrid", "--world-size", "3"]) == 1
     out, error = capsys.readouterr()
-    assert out == "" and error.startswith(
-        f"1 fault in {PRESETS / 'zero3-hybrid.json'}:\n  zero_optimization.shard_size"
-    )
+    start = f"1 fault in {PRESETS / 'zero3-hybrid.json'}:\n  zero_optimization.shard_size"
+    assert out == "" and error.startswith(start)
+    with pytest.raises(SystemExit):
+        main(["check", "zero3", "--world-size", "0"])
+    assert 'expected a whole number of at least 1, found "0"' in capsys.readouterr().err
 
 
-def test_show_prints_json_that_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_json_that_loads_again(tmp_path: Path, capsys: Capture) -> None:
     assert main(["show", "zero2", "--world-size", "2"]) == 0
     text = capsys.readouterr().out
     assert json.loads(text)["train_batch_size"] == 2
@@ -50,26 +49,7 @@ def test_show_prints_json_that_loads_again(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == Config.load({}).as_dict()
 
 
-def test_a_world_size_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["check", "zero3", "--world-size", "0"])
-    assert 'expected a whole number of at least 1, found "0"' in capsys.readouterr().err
-
-
-def test_the_command_shows_the_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "zero3"]) == 0
-    shown = json.loads(capsys.readouterr().out)["checkpoint"]
-    assert shown == {
-        "folder": None,
-        "every_steps": 0,
-        "keep_last": None,
-        "async": False,
-        "exclude_frozen_parameters": False,
-        "on_sigterm": False,
-    }
-
-
-def test_the_command_explains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_explain_says_what_each_key_is_and_where_it_comes_from(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1, "overlap_comm": true}, "quux": 1}')
     assert main(["explain", str(path), "--given"]) == 1
@@ -81,13 +61,18 @@ def test_the_command_explains(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert said["train_batch_size"] == 4 and said["zero_optimization.stage"] == 3
 
 
-def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "zero2", "zero2"]) == 0
-    assert capsys.readouterr().out == "zero2 and zero2 ask for the same\n"
-    assert main(["diff", "zero2", "zero3"]) == 1
-    assert capsys.readouterr().out == "zero_optimization.stage: 2 (set) -> 3 (set)\n"
-    assert main(["diff", "zero2", "nothing.json"]) == 2
-    assert "no such file: nothing.json" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("other", "status", "text"),
+    [
+        ("zero2", 0, "zero2 and zero2 ask for the same\n"),
+        ("zero3", 1, "zero_optimization.stage: 2 (set) -> 3 (set)\n"),
+        ("nothing.json", 2, "no such file: nothing.json"),
+    ],
+)
+def test_diff_compares(capsys: Capture, other: str, status: int, text: str) -> None:
+    assert main(["diff", "zero2", other]) == status
+    out, error = capsys.readouterr()
+    assert text in error if status == 2 else out == text
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:

@@ -1,6 +1,7 @@
 """`lowtide export`: what engine.export would have written, from a checkpoint and without its ranks."""
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,36 +16,40 @@ from lowtide.checkpoint.files import data_name, index_name
 from lowtide.checkpoint.index import RankIndex
 from tests.checkpoint.making import resign, write
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
-from tests.engine.test_hugging_face import MODELS, batch_of, config_of
+from tests.kit.models import token_batch
 from tests.kit.ranks import RankPool
+from tests.kit.training import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+Capture = pytest.CaptureFixture[str]
 BF16 = {"bf16": {"enabled": True}}
+FLOAT32 = {"w": torch.float32}
 
 
-def save(folder: str, config: dict[str, Any]) -> dict[str, Tensor]:
+def save(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     """Two checkpoints, one, two, and exports of the second, own and fp32; the engine's state_dict at the first."""
     engine = engine_of(3, config)
     engine.save_checkpoint(folder, tag="one")
     state: dict[str, Tensor] = engine.state_dict()
-    engine.train_step(batch_for(engine.rank))
+    engine.train_step(token_batch(engine.rank, 2))
     engine.save_checkpoint(folder, tag="two")
-    export(engine, Path(folder) / "own", shard_bytes="20KB")
-    export(engine, Path(folder) / "fp32", dtype="fp32", shard_bytes="20KB")
+    export(engine, folder / "own", shard_bytes="20KB")
+    export(engine, folder / "fp32", dtype="fp32", shard_bytes="20KB")
     engine.close()
     return state
 
 
-def add_model_file(name: str, content: dict[str, Any]) -> None:
-    content["model_files"][name] = {}
+Saved = tuple[Path, dict[str, Tensor]]
 
 
-def batch_for(rank: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(301, (2, 8), generator=torch.Generator().manual_seed(rank))
-    return ids[:, :-1], ids[:, 1:]
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """What two ranks have saved, and the state of the first checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, saved_once(ranks(2, save, folder, {})[0])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -58,123 +63,125 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "config"), [(1, {}), (2, BF16)], ids=["fp32-1", "bf16-2"])
-def test_the_values_are_those_of_the_engine(
-    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], world_size: int, config: dict[str, Any]
-) -> None:
-    ranks(world_size, save, str(tmp_path), config)
-    out = tmp_path / "out"
-    assert main(["export", str(tmp_path), str(out), "--shard-bytes", "20KB"]) == 0
-    assert differences(loaded(out), loaded(tmp_path / "own")) == []
+def refused(capsys: Capture, *arguments: object) -> str:
+    """What is said where nothing is exported."""
+    capsys.readouterr()
+    assert main(["export", *map(str, arguments)]) == 1
+    return capsys.readouterr().err
+
+
+def check_values(folder: Path, out: Path, size: str, capsys: Capture) -> None:
+    assert main(["export", str(folder), str(out), "--shard-bytes", "20KB"]) == 0
+    assert differences(loaded(out), loaded(folder / "own")) == []
     number = len(list(out.glob("*.safetensors")))
-    size = "34.9 KB" if config else "69.8 KB"
     last_line = capsys.readouterr().out.splitlines()[-1]
     assert number > 1 and last_line == f"{out}: 35 tensors of checkpoint two, {size} in {number} files"
-    assert main(["export", str(tmp_path), str(out), "--dtype", "fp32"]) == 0
-    assert differences(loaded(out), loaded(tmp_path / "fp32")) == []
+    assert main(["export", str(folder), str(out), "--dtype", "fp32"]) == 0
+    assert differences(loaded(out), loaded(folder / "fp32")) == []
     assert list(contents(out)) == ["model.safetensors"]
     assert capsys.readouterr().out.endswith(", 69.8 KB in 1 file\n")
 
 
-def test_an_older_checkpoint_goes_by_its_tag_or_its_path(ranks: RankPool, tmp_path: Path) -> None:
-    state = ranks(2, save, str(tmp_path), {})[0]
-    assert main(["export", str(tmp_path), str(tmp_path / "a"), "--tag", "one"]) == 0
-    assert main(["export", str(tmp_path / "one"), str(tmp_path / "b")]) == 0
-    assert differences(loaded(tmp_path / "a"), saved_once(state)) == []
+def test_the_values_are_those_of_the_engine(ranks: RankPool, saved: Saved, tmp_path: Path, capsys: Capture) -> None:
+    check_values(saved[0], tmp_path / "out", "69.8 KB", capsys)
+    ranks(1, save, tmp_path / "bf16", BF16)
+    check_values(tmp_path / "bf16", tmp_path / "out", "34.9 KB", capsys)
+
+
+def test_an_older_checkpoint_goes_by_its_tag_or_its_path(saved: Saved, tmp_path: Path) -> None:
+    folder, state = saved
+    assert main(["export", str(folder), str(tmp_path / "a"), "--tag", "one"]) == 0
+    assert main(["export", str(folder / "one"), str(tmp_path / "b")]) == 0
+    assert differences(loaded(tmp_path / "a"), state) == []
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def load(path: str) -> dict[str, Tensor]:
-    engine = engine_of(2, {}, seed=9)
-    load_weights(engine, path)
-    state: dict[str, Tensor] = engine.state_dict()
-    engine.close()
-    return state
+def load(paths: list[str]) -> list[dict[str, Tensor]]:
+    found = []
+    for path in paths:
+        engine = engine_of(2, {}, seed=9)
+        load_weights(engine, path)
+        found.append(engine.state_dict())
+        engine.close()
+    return found
 
 
-@pytest.mark.parametrize("name", ["one", "."])
-def test_load_weights_takes_a_checkpoint_too(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    first = ranks(2, save, str(tmp_path), {})[0]
-    expected = loaded(tmp_path / "own") if name == "." else saved_once(first)
-    assert differences(saved_once(ranks(3, load, str(tmp_path / name))[0]), expected) == []
+def test_load_weights_takes_a_checkpoint_too(ranks: RankPool, saved: Saved) -> None:
+    folder, state = saved
+    one, newest = ranks(3, load, [str(folder / "one"), str(folder)])[0]
+    assert differences(saved_once(one), state) == []
+    assert differences(saved_once(newest), loaded(folder / "own")) == []
+
+
+def llama() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, num_key_value_heads=2, **sizes))
 
 
 def save_llama(folder: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    engine = lowtide.initialize(MODELS["llama"](), config_of(3, "auto"))
-    engine.train_step(batch_of("llama", torch.Generator().manual_seed(engine.rank)))
-    engine.save_checkpoint(folder)
-    state: dict[str, Tensor] = engine.state_dict()
-    engine.close()
-    return state
+    with lowtide.initialize(llama(), settings(3)) as engine:
+        ids = torch.arange(14).view(2, 7) + engine.rank
+        engine.train_step({"input_ids": ids, "labels": ids})
+        engine.save_checkpoint(folder)
+        return engine.state_dict()
 
 
 def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path) -> None:
     state = ranks(2, save_llama, str(tmp_path))[0]
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(found) is type(MODELS["llama"]()) and found.generation_config is not None
+    assert type(found) is type(llama()) and found.generation_config is not None
     assert differences(dict(found.state_dict()), {name: value.half() for name, value in state.items()}) == []
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(tmp_path / "absent"), str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err.startswith(f"lowtide export: {tmp_path}/absent: expected a folder with")
+def add_model_file(name: str, content: dict[str, Any]) -> None:
+    content["model_files"][name] = {}
 
 
-def test_names_out_of_a_checkpoint_lead_nowhere_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "in", {"w": torch.ones(3)}, "a", compute_dtypes={"w": torch.float32})
+def test_names_out_of_a_checkpoint_lead_nowhere_else(tmp_path: Path, capsys: Capture) -> None:
+    write(tmp_path / "in", {"w": torch.ones(3)}, "a", compute_dtypes=FLOAT32)
     for number, name in enumerate(("../../x.json", f"{tmp_path}/x.json", "model.safetensors.index.json")):
-        write(tmp_path / "in", {"w": torch.ones(3)}, f"a{number}", compute_dtypes={"w": torch.float32})
+        write(tmp_path / "in", {"w": torch.ones(3)}, f"a{number}", compute_dtypes=FLOAT32)
         resign(tmp_path / "in" / f"a{number}", partial(add_model_file, name))
-        assert main(["export", str(tmp_path / "in"), str(tmp_path / "out" / "deep")]) == 1
-        assert "expected a file name that ends in .json, without slashes and" in capsys.readouterr().err
+        text = refused(capsys, tmp_path / "in", tmp_path / "out" / "deep")
+        assert "expected a file name that ends in .json, without slashes and" in text
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--tag", "a"]) == 0
 
 
 @pytest.mark.parametrize("content", [3, [], {"dtype": {"dtype": 3}}])
-def test_a_model_configuration_may_be_odd(tmp_path: Path, content: Any) -> None:
-    write(
-        tmp_path / "in", {"w": torch.ones(3)}, compute_dtypes={"w": torch.float32}, model_files={"config.json": content}
-    )
+def test_a_model_configuration_may_be_odd(tmp_path: Path, content: Any, capsys: Capture) -> None:
+    files = {"config.json": content}
+    write(tmp_path / "in", {"w": torch.ones(3)}, compute_dtypes=FLOAT32, model_files=files)
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    text = refused(capsys, tmp_path / "in", tmp_path / "out", "--ema")
+    assert "expected moving averages, found none: the run has not called engine.ema()" in text
 
 
-@pytest.mark.parametrize("paths", [("", "out"), ("in", "")])
-def test_no_path_is_not_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], paths: tuple[str, str]
-) -> None:
+def test_paths_that_are_none_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in", {"w": torch.ones(3)})
-    assert main(["export", *paths]) == 1
-    expected = "lowtide export: expected the path of a folder (\".\" for the working directory), found ''\n"
-    assert capsys.readouterr().err == expected
-    assert {path.name for path in tmp_path.iterdir()} == {"in"}
-
-
-def test_what_cannot_be_written_is_said(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks(1, save, str(tmp_path), {})
     (tmp_path / "file").touch()
-    assert main(["export", str(tmp_path), str(tmp_path / "file/out")]) == 1
-    assert capsys.readouterr().err.startswith("lowtide export: [Errno 20] Not a directory: ")
+    no_path = "lowtide export: expected the path of a folder (\".\" for the working directory), found ''\n"
+    assert refused(capsys, "", "out") == refused(capsys, "in", "") == no_path
+    absent = refused(capsys, tmp_path / "absent", "out")
+    assert absent.startswith(f"lowtide export: {tmp_path}/absent: expected a folder with")
+    assert refused(capsys, "in", "file/out").startswith("lowtide export: [Errno 20] Not a directory: ")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "file"}
 
 
-def test_a_damaged_checkpoint_leaves_the_earlier_export(
-    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks(1, save, str(tmp_path), {})
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 0
+def test_a_damaged_checkpoint_leaves_the_earlier_export(saved: Saved, tmp_path: Path, capsys: Capture) -> None:
+    folder = Path(shutil.copytree(saved[0] / "two", tmp_path / "two"))
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     before = contents(tmp_path / "out")
-    data = tmp_path / "two" / data_name(0)
+    data = folder / data_name(0)
     damaged = bytearray(data.read_bytes())
-    damaged[RankIndex.parse((tmp_path / "two" / index_name(0)).read_bytes()).rows[0].place.values_offset] ^= 1
+    damaged[RankIndex.parse((folder / index_name(0)).read_bytes()).rows[0].place.values_offset] ^= 1
     data.write_bytes(damaged)
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "the file is altered" in capsys.readouterr().err
+    assert "the file is altered" in refused(capsys, folder, tmp_path / "out")
     assert contents(tmp_path / "out") == before
 
 
@@ -182,22 +189,16 @@ def test_a_damaged_checkpoint_leaves_the_earlier_export(
     ("option", "text"),
     [(["--dtype", "int8"], 'dtype: expected one of "fp32"'), (["--shard-bytes", "many"], "expected a positive number")],
 )
-def test_options_that_are_none_are_refused(option: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_are_none_are_refused(option: list[str], text: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["export", "in", "out", *option])
     assert text in capsys.readouterr().err
 
 
-def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("peft")
     from tests.engine.test_adapter_checkpoints import LEFT_OUT, save  # skips this module where it is imported above
 
     save(str(tmp_path), 0, LEFT_OUT)
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "frozen parameters (checkpoint.exclude_frozen_parameters)" in capsys.readouterr().err
-
-
-def test_averages_that_a_checkpoint_does_not_have_are_refused(tmp_path: Path, capsys: Any) -> None:
-    write(tmp_path / "in", {"w": torch.ones(3)}, compute_dtypes={"w": torch.float32})
-    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--ema"]) == 1
-    assert "expected moving averages, found none: the run has not called engine.ema()" in capsys.readouterr().err
+    text = refused(capsys, tmp_path, tmp_path / "out")
+    assert "frozen parameters (checkpoint.exclude_frozen_parameters)" in text

@@ -50,14 +50,10 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 def require_slurm() -> None:
     """Skips the test that calls it where SLURM cannot be started."""
     path = f"{os.environ['PATH']}:{_SYSTEM_PATH}"
-    missing = [command for command in _COMMANDS if shutil.which(command, path=path) is None]
-    if missing:
-        fault = f"SLURM is not here, {missing[0]} is missing: apt-get install slurmctld slurmd slurm-client munge"
-    elif os.geteuid():
-        fault = "SLURM's daemons are started by root alone"
-    else:
-        return
-    pytest.skip(fault)
+    if missing := [command for command in _COMMANDS if shutil.which(command, path=path) is None]:
+        pytest.skip(f"SLURM is not here, {missing[0]} is missing: apt-get install slurmctld slurmd slurm-client munge")
+    if os.geteuid():
+        pytest.skip("SLURM's daemons are started by root alone")
 
 
 class SlurmCluster:

@@ -5,44 +5,41 @@ import random
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from lowtide.launch.hosts.facts import CheckRequest, CheckResult
 from lowtide.launch.hosts.plan import HostPlan, RankPlan
 from lowtide.launch.hosts.report import report_host
+from lowtide.launch.wire import messages
 from lowtide.launch.wire.channel import MAGIC, Channel
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import (
-    Beat,
-    Ended,
-    Held,
-    Hello,
-    Job,
-    Kill,
-    Message,
-    Note,
-    Output,
-    Reached,
-    Start,
-    decode,
-    encode,
-)
+from lowtide.launch.wire.messages import Beat, Ended, Hello, Message, Note, ProgressReport, Start, decode, encode
+from lowtide.watch.progress import RankProgress, Wait
+from tests.launch.test_plan import GPUS
 
 ODD = "two words, \"quotes\", 'more',\nnew line\r\n\t\0 é \u2028 \udcff $HOME `ls` \\"
-
+WAITS = Wait("gather of layers.7", 1, 120, 0, 1, 4, 31.4)
 MESSAGES: list[Message] = [
     Start(
         HostPlan("h", 1, (RankPlan(3, 0, "GPU-1", (0, 1), {"A": ODD}), RankPlan(4, 1, None, (), {}))),
-        Job("id", ("python", ODD), "/a b", {"NOTE": ODD}),
+        messages.Job("id", ("python", ODD), "/a b", {"NOTE": ODD}),
         {},
         {},
     ),
-    Output(2, bytes(range(256)).decode("latin-1")),
+    messages.Output(2, bytes(range(256)).decode("latin-1")),
     Ended(1, -9, 1.5, None),
     Ended(1, 0, 2.0, ("a", "b")),
     Hello(None, ("h",), 1, ("10.0.0.1",), report_host()),
+    Hello(None, ("h",), 1, ("10.0.0.1",), GPUS),
+    messages.Check(
+        CheckRequest(num_ranks=1, folder="/a", program="sh", script="a.py", write_folders=("x", "y"), master_port=5)
+    ),
+    messages.Checked((CheckResult("a", 1), CheckResult("a", 1.5), CheckResult("a", "x"), CheckResult("a", None, "e"))),
+    ProgressReport((RankProgress(1, 4, 7, 12, "forward", 33.2, "layers.7", 1, 40.0, wait=WAITS, begun=((1, 120),)),)),
+    ProgressReport((RankProgress(0, 1, 7, 0, "starting", 0.5),)),
 ]
 
 
@@ -53,17 +50,38 @@ def loop() -> Iterator[Loop]:
     result.close()
 
 
-def channel(loop: Loop, sock: socket.socket, got: list[Any], **options: Any) -> Channel:
-    """What is received and why the peer is lost go to `got`."""
-    fd = sock.detach()
-    settings: dict[str, Any] = {"silence_seconds": None, "sends_beats": False, **options}
-    return Channel(loop, fd, os.dup(fd), got.append, lambda reason: got.append(("lost", reason)), **settings)
+Connect = Callable[..., Channel]
+
+
+@pytest.fixture
+def ends(loop: Loop) -> Iterator[tuple[socket.socket, Connect, list[Any]]]:
+    """One end of a line, a function that makes a channel of an end (the other one), and what channels have heard."""
+    left, right = socket.socketpair()
+    got: list[Any] = []
+    made: list[Channel] = []
+
+    def connect(end: socket.socket = right, **options: Any) -> Channel:
+        fd, settings = end.detach(), {"silence_seconds": None, "sends_beats": False, **options}
+        lost = lambda reason: got.append(("lost", reason))  # noqa: E731
+        made.append(Channel(loop, fd, os.dup(fd), got.append, lost, **settings))
+        return made[-1]
+
+    yield left, connect, got
+    for channel in made:
+        channel.close()
+    for end in (left, right):
+        if end.fileno() >= 0:
+            end.close()
+
+
+Ends = tuple[socket.socket, Connect, list[Any]]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_arrive_as_they_were_sent(message: Message) -> None:
     line = encode(message)
     assert b"\n" not in line and decode(line) == message
+    assert decode(line[:-1] + b',"of_a_newer_version":1}') == message
 
 
 @pytest.mark.parametrize(
@@ -105,7 +123,19 @@ def test_10000_odd_lines_are_messages_or_refused() -> None:
         b'{"kind":0}',
         b"NaN",
     ]
-    lines = [*map(encode, (*MESSAGES, Beat(1.0, 2.0), Note("\x1b[2J"), Reached({"a": "b"}), Kill(), Held(1)))]
+    lines = [
+        *map(
+            encode,
+            (
+                *MESSAGES,
+                Beat(1.0, 2.0),
+                Note("\x1b[2J"),
+                messages.Reached({"a": "b"}),
+                messages.Kill(),
+                messages.Held(1),
+            ),
+        )
+    ]
     taken = 0
     for number in range(10_000):
         line = lines[number % len(lines)]
@@ -125,95 +155,67 @@ def test_10000_odd_lines_are_messages_or_refused() -> None:
     assert 500 < taken < 9500
 
 
-def test_fields_of_a_newer_version_are_left_out() -> None:
-    assert decode(b'{"kind":"Note","text":"a","colour":"red"}') == Note("a")
-
-
-def test_a_full_line_blocks_nobody_and_loses_nothing(loop: Loop) -> None:
-    left, right = socket.socketpair()
-    got: list[Any] = []
-    sender = channel(loop, left, [])
-    texts = [str(number) + "x" * 100_000 for number in range(50)]
-    for text in texts:
-        sender.send(Note(text))
+def test_a_full_line_blocks_nobody_and_its_end_is_told_after_the_last_words(loop: Loop, ends: Ends) -> None:
+    left, connect, got = ends
+    sender = connect(left)
+    notes = [Note(str(number) + "x" * 100_000) for number in range(50)]
+    for note in notes:
+        sender.send(note)
     assert not sender.is_flushed
-    receiver = channel(loop, right, got)
+    receiver = connect()
     assert loop.run(lambda: len(got) == 50, timeout=60)
-    assert [message.text for message in got] == texts and sender.is_flushed
-    sender.close()
-    receiver.close()
-
-
-def test_the_end_of_the_peer_is_told_after_its_last_words(loop: Loop) -> None:
-    left, right = socket.socketpair()
-    got: list[Any] = []
-    receiver = channel(loop, right, got)
-    sender = channel(loop, left, [])
+    assert got == notes and sender.is_flushed
     sender.send(Note("last"))
     sender.close()
-    assert loop.run(lambda: len(got) == 2, timeout=60)
-    assert got == [Note("last"), ("lost", "the connection ended")] and not receiver.is_open
+    assert loop.run(lambda: len(got) == 52, timeout=60)
+    assert got[50:] == [Note("last"), ("lost", "the connection ended")] and not receiver.is_open
     receiver.send(Note("to nobody"))
 
 
-def test_a_stranger_is_told_apart(loop: Loop) -> None:
-    left, right = socket.socketpair()
-    got: list[Any] = []
-    channel(loop, right, got)
-    with left:
-        left.sendall(b"GET / HTTP/1.1\r\n")
-        assert loop.run(lambda: bool(got), timeout=60)
+def test_a_stranger_is_told_apart(loop: Loop, ends: Ends) -> None:
+    left, connect, got = ends
+    connect()
+    left.sendall(b"GET / HTTP/1.1\r\n")
+    assert loop.run(lambda: bool(got), timeout=60)
     assert "it does not speak this launcher's protocol" in got[0][1] and "Use the same lowtide" in got[0][1]
 
 
-def test_talk_before_the_mark_is_no_message(loop: Loop) -> None:
-    left, right = socket.socketpair()
-    got: list[Any] = []
+def test_talk_before_the_mark_is_no_message(loop: Loop, ends: Ends) -> None:
+    left, connect, got = ends
     talk: list[str] = []
-    receiver = channel(loop, right, got, talk=talk.append)
-    with left:
-        left.sendall(b"Last login: today\r\nWelcome" + b"\n" + MAGIC + b"\n" + encode(Note("hello")) + b"\n")
-        assert loop.run(lambda: bool(got), timeout=60)
-        assert talk == ["Last login: today", "Welcome"] and got == [Note("hello")]
-        receiver.close()
+    connect(talk=talk.append)
+    left.sendall(b"Last login: today\r\nWelcome" + b"\n" + MAGIC + b"\n" + encode(Note("hello")) + b"\n")
+    assert loop.run(lambda: bool(got), timeout=60)
+    assert talk == ["Last login: today", "Welcome"] and got == [Note("hello")]
 
 
-def test_silence_is_a_loss_and_tells_since_when(loop: Loop) -> None:
-    left, right = socket.socketpair()
-    got: list[Any] = []
+def test_silence_is_a_loss_and_tells_since_when(loop: Loop, ends: Ends) -> None:
+    _, connect, got = ends
     start = time.monotonic()
-    receiver = channel(loop, right, got, silence_seconds=1.0, sends_beats=True)
+    receiver = connect(silence_seconds=1.0, sends_beats=True)
     made = time.monotonic()
-    with left:
-        assert loop.run(lambda: bool(got), timeout=60)
+    assert loop.run(lambda: bool(got), timeout=60)
     assert got == [("lost", "nothing was heard from it for 1 s")]
     assert start <= receiver.lost_at <= made <= time.monotonic() - 0.9
 
 
-def test_two_that_beat_are_not_silent_and_know_their_clocks(loop: Loop) -> None:
-    left, right = socket.socketpair()
-    got: list[Any] = []
-    launcher = channel(loop, left, got, silence_seconds=2.0, sends_beats=True)
-    agent = channel(loop, right, got, silence_seconds=2.0)
+def test_two_that_beat_are_not_silent_and_know_their_clocks(loop: Loop, ends: Ends) -> None:
+    left, connect, got = ends
+    launcher = connect(left, silence_seconds=2.0, sends_beats=True)
+    connect(silence_seconds=2.0)
     assert launcher.clock_uncertainty == float("inf")
     loop.run(lambda: False, timeout=4.2)
     assert got == []
     assert abs(launcher.clock_offset) <= launcher.clock_uncertainty < 1
-    launcher.close()
-    agent.close()
 
 
-def test_a_beat_is_answered_with_the_clock(loop: Loop) -> None:
-    left, right = socket.socketpair()
-    agent = channel(loop, right, [])
-    with left:
-        left.sendall(encode(Beat(5.0)) + b"\n")
-        left.setblocking(False)
-        heard: list[bytes] = []
-        peer = left.fileno()
-        loop.on_readable(peer, lambda: heard.append(os.read(peer, 4096)))
-        assert loop.run(lambda: bool(heard), timeout=60)
-        answer = decode(heard[0])
-        loop.forget(peer)
+def test_a_beat_is_answered_with_the_clock(loop: Loop, ends: Ends) -> None:
+    left, connect, _ = ends
+    connect()
+    left.sendall(encode(Beat(5.0)) + b"\n")
+    heard: list[bytes] = []
+    loop.on_readable(left.fileno(), lambda: heard.append(left.recv(4096)))
+    assert loop.run(lambda: bool(heard), timeout=60)
+    answer = decode(heard[0])
+    loop.forget(left.fileno())
     assert isinstance(answer, Beat) and answer.sent == 5.0 and answer.clock is not None
-    agent.close()

@@ -15,6 +15,8 @@ from lowtide.launch.wire.handshake import (
     Seal,
 )
 
+NO_TOKEN = "^it does not have this job's token$"
+
 
 def sealed(launcher_token: str = "token", agent_token: str = "token") -> tuple[Seal, Seal]:
     """The seals of the launcher and of the agent."""
@@ -23,45 +25,28 @@ def sealed(launcher_token: str = "token", agent_token: str = "token") -> tuple[S
     return launchers, agent.seal(welcome)
 
 
-def test_what_is_said_has_fixed_lengths() -> None:
-    launcher, agent = LauncherHandshake("token"), AgentHandshake("token")
-    answer = agent.answer(launcher.greeting)
-    welcome, _ = launcher.welcome(answer)
-    assert list(map(len, (launcher.greeting, answer, welcome))) == [GREETING_BYTES, ANSWER_BYTES, WELCOME_BYTES]
-
-
 @pytest.mark.parametrize("token", ["token", "", "\udcff \u00e9"])
 def test_an_agent_without_the_token_is_known(token: str) -> None:
-    with pytest.raises(HandshakeError, match=r"^it does not have this job's token$"):
+    with pytest.raises(HandshakeError, match=NO_TOKEN):
         sealed(launcher_token=token, agent_token="another")
 
 
-def test_a_launcher_without_the_token_is_known() -> None:
-    launcher, agent = LauncherHandshake("token"), AgentHandshake("token")
-    stranger = LauncherHandshake("guess")
-    agent.answer(launcher.greeting)
-    welcome, _ = stranger.welcome(AgentHandshake("guess").answer(stranger.greeting))
-    with pytest.raises(HandshakeError, match="it does not have this job's token"):
-        agent.seal(welcome)
-
-
-def test_a_proof_of_another_connection_does_not_fit() -> None:
-    launcher, agent = LauncherHandshake("token"), AgentHandshake("token")
+def test_proofs_of_another_token_or_connection_do_not_fit() -> None:
+    launcher, agent, stranger = LauncherHandshake("token"), AgentHandshake("token"), LauncherHandshake("guess")
     answer = agent.answer(launcher.greeting)
     welcome, _ = launcher.welcome(answer)
-    with pytest.raises(HandshakeError):
-        LauncherHandshake("token").welcome(answer)
+    assert list(map(len, (launcher.greeting, answer, welcome))) == [GREETING_BYTES, ANSWER_BYTES, WELCOME_BYTES]
+    guessed, _ = stranger.welcome(AgentHandshake("guess").answer(stranger.greeting))
     again = AgentHandshake("token")
     again.answer(launcher.greeting)
-    with pytest.raises(HandshakeError):
-        again.seal(welcome)
-
-
-def test_the_own_proof_is_none_of_the_other_end() -> None:
-    agent = AgentHandshake("token")
-    answer = agent.answer(LauncherHandshake("guess").greeting)
-    with pytest.raises(HandshakeError):
-        agent.seal(answer[-WELCOME_BYTES:])
+    for take, proof in (
+        (agent.seal, guessed),
+        (agent.seal, answer[-WELCOME_BYTES:]),  # its own, sent back
+        (again.seal, welcome),
+        (LauncherHandshake("token").welcome, answer),
+    ):
+        with pytest.raises(HandshakeError, match=NO_TOKEN):
+            take(proof)
 
 
 def test_lines_both_ways_arrive_as_they_were_sent() -> None:

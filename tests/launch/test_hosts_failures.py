@@ -4,18 +4,17 @@ Every rank has a child in a session of its own, which no signal to a process gro
 """
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.launch.hosts_job import HostsJob
+from tests.launch.jobs import HostsJob
 from tests.launch.network import Network
 
-TWO_BY_TWO = ("--hosts", "n1:2,n2:2", "--no-preflight")
-GONE_SECONDS = 5.0
-CUT_SECONDS = 7.0  # a cut is noticed by 4 to 5 s of silence, and then the host is tried for another second
-
+TWO_BY_TWO = ("--hosts", "n1:2,n2:2")
+QUICK = ("--lost-after", "2")
 WAIT = """
 import os, pathlib, subprocess, sys, time
 rank = os.environ["RANK"]
@@ -30,103 +29,108 @@ raise ValueError("bad row 17")
 
 def waiting(hosts: Network, folder: Path, *options: str) -> HostsJob:
     """Two ranks on each of two hosts, all of them waiting."""
-    job = HostsJob(hosts, folder, WAIT, *TWO_BY_TWO, *options)
+    job = HostsJob(hosts, folder, WAIT, *TWO_BY_TWO, "--no-preflight", *options)
     job.wait_for_files(*[f"ready{rank}" for rank in range(4)])
     assert [process.name() for process in job.processes()].count("sleep") == 4
     return job
 
 
-@pytest.fixture
-def job(hosts: Network, tmp_path: Path) -> HostsJob:
-    """See `waiting`."""
-    return waiting(hosts, tmp_path)
-
-
-def agents(job: HostsJob, host: str) -> list[psutil.Process]:
-    """The agent and its guard on a host, the outer one first."""
-    found = [
-        process for process in job.network[host].processes() if process.name() in ("lowtide guard", "lowtide agent")
-    ]
-    return sorted(found, key=lambda process: process.name(), reverse=True)
-
-
-def test_a_rank_that_fails_ends_the_job_with_its_status(job: HostsJob) -> None:
+def test_a_rank_that_fails_ends_the_job_with_its_status(hosts: Network, tmp_path: Path) -> None:
+    job = waiting(hosts, tmp_path)
     (job.folder / "fail3").touch()
-    result = job.finish()
+    result = job.end()
     job.wait_until_gone(0.5)
     assert result.status == 1
-    assert "rank 3 of 4 (host n2, process " in result.err
+    assert "rank 3 of 4 (host n2, process " in result.err and "host n2, rank 3 ─" in result.err
     assert "failed with exit status 1; the other ranks were stopped" in result.err
-    assert "host n2, rank 3 ─" in result.err
     assert "│ Traceback (most recent call last):" in result.err and "│ ValueError: bad row 17" in result.err
 
 
-def test_a_killed_launcher_leaves_nothing_on_any_host(job: HostsJob) -> None:
-    job.send(signal.SIGKILL)
-    job.wait_until_gone(GONE_SECONDS)
-    assert job.finish().status == 128 + signal.SIGKILL
-
-
-def test_a_killed_guard_leaves_nothing_on_any_host(job: HostsJob) -> None:
-    """With its agent; that of an agent alone is in `test_failures.py`."""
-    guard, _ = agents(job, "n2")
-    guard.kill()
-    job.wait_until_gone(GONE_SECONDS)
-    result = job.finish()
-    assert result.status == 1
-    assert "lost host n2: " in result.err and "its 2 ranks are lost, and the other ranks were stopped" in result.err
-
-
-def test_killed_ssh_leaves_nothing_on_any_host(job: HostsJob) -> None:
+def kill_ssh(job: HostsJob) -> None:
     for process in job.network["login"].processes():
         if process.name() == "ssh":
             process.kill()
-    job.wait_until_gone(GONE_SECONDS)
-    result = job.finish()
-    assert result.status == 1 and "lost host n" in result.err
 
 
-def test_a_cut_link_ends_both_sides_and_the_host_is_named(job: HostsJob) -> None:
-    job.network["n1"].cut()
-    job.wait_until_gone(CUT_SECONDS)
-    result = job.finish()
-    assert result.status == 1
-    assert "lost host n1: nothing was heard from it for 4 s" in result.err
-    assert "its 2 ranks are lost, and the other ranks were stopped" in result.err
+LOST_2 = "its 2 ranks are lost, and the other ranks were stopped"
+NOT_LOOKED = "n2: could not look for processes that the job left there: no answer within 1 s"
+FIND = "If that host is alive, find them there by `grep -lz LOWTIDE_JOB_ID="
 
 
-def test_a_launcher_that_is_cut_off_ends_with_all_its_hosts(hosts: Network, tmp_path: Path) -> None:
-    job = waiting(hosts, tmp_path, "--lost-after", "2")
-    hosts["login"].cut()
-    job.wait_until_gone(CUT_SECONDS - 2)
-    result = job.finish()
-    assert result.status == 1 and "lost host n" in result.err
-
-
-def test_a_killed_host_ends_the_job(hosts: Network, tmp_path: Path) -> None:
-    job = waiting(hosts, tmp_path, "--lost-after", "2")
-    hosts["n2"].kill()
-    job.wait_until_gone(CUT_SECONDS - 2)
-    result = job.finish()
-    assert result.status == 1 and "lost host n2: nothing was heard from it for 2 s" in result.err
-    assert result.err.count("n2: could not look for processes that the job left there: no answer within 1 s") == 1
-    assert "If that host is alive, find them there by `grep -lz LOWTIDE_JOB_ID=" in result.err
-    assert "/proc/*/environ`." in result.err
-
-
-def test_a_stopped_agent_is_a_lost_one(hosts: Network, tmp_path: Path) -> None:
-    job = waiting(hosts, tmp_path, "--lost-after", "2")
-    _, agent = agents(job, "n2")
-    agent.suspend()
-    job.wait_until_gone(CUT_SECONDS)
-    result = job.finish()
-    assert result.status == 1 and "lost host n2" in result.err
+@pytest.mark.parametrize(
+    ("happens", "options", "seconds", "expected", "told"),
+    [
+        (lambda job: job.launcher.kill(), (), 5.0, 128 + signal.SIGKILL, []),
+        (lambda job: job.agents("n2")[0].kill(), (), 5.0, 1, ["lost host n2: ", LOST_2]),  # guard; agent: test_jobs.py
+        (kill_ssh, (), 5.0, 1, ["lost host n"]),
+        # A cut is noticed by 4 to 5 s of silence, and then the host is tried for another second.
+        (lambda job: job.network["n1"].cut(), (), 7.0, 1, ["lost host n1: nothing was heard from it for 4 s", LOST_2]),
+        (lambda job: job.network["login"].cut(), QUICK, 5.0, 1, ["lost host n"]),
+        (
+            lambda job: job.network["n2"].kill(),
+            QUICK,
+            5.0,
+            1,
+            ["lost host n2: nothing was heard from it for 2 s", NOT_LOOKED, FIND, "/proc/*/environ`."],
+        ),
+        (lambda job: job.agents("n2")[1].suspend(), QUICK, 7.0, 1, ["lost host n2"]),
+    ],
+    ids=["launcher", "guard", "ssh", "cut", "launcher_is_cut", "host_is_killed", "agent_is_stopped"],
+)
+def test_whatever_dies_nothing_is_left_on_any_host(
+    hosts: Network,
+    tmp_path: Path,
+    happens: Callable[[HostsJob], object],
+    options: tuple[str, ...],
+    seconds: float,
+    expected: int,
+    told: list[str],
+) -> None:
+    job = waiting(hosts, tmp_path, *options)
+    happens(job)
+    job.wait_until_gone(seconds)
+    result = job.end()
+    assert result.status == expected and all(text in result.err for text in told), result
+    assert result.err.count(NOT_LOOKED) <= 1
 
 
 def test_an_interrupt_while_hosts_are_awaited_ends_at_once(hosts: Network, tmp_path: Path) -> None:
     hosts["n2"].cut()
     job = HostsJob(hosts, tmp_path, WAIT, *TWO_BY_TWO)
-    job.wait_for(lambda: len(agents(job, "n1")) == 2, "no agent on n1")
-    job.send(signal.SIGINT)
+    job.wait_for(lambda: len(job.agents("n1")) == 2, "no agent on n1")
+    job.launcher.send_signal(signal.SIGINT)
     job.wait_until_gone(3.0)
-    assert job.finish().status == 128 + signal.SIGINT
+    assert job.end().status == 128 + signal.SIGINT
+
+
+# -- what ranks have started in sessions of their own dies also where none of ours is left to do it -------------------
+
+
+def kill_both(job: HostsJob, *hosts: str) -> None:
+    """SIGKILL to guard and agent of each host, and none of them sees another one die."""
+    processes: list[psutil.Process] = [process for host in hosts for process in job.agents(host)]
+    assert len(processes) == 2 * len(hosts)
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+
+
+def records(hosts: Network, host: str) -> list[str]:
+    """The record folders of ranks on a host."""
+    return [name for name in hosts[host].run("ls", "/dev/shm").split() if name.startswith("lowtide-")]
+
+
+@pytest.mark.parametrize("names", [["n2"], ["n1", "n2"]], ids="-".join)
+def test_agent_and_guard_that_are_killed_together_leave_nothing(
+    hosts: Network, tmp_path: Path, names: list[str]
+) -> None:
+    job = waiting(hosts, tmp_path)
+    assert [len(records(hosts, name)) for name in names] == [1] * len(names)
+    kill_both(job, *names)
+    job.wait_until_gone(5.0)
+    result = job.end()
+    assert result.status == 1 and "lost host n" in result.err and "could not look" not in result.err
+    assert all(f"{name}: killed what the job had left there: sleep (process " in result.err for name in names)
+    assert result.err.count("sleep (process ") == 2 * len(names)
+    assert records(hosts, "n1") == records(hosts, "n2") == []

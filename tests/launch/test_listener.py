@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,6 +23,7 @@ from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Kill, Message, Note, encode
 
 PATIENCE = 60.0  # seconds for what takes milliseconds, on a machine that is busy with other things
+HOME = "127.0.0.1"
 
 
 class Hall:
@@ -30,46 +33,43 @@ class Hall:
         self.loop = Loop()
         self.links: list[Link] = []
         self.lines: list[str] = []
-        self.listener = Listener(self.loop, 0, "token", self, 4.0)
         self.strangers: list[socket.socket] = []
-
-    def linked(self, link: Link) -> None:
-        """See Events."""
-        self.links.append(link)
-
-    def unreachable(self, index: int | None, reason: str) -> None:
-        """See Events."""
-
-    def talk(self, host: str, line: str) -> None:
-        """See Events."""
-
-    def say(self, text: str) -> None:
-        """See Events."""
-        self.lines.append(text)
+        events = Mock(linked=self.links.append, say=self.lines.append)
+        self.listener = Listener(self.loop, 0, "token", events, 4.0)
 
     def visit(self, words: bytes = b"") -> socket.socket:
         """A stranger who says something."""
-        stranger = socket.create_connection(("127.0.0.1", self.listener.port), PATIENCE)
+        stranger = socket.create_connection((HOME, self.listener.port), PATIENCE)
         self.strangers.append(stranger)
         with contextlib.suppress(OSError):
             stranger.sendall(words)
         return stranger
 
-    def admit(self, token: str = "token", seconds: float = PATIENCE) -> Channel:
-        """An agent's end of a connection, made while the loop runs."""
-        ends: list[Channel] = []
+    def come(self, ends: list[Any], token: str = "token", port: int = 0, seconds: float = PATIENCE) -> threading.Thread:
+        """An agent connects in a thread: its file descriptor and its seal go to `ends`, or its error."""
 
-        def come() -> None:
-            fd, seal = connected(f"127.0.0.1:{self.listener.port}", token, seconds, lambda text: None)
-            self.loop.post(
-                lambda: ends.append(Channel(self.loop, fd, os.dup(fd), print, print, None, False, seal=seal))
-            )
+        def connect() -> None:
+            try:
+                end: Any = connected(f"{HOME}:{port or self.listener.port}", token, seconds, lambda text: None)
+            except LaunchError as error:
+                end = error
+            self.loop.post(lambda: ends.append(end))
 
-        thread = threading.Thread(target=come)
+        thread = threading.Thread(target=connect)
         thread.start()
-        assert self.loop.run(lambda: bool(ends and self.links), seconds)
+        return thread
+
+    def channel(self, end: tuple[int, Any], received: Any = print, lost: Any = print) -> Channel:
+        fd, seal = end
+        return Channel(self.loop, fd, os.dup(fd), received, lost, None, False, seal=seal)
+
+    def admit(self) -> None:
+        """An agent comes in, and goes."""
+        ends: list[Any] = []
+        thread = self.come(ends)
+        assert self.loop.run(lambda: bool(ends and self.links), PATIENCE)
         thread.join()
-        return ends[0]
+        self.channel(ends[0]).close()
 
     def close(self) -> None:
         self.listener.close()
@@ -80,9 +80,8 @@ class Hall:
 
 @pytest.fixture
 def hall() -> Iterator[Hall]:
-    hall = Hall()
-    yield hall
-    hall.close()
+    with contextlib.closing(Hall()) as hall:
+        yield hall
 
 
 def is_sent_away(stranger: socket.socket) -> bool:
@@ -98,46 +97,40 @@ def is_sent_away(stranger: socket.socket) -> bool:
     return True
 
 
+PROTOCOL = "it does not speak this launcher's protocol"
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (b"GET / HTTP/1.1\r\n", "it does not speak this launcher's protocol. Use the same lowtide on all hosts"),
-        (encode(Kill()) + b"\n", "it does not speak this launcher's protocol"),
-        (b'{"kind":"Hello","pid":' + b"9" * 400 + b"}\n", "it does not speak this launcher's protocol"),
-        (b"\x1b]0;owned\x07\x1b[2J\n", "it does not speak this launcher's protocol"),
+        (b"GET / HTTP/1.1\r\n", f"{PROTOCOL}. Use the same lowtide on all hosts"),
+        (encode(Kill()) + b"\n", PROTOCOL),
+        (b"\x1b]0;owned\x07\x1b[2J\n", PROTOCOL),
         (b"0" * 64 + b" " + b"0" * 64 + b"\n", "it does not have this job's token"),
-        (b"x" * 1_000_000, "it does not speak this launcher's protocol"),
+        (b"x" * (1 << 16), PROTOCOL),
     ],
-    ids=["http", "command", "integer", "escapes", "proof", "endless"],
+    ids=["http", "command", "escapes", "proof", "endless"],
 )
 def test_a_wrong_word_ends_the_connection(hall: Hall, words: bytes, why: str) -> None:
-    stranger = hall.visit(words[: 1 << 16])
+    stranger = hall.visit(words)
     assert hall.loop.run(lambda: is_sent_away(stranger), PATIENCE)
     (line,) = hall.lines
     assert line.startswith(f"a connection from 127.0.0.1 was refused: {why}") and line.isprintable()
     assert hall.links == []
 
 
-def test_one_that_goes_without_a_word_is_not_told(hall: Hall) -> None:
+def test_a_stranger_that_goes_without_a_word_is_not_told(hall: Hall) -> None:
     hall.visit().close()
     hall.loop.run(lambda: False, 0.1)
     assert hall.lines == []
 
 
 def test_an_agent_with_another_token_is_told_to_compare_them(hall: Hall) -> None:
-    errors: list[LaunchError] = []
-
-    def come() -> None:
-        try:
-            connected(f"127.0.0.1:{hall.listener.port}", "wrong", 0.3, lambda text: None)
-        except LaunchError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=come)
-    thread.start()
-    assert hall.loop.run(lambda: bool(errors), PATIENCE)
+    ends: list[Any] = []
+    thread = hall.come(ends, token="wrong", seconds=0.3)
+    assert hall.loop.run(lambda: bool(ends), PATIENCE)
     thread.join()
-    assert "it ended the connection without a proof. LOWTIDE_TOKEN must be the same on all hosts" in str(errors[0])
+    assert "it ended the connection without a proof. LOWTIDE_TOKEN must be the same on all hosts" in str(ends[0])
     assert hall.links == []
 
 
@@ -161,12 +154,15 @@ def test_an_agent_comes_in_beside_idle_strangers_of_which_few_are_kept(hall: Hal
     for _ in range(300):
         hall.visit()
         hall.loop.run(lambda: False, 0.001)
-    hall.admit().close()
+    hall.admit()
     kept = [stranger for stranger in hall.strangers if not is_sent_away(stranger)]
     assert 0 < len(kept) <= MAX_STRANGERS and kept[-1] is hall.strangers[-1]
     assert len(hall.lines) == 1 and "128 connections wait for their proof, and this is the oldest" in hall.lines[0]
     hall.listener.close()
     assert len(hall.lines) == 2 and "more connections were refused, the last from 127.0.0.1" in hall.lines[1]
+
+
+NO_MORE = "a connection from 127.0.0.1 was refused: this host gives no more connections (Too many open files)"
 
 
 def test_where_no_descriptor_is_left_strangers_give_theirs_back(hall: Hall) -> None:
@@ -182,10 +178,8 @@ def test_where_no_descriptor_is_left_strangers_give_theirs_back(hall: Hall) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert is_sent_away(hall.strangers[0]) and not is_sent_away(waiting)
-    assert hall.lines == [
-        "a connection from 127.0.0.1 was refused: this host gives no more connections (Too many open files)"
-    ]
-    hall.admit().close()
+    assert hall.lines == [NO_MORE]
+    hall.admit()
 
 
 def test_an_agent_for_whom_no_descriptor_is_left_comes_again(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +191,8 @@ def test_an_agent_for_whom_no_descriptor_is_left_comes_again(hall: Hall, monkeyp
         return dup(fd)
 
     monkeypatch.setattr(os, "dup", dup_once_full)
-    hall.admit().close()
-    assert hall.lines[0].endswith("this host gives no more connections (Too many open files)")
+    hall.admit()
+    assert hall.lines[0] == NO_MORE
 
 
 def test_a_flood_leaves_the_rest_of_the_loop_alone(hall: Hall) -> None:
@@ -207,10 +201,7 @@ def test_a_flood_leaves_the_rest_of_the_loop_alone(hall: Hall) -> None:
 
     def flood() -> None:
         while not is_over.is_set():
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", hall.listener.port), PATIENCE) as link,
-            ):
+            with contextlib.suppress(OSError), socket.create_connection((HOME, hall.listener.port), PATIENCE) as link:
                 link.sendall(b"\x1b[31m" * 100)
 
     def tick() -> None:
@@ -223,7 +214,7 @@ def test_a_flood_leaves_the_rest_of_the_loop_alone(hall: Hall) -> None:
         flooder.start()
     try:
         hall.loop.run(lambda: False, 0.5)
-        hall.admit().close()
+        hall.admit()
     finally:
         is_over.set()  # or they would flood what comes after a failure, and pytest would not end
         hall.listener.close()
@@ -233,60 +224,53 @@ def test_a_flood_leaves_the_rest_of_the_loop_alone(hall: Hall) -> None:
     assert len(hall.lines) <= 2
 
 
-Meddle = Callable[[bytes], bytes]
+BOTH: list[Message] = [Note("one"), Note("two")]
 
 
 @pytest.mark.parametrize(
     ("meddle", "received", "reason"),
     [
-        (lambda said: said, [Note("one"), Note("two")], ""),
-        (lambda said: said + encode(Kill()) + b"\n", [Note("one"), Note("two")], "a line has no valid tag"),
-        (lambda said: said + said, [Note("one"), Note("two")], "a line has no valid tag"),
-        (lambda said: said.replace(b"two", b"six"), [Note("one")], "a line has no valid tag"),
+        (lambda said: said, BOTH, ""),
+        (lambda said: said + encode(Kill()) + b"\n", BOTH, "a line has no valid tag"),
+        (lambda said: said + said, BOTH, "a line has no valid tag"),
+        (lambda said: said.replace(b"two", b"six"), BOTH[:1], "a line has no valid tag"),
     ],
     ids=["passes_on", "adds", "repeats", "changes"],
 )
 def test_somebody_in_between_can_pass_on_and_nothing_else(
-    hall: Hall, meddle: Meddle, received: list[Message], reason: str
+    hall: Hall, meddle: Callable[[bytes], bytes], received: list[Message], reason: str
 ) -> None:
     """The agent connects to a relay, which has the launcher's proof for it, and commands of its own."""
     got: list[Message] = []
     lost: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as between:
+    ends: list[Any] = []
 
-        def relay() -> None:
-            agent, _ = between.accept()
-            with agent, socket.create_connection(("127.0.0.1", hall.listener.port), PATIENCE) as launcher:
-                agent.sendall(launcher.recv(1 << 16))
-                launcher.sendall(agent.recv(ANSWER_BYTES))
-                agent.sendall(launcher.recv(1 << 16))
-                said = b""
-                while said.count(b"\n") < 2 and (part := launcher.recv(1 << 16)):
-                    said += part
-                agent.sendall(meddle(said))
-                agent.settimeout(PATIENCE)
-                agent.recv(1)
+    def relay(between: socket.socket) -> None:
+        agent, _ = between.accept()
+        with agent, socket.create_connection((HOME, hall.listener.port), PATIENCE) as launcher:
+            agent.sendall(launcher.recv(1 << 16))
+            launcher.sendall(agent.recv(ANSWER_BYTES))
+            agent.sendall(launcher.recv(1 << 16))
+            said = b""
+            while said.count(b"\n") < 2 and (part := launcher.recv(1 << 16)):
+                said += part
+            agent.sendall(meddle(said))
+            agent.settimeout(PATIENCE)
+            agent.recv(1)
 
-        def come() -> None:
-            fd, seal = connected(f"127.0.0.1:{between.getsockname()[1]}", "token", PATIENCE, lambda text: None)
-            hall.loop.post(
-                lambda: agents.append(
-                    Channel(hall.loop, fd, os.dup(fd), got.append, lost.append, None, False, seal=seal)
-                )
-            )
-
-        agents: list[Channel] = []
-        threads = [threading.Thread(target=target) for target in (relay, come)]
-        for thread in threads:
-            thread.start()
-        assert hall.loop.run(lambda: bool(agents and hall.links), PATIENCE)
+    with socket.create_server((HOME, 0)) as between:
+        relaying = threading.Thread(target=relay, args=(between,))
+        relaying.start()
+        coming = hall.come(ends, port=between.getsockname()[1])
+        assert hall.loop.run(lambda: bool(ends and hall.links), PATIENCE)
+        agent = hall.channel(ends[0], got.append, lost.append)
         link = hall.links[0]
         launcher = Channel(hall.loop, link.read_fd, link.write_fd, print, print, None, False, seal=link.seal)
-        launcher.send(Note("one"))
-        launcher.send(Note("two"))
+        for message in BOTH:
+            launcher.send(message)
         assert hall.loop.run(lambda: len(got) == len(received) and bool(lost) == bool(reason), PATIENCE), (got, lost)
-        for channel in (*agents, launcher):
-            channel.close()
-        for thread in threads:
-            thread.join()
+        agent.close()
+        launcher.close()
+        relaying.join()
+        coming.join()
     assert got == received and [text.partition(":")[0] for text in lost] == ([reason] if reason else [])

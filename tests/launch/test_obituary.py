@@ -8,23 +8,18 @@ from lowtide.launch.job.outcome import Failure, first_of, obituary
 from lowtide.launch.job.preparation import Request
 
 
-def failure(rank: int, clock: float, uncertainty: float = 0.0) -> Failure:
-    return Failure(clock, 1, "h", rank, 10, last_lines=(), uncertainty=uncertainty)
+def failure(rank: int, clock: float, uncertainty: float = 0.0, status: int = 1) -> Failure:
+    return Failure(clock, status, "h", rank, 10, last_lines=(), uncertainty=uncertainty)
 
 
-def test_the_clocks_decide_where_they_are_sure() -> None:
-    heard = [failure(0, 10.0, 0.01), failure(1, 9.9, 0.02), failure(2, 9.8, 0.03)]
-    assert first_of(heard) is heard[2]
-
-
-def test_the_order_of_hearing_decides_where_the_clocks_are_not_sure() -> None:
-    heard = [failure(0, 10.0, 0.1), failure(1, 9.9, 0.1), failure(2, 5.0, float("inf"))]
-    assert first_of(heard) is heard[0]
-    assert first_of([]) is None
+def test_the_clocks_decide_where_they_are_sure_and_else_the_order_of_hearing() -> None:
+    sure = [failure(0, 10.0, 0.01), failure(1, 9.9, 0.02), failure(2, 9.8, 0.03)]
+    unsure = [failure(0, 10.0, 0.1), failure(1, 9.9, 0.1), failure(2, 5.0, float("inf"))]
+    assert first_of(sure) is sure[2] and first_of(unsure) is unsure[0] and first_of([]) is None
 
 
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
-    text = obituary(Failure(1.0, -40, "h", 0, 10, last_lines=()), world_size=1, has_many_hosts=False)
+    text = obituary(failure(0, 1.0, status=-40), world_size=1, has_many_hosts=False)
     assert text == "rank 0 of 1 (process 10) was ended by signal 40. It printed nothing."
 
 
@@ -36,11 +31,7 @@ def test_a_signal_without_a_name_is_told_by_its_number() -> None:
             [1],
             "1. rank 1 had ended before with exit status 0: if rank 0 still trained, the ranks have different num",
         ),
-        (
-            4,
-            [1, 2],
-            "1; the other ranks were stopped. ranks 1-2 had ended before with exit status 0: if rank 0 still ",
-        ),
+        (4, [1, 2], "1; the other ranks were stopped. ranks 1-2 had ended before with exit status 0: if rank 0 still "),
     ],
 )
 def test_ranks_that_had_ended_are_told_with_what_to_do(world_size: int, ended: list[int], told: str) -> None:

@@ -7,18 +7,23 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from lowtide.launch.agent import orphans
 from lowtide.launch.job.launcher import Sweeps
 from lowtide.launch.wire.loop import Loop
-from tests.launch.fakes import ScriptedTransport
 
 SLEEP = ["sleep", "600"]
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="this system does not tell")
 Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def job() -> str:
+    return str(uuid.uuid4())
 
 
 @pytest.fixture
@@ -39,20 +44,18 @@ def start() -> Iterator[Start]:
         process.wait()
 
 
-def test_all_of_the_job_and_none_of_another_is_killed(start: Start) -> None:
-    job, other = str(uuid.uuid4()), str(uuid.uuid4())
-    mine, others = [start(job), start(job)], [start(other), start(job + "0"), start("")]
+def test_all_of_the_job_and_none_of_another_is_killed(start: Start, job: str) -> None:
+    mine, others = [start(job), start(job)], [start(str(uuid.uuid4())), start(job + "0"), start("")]
     assert set(orphans.kill_orphans(job)) == {process.pid for process in mine}
     assert [process.wait(60) for process in mine] == [-9, -9]
     assert [process.poll() for process in others] == [None] * 3
 
 
-def test_what_is_started_in_the_meantime_is_killed_too(start: Start, tmp_path: Path) -> None:
+def test_what_is_started_in_the_meantime_is_killed_too(start: Start, job: str, tmp_path: Path) -> None:
     """A chain of 30 processes: each starts the next one, and stays."""
     begun = tmp_path / "begun"
     link = "    if os.fork():\n        time.sleep(600)\n    time.sleep(0.002)\n"
     code = f"import os, time\nopen({str(begun)!r}, 'w')\nfor _ in range(29):\n{link}time.sleep(600)"
-    job = str(uuid.uuid4())
     process = start(job, [sys.executable, "-c", code])
     while not begun.exists():
         assert process.poll() is None
@@ -63,54 +66,23 @@ def test_what_is_started_in_the_meantime_is_killed_too(start: Start, tmp_path: P
 
 
 def test_a_process_that_has_no_environment_at_the_first_look_is_killed(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the middle of its exec."""
-    process, search, looks = start(job := str(uuid.uuid4())), orphans._processes_of, iter([False])
+    process, search, looks = start(job), orphans._processes_of, iter([False])
     monkeypatch.setattr(orphans, "_processes_of", lambda identity: search(identity) if next(looks, True) else [])
     assert set(orphans.kill_orphans(job)) == {process.pid} and process.wait(60) == -9
 
 
-def test_the_answer_is_one_line_with_names(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    job = str(uuid.uuid4())
+def test_the_answer_is_one_line_with_names(start: Start, job: str, capsys: pytest.CaptureFixture[str]) -> None:
     process = start(job)
     name = Path(f"/proc/{process.pid}/comm").read_text().strip()
-    assert orphans.main([job]) == 0
-    assert capsys.readouterr().out == f"=== lowtide orphans === {name} (process {process.pid})\n"
-    assert orphans.main([job]) == 0
-    assert capsys.readouterr().out == "=== lowtide orphans === \n"
-
-
-@pytest.mark.parametrize("arguments", [[], [""], ["a", "b"]])
-def test_no_identity_kills_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert orphans.main(arguments) == 2
-    assert capsys.readouterr().err == f"lowtide orphans: expected the identity of a job, found {arguments}\n"
-
-
-class Ways(ScriptedTransport):
-    """A transport with these second ways to its hosts."""
-
-    def __init__(self, *commands: list[str] | None) -> None:
-        super().__init__(lambda host, message: None)
-        self._commands = commands
-
-    def orphans_command(self, index: int, identity: str) -> list[str] | None:
-        """See Transport."""
-        return self._commands[index]
-
-
-def swept(*commands: list[str] | None, was_silent: bool = False) -> tuple[list[str], float]:
-    """What is said of the hosts h0, h1 and so on, and how long it took."""
-    loop = Loop()
-    said: list[str] = []
-    sweeps = Sweeps(loop, Ways(*commands), "J", said.append)
-    start = time.monotonic()
-    for index in range(len(commands)):
-        sweeps.begin(index, f"h{index}", was_silent)
-    sweeps.finish()
-    seconds = time.monotonic() - start
-    loop.close()
-    return said, seconds
+    for told in (f"{name} (process {process.pid})", ""):
+        assert orphans.main([job]) == 0
+        assert capsys.readouterr().out == f"=== lowtide orphans === {told}\n"
+    for arguments in ([], [""], ["a", "b"]):
+        assert orphans.main(arguments) == 2
+        assert capsys.readouterr().err == f"lowtide orphans: expected the identity of a job, found {arguments}\n"
 
 
 def prints(text: str, status: int = 0) -> list[str]:
@@ -118,26 +90,42 @@ def prints(text: str, status: int = 0) -> list[str]:
     return [sys.executable, "-c", f"import sys; print({text!r}); sys.exit({status})"]
 
 
-def test_only_hosts_with_something_left_are_told() -> None:
-    found = prints(f"good morning\n{orphans.MAGIC} sleep (process 7)")
-    said, _ = swept(found, prints(f"good morning\n{orphans.MAGIC} "), None)
-    assert said == ["h0: killed what the job had left there: sleep (process 7)"]
+ASKED = "could not look for processes that the job left there: "
+ADVICE = "\nIf that host is alive, find them there by `grep -lz LOWTIDE_JOB_ID=J /proc/*/environ`."
+PYTHON = os.path.basename(sys.executable)
 
 
-def test_a_host_that_is_not_reached_is_told_with_the_reason() -> None:
-    said, _ = swept(prints("ssh: No route to host", 255), ["/nowhere/ssh"])
-    program = os.path.basename(sys.executable)
-    advice = "\nIf that host is alive, find them there by `grep -lz LOWTIDE_JOB_ID=J /proc/*/environ`."
-    assert sorted(said) == [
-        "h0: could not look for processes that the job left there: "
-        f"{program} left with exit status 255\n    ssh: No route to host{advice}",
-        "h1: could not look for processes that the job left there: "
-        f"[Errno 2] No such file or directory: '/nowhere/ssh'{advice}",
-    ]
-
-
-@pytest.mark.parametrize(("was_silent", "limit"), [(True, 1.0), (False, 3.0)])
-def test_all_hosts_have_the_same_time(was_silent: bool, limit: float) -> None:
-    said, seconds = swept(*[SLEEP] * 12, was_silent=was_silent)
-    assert limit <= seconds < 10 * limit  # of twelve one after the other
-    assert len(said) == 12 and all(f"no answer within {limit:g} s" in line for line in said)
+@pytest.mark.parametrize(
+    ("commands", "told"),
+    [
+        (
+            [prints(f"good morning\n{orphans.MAGIC} sleep (process 7)"), prints(f"hello\n{orphans.MAGIC} "), None],
+            ["h0: killed what the job had left there: sleep (process 7)"],
+        ),
+        (
+            [prints("ssh: No route to host", 255), ["/nowhere/ssh"]],
+            [
+                f"h0: {ASKED}{PYTHON} left with exit status 255\n    ssh: No route to host{ADVICE}",
+                f"h1: {ASKED}[Errno 2] No such file or directory: '/nowhere/ssh'{ADVICE}",
+            ],
+        ),
+        ([SLEEP] * 12, [f"h{index}: {ASKED}no answer within 1 s{ADVICE}" for index in range(12)]),
+    ],
+    ids=["left", "not_reached", "silent"],
+)
+def test_hosts_with_something_left_or_that_are_not_reached_are_told(
+    commands: list[list[str] | None], told: list[str]
+) -> None:
+    loop = Loop()
+    said: list[str] = []
+    transport = Mock(orphans_command=lambda index, identity: commands[index])
+    sweeps = Sweeps(loop, transport, "J", said.append)
+    is_silent = len(commands) == 12
+    start = time.monotonic()
+    for index in range(len(commands)):
+        sweeps.begin(index, f"h{index}", was_silent=is_silent)
+    sweeps.finish()
+    assert sorted(said) == sorted(told)
+    if is_silent:  # all have the same time
+        assert 1.0 <= time.monotonic() - start < 10
+    loop.close()

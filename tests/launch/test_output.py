@@ -1,63 +1,64 @@
-"""What the user sees of the ranks' output, and what goes to files."""
+"""What the user sees of the ranks' output, and what goes to files: whole lines in order, equal ones of ranks as one."""
 
 import os
 import pty
+import random
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from lowtide.launch.job.display import Folding, Line
+from lowtide.watch.waiting import rank_range
 from tests.launch.jobs import LAUNCH, Job
 
+TWO = ("--nproc", "2")
 SAYS = """
 import os
 rank = os.environ["RANK"]
 os.write(1, f"out {rank}\\n".encode())
 os.write(2, f"err {rank}\\n".encode())
 """
-
 BAR = """
 import os, sys
 for step in range(5):
     sys.stdout.write(f"\\rstep {step}")
 print()
 """
+FLOODS = """
+import os, sys
+for number in range(20_000):
+    print(f"{number:06d}", "x" * 90)
+"""
 
 
-def test_rank_0_is_shown_plainly_and_others_have_a_prefix(tmp_path: Path) -> None:
-    status, out, err = Job(tmp_path, SAYS, "--nproc", "3").finish()
-    assert status == 0
-    assert sorted(out.splitlines()) == ["[rank 1] err 1", "[rank 1] out 1", "[rank 2] err 2", "[rank 2] out 2", "out 0"]
-    assert err == "err 0\n"
+def test_rank_0_is_shown_plainly_others_have_a_prefix_and_each_has_a_file(tmp_path: Path) -> None:
+    status, out, err = Job(tmp_path, SAYS, "--nproc", "3", "--log-dir", "deep/logs").finish()
+    assert (status, err) == (0, "")
+    of_others = ["[rank 1] err 1", "[rank 1] out 1", "[rank 2] err 2", "[rank 2] out 2"]
+    assert sorted(out.splitlines()) == [*of_others, "err 0", "out 0"]
+    for rank in range(3):
+        lines = (tmp_path / f"deep/logs/rank{rank}.log").read_text().splitlines()
+        assert sorted(lines) == [f"err {rank}", f"out {rank}"]
 
 
-def test_quiet_ranks_shows_rank_0_only(tmp_path: Path) -> None:
-    assert Job(tmp_path, SAYS, "--nproc", "2", "--quiet-ranks").finish() == (0, "out 0\n", "err 0\n")
-
-
-def test_quiet_ranks_still_shows_why_a_rank_failed(tmp_path: Path) -> None:
-    source = "import os\nif os.environ['RANK'] == '1': raise ValueError('bad row 17')"
-    status, out, err = Job(tmp_path, source, "--nproc", "2", "--quiet-ranks").finish()
-    assert status == 1 and out == "" and "│ ValueError: bad row 17\n" in err
-
-
-def test_log_dir_has_one_file_per_rank_and_the_terminal_stays_the_same(tmp_path: Path) -> None:
-    status, out, _ = Job(tmp_path, SAYS, "--nproc", "2", "--log-dir", "deep/logs").finish()
-    assert status == 0
-    assert sorted(out.splitlines()) == ["[rank 1] err 1", "[rank 1] out 1", "err 0", "out 0"]
-    assert sorted((tmp_path / "deep/logs/rank0.log").read_text().splitlines()) == ["err 0", "out 0"]
-    assert sorted((tmp_path / "deep/logs/rank1.log").read_text().splitlines()) == ["err 1", "out 1"]
+def test_quiet_ranks_shows_rank_0_and_why_another_one_failed(tmp_path: Path) -> None:
+    source = f"{SAYS}if rank == '1': raise ValueError('bad row 17')"
+    status, out, err = Job(tmp_path, source, *TWO, "--quiet-ranks").finish()
+    assert (status, out) == (1, "out 0\n") and err.startswith("err 0\n") and "│ ValueError: bad row 17\n" in err
 
 
 def test_a_progress_bar_of_another_rank_is_one_line(tmp_path: Path) -> None:
-    _, out, _ = Job(tmp_path, BAR, "--nproc", "2").finish()
+    _, out, _ = Job(tmp_path, BAR, *TWO).finish()
     assert out.count("[rank 1]") == 1 and "[rank 1] step 4\n" in out
     assert out.count("step 2") == 1  # the raw bar of rank 0
 
 
 def test_output_without_a_final_newline_is_complete(tmp_path: Path) -> None:
     source = "import os\nif os.environ['RANK'] == '1': print('x' * 200_000, end='')"
-    _, out, _ = Job(tmp_path, source, "--nproc", "2").finish()
-    assert out == "[rank 1] " + "x" * 200_000 + "\n"
+    assert Job(tmp_path, source, *TWO).finish().out == "[rank 1] " + "x" * 200_000 + "\n"
 
 
 def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
@@ -65,24 +66,15 @@ def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     asks = "sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty(), sys.stdout.write_through"
     script.write_text(f"import sys; print({asks})")
     ours, theirs = pty.openpty()
-    command = [*LAUNCH, "--nproc", "2", str(script)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment
-    ) as process:
+    streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    command = [*LAUNCH, *TWO, str(script)]
+    with subprocess.Popen(command, **streams, start_new_session=True, env=environment) as process:
         assert process.wait(30) == 0
     os.close(theirs)
-    lines = os.read(ours, 10_000).decode().split()
+    text = " ".join(os.read(ours, 10_000).decode().split())
     os.close(ours)
-    text = " ".join(lines)
     assert "True True True False" in text and "[rank 1]\x1b[0m False False False True" in text
-
-
-FLOODS = """
-import os, sys
-for number in range(20_000):
-    print(f"{number:06d}", "x" * 90)
-"""
 
 
 def test_a_slow_reader_gets_every_line_whole(tmp_path: Path) -> None:
@@ -102,29 +94,12 @@ def test_a_slow_reader_gets_every_line_whole(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_does_not_stop_the_ranks(tmp_path: Path) -> None:
-    job = Job(tmp_path, FLOODS + "open('done' + os.environ['RANK'], 'w')", "--nproc", "2", "--log-dir", "logs")
+    job = Job(tmp_path, FLOODS + "open('done' + os.environ['RANK'], 'w')", *TWO, "--log-dir", "logs")
     assert job.process.stdout is not None
     job.process.stdout.close()
-    assert job.process.wait(180) == 0 and job.survivors() == []
+    assert job.process.wait(180) == 0 and job.processes() == []
     assert (tmp_path / "done0").exists() and (tmp_path / "done1").exists()
     job.process.communicate()
-
-
-def test_equal_lines_of_ranks_are_one(tmp_path: Path) -> None:
-    source = """
-import os, pathlib, time
-pathlib.Path("ready" + os.environ["RANK"]).touch()
-while not all(pathlib.Path(f"ready{rank}").exists() for rank in range(4)):
-    time.sleep(0.001)
-time.sleep(0.1)
-print("loading")
-"""
-    for _ in range(10):  # on a busy machine they may not come together
-        _, out, _ = Job(tmp_path, source, "--nproc", "4").finish()
-        lines = sorted(out.splitlines())
-        if len(lines) == 2:
-            break
-    assert lines == ["[ranks 1-3] loading", "loading"]
 
 
 def test_the_box_has_the_whole_traceback(tmp_path: Path) -> None:
@@ -142,25 +117,21 @@ if os.environ["RANK"] == "1":
         print("before", line)
     middle(1)
 """
-    _, _, err = Job(tmp_path, source, "--nproc", "2").finish()
-    box = err.partition("┌─ rank 1 ─")[2]
+    box = Job(tmp_path, source, *TWO).finish().err.partition("┌─ rank 1 ─")[2]
     assert box.count("│ Traceback (most recent call last):") == 2
     assert "│ IndexError: list index out of range" in box and "│ ValueError: outer" in box and "before" not in box
 
 
-def test_a_full_disk_of_logs_is_told_and_the_ranks_go_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once_and_the_ranks_go_on(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank1.log").symlink_to("/dev/full")
-    status, out, err = Job(tmp_path, SAYS, "--nproc", "2", "--log-dir", "logs").finish()
+    status, out, err = Job(tmp_path, SAYS, *TWO, "--log-dir", "logs").finish()
     assert status == 0 and "[rank 1] err 1" in out
     assert "logs/rank1.log cannot be written: No space left on device. The ranks continue" in err
-
-
-def test_a_full_disk_of_stdout_is_told_once_and_the_ranks_go_on(tmp_path: Path) -> None:
-    source = "import os\nif os.environ['RANK'] == '1':\n    for i in range(20000):\n        print(i, 'x' * 60)"
+    source = "import os\nif os.environ['RANK'] == '1':\n    for i in range(20000): print(i, 'x' * 60)"
     (tmp_path / "script.py").write_text(source)
     with open("/dev/full", "wb") as full:
-        command = [*LAUNCH, "--nproc", "2", "script.py"]
+        command = [*LAUNCH, *TWO, "script.py"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=30)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("stdout cannot be written to: No space left on device. The ranks continue") == 1
@@ -170,5 +141,81 @@ def test_logs_go_on_after_a_restart(tmp_path: Path) -> None:
     source = "import os\ncount = int(os.environ['LOWTIDE_RESTART_COUNT'])\nprint('attempt', count)\nexit(1 - count)"
     options = ("--nproc", "1", "--max-restarts", "1", "--log-dir", "logs")
     for _ in range(2):  # another job begins them anew
-        assert Job(tmp_path, source, *options).finish()[0] == 0
+        assert Job(tmp_path, source, *options).finish().status == 0
         assert (tmp_path / "logs/rank0.log").read_text() == "attempt 0\nattempt 1\n"
+
+
+# -- equal lines ----------------------------------------------------------------------------------------------------
+
+
+def test_equal_lines_of_ranks_are_one(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, time
+pathlib.Path("ready" + os.environ["RANK"]).touch()
+while not all(pathlib.Path(f"ready{rank}").exists() for rank in range(4)):
+    time.sleep(0.001)
+time.sleep(0.1)
+print("loading")
+"""
+    for _ in range(10):  # on a busy machine they may not come together
+        lines = sorted(Job(tmp_path, source, "--nproc", "4").finish().out.splitlines())
+        if len(lines) == 2:
+            break
+    assert lines == ["[ranks 1-3] loading", "loading"]
+
+
+def shown(lines: list[Line]) -> list[tuple[str, str]]:
+    return [(rank_range(line.ranks), line.text.decode()) for line in lines]
+
+
+def test_a_line_waits_for_others_no_longer_than_the_window() -> None:
+    folding = Folding(num_ranks=3)
+    folding.add(0, b"a", 0.0)
+    folding.add(1, b"a", 0.15)
+    assert folding.take(0.19) == [] and folding.seconds_to_wait(0.15) == pytest.approx(0.05)
+    assert shown(folding.take(0.2)) == [("0-1", "a")]
+    folding.add(2, b"a", 0.21)
+    assert shown(folding.take(0.5)) == [("2", "a")] and folding.seconds_to_wait(0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "said", "now", "expected"),
+    [
+        (5, [(rank, "loading") for rank in (3, 0, 1, 6, 2)], 0.1, [("0-3,6", "loading")]),  # nothing to wait for
+        (3, [(rank, text) for rank in (0, 1) for text in "aba"], 1.0, [("0-1", "a"), ("0-1", "b"), ("0-1", "a")]),
+        (3, [(0, "a"), (0, "b"), (1, "b"), (1, "a")], 1.0, [("0", "a"), ("0-1", "b"), ("1", "a")]),
+    ],
+    ids=["all_have_said_it", "sequences", "order"],
+)
+def test_equal_lines_are_folded_and_each_rank_keeps_its_order(
+    num_ranks: int, said: list[tuple[int, str]], now: float, expected: list[tuple[str, str]]
+) -> None:
+    folding = Folding(num_ranks)
+    for rank, text in said:
+        folding.add(rank, text.encode(), 0.1)
+    assert shown(folding.take(now)) == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_line_is_lost_and_no_order_changes(seed: int) -> None:
+    chance = random.Random(seed)
+    folding = Folding(num_ranks=7)
+    said: dict[int, list[bytes]] = {rank: [] for rank in range(7)}
+    heard: dict[int, list[bytes]] = {rank: [] for rank in range(7)}
+    lines = []
+    for step in range(3000):
+        rank, text = chance.randrange(7), bytes([chance.choice(b"abc")])
+        said[rank].append(text)
+        folding.add(rank, text, step / 100)
+        lines += folding.take(step / 100)
+    for line in [*lines, *folding.take(0.0, everything=True)]:
+        for rank in line.ranks:
+            heard[rank].append(line.text)
+    assert heard == said
+
+
+def test_held_lines_are_bounded() -> None:
+    folding = Folding(num_ranks=2)
+    for number in range(5000):
+        folding.add(0, str(number).encode(), 0.0)
+    assert [line.text for line in folding.take(0.0)] == [str(number).encode() for number in range(3000)]

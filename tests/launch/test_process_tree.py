@@ -6,32 +6,10 @@ import sys
 import pytest
 
 BEGIN = """
-import os, signal, sys, time
-from lowtide.launch.agent.process_tree import be_called, forked, kill_descendants, reap_all, reaped
+import os, signal, subprocess, sys, time
+from lowtide.launch.agent.process_tree import adopt_orphans, be_called, forked, kill_descendants, reap_all, reaped
 """
-
-
-def outcome(code: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the code."""
-    done = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=30)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_the_child_gives_its_status_and_text_is_not_written_twice() -> None:
-    code = "print('once'); pid = forked(lambda: print('child') or 7, ()); print(reaped(pid, 10))"
-    status, out, err = outcome(code)
-    assert (status, err) == (0, "") and out.count("once") == 1 and out.splitlines()[-1] == "7"
-
-
-def test_an_exception_in_the_child_is_shown() -> None:
-    status, out, err = outcome("pid = forked(lambda: 1 // 0, ()); print(reaped(pid, 10))")
-    assert (status, out) == (0, "70\n")
-    assert err.startswith("Traceback") and err.endswith("ZeroDivisionError: integer division or modulo by zero\n")
-    assert err.count("Traceback") == 1
-
-
-def test_the_child_has_only_the_descriptors_that_are_kept() -> None:
-    code = """
+DESCRIPTORS = """
 kept, other = os.pipe()
 os.set_inheritable(other, True)
 def is_open(fd):
@@ -44,11 +22,7 @@ def work():
 print(reaped(forked(work, (kept,)), 10))
 os.fstat(other)
 """
-    assert outcome(code) == (0, "5\n", "")
-
-
-def test_signals_do_nothing_until_the_child_wants_them() -> None:
-    code = """
+SIGNALS = """
 signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler", flush=True))
 def work():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -56,35 +30,14 @@ def work():
     return 3
 print(reaped(forked(work, ()), 10))
 """
-    assert outcome(code) == (0, "3\n", "")
-
-
-def test_a_child_that_runs_on_has_no_status_yet() -> None:
-    code = """
+RUNS_ON = """
 pid = forked(lambda: time.sleep(600) or 0, ())
 start = time.monotonic()
 print(reaped(pid, 0.2), 0.2 <= time.monotonic() - start < 60)
 kill_descendants()
 print(reaped(pid, 10))
 """
-    assert outcome(code) == (0, "None True\n-9\n", "")
-
-
-def test_forking_beside_other_threads_is_refused() -> None:
-    code = """
-import threading
-threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
-forked(lambda: 0, ())
-"""
-    status, _, err = outcome(code)
-    assert status == 1 and "AssertionError" in err
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has orphans adopted")
-def test_orphans_are_found_and_killed() -> None:
-    code = """
-import subprocess
-from lowtide.launch.agent.process_tree import adopt_orphans
+ORPHANS = """
 adopt_orphans()
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 how = "start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
@@ -98,4 +51,27 @@ try:
 except ProcessLookupError:
     print("gone")
 """
-    assert outcome(code) == (0, "gone\n", "")
+THREADS = """
+import threading
+threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
+forked(lambda: 0, ())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "out", "err"),
+    [
+        ("print('once'); print(reaped(forked(lambda: print('child') or 7, ()), 10))", 0, "once\nchild\n7\n", ""),
+        ("print(reaped(forked(lambda: 1 // 0, ()), 10))", 0, "70\n", "ZeroDivisionError: integer division or modulo"),
+        (DESCRIPTORS, 0, "5\n", ""),
+        (SIGNALS, 0, "3\n", ""),
+        (RUNS_ON, 0, "None True\n-9\n", ""),
+        pytest.param(ORPHANS, 0, "gone\n", "", marks=pytest.mark.skipif(sys.platform != "linux", reason="on Linux")),
+        (THREADS, 1, "", "AssertionError"),
+    ],
+    ids=["status", "exception", "kept_descriptors", "no_signals", "runs_on", "orphans", "threads_are_refused"],
+)
+def test_a_forked_child(code: str, status: int, out: str, err: str) -> None:
+    done = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, sorted(done.stdout)) == (status, sorted(out)), done.stderr
+    assert err in done.stderr and done.stderr.count("Traceback") == bool(err)

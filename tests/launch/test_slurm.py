@@ -1,4 +1,4 @@
-"""`lowtide launch` in jobs of SLURM itself: `slurm_cluster.py`. What it reads of them: test_allocation_slurm.py."""
+"""`lowtide launch` in jobs of SLURM itself: `slurm_cluster.py`. What it reads of them: test_allocation.py."""
 
 import json
 import shutil
@@ -27,27 +27,14 @@ if len(sys.argv) > 1 and os.environ["RANK"] == sys.argv[1]:  # the others are st
 """
 
 TRAIN = """
-import sys, time
+import time
 import torch
 import lowtide
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.linear(x).square().mean()
+from tests.kit.models import mlp, vector_batch
+from tests.kit.training import settings
 
 torch.manual_seed(0)
-config = {
-    "device": "cpu",
-    "train_micro_batch_size_per_gpu": 4,
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "adamw", "params": {"lr": 0.01}},
-    "checkpoint": {"folder": "saved", "on_sigterm": True},
-}
-with lowtide.initialize(Model(), config) as engine:
+with lowtide.initialize(mlp(), settings(3, checkpoint={"folder": "saved", "on_sigterm": True})) as engine:
     try:
         engine.load_checkpoint("saved")
         last = engine.global_step + 3
@@ -55,7 +42,7 @@ with lowtide.initialize(Model(), config) as engine:
     except lowtide.NoCheckpointError:
         last = 1_000_000
     while engine.global_step < last:
-        engine.train_step(torch.randn(4, 5))
+        engine.train_step(vector_batch(engine.global_step, 2))
         time.sleep(0.02)
         if engine.global_step == 3:
             print("third step", flush=True)
@@ -71,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     command.parent.mkdir()
     command.write_text(f"#!{sys.executable}\nimport sys\nfrom lowtide.bin.main import main\nsys.exit(main())\n")
     command.chmod(0o755)
-    started.environment["PATH"] = f"{command.parent}:{started.environment['PATH']}"
+    started.environment |= {"PATH": f"{command.parent}:{started.environment['PATH']}", "PYTHONPATH": str(CHECKOUT)}
     yield started
     started.close()
 

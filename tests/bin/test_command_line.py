@@ -1,0 +1,136 @@
+"""`lowtide` and its commands: help, version, what is said of mistakes; each command imports only its own module."""
+
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from lowtide.bin.arguments import Parser
+from lowtide.bin.main import COMMANDS, main
+from tests.test_public_api import in_fresh_python
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def error_of(parser: Parser, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(arguments)
+    assert caught.value.code == 2
+    error, place = capsys.readouterr().err.splitlines()
+    assert place == f"see `{error.split(': error: ')[0]} --help`"
+    return error
+
+
+@pytest.fixture
+def parser() -> Parser:
+    result = Parser(prog="tide")
+    result.add_argument("--level", required=True)
+    result.add_argument("-v", "--verbose", action="store_true")
+    result.add_argument("--unit", choices=("metre", "foot"))
+    actions = result.add_subparsers(metavar="ACTION")
+    actions.add_parser("measure").add_argument("--station", type=int)
+    actions.add_parser("predict")
+    return result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--level 1 --verbos2", 'tide: error: unknown option "--verbos2"; did you mean "--verbose"?'),
+        ("--level 1 --xyz=4", 'tide: error: unknown option "--xyz"'),
+        ("--levle 1", 'tide: error: unknown option "--levle"; did you mean "--level"?'),
+        ("--verbose", "tide: error: the following arguments are required: --level"),
+        ("-- --levle", "tide: error: the following arguments are required: --level"),  # no slip behind two dashes
+        ("--level 1 mesure --statoin", 'tide: error: unknown ACTION "mesure"; did you mean "measure"?'),
+        ("--level 1 --unit fot", 'tide: error: unknown --unit "fot"; did you mean "foot"?'),
+        ("--level 1 --unit xyz", 'tide: error: unknown --unit "xyz"; expected one of metre, foot'),
+        ("--level 1 mesure", 'tide: error: unknown ACTION "mesure"; did you mean "measure"?'),
+        ("--level 1 measure --statoin 4", 'tide measure: error: unknown option "--statoin"; did you mean "--station"?'),
+        ("--level 1 measure more", 'tide measure: error: expected nothing more, found "more"'),
+    ],
+)
+def test_a_slip_is_named(parser: Parser, arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if arguments.startswith("-- "):
+        parser = Parser(prog="tide")
+        parser.add_argument("--level", required=True)
+        parser.add_argument("words", nargs="*")
+    assert error_of(parser, arguments.split(), capsys) == text
+
+
+def test_what_is_right_is_parsed_as_ever(parser: Parser) -> None:
+    options = parser.parse_args(["--lev", "-1", "--unit=foot", "measure", "--station", "-3"])
+    assert (options.level, options.unit, options.station) == ("-1", "foot", -3)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_such_a_parser_and_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = import_module(f"lowtide.bin.{name}").parser()
+    assert isinstance(command, Parser) and command.prog == f"lowtide {name}"
+    assert 'unknown option "--hlep"; did you mean "--help"?' in error_of(command, ["--hlep"], capsys)
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0 and f"\nexamples:\n  lowtide {name}" in capsys.readouterr().out
+
+
+def test_help_lists_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name}" in text and line in text for name, line in COMMANDS.items())
+    assert "example:\n  lowtide launch --nproc 2 examples/train_gpt.py" in text
+    assert main([]) == 2 and "commands:" in capsys.readouterr().out
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"lowtide {version('lowtide')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["lunch"], 'unknown command "lunch"; did you mean "launch"?'),
+        (["zzz"], f'unknown command "zzz"; the commands are {", ".join(COMMANDS)}'),
+        (
+            ["ssh", "--hosts", "a,b", "--", "uptime"],
+            'the command "ssh" was removed; run a command on all hosts with ClusterShell, `clush -bw '
+            "'node[1-4]' COMMAND`, or pdsh; in a SLURM job with `srun --ntasks-per-node=1 COMMAND`",
+        ),
+        (["completion", "bash"], 'the command "completion" was removed; `lowtide COMMAND --help` lists the'),
+    ],
+)
+def test_a_command_that_is_none_is_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(f"lowtide: {text}")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["config", "--help"]])
+def test_a_command_starts_without_torch(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from lowtide.bin.main import main
+try:
+    main({arguments})
+except SystemExit:
+    pass
+print("torch" in sys.modules)
+"""
+    assert in_fresh_python(code).endswith("\nFalse")
+
+
+def test_the_executable_runs_a_module_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_job.py").write_text("import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:])")
+    command = [str(CHECKOUT / "bin/lowtide"), "launch", "--nproc", "1", "-m", "my_job", "--steps", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "1 ['--steps', '3']\n"), done.stderr
+
+
+def test_the_executable_says_when_lowtide_is_not_installed(tmp_path: Path) -> None:
+    bare = f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n'
+    for name, text in (("bin/lowtide", (CHECKOUT / "bin/lowtide").read_text()), ("path/python3", bare)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/path:/usr/bin:/bin"}
+    done = subprocess.run([tmp_path / "bin/lowtide"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 1
+    assert "lowtide: not installed for " in done.stderr and "run ./bin/quickstart, or pip install -e ." in done.stderr

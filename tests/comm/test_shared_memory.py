@@ -1,0 +1,163 @@
+"""Too little shared memory: an error on every rank where that transport was asked for, sockets where none was.
+
+And whoever waits for counters of others learns who will not come.
+"""
+
+import errno
+import logging
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lowtide.comm import CollectiveError, Mesh, ParallelDims, World
+from lowtide.comm.shared_segment import COUNTERS_NUMEL, POSTED, SharedCounters
+from tests.kit.ranks import RankPool
+
+SEGMENT = "lowtide.comm.shared_segment"
+REAL_OPEN = os.open
+
+
+def has_no_room(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def may_not_create(*args: Any) -> None:
+    raise OSError(errno.EACCES, "Permission denied")
+
+
+def nothing_free() -> int:
+    return 0
+
+
+def is_read_only(path: str, *args: Any) -> int:
+    if path.startswith("/dev/shm/lowtide-"):
+        raise OSError(errno.EROFS, "Read-only file system")
+    return REAL_OPEN(path, *args)
+
+
+def cannot_map(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("unable to open file: Permission denied (13)")
+
+
+def create(transport: str, ranks: tuple[int, ...], patched: str, by: Any, later: bool) -> tuple[str, str, list[str]]:
+    """(transport of the mesh, error, what was logged), with one function replaced on these ranks.
+
+    later: when the mesh is there and gets its slots.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lowtide").addHandler(handler)
+    here = mock.patch(patched, by) if int(os.environ["RANK"]) in ranks else mock.patch("os.getpid", os.getpid)
+    before = set(os.listdir("/dev/shm"))
+    try:
+        if not later:
+            here.start()
+        mesh = Mesh.create(
+            World.join("cpu", 20.0), ParallelDims((("shard", 2),), data=("shard",)), transport, 1 << 20, "shard"
+        )
+        if later:
+            here.start()
+            mesh.axes["shard"].transport.reserve_slots(4096, 2)
+        return mesh.axes["shard"].transport.name, "", said
+    except CollectiveError as error:
+        left = set(os.listdir("/dev/shm")) - before
+        assert later or not any(name.startswith(f"lowtide-{os.getpid()}-") for name in left)
+        return "", str(error), said
+    finally:
+        here.stop()
+        logging.getLogger("lowtide").removeHandler(handler)
+
+
+MAPPING = "rank 1 cannot map /dev/shm/lowtide-"
+SOCKETS = 'or set "communication": {"transport": "sockets"}'
+
+
+@pytest.mark.parametrize(
+    ("patched", "by", "on", "later", "start", "texts"),
+    [
+        (
+            f"{SEGMENT}.os.posix_fallocate",
+            has_no_room,
+            (0, 1),
+            False,
+            "counters: expected ",
+            [" free bytes in /dev/shm, found ", f"--shm-size), {SOCKETS}"],
+        ),
+        (
+            f"{SEGMENT}.os.open",
+            may_not_create,
+            (0, 1),
+            False,
+            "",
+            ["cannot create a file in /dev/shm", "Permission den"],
+        ),
+        (
+            "torch.from_file",
+            cannot_map,
+            (1,),
+            False,
+            f"counters: {MAPPING}",
+            ['(unable to open file: Permission denied (13)). Set "communication": {"transport": "sockets"}.'],
+        ),
+        # What is mapped after the counters.
+        ("os.posix_fallocate", has_no_room, (0,), True, "gradients: expected 16384 free bytes in /dev/shm, found", []),
+        ("torch.from_file", cannot_map, (1,), True, f"gradients: {MAPPING}", []),
+    ],
+)
+def test_shared_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(
+    ranks: RankPool, patched: str, by: Any, on: tuple[int, ...], later: bool, start: str, texts: list[str]
+) -> None:
+    found = [text for _, text, _ in ranks(2, create, "shared_memory", on, patched, by, later)]
+    for text in found:
+        assert text.startswith(f"shared memory for {start}") and all(part in text for part in texts)
+    assert not later or found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("patched", "by", "why"),
+    [
+        ("free_shared_bytes", nothing_free, "/dev/shm has 0 bytes free, and 1,048,576 are needed"),
+        ("FOLDER", "/nowhere", "/nowhere has 0 bytes free, and 1,048,576 are needed"),
+        (
+            "os.open",
+            is_read_only,
+            "shared memory for a first page: cannot create a file in /dev/shm ([Errno 30] Read-o",
+        ),
+        (
+            "os.posix_fallocate",
+            has_no_room,
+            "shared memory for a first page: expected 4096 free bytes in /dev/shm, found",
+        ),
+    ],
+)
+def test_auto_takes_sockets_on_all_ranks_where_one_gets_no_shared_memory(
+    ranks: RankPool, patched: str, by: Any, why: str
+) -> None:
+    found = ranks(2, create, "auto", (1,), f"{SEGMENT}.{patched}", by, False)
+    assert [name for name, *_ in found] == ["sockets", "sockets"]
+    assert [len(said) for *_, said in found] == [1, 0]
+    assert found[0][2][0].startswith(f'communication.transport: "auto" uses sockets, because on rank 1 {why}')
+
+
+def test_a_rank_that_has_come_and_gone_while_it_was_looked_at_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(2 * COUNTERS_NUMEL, dtype=torch.int64)
+    here, there = (SharedCounters(memory, rank, (0, 1), [os.getpid()] * 2, 20.0, mock.Mock()) for rank in range(2))
+    plain = SharedCounters._fate
+
+    def come_and_go(self: SharedCounters, rank: int) -> object:
+        there.close()
+        fate = plain(self, rank)
+        there.store(POSTED, 3)
+        return fate
+
+    here.store(POSTED, 3)
+    monkeypatch.setattr(SharedCounters, "_fate", come_and_go)
+    here.wait_for(POSTED, 3, "a gather", 0)
+    here.store(POSTED, 4)
+    with pytest.raises(CollectiveError, match=r"^rank 0 in a gather: rank 1 "):
+        here.wait_for(POSTED, 4, "a gather", 1)
+    here.close()

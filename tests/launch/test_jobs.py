@@ -1,0 +1,322 @@
+"""The life of a job of one host: environment, failure of a rank, signals, and that nothing is left behind.
+
+Whoever is killed, within five seconds no process of the job is left, orphans in sessions of their own included, and no
+folder with the records of its ranks.
+"""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lowtide.checkpoint.folder import CheckpointFolder
+from tests.launch.jobs import LAUNCH, Job
+from tests.launch.scripts import (
+    COUNTS_SIGNALS,
+    HAS_DESCENDANTS,
+    HEARS_SIGTERM,
+    SAVES_ON_SIGNAL,
+    SLEEPS,
+    WAITS_FOR_THE_OTHER,
+    WRITES_ENVIRONMENT,
+)
+
+GONE_SECONDS = 5.0
+TWO = ("--nproc", "2")
+
+
+def started(folder: Path, source: str = SLEEPS, *options: str) -> Job:
+    """A job of two ranks that sleep."""
+    job = Job(folder, source, *TWO, *options)
+    job.wait_for_files("ready0", "ready1")
+    return job
+
+
+def part(job: Job, name: str) -> psutil.Process:
+    """The launcher, or its guard or agent, of which there is one each."""
+    if name == "launcher":
+        return job.launcher
+    (found,) = (process for process in job.processes() if process.name() == f"lowtide {name}")
+    return found
+
+
+def records(job: Job) -> Path:
+    """The folder that the job's ranks were given."""
+    variables = [process.environ().get("LOWTIDE_PROGRESS_FILE") for process in job.processes()]
+    (folder,) = {Path(path).parent for path in variables if path}
+    assert folder.is_dir()
+    return folder
+
+
+def environments(folder: Path, *options: str, num_ranks: int = 2) -> list[dict[str, Any]]:
+    """What each rank has, with its cores; the script is given some arguments."""
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # as inside of a job of torchrun
+    arguments = ("--lr", "1", "--", "x")
+    options = ("--nproc", str(num_ranks), *options)
+    result = Job(folder, WRITES_ENVIRONMENT, *options, arguments=arguments, variables=variables).finish()
+    assert result.status == 0, result
+    found = [json.loads((folder / f"rank{rank}").read_text()) for rank in range(num_ranks)]
+    assert all(given == [*arguments] for _, given in found)
+    return [environ for environ, _ in found]
+
+
+def test_each_rank_has_the_environment_of_torchrun(tmp_path: Path) -> None:
+    found = environments(tmp_path, "--bind", "none")
+    for rank, environ in enumerate(found):
+        expected = {
+            "RANK": f"{rank}",
+            "LOCAL_RANK": f"{rank}",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 opens the store
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
+        assert {name: environ[name] for name in expected} == expected
+    assert len({environ["MASTER_PORT"] for environ in found}) == 1 and int(found[0]["MASTER_PORT"]) > 1023
+
+
+def test_ranks_that_are_bound_share_the_cores_of_the_launcher(tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip(f"two shares need two cores, found {len(allowed)}")
+    first, second = (set(environ["cores"]) for environ in environments(tmp_path, "--bind", "cores"))
+    assert first and second and not first & second and first | second <= allowed
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert environments(tmp_path, "--bind", "cores", num_ranks=1)[0]["cores"] == [min(allowed)]
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+ON_1 = "import os, signal, time\nif os.environ['RANK'] == '1': "
+IGNORES_SIGTERM = (
+    f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{HAS_DESCENDANTS}{WAITS_FOR_THE_OTHER}"
+    "sys.exit(9) if rank == '0' else time.sleep(600)"
+)
+FAILS_ON_1 = (
+    f"{HAS_DESCENDANTS}{WAITS_FOR_THE_OTHER}print('the reason')\nsys.exit(5) if rank == '1' else time.sleep(600)"
+)
+ONE, LOGS = ("--nproc", "1"), "script.py/logs"
+STOPPED = ") failed with exit status 5; the other ranks were stopped. The last lines of its output:"
+OOM = "A usual cause is the kernel's out-of-memory killer"
+HAD_ENDED = "failed with exit status 1. rank 1 had ended before with exit status 0: if rank 0 still trained, "
+FAILURES: dict[str, tuple[str, tuple[str, ...], int, list[str]]] = {
+    "success": (HAS_DESCENDANTS, TWO, 0, []),
+    "fails": (
+        FAILS_ON_1,
+        TWO,
+        5,
+        ["lowtide launch: rank 1 of 2 (process ", STOPPED, "\n┌─ rank 1 ─", "\n│ the reason\n└──"],
+    ),
+    "rank_0": ("raise SystemExit(4)", ONE, 4, ["failed with exit status 4. Its output is above.\n"]),
+    "silent": (f"{ON_1}os._exit(6)\ntime.sleep(60)", TWO, 6, ["ranks were stopped. It printed nothing.\n"]),
+    "killed": (f"{ON_1}os.kill(os.getpid(), signal.SIGKILL)", TWO, 137, ["rank 1 of 2", "ended by SIGKILL", OOM]),
+    "crash": (
+        f"{ON_1}import ctypes; ctypes.string_at(0)",
+        TWO,
+        128 + signal.SIGSEGV,
+        ["was ended by SIGSEGV", "Fatal Python error: Segmentation fault"],
+    ),
+    "no_folder": (
+        "",
+        (*ONE, "--log-dir", LOGS),
+        1,
+        ["the ranks cannot be started: ", LOGS, "must exist on every host"],
+    ),
+    "had_ended": (f"{ON_1}os._exit(0)\ntime.sleep(2)\nos._exit(1)", TWO, 1, [HAD_ENDED]),
+    "ignores_sigterm": (IGNORES_SIGTERM, (*TWO, "--grace", "0.5"), 9, ["rank 0 of 2"]),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_job_ends_with_the_status_of_the_rank_that_failed_and_tells_why(tmp_path: Path, name: str) -> None:
+    source, options, expected, told = FAILURES[name]
+    start = time.monotonic()
+    status, _, err = Job(tmp_path, source, *options).finish()
+    assert status == expected and all(text in err for text in told), err
+    assert bool(err) == bool(told)
+    assert (0.5 if name == "ignores_sigterm" else 0.0) <= time.monotonic() - start < 60  # of 600
+
+
+# -- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_gives_its_status(tmp_path: Path, number: signal.Signals) -> None:
+    job = started(tmp_path)
+    folder = records(job)
+    job.launcher.send_signal(number)
+    status, out, err = job.finish()
+    assert status == 128 + number and f"lowtide launch: stopped by {number.name}; no rank is left\n" in err
+    assert ("KeyboardInterrupt" in out) == (number == signal.SIGINT) and not folder.exists()
+
+
+def test_ranks_that_end_well_on_a_signal_give_status_0(tmp_path: Path) -> None:
+    job = started(tmp_path, SAVES_ON_SIGNAL)
+    job.launcher.terminate()
+    assert job.finish() == (0, "", "")
+    assert (tmp_path / "saved0").read_text() == (tmp_path / "saved1").read_text() == "15"
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    job = started(tmp_path, HEARS_SIGTERM, "--grace", "600")
+    job.launcher.terminate()
+    job.wait_for_files("heard0", "heard1")  # a launcher that is slow to take it would take both for the same one
+    time.sleep(0.3)
+    assert job.process.poll() is None
+    job.launcher.terminate()
+    assert job.finish(timeout=60).status == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_reaches_every_rank_once_and_leaves_them_time(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(COUNTS_SIGNALS)
+    ours, theirs = pty.openpty()
+    # The terminal sends signals to the foreground group of the session that it controls.
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", take, *LAUNCH, *TWO, "script.py"]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path
+    ) as process:
+        os.close(theirs)
+        deadline = time.monotonic() + 90
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.write(ours, b"\x03")
+        assert process.wait(90) == 0
+    os.close(ours)
+    assert [(tmp_path / f"count{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+TRAINS = """
+import gc, pathlib, time
+import lowtide
+from tests.kit.models import mlp, vector_batch
+from tests.kit.training import settings
+
+gc.freeze()  # an end that need not go through all of torch is a second shorter
+checkpoint = {"folder": "run", "on_sigterm": True, "async": True}
+with lowtide.initialize(mlp(), settings(3, checkpoint=checkpoint)) as engine:
+    for step in range(2000):
+        engine.train_step(vector_batch(step, 2))
+        if step == 2:
+            pathlib.Path("trains").touch()
+        time.sleep(0.05)
+"""
+
+
+def test_a_signal_to_the_launcher_ends_the_job_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `checkpoint.on_sigterm`. It is saved in the background, and waited for."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    job = Job(tmp_path, TRAINS, "--nproc", "1")
+    job.wait_for_files("trains")
+    job.launcher.terminate()
+    result = job.finish(60)
+    assert result.status == 0, result
+    saved = CheckpointFolder(tmp_path / "run")
+    saved.open().verify()
+    step = saved.open().manifest.step
+    assert 3 <= step < 2000 and saved.tags() == [f"global_step{step}"] and saved.unfinished() == []
+
+
+# -- whoever is killed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("victims", "said"),
+    [
+        (["launcher"], None),
+        (["agent"], "lost the agent of this host: the connection ended (the agent was ended by SIGKILL)"),
+        (["guard"], "the guard of the agent was killed, so the agent ends"),
+        (["launcher", "agent"], None),
+    ],
+    ids=["launcher", "agent", "guard", "launcher_and_agent"],
+)
+def test_whoever_is_killed_nothing_is_left(tmp_path: Path, victims: list[str], said: str | None) -> None:
+    job = started(tmp_path)
+    folder = records(job)
+    for process in [part(job, name) for name in victims]:
+        process.kill()
+    status, _, err = job.end(GONE_SECONDS)
+    job.wait_until_gone(GONE_SECONDS)
+    assert not folder.exists()
+    assert status == (128 + signal.SIGKILL if said is None else 1) and (said or "") in err
+
+
+def test_agent_and_guard_that_are_killed_together_leave_nothing(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    for process in [part(job, name) for name in ("agent", "guard")]:
+        process.kill()
+    assert job.finish(GONE_SECONDS).status == 1
+
+
+def test_records_that_are_left_when_all_are_killed_go_with_the_next_job(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    folder, everyone = records(job), job.processes()
+    for process in everyone:
+        process.suspend()
+    for process in everyone:
+        process.kill()
+    job.end(GONE_SECONDS)
+    job.wait_until_gone(GONE_SECONDS)
+    assert folder.is_dir()
+    (tmp_path / "next").mkdir()
+    assert Job(tmp_path / "next", "", "--nproc", "1").finish().status == 0
+    assert not folder.exists()
+
+
+# -- how much work a launcher makes: in modules and processor time, which other programs do not change much ----------
+
+TIMES_OF_PYTHON = 13.0  # measured: 8 (17 before agents were forked and psutil was imported late)
+HEAVY = {"asyncio", "concurrent", "email.parser", "http", "lowtide.engine", "multiprocessing", "numpy", "psutil"}
+HEAVY |= {"pydantic", "torch", "xml"}
+
+
+def processor_seconds(*command: str) -> float:
+    """Of the command and all that it starts; the least of a few runs."""
+    found = []
+    for _ in range(5):
+        before = os.times()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        found.append(sum(after[2:4]) - sum(before[2:4]))
+    return min(found)
+
+
+def test_a_job_of_one_host_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ok')")
+    code = (
+        "import sys; from lowtide.bin.main import main; status = main(sys.argv[1:]); "
+        "print(*sys.modules, file=sys.stderr); sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, "launch", "--nproc", "1", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "ok\n")
+    modules = done.stderr.split()
+    assert "lowtide.launch.job.launcher" in modules
+    assert {name for name in modules if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY)} == set()
+
+
+def test_a_launcher_takes_little_beside_its_rank_and_its_agent_is_no_second_python(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    own = job.launcher.cmdline()
+    assert [part(job, name).cmdline() for name in ("guard", "agent")] == [own, own]
+    job.launcher.terminate()
+    job.finish()
+    script = tmp_path / "script.py"
+    script.write_text("")
+    python = processor_seconds(sys.executable, str(script))
+    launched = processor_seconds(*LAUNCH, "--nproc", "1", str(script))
+    assert launched < TIMES_OF_PYTHON * python, f"{launched:.3f} s, and {python:.3f} s for the rank alone"

@@ -1,4 +1,4 @@
-"""Plans of experts that ranks share, where routers choose each as often: bytes by domain, and tokens on their way."""
+"""Plans of experts that ranks share, where routers choose each as often: tokens on their way, and refusals."""
 
 from functools import cache
 from math import ceil, comb
@@ -42,18 +42,6 @@ def planner() -> Planner:
         return MetaRun(mixtral(), blueprint.units, blueprint.dtypes, "cuda", None, True, tiles, splits)
 
     return Planner(mixtral(), BASE, machine, runs, IDS, least_tokens=16)
-
-
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_bytes_of_a_rank_are_those_of_its_experts(degree: int, stage: int) -> None:
-    """Experts are divided at every stage; with the states, over all four ranks, as much of them as without."""
-    found = planner().estimate(Choice(expert=degree, stage=stage)).bytes
-    of_experts = LAYERS * EXPERTS * 3 * WIDTH * INNER
-    others = sum(param.numel() for param in mixtral().parameters()) - of_experts
-    numel = others / 4 + of_experts / 4 if stage else others + of_experts / degree
-    assert found["parameter_bytes"] == pytest.approx(2 * numel, rel=0.15 if stage else 0.03)  # whole blocks of 1,024
-    assert found["optimizer_bytes"] == pytest.approx(12 * numel, rel=0.15 if stage else 0.03)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

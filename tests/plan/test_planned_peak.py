@@ -156,6 +156,7 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
     ("experts", 4): {
         "x data, stage 1": small(split(1, 0, 2, {"expert": 2}), "expert gpt"),
         "x data, stage 3": small(split(3, 0, 1, {"expert": 2}), "expert gpt"),
+        "an expert each": Case("expert gpt", split(0, 0, 1, {"expert": 4}), 3),
         # Nine groups are exchanged, of which each of three slots comes to three.
         "x tensor": Case("expert gpt", split(1, 1, 1, {"expert": 2, "tensor": 2}, **COLUMNS, **BF16), 3),
     },

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowtide.huggingface import Accelerator
+from tests.integrations.huggingface.trainings import Sentences, apart, llama, padded, stage
 from tests.kit.models import Mlp, vector_batch
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import refusal
 
 ROWS = 20  # 2 ranks x batches of 3: the last step of an epoch is of two rows a rank
+SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=1e-2)
 
 
 def accelerator_of(config: Any, **options: Any) -> Any:
@@ -25,10 +29,6 @@ def accelerator_of(config: Any, **options: Any) -> Any:
     if config is None:
         return accelerate.Accelerator(cpu=True, **options)
     return Accelerator(lowtide=config, cpu=True, **options)
-
-
-def stage(number: int, **sections: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": number}, **sections}
 
 
 def loop(accelerator: Any, prepared: Any, epochs: int = 2, clips: bool = True) -> list[float]:
@@ -49,18 +49,21 @@ def loop(accelerator: Any, prepared: Any, epochs: int = 2, clips: bool = True) -
     return seen
 
 
-def objects(optimizer: Any = None) -> tuple[Any, ...]:
+def objects(optimizer: Any = ADAMW) -> tuple[Any, ...]:
     torch.manual_seed(3)
     model = Mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model.parameters())
     loader = DataLoader(TensorDataset(*vector_batch(0, ROWS)), batch_size=3, shuffle=True)
-    return model, optimizer, loader
+    return model, optimizer(model.parameters()), loader
 
 
 def prepared_of(accelerator: Any) -> Any:
     model, optimizer, loader = objects()
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 12)
     return accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def state_of(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
 def train(folder: str, configs: list[Any]) -> list[Any]:
@@ -73,29 +76,24 @@ def train(folder: str, configs: list[Any]) -> list[Any]:
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: shown.extend(models))  # noqa: B023
         accelerator.register_load_state_pre_hook(lambda models, folder: shown.extend(models))  # noqa: B023
         accelerator.save_state(f"{folder}/{number}")
-        state = {name: value.clone() for name, value in accelerator.get_state_dict(prepared[0]).items()}
+        state = state_of(accelerator, prepared[0])
         more = loop(accelerator, prepared, 1)
         accelerator.load_state(f"{folder}/{number}")
         again = loop(accelerator, prepared, 1)
         assert config is None or shown == [prepared[0]] * 2
         assert accelerator.unwrap_model(prepared[0]).__class__ is Mlp
-        gathered = [accelerator.gather_for_metrics(y) for x, y in prepared[2]]
-        outcomes.append((seen, state, more, again, sum(map(len, gathered))))
+        num_rows = sum(len(accelerator.gather_for_metrics(y)) for _, y in prepared[2])
+        outcomes.append(([*seen, *more, *again, num_rows], state))
         accelerator.free_memory()
     return outcomes
 
 
 def test_a_loop_trains_saves_and_goes_on_as_over_ddp(ranks: RankPool, tmp_path: Path) -> None:
-    plain, *ours = ranks(2, train, str(tmp_path), [None, *map(stage, range(4))])[0]
-    for outcome in ours:
-        seen, state, more, again, rows = outcome
-        assert seen == pytest.approx(plain[0], abs=1e-6)
-        assert max(float((state[name] - value).abs().max()) for name, value in plain[1].items()) < 1e-6
-        assert more == pytest.approx(plain[2], abs=1e-6)
-        assert again == pytest.approx(plain[3], abs=1e-6)
-        assert rows == ROWS
-    assert ours[0][0] == ours[1][0]
-    assert ours[2][0] == ours[3][0]
+    (numbers, state), *ours = ranks(2, train, str(tmp_path), [None, *map(stage, range(4))])[0]
+    for found, of_ours in ours:
+        assert found == pytest.approx(numbers, abs=1e-6) and found[-1] == ROWS
+        assert apart(of_ours, state) < 1e-6
+    assert ours[0][0] == ours[1][0] and ours[2][0] == ours[3][0]
 
 
 def clip_values(config: Any) -> Any:
@@ -108,58 +106,54 @@ def clip_values(config: Any) -> Any:
                 accelerator.clip_grad_value_(model.parameters(), 0.01)
             optimizer.step()
             optimizer.zero_grad()
-    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    state = state_of(accelerator, model)
     accelerator.free_memory()
     return state
 
 
 def test_gradients_are_clipped_by_value_as_over_ddp(ranks: RankPool) -> None:
     plain, *ours = (ranks(2, clip_values, config)[0] for config in (None, stage(0), stage(3)))
-    for state in ours:
-        assert max(float((state[name] - value).abs().max()) for name, value in plain.items()) < 1e-6
+    assert max(apart(state, plain) for state in ours) < 1e-6
 
 
 def resume(folder: str) -> Any:
     accelerator = accelerator_of(stage(2), gradient_accumulation_steps=2)
     prepared = prepared_of(accelerator)
     accelerator.load_state(folder)
-    return prepared[1].param_groups[0]["lr"], accelerator.get_state_dict(prepared[0])
+    return accelerator.get_state_dict(prepared[0])
 
 
 def test_a_state_loads_at_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     saved = ranks(2, train, str(tmp_path), [stage(3)])[0][0][1]
-    _, found = ranks(1, resume, str(tmp_path / "0"))[0]
-    assert all(torch.equal(found[name], value) for name, value in saved.items())
+    assert apart(ranks(1, resume, str(tmp_path / "0"))[0], saved) == 0
 
 
-def train_by_config(folder: str, config: Any) -> list[float]:
+def train_by_config(config: Any) -> list[float]:
     accelerator = accelerator_of(config, mixed_precision="bf16")
     assert accelerator.mixed_precision == "bf16"
     model, optimizer, loader = objects(lambda params: DummyOptim(params, lr=1e-2, weight_decay=0.1))
     schedule = DummyScheduler(optimizer, total_num_steps=12, warmup_num_steps=3)
-    prepared = accelerator.prepare(model, optimizer, loader, schedule)
-    seen = loop(accelerator, prepared, 1, clips=False)
-    lrs = seen[1::2]
+    seen = loop(accelerator, accelerator.prepare(model, optimizer, loader, schedule), 1, clips=False)
     accelerator.end_training()
-    return lrs
+    return seen[1::2]
 
 
-def test_optimizer_and_schedule_may_be_the_configs(ranks: RankPool, tmp_path: Path) -> None:
+def test_optimizer_and_schedule_may_be_the_configs(ranks: RankPool) -> None:
     params = dict.fromkeys(("lr", "weight_decay"), "auto")
     steps = dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     config = stage(3, optimizer={"type": "AdamW", "params": params}, gradient_clipping=0.5)
     config["scheduler"] = {"type": "WarmupDecayLR", "params": {**steps, "warmup_type": "linear"}}
-    lrs = ranks(2, train_by_config, str(tmp_path), config)[0]
-    assert lrs == pytest.approx([0, 0, 1e-2 / 3, 2e-2 / 3])  # DeepSpeed's warm-up begins with two steps at 0
+    rates = ranks(2, train_by_config, config)[0]
+    assert rates == pytest.approx([0, 0, 1e-2 / 3, 2e-2 / 3])  # DeepSpeed's warm-up begins with two steps at 0
 
 
-def two_models() -> tuple[float, float, list[str]]:
+@on_ranks(2)
+def test_a_teacher_stands_beside_what_is_trained() -> None:
     """A student with an optimizer, and a teacher without one."""
     accelerator = accelerator_of(stage(3))
     torch.manual_seed(1)
     teacher, student = nn.Linear(5, 5), nn.Linear(5, 5)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    found, learns, optimizer = accelerator.prepare(teacher, student, optimizer)
+    found, learns, optimizer = accelerator.prepare(teacher, student, SGD(student.parameters()))
     losses = []
     for _ in range(8):
         x = torch.randn(4, 5)
@@ -167,32 +161,61 @@ def two_models() -> tuple[float, float, list[str]]:
         accelerator.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
-    kinds = [type(one).__name__ for one in (found, learns)]
-    return losses[0], losses[-1], kinds
+    assert [type(one).__name__ for one in (found, learns)] == ["Engine", "Engine"] and losses[-1] < losses[0]
 
 
-def test_a_teacher_stands_beside_what_is_trained(ranks: RankPool) -> None:
-    first, last, kinds = ranks(2, two_models)[0]
-    assert last < first
-    assert kinds == ["Engine", "Engine"]
+@on_ranks(2)
+def test_ranks_may_have_different_numbers_of_batches() -> None:
+    weights = []
+    for number in (0, 3):
+        accelerator = accelerator_of(stage(number))
+        torch.manual_seed(1)
+        model = nn.Linear(5, 1)
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters()))
+        with accelerator.join_uneven_inputs([model]):
+            for _ in range(2 + accelerator.process_index):
+                accelerator.backward(model(torch.ones(2, 5)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+        accelerator.free_memory()
+    assert weights[0].keys() == weights[1].keys() or accelerator.process_index
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def uneven(config: Any) -> Any:
-    accelerator = accelerator_of(config)
-    torch.manual_seed(1)
-    model = nn.Linear(5, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with accelerator.join_uneven_inputs([model]):
-        for _ in range(2 + accelerator.process_index):
-            accelerator.backward(model(torch.ones(2, 5)).mean())
+def loop_over_layers(parallel: dict[str, int] | None) -> Any:
+    """What a loop sees: losses, norms and rates, what is collected of the ranks, and the state."""
+    accelerator = accelerator_of(parallel and stage(2, parallel=parallel), gradient_accumulation_steps=2)
+    model = llama(num_key_value_heads=2)
+    optimizer = SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
+    loader: Any = DataLoader(Sentences(10), batch_size=2, collate_fn=padded)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    seen, rows, names = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
-    return model.state_dict()["weight"] if accelerator.process_index == 0 else model.state_dict()
+        seen += [float(accelerator.gather(loss.detach()).mean()), scheduler.get_last_lr()[0]]
+        seen += [float(accelerator.reduce(loss.detach())), float(accelerator.reduce(loss.detach(), "mean"))]
+        rows += accelerator.gather_for_metrics(batch["input_ids"]).tolist()
+        names += accelerator.gather_for_metrics([str(row.tolist()) for row in batch["input_ids"]])
+    with accelerator.split_between_processes(list(range(5))) as own:
+        parts = accelerator.gather_for_metrics([own], use_gather_object=True)
+    state = state_of(accelerator, model)
+    accelerator.free_memory()
+    return seen, (rows, names, parts), state
 
 
-def test_ranks_may_have_different_numbers_of_batches(ranks: RankPool) -> None:
-    first, other = (ranks(2, uneven, stage(number))[0] for number in (0, 3))
-    assert torch.equal(first, other)
+def test_data_is_divided_over_those_that_have_other_data(ranks: RankPool) -> None:
+    plain, ours = ranks(2, loop_over_layers, None)[0], ranks(4, loop_over_layers, {"tensor": 2})[0]
+    assert ours[0] == pytest.approx(plain[0], abs=1e-6) and ours[1] == plain[1]
+    assert apart(ours[2], plain[2]) < 1e-6
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -201,75 +224,84 @@ class ScheduleFree(torch.optim.SGD):
     def train(self) -> None: ...
 
 
-def _one(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return SGD(model.parameters())
 
 
-def refusal(case: str) -> None:
-    if case == "fp8":
-        accelerator_of(stage(3), mixed_precision="fp8")
-    if case == "parallelism":
-        plain = accelerate.ParallelismConfig(dp_replicate_size=1)
-        accelerator_of(stage(3), parallelism_config=plain)
-    if case == "precision":
-        accelerator_of(stage(3, bf16={"enabled": False}), mixed_precision="bf16")
-    if case == "accumulation":
-        accelerator_of(stage(3, gradient_accumulation_steps=4))
-    accelerator = accelerator_of(stage(3))
-    model = Mlp()
-    if case == "apart":
-        accelerator.prepare(model)
-        accelerator.prepare(_one(model))
-    if case == "twice":
-        accelerator.prepare(model, _one(model), _one(model))
-    if case == "modes":
-        accelerator.prepare(model, ScheduleFree(model.parameters(), lr=0.1))
-    if case == "dummy":
-        accelerator.prepare(model, DummyOptim(model.parameters()))
-    if case == "dummy schedule":
-        optimizer = _one(model)
-        accelerator.prepare(model, optimizer, DummyScheduler(optimizer))
-    if case == "groups":
-        accelerator = accelerator_of(stage(3, optimizer={"type": "AdamW", "params": {"lr": 1.0}}))
-        accelerator.prepare(model, DummyOptim([{"params": list(model.parameters())}]))
-    if case == "batch":
-        accelerator = accelerator_of(stage(3, train_micro_batch_size_per_gpu=5))
-        accelerator.prepare(*objects())
-    _, optimizer = accelerator.prepare(model, _one(model))
-    if case == "compiled twice":
-        accelerator = accelerator_of(stage(3, compile={"blocks": True}), dynamo_backend="eager")
-        accelerator.prepare(*objects())
-    if case == "some":
-        accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0)
-    if case == "closure":
-        optimizer.step(lambda: 0.0)
+def with_modes(model: nn.Module) -> torch.optim.Optimizer:
+    return ScheduleFree(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("fp8", 'mixed_precision: expected "no", "bf16" or "fp16" with lowtide, found "fp8"'),
-        ("precision", "found false, but mixed_precision='bf16'; there is one compute dtype"),
-        ("accumulation", "(Accelerator(gradient_accumulation_steps)), found 4"),
-        ("parallelism", "expected only lowtide to divide the model, found a parallelism_config too"),
-        ("apart", "expected the optimizer in the same call as its model"),
-        ("twice", "expected one optimizer for a model, found 2"),
-        ("modes", "expected an optimizer without modes, found ScheduleFree"),
-        ("dummy", "a DummyOptim needs an optimizer in the config, found none"),
-        ("dummy schedule", "a DummyScheduler needs a scheduler in the config, found none"),
-        ("groups", "expected a DummyOptim over parameters, found parameter groups"),
-        ("batch", 'expected "auto" or 3 (the data loader), found 5'),
-        (
-            "compiled twice",
-            "compile: found both the section in the config and torch_compile (or a dynamo_backend) in the",
-        ),
-        ("some", "of them. Pass model.parameters()"),
-        ("closure", "optimizer.step(): expected no closure, found one"),
-    ],
-)
-def test_what_cannot_hold_is_an_error(ranks: RankPool, case: str, text: str) -> None:
-    (failed,) = ranks.fails(1, refusal, case)
-    assert text in failed.text
+def dummy(model: nn.Module) -> DummyOptim:
+    return DummyOptim(model.parameters())
+
+
+def dummy_groups(model: nn.Module) -> DummyOptim:
+    return DummyOptim([{"params": list(model.parameters())}])
+
+
+def dummy_schedule(model: nn.Module) -> DummyScheduler:
+    return DummyScheduler(sgd(model))
+
+
+def rows_of_3(_: nn.Module) -> DataLoader[Any]:
+    loader: DataLoader[Any] = objects()[2]
+    return loader
+
+
+PLAIN = accelerate.ParallelismConfig(dp_replicate_size=1)
+OF_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[Callable[[nn.Module], Any], ...]]] = {
+    # Sections of the config, options of the Accelerator, and what is prepared beside the model.
+    'mixed_precision: expected "no", "bf16" or "fp16" with lowtide, found "fp8"': ({}, {"mixed_precision": "fp8"}, ()),
+    "found false, but mixed_precision='bf16'; there is one compute dtype": (
+        {"bf16": {"enabled": False}},
+        {"mixed_precision": "bf16"},
+        (),
+    ),
+    "(Accelerator(gradient_accumulation_steps)), found 4": ({"gradient_accumulation_steps": 4}, {}, ()),
+    "expected only lowtide to divide the model, found a parallelism_config too": (
+        {},
+        {"parallelism_config": PLAIN},
+        (),
+    ),
+    "expected one optimizer for a model, found 2": ({}, {}, (sgd, sgd)),
+    "expected an optimizer without modes, found ScheduleFree": ({}, {}, (with_modes,)),
+    "a DummyOptim needs an optimizer in the config, found none": ({}, {}, (dummy,)),
+    "a DummyScheduler needs a scheduler in the config, found none": ({}, {}, (sgd, dummy_schedule)),
+    "expected a DummyOptim over parameters, found parameter groups": (OF_CONFIG, {}, (dummy_groups,)),
+    'expected "auto" or 3 (the data loader), found 5': ({"train_micro_batch_size_per_gpu": 5}, {}, (sgd, rows_of_3)),
+    "compile: found both the section in the config and torch_compile (or a dynamo_backend) in the": (
+        {"compile": {"blocks": True}},
+        {"dynamo_backend": "eager"},
+        (sgd,),
+    ),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_hold_is_an_error(said: str) -> None:
+    sections, options, makers = REFUSED[said]
+
+    def prepare() -> None:
+        accelerator, model = accelerator_of(stage(3, **sections), **options), Mlp()
+        accelerator.prepare(model, *(make(model) for make in makers))
+
+    assert said in refusal(prepare)
+
+
+@on_ranks(1)
+def test_objects_of_a_loop_are_used_together() -> None:
+    accelerator, model = accelerator_of(stage(3)), Mlp()
+    prepared, optimizer = accelerator.prepare(model, sgd(model))
+    some = list(prepared.parameters())[:2]
+    assert "of them. Pass model.parameters()" in refusal(accelerator.clip_grad_norm_, some, 1.0)
+    assert "optimizer.step(): expected no closure, found one" in refusal(optimizer.step, lambda: 0.0)
+    other = Mlp()
+    accelerator.prepare(other)
+    said = "expected the optimizer in the same call as its model"
+    assert said in refusal(accelerator.prepare, sgd(other))
 
 
 def test_names_in_docstrings_can_be_imported() -> None:

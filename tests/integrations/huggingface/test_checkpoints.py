@@ -11,41 +11,30 @@ import transformers
 from safetensors.torch import load_file
 
 from lowtide.checkpoint.folder import CheckpointFolder
-from tests.integrations.huggingface.test_parity import adapted
-from tests.integrations.huggingface.trainings import Outcome, closed, outcome_of, stage, trainer
-from tests.kit.ranks import RankPool
+from tests.integrations.huggingface.trainings import (
+    Outcome,
+    adapted,
+    apart,
+    closed,
+    is_first,
+    outcome_of,
+    stage,
+    trained,
+    trainer,
+)
+from tests.kit.ranks import RankPool, on_ranks
 
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-BEST = {
-    **EVERY_STEP,
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "worth",
-    "greater_is_better": True,
-}
+BEST = {**EVERY_STEP, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+BEST |= {"metric_for_best_model": "worth", "greater_is_better": True}
 
 
-def run(folder: str, config: Any, options: dict[str, Any], resume: str | None = None, **given: Any) -> Outcome:
-    made = trainer(folder, config, options, **given)
-    made.train(resume_from_checkpoint=resume)
-    made.save_model(f"{folder}/model")
-    outcome = outcome_of(made)
-    closed(made)
-    return outcome
-
-
-def worth(predictions: Any) -> dict[str, float]:
-    """Best in the first evaluation."""
-    worth.calls += 1  # type: ignore[attr-defined]  # a counter on the function
-    return {"worth": 1.0 / worth.calls}  # type: ignore[attr-defined]
-
-
-def run_best(folder: str, config: Any, options: dict[str, Any], with_adapters: bool) -> Outcome:
+def run_best(folder: str, options: dict[str, Any], with_adapters: bool) -> Outcome:
     """Of a training that takes up the best model, which is that of the first step."""
-    worth.calls = 0  # type: ignore[attr-defined]
+    worth = iter((1.0, 0.5, 0.2))
     given: dict[str, Any] = {"model": adapted()} if with_adapters else {}
-    return run(folder, config, {**BEST, **options}, compute_metrics=worth, **given)
+    given["compute_metrics"] = lambda _: {"worth": next(worth)}
+    return trained(folder, stage(3), {**BEST, **options}, **given)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -54,33 +43,31 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_training_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path, number: int) -> None:
-    whole = ranks(2, run, str(tmp_path), stage(number), EVERY_STEP)[0]
-    resumed = ranks(2, run, str(tmp_path / "again"), stage(number), EVERY_STEP, str(tmp_path / "checkpoint-1"))[0]
+    whole = ranks(2, trained, str(tmp_path), stage(number), EVERY_STEP)[0]
+    resumed = ranks(2, trained, str(tmp_path / "again"), stage(number), EVERY_STEP, str(tmp_path / "checkpoint-1"))[0]
     assert resumed.logged("loss") == whole.logged("loss")
     assert same(resumed.state, whole.state)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_training_goes_on_with_another_number_of_ranks(
-    ranks: RankPool, tmp_path: Path, before: int, after: int
-) -> None:
+def test_a_training_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     """Batches of eight on all ranks together; their samples are in another order within each."""
-    config = {**stage(3), "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    config = stage(3, optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}})
     halves = [{**EVERY_STEP, "per_device_train_batch_size": 8 // count} for count in (before, after)]
-    whole = ranks(before, run, str(tmp_path), config, halves[0])[0]
-    resumed = ranks(after, run, str(tmp_path / "again"), config, halves[1], str(tmp_path / "checkpoint-1"))[0]
+    whole = ranks(before, trained, str(tmp_path), config, halves[0])[0]
+    resumed = ranks(after, trained, str(tmp_path / "again"), config, halves[1], str(tmp_path / "checkpoint-1"))[0]
     assert resumed.logged("loss") == pytest.approx(whole.logged("loss"), abs=1e-5)
     assert resumed.logged("learning_rate") == whole.logged("learning_rate")
-    assert max(float((resumed.state[key] - whole.state[key]).abs().max()) for key in whole.state) < 1e-5
+    assert apart(resumed.state, whole.state) < 1e-5
 
 
 def test_a_saved_model_is_whole(ranks: RankPool, tmp_path: Path) -> None:
-    config = {**stage(3), "bf16": {"enabled": True}}
-    trained = ranks(2, run, str(tmp_path), config, EVERY_STEP)[0]
+    config = stage(3, bf16={"enabled": True})
+    outcome = ranks(2, trained, str(tmp_path), config, EVERY_STEP, saves=True)[0]
     assert {"model.safetensors", "config.json", "training_args.bin"} <= set(os.listdir(tmp_path / "model"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.dtype == torch.bfloat16
-    assert same(dict(loaded.state_dict()), trained.state)
+    assert same(dict(loaded.state_dict()), outcome.state)
     assert CheckpointFolder(tmp_path / "checkpoint-3").tags() == ["global_step3"]
 
 
@@ -89,44 +76,36 @@ def test_a_saved_model_is_whole(ranks: RankPool, tmp_path: Path) -> None:
 def test_the_best_model_is_taken_up_at_the_end(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any], with_adapters: bool
 ) -> None:
-    best = ranks(2, run_best, str(tmp_path), stage(3), options, with_adapters)[0]
+    best = ranks(2, run_best, str(tmp_path), options, with_adapters)[0]
     name = "adapter_model.safetensors" if with_adapters else "model.safetensors"
     saved = load_file(tmp_path / "checkpoint-1" / name)
-    last = load_file(tmp_path / "checkpoint-3" / name)
     found = {key: best.state.get(key, best.state.get(key.replace(".weight", ".default.weight"))) for key in saved}
-    assert same(found, saved)
-    assert not same(last, saved)
-    if with_adapters:
-        assert all("lora" in key for key in saved)
+    assert same(found, saved) and not same(load_file(tmp_path / "checkpoint-3" / name), saved)
+    assert all("lora" in key for key in saved) or not with_adapters
 
 
 def test_a_saved_model_alone_is_begun_with(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, run, str(tmp_path), stage(3), {**EVERY_STEP, "save_only_model": True})
-    resumed = ranks(2, run, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-2"))[0]
+    ranks(2, trained, str(tmp_path), stage(3), {**EVERY_STEP, "save_only_model": True})
+    resumed = ranks(2, trained, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-2"))[0]
     assert len(resumed.logged("loss")) == 3
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, run, str(tmp_path), None, EVERY_STEP)
-    failed = ranks.fails(2, run, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-2"))
-    text = (
-        "expected a checkpoint of lowtide's Trainer, with a folder global_stepN, found optimizer.pt of another Trainer"
-    )
-    assert all(text in rank.text for rank in failed)
+    ranks(2, trained, str(tmp_path), None, EVERY_STEP)
+    failed = ranks.fails(2, trained, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-2"))
+    said = "expected a checkpoint of lowtide's Trainer, with a folder global_stepN, found optimizer.pt of another Train"
+    assert all(said in rank.text for rank in failed)
 
 
-def save_adapters(folder: str) -> dict[str, torch.Tensor]:
-    made = trainer(folder, stage(3), {"max_steps": 1}, model=adapted())
+@on_ranks(2)
+def test_adapters_are_saved_without_the_base(tmp_path: Path) -> None:
+    made = trainer(str(tmp_path), stage(3), {"max_steps": 1}, model=adapted())
     made.train()
     with mock.patch.object(type(made.engine), "state_dict", side_effect=AssertionError("the base was gathered")):
-        made.save_model(f"{folder}/saved")
+        made.save_model(str(tmp_path / "saved"))
     state = outcome_of(made).state
     closed(made)
-    return state
-
-
-def test_adapters_are_saved_without_the_base(ranks: RankPool, tmp_path: Path) -> None:
-    state = ranks(2, save_adapters, str(tmp_path))[0]
-    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    assert same(saved, {key.replace(".default", ""): value for key, value in state.items() if "lora" in key})
-    assert {"README.md", "adapter_config.json", "training_args.bin"} <= set(os.listdir(tmp_path / "saved"))
+    if is_first():
+        saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+        assert same(saved, {key.replace(".default", ""): value for key, value in state.items() if "lora" in key})
+        assert {"README.md", "adapter_config.json", "training_args.bin"} <= set(os.listdir(tmp_path / "saved"))

@@ -3,10 +3,10 @@
 import copy
 import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -15,8 +15,18 @@ from torch._dynamo.utils import counters
 
 import lowtide
 import lowtide.huggingface
-from tests.integrations.huggingface.trainings import Outcome, closed, llama, outcome_of, stage, trainer
-from tests.kit.ranks import RankPool
+from tests.integrations.huggingface.trainings import (
+    Outcome,
+    adapted,
+    closed,
+    differences,
+    is_first,
+    stage,
+    trained,
+    trainer,
+)
+from tests.kit.compiling import with_a_new_compiler
+from tests.kit.ranks import RankPool, on_ranks
 
 OF_COMPILER = "The .grad attribute of a Tensor that is not a leaf"  # says torch's compiler when it looks at an input
 
@@ -26,9 +36,7 @@ class Doubles:
 
     loss_is_scaled_for_ga = False
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
         loss = outputs.loss + outputs.logits.square().mean()
         return (loss, outputs) if return_outputs else loss
@@ -49,16 +57,6 @@ def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     loss = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return loss / num_items_in_batch
-
-
-def adapted() -> nn.Module:
-    warnings.filterwarnings(  # of transformers, for what peft still asks it by the older name
-        "ignore",
-        "`is_gradient_checkpointing` is deprecated",
-        FutureWarning,
-        "peft.peft_model|transformers.modeling_utils",
-    )
-    return peft.get_peft_model(llama(), peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.2))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -86,40 +84,27 @@ CASES: dict[str, dict[str, Any]] = {
 GIVEN = ("kind", "compute_loss_func", "model")  # to the Trainer itself
 
 
-def train(folder: str, config: Any, case: dict[str, Any]) -> Outcome:
+def train(folder: Path, config: Any, case: dict[str, Any]) -> Outcome:
     case = copy.deepcopy(case)  # accelerate writes into its part
     if "torch_compile" in case:
         warnings.filterwarnings("ignore", OF_COMPILER, UserWarning)
         if config is None:  # torch's compiler fails on what DistributedDataParallel returns here
             case = {key: value for key, value in case.items() if not key.startswith("torch_compile")}
-    given = {key: case[key] for key in GIVEN if key in case}
+    given = {key: case.pop(key) for key in GIVEN if key in case}
     if "model" in given:
         given["model"] = given["model"]()
-    made = trainer(folder, config, {key: value for key, value in case.items() if key not in GIVEN}, **given)
-    outcome = outcome_of(made, made.train())
-    closed(made)
-    return outcome
+    return trained(str(folder), config, case, **given)
 
 
-def train_one(folder: str, name: str, stages: tuple[int, ...]) -> list[Outcome]:
+@on_ranks(2, timeout=120)
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_over_ddp_at_every_stage(tmp_path: Path, name: str) -> None:
+    stages = {"accumulation": (0, 1, 2, 3), "checkpointing": (0, 3)}.get(name, (3 - list(CASES).index(name) % 4,))
     # Epsilon well above the last bit of a gradient near zero: AdamW makes a whole step of whatever its sign is.
     case = {"max_steps": 3, "adam_epsilon": 1e-4, **CASES[name]}
-    return [train(folder, config, case) for config in (None, *map(stage, stages))]
-
-
-def differences(one: Outcome, other: Outcome) -> float:
-    """The largest in losses, norms and learning rates of the log, and in the weights."""
-    keys = ("loss", "grad_norm", "learning_rate", "train_loss", "total_flos")
-    numbers = [abs(a - b) for key in keys for a, b in zip(one.logged(key), other.logged(key), strict=True)]
-    assert one.logged("loss")
-    assert one.state.keys() == other.state.keys()
-    return max([*numbers, *(float((one.state[key] - other.state[key]).abs().max()) for key in one.state)])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_over_ddp_at_every_stage(ranks: RankPool, tmp_path: Any, name: str) -> None:
-    stages = {"accumulation": (0, 1, 2, 3), "checkpointing": (0, 3)}.get(name, (3 - list(CASES).index(name) % 4,))
-    plain, *ours = ranks(2, train_one, str(tmp_path), name, stages)[0]
+    plain, *ours = [train(tmp_path, config, case) for config in (None, *map(stage, stages))]
+    if not is_first():
+        return
     assert max(differences(plain, one) for one in ours) < 1e-6
     # gradients of microbatches are added up before the ranks' at stages 0 and 1, after it at 2 and 3
     for same in (ours[:2], ours[2:]):
@@ -136,41 +121,31 @@ class Graphs(transformers.TrainerCallback):
         self.seen.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
 
 
-def train_compiled(folder: str) -> tuple[list[tuple[int, int]], bool]:
-    warnings.filterwarnings("ignore", OF_COMPILER, UserWarning)
-    torch._dynamo.reset()
-    counters.clear()
+@on_ranks(2)
+def test_torch_compile_is_that_of_blocks_and_makes_nothing_anew(tmp_path: Path) -> None:
+    with_a_new_compiler()
     graphs = Graphs()
     options = {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 2, "eval_strategy": "epoch"}
-    made = trainer(folder, stage(3), options, callbacks=[graphs])
+    made = trainer(str(tmp_path), stage(3), options, callbacks=[graphs])
     made.train()
-    blocks = made.engine.config.compile.blocks
+    assert made.engine.config.compile.blocks
     closed(made)
-    return graphs.seen, blocks
-
-
-def test_torch_compile_is_that_of_blocks_and_makes_nothing_anew(ranks: RankPool, tmp_path: Any) -> None:
-    seen, blocks = ranks(2, train_compiled, str(tmp_path))[0]
-    assert blocks
-    assert len(seen) == 6
-    assert {one[1] for one in seen} == {0}
-    assert seen[1:3] == [seen[0]] * 2  # the evaluation behind the third step makes a graph of its own
-    assert seen[3:] == [seen[3]] * 3
+    assert {breaks for _, breaks in graphs.seen} == {0}
+    first, behind = graphs.seen[0], graphs.seen[3]  # the evaluation behind the third step makes a graph of its own
+    assert graphs.seen == [first] * 3 + [behind] * 3
 
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train_in(folder: str, precision: str) -> list[Outcome]:
-    return [train(folder, stage(number), {precision: True, "num_train_epochs": 2}) for number in (0, 3)]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("precision", HALF)
-def test_stages_agree_in_16_bits(ranks: RankPool, tmp_path: Any, precision: str) -> None:
-    first, other = ranks(2, train_in, str(tmp_path), precision)[0]
-    assert first.logged("loss")[-1] < first.logged("loss")[0]
-    assert differences(first, other) == 0
-    assert {value.dtype for value in first.state.values()} == {HALF[precision]}
+def test_stages_agree_in_16_bits(tmp_path: Path, precision: str) -> None:
+    options = {precision: True, "num_train_epochs": 2}
+    first, other = (train(tmp_path, stage(number), options) for number in (0, 3))
+    if is_first():
+        assert first.logged("loss")[-1] < first.logged("loss")[0] and differences(first, other) == 0
+        assert {value.dtype for value in first.state.values()} == {HALF[precision]}
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -180,23 +155,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "updates in the backward": {"zero_optimization": {"stage": 3, "update_in_backward": True}},
     "the config clips": {"gradient_clipping": "auto"},
 }
-
-
 UNCLIPPED = {"max_grad_norm": 0.0}
 
 
-def train_ways(folder: str) -> tuple[list[Outcome], dict[str, Outcome]]:
-    """As it is, with gradients that are clipped and not; then in each way."""
-    ways = json.loads(json.dumps(WAYS).replace("{}", folder))
-    plain = [train(folder, stage(3), case) for case in ({}, UNCLIPPED)]
-    cases = {name: UNCLIPPED if "update_in_backward" in str(way) else {} for name, way in ways.items()}
-    return plain, {name: train(folder, {**stage(3), **way}, cases[name]) for name, way in ways.items()}
-
-
-def test_it_trains_alike_on_every_way(ranks: RankPool, tmp_path: Any) -> None:
-    (clipped, unclipped), found = ranks(2, train_ways, str(tmp_path))[0]
-    for name, outcome in found.items():
-        assert differences(outcome, unclipped if name == "updates in the backward" else clipped) == 0, name
+@on_ranks(2, timeout=120)
+def test_it_trains_alike_on_every_way(tmp_path: Path) -> None:
+    clipped, unclipped = (train(tmp_path, stage(3), case) for case in ({}, UNCLIPPED))
+    for name, way in json.loads(json.dumps(WAYS).replace("{}", str(tmp_path))).items():
+        is_unclipped = name == "updates in the backward"
+        found = train(tmp_path, {**stage(3), **way}, UNCLIPPED if is_unclipped else {})
+        assert not is_first() or differences(found, unclipped if is_unclipped else clipped) == 0, name
 
 
 def test_where_the_norm_is_only_looked_at_no_gradient_is_clipped_however_large() -> None:
@@ -211,10 +179,6 @@ def test_where_the_norm_is_only_looked_at_no_gradient_is_clipped_however_large()
         assert float(engine.state_dict()["weight"]) == -1e12
 
 
-def train_by_shape(folder: str) -> None:
-    train(folder, stage(3), {"optim": "adafactor"})
-
-
-def test_an_optimizer_that_cannot_be_divided_is_refused_before_the_first_step(ranks: RankPool, tmp_path: Any) -> None:
-    (failed,) = ranks.fails(1, train_by_shape, str(tmp_path))
+def test_an_optimizer_that_cannot_be_divided_is_refused_before_the_first_step(ranks: RankPool, tmp_path: Path) -> None:
+    (failed,) = ranks.fails(1, trained, str(tmp_path), stage(3), {"optim": "adafactor"})
     assert "expected a torch optimizer that updates each element by itself, found Adafactor" in failed.text

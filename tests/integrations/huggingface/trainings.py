@@ -1,17 +1,21 @@
 """Small trainings with the Trainer, on ranks: with lowtide, and without it as DistributedDataParallel has them."""
 
 import os
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import peft
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import lowtide.huggingface
+from tests.kit.training import rank_and_world
 
 NUM_TOKENS = 61
 LENGTH = 6
@@ -25,9 +29,22 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama() -> nn.Module:
+def llama(**sizes: Any) -> nn.Module:
     torch.manual_seed(5)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=NUM_TOKENS, pad_token_id=0, **SIZES))
+    config = transformers.LlamaConfig(vocab_size=NUM_TOKENS, pad_token_id=0, **{**SIZES, **sizes})
+    return transformers.LlamaForCausalLM(config)
+
+
+def mixtral() -> nn.Module:
+    torch.manual_seed(5)
+    config = transformers.MixtralConfig(vocab_size=NUM_TOKENS, pad_token_id=0, num_local_experts=4, **SIZES)
+    return transformers.MixtralForCausalLM(config)
+
+
+def adapted() -> nn.Module:
+    message = "`is_gradient_checkpointing` is deprecated"  # of transformers, for what peft still asks by the older name
+    warnings.filterwarnings("ignore", message, FutureWarning, "peft.peft_model|transformers.modeling_utils")
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], lora_dropout=0.2))
 
 
 class Sentences(Dataset[dict[str, Any]]):
@@ -98,8 +115,8 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
 
-def stage(number: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": number}}
+def stage(number: int, **sections: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": number}, **sections}
 
 
 def full_state(trainer: Any) -> dict[str, Tensor]:
@@ -117,3 +134,34 @@ def closed(trainer: Any) -> None:
     """Ends the engines of a Trainer, so that the next one of this process begins anew."""
     if getattr(trainer, "engine", None) is not None:
         trainer.accelerator.release()
+
+
+def trained(
+    folder: str, config: Any, options: dict[str, Any], resume: str | None = None, saves: bool = False, **given: Any
+) -> Outcome:
+    """Of a whole training, as `trainer` makes it. resume: a checkpoint. saves: the model, in folder/model."""
+    made = trainer(folder, config, options, **given)
+    outcome = outcome_of(made, made.train(resume_from_checkpoint=resume))
+    if saves:
+        made.save_model(f"{folder}/model")
+    closed(made)
+    return outcome
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, which alone has the whole weights."""
+    return rank_and_world()[0] == 0
+
+
+def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The largest difference between weights."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - value).abs().max()) for name, value in other.items())
+
+
+def differences(one: Outcome, other: Outcome) -> float:
+    """The largest in losses, norms and learning rates of the log, and in the weights."""
+    keys = ("loss", "grad_norm", "learning_rate", "train_loss", "total_flos")
+    numbers = [abs(a - b) for key in keys for a, b in zip(one.logged(key), other.logged(key), strict=True)]
+    assert one.logged("loss")
+    return max([*numbers, apart(one.state, other.state)])

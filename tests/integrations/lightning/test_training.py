@@ -1,13 +1,15 @@
 """A fit with a strategy of ours is one with Lightning's own DDP, whatever of the Trainer is used."""
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.integrations.lightning.modules import lightning, loader, module, trainer
-from tests.kit.ranks import RankError, RankPool
+from tests.integrations.lightning.modules import closed, fitted, lightning, loader, module, trainer
+from tests.kit.ranks import RankError, RankPool, on_ranks
+from tests.kit.training import refusal
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -19,110 +21,199 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def world_size() -> int:
-    return dist.get_world_size()  # Lightning takes the variable out of the environment
-
-
-def strategy_of(name: str, **config: Any) -> Any:
-    if name == "ddp" or not config:
-        return name
+def strategy_of(**options: Any) -> Any:
+    """Once Lightning is imported."""
     from lowtide.lightning import LowtideStrategy
 
-    stage = int(name.rpartition("_")[2])
-    return LowtideStrategy(config={"zero_optimization": {"stage": stage}, **config})
+    return LowtideStrategy(**options)
 
 
-def fitted(strategy: str, how: dict[str, Any], options: dict[str, Any], config: dict[str, Any]) -> list[float]:
-    """The losses of this rank's microbatches, then the mean of a validation."""
+def fitted_each(how: dict[str, Any], options: dict[str, Any], stages: tuple[int, ...]) -> list[list[float]]:
+    """With DDP, and at each stage; over sockets at stage 3."""
     pl = lightning()
-    made = module(pl, **how)
-    runner = trainer(pl, strategy_of(strategy, **config), world_size(), **options)
-    runner.fit(made, loader(), loader())
-    result = [*made.losses, float(runner.callback_metrics["valid"])]
-    if strategy != "ddp":
-        runner.strategy.engine.close()
-    return result
-
-
-def fitted_each(how: dict[str, Any], options: dict[str, Any], ways: list[tuple[str, Any]]) -> list[list[float]]:
-    expected = fitted("ddp", {**how, "on_meta": False}, options, {})
-    return [expected, *(fitted(strategy, how, options, config) for strategy, config in ways)]
+    found = [fitted(trainer(pl, "ddp", **options), module(pl, **{**how, "on_meta": False}))]
+    sockets: dict[str, Any] = {"zero_optimization": {"stage": 3}, "communication": {"transport": "sockets"}}
+    for stage in stages:
+        strategy = strategy_of(config=sockets) if stage == 3 else f"lowtide_stage_{stage}"
+        found.append(fitted(trainer(pl, strategy, **options), module(pl, **how)))
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_ddp_at_every_stage(ranks: RankPool, way: str) -> None:
     how, options = WAYS[way]
     stages = (1, 2, 3) if way in ("plain", "accumulated") else (1, 3)
-    transports: dict[int, dict[str, Any]] = {3: {"communication": {"transport": "sockets"}}}
-    ways = [(f"lowtide_stage_{stage}", transports.get(stage, {})) for stage in stages]
-    for expected, *found in ranks(2, fitted_each, how, options, ways):
-        for one in found:
-            torch.testing.assert_close(torch.tensor(one), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    for expected, *found in ranks(2, fitted_each, how, options, stages):
+        torch.testing.assert_close(found, [expected] * len(stages), rtol=1e-6, atol=1e-6)
         # stage 1 adds gradients of microbatches up before those of ranks, stages 2 and 3 after
         same = found[1:] if "accumulate" in str(options) or "manual" in how else found
         assert all(one == same[0] for one in same)
 
 
-def refused(strategy: Any, how: dict[str, Any], options: dict[str, Any]) -> str:
-    try:
-        pl = lightning()
-        if isinstance(strategy, dict):
-            from lowtide.lightning import LowtideStrategy
-
-            strategy = LowtideStrategy(**strategy)
-        callbacks = [getattr(pl.callbacks, name)(*args) for name, *args in options.pop("callbacks", [])]
-        trainer(pl, strategy, world_size(), callbacks=callbacks, **options).fit(module(pl, **how), loader(), loader())
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "nothing"
+# -- other ways into a fit: each a function from a strategy to losses -------------------------------------------------
 
 
-REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
-    (
-        "optimizers",
-        {"stage": 2},
-        {"optimizers": 2, "manual": True},
-        {},
-        "configure_optimizers: expected one optimizer",
-    ),
-    ("no optimizer", {"stage": 2}, {"optimizers": 0}, {}, "configure_optimizers: expected an optimizer"),
-    ("two places", {"config": "zero1"}, {}, {}, 'optimizer: found both "adamw" in the config and the AdamW'),
-    ("batch", {"config": {"train_batch_size": 4}}, {}, {}, "train_batch_size: expected no batch sizes"),
-    ("pipeline", {"config": {"parallel": {"pipeline": 2}}}, {}, {}, "parallel.pipeline: expected 1 in the config of"),
-    ("both", {"config": {}, "stage": 2}, {}, {}, "LowtideStrategy: expected either config or other arguments"),
-    ("unknown", {"sub_group_size": 2}, {}, {}, "LowtideStrategy: unknown argument 'sub_group_size'"),
-    (
-        "clips",
-        {"config": {"gradient_clipping": 1.0}},
-        {},
-        {"gradient_clip_val": 2.0},
-        "gradient_clipping: found both 1 (by",
-    ),
-    (
-        "clips values",
-        {"config": {"gradient_clipping": 1.0}},
-        {},
-        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-        'Trainer(gradient_clip_val=1, gradient_clip_algorithm="value"). Leave one',
-    ),
-    ("folder", {"config": {"checkpoint": {"folder": "x"}}}, {}, {}, "checkpoint.folder: expected none"),
-    ("float16", {"stage": 1}, {}, {"precision": "16-true"}, "precision '16-true': without a loss scale"),
-    ("ema", {"stage": 2}, {}, {"callbacks": [("EMAWeightAveraging",)]}, "callbacks: expected none that averages the"),
-    ("swa", {"stage": 2}, {}, {"callbacks": [("StochasticWeightAveraging", 0.1)]}, "found a StochasticWeightAveraging"),
-    ("section", {"config": {"bf16": {"enabled": True}}}, {}, {}, "bf16: enabled in the config, but"),
+def in_the_other_package(strategy: str) -> list[float]:
+    lightning()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what importing it deprecates
+        import pytorch_lightning as pl
+
+    from lowtide.lightning import register
+    from lowtide.lightning.for_pytorch_lightning import LowtideStrategy
+
+    register(LowtideStrategy)
+    return fitted(trainer(pl, strategy, gradient_clip_val=0.5), module(pl))
+
+
+def with_a_callback_that_unfreezes(strategy: str) -> list[float]:
+    """The net but for its last layer is frozen in the first epoch."""
+    pl = lightning()
+    warnings.filterwarnings("ignore", message=r"The provided params to be frozen already exist")
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    class Unfreezes(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net.layers)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net.layers, optimizer, lr=1e-3)
+
+    return fitted(trainer(pl, strategy, max_epochs=2, callbacks=[Unfreezes()]), module(pl, trained_only=True))
+
+
+def with_sums_by_hand(strategy: str) -> list[float]:
+    pl = lightning()
+    made = module(pl, manual=True)
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        optimizer = made.optimizers()
+        with optimizer.toggle_model(sync_grad=bool(batch_idx % 2)):
+            loss = torch.nn.functional.mse_loss(made(batch[0]), batch[1])
+            made.losses.append(loss.item())
+            made.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    made.training_step = training_step
+    return fitted(trainer(pl, strategy), made)
+
+
+def with_the_optimizer_of_the_config(strategy: str) -> list[float]:
+    pl = lightning()
+    if strategy == "ddp":
+        made = module(pl)
+        made.configure_optimizers = lambda: torch.optim.AdamW(made.parameters(), lr=1e-2, weight_decay=0.01)
+        return fitted(trainer(pl, strategy), made)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+    own = strategy_of(config={"zero_optimization": {"stage": 2}, "optimizer": optimizer})
+    return fitted(trainer(pl, own), module(pl, optimizers=0))
+
+
+def with_averages(strategy: str) -> list[float]:
+    """The validation has the moving averages of the weights."""
+    pl = lightning()
+    warnings.filterwarnings("ignore", message=r"You're using the WeightAveraging callback with a model that overrides")
+    from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+
+    class Averages(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.strategy.engine.ema(0.9)
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            self.shown = trainer.strategy.engine.ema_weights()
+            self.shown.__enter__()
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.shown.__exit__(None, None, None)
+
+    callback = EMAWeightAveraging(decay=0.9) if strategy == "ddp" else Averages()
+    return fitted(trainer(pl, strategy, callbacks=[callback]), module(pl))
+
+
+def by_several_trainers(strategy: str) -> list[float]:
+    """Fits of a module, by a Trainer twice and by another one, and an evaluation by a third between them."""
+    pl = lightning()
+    made = module(pl)
+    first, second, third = (trainer(pl, strategy) for _ in range(3))
+    first.fit(made, loader(), loader())
+    first.fit_loop.epoch_progress.reset()
+    first.fit_loop.max_epochs = 1
+    first.fit(made, loader(), loader())
+    second.validate(made, loader(), verbose=False)
+    return [float(second.callback_metrics["valid"]), *fitted(third, made)]
+
+
+# DDP does not sum gradients of what was frozen when it was made, so one rank unfreezes.
+OTHER_WAYS: list[tuple[Callable[[str], list[float]], int, str]] = [
+    (in_the_other_package, 1, "lowtide_stage_3"),
+    (with_a_callback_that_unfreezes, 1, "lowtide_stage_2"),
+    (with_sums_by_hand, 2, "lowtide_stage_3"),
+    (with_the_optimizer_of_the_config, 1, "lowtide_stage_2"),
+    (with_averages, 2, "lowtide_stage_3"),
+    (by_several_trainers, 1, "lowtide_stage_2"),
+    (by_several_trainers, 1, "lowtide_stage_3"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "how", "options", "text"), [row[1:] for row in REFUSED], ids=[r[0] for r in REFUSED]
-)
-def test_what_the_engine_would_not_do_is_refused(
-    ranks: RankPool, strategy: dict[str, Any], how: dict[str, Any], options: dict[str, Any], text: str
-) -> None:
-    assert text in ranks(1, refused, strategy, how, options)[0]
+@pytest.mark.parametrize(("fit", "num_ranks", "strategy"), OTHER_WAYS)
+def test_a_fit_is_that_of_ddp(ranks: RankPool, fit: Any, num_ranks: int, strategy: str) -> None:
+    expected, found = (ranks(num_ranks, fit, name)[0] for name in ("ddp", strategy))
+    is_long = fit in (by_several_trainers, with_a_callback_that_unfreezes)
+    torch.testing.assert_close(found, expected, rtol=1e-5 if is_long else 1e-6, atol=1e-6)
 
 
-def precise(strategy: str, precision: str) -> tuple[str, list[float], str, float]:
+@on_ranks(1)
+def test_the_names_are_those_of_the_deepspeed_strategy() -> None:
+    lightning()
+    from lowtide.lightning import NAMES
+
+    suffixes = ["", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload", "_stage_3_offload_nvme"]
+    assert list(NAMES) == [f"lowtide{suffix}" for suffix in suffixes]
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+CLIPS = {"config": {"gradient_clipping": 1.0}}
+BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
+AVERAGES, SWA = {"callbacks": [("EMAWeightAveraging",)]}, {"callbacks": [("StochasticWeightAveraging", 0.1)]}
+TWO = {"optimizers": 2, "manual": True}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # strategy, module, Trainer
+    "configure_optimizers: expected one optimizer": ({"stage": 2}, TWO, {}),
+    "configure_optimizers: expected an optimizer": ({"stage": 2}, {"optimizers": 0}, {}),
+    'optimizer: found both "adamw" in the config and the AdamW': ({"config": "zero1"}, {}, {}),
+    "train_batch_size: expected no batch sizes": ({"config": {"train_batch_size": 4}}, {}, {}),
+    "parallel.pipeline: expected 1 in the config of": ({"config": {"parallel": {"pipeline": 2}}}, {}, {}),
+    "LowtideStrategy: expected either config or other arguments": ({"config": {}, "stage": 2}, {}, {}),
+    "LowtideStrategy: unknown argument 'sub_group_size'": ({"sub_group_size": 2}, {}, {}),
+    "gradient_clipping: found both 1 (by": (CLIPS, {}, {"gradient_clip_val": 2.0}),
+    'Trainer(gradient_clip_val=1, gradient_clip_algorithm="value"). Leave one': (CLIPS, {}, BY_VALUE),
+    "checkpoint.folder: expected none": ({"config": {"checkpoint": {"folder": "x"}}}, {}, {}),
+    "precision '16-true': without a loss scale": ({"stage": 1}, {}, {"precision": "16-true"}),
+    "callbacks: expected none that averages the": ({"stage": 2}, {}, AVERAGES),
+    "found a StochasticWeightAveraging": ({"stage": 2}, {}, SWA),
+    "bf16: enabled in the config, but": ({"config": {"bf16": {"enabled": True}}}, {}, {}),
+}
+
+
+def fit_with(pl: Any, strategy: dict[str, Any], how: dict[str, Any], options: dict[str, Any]) -> None:
+    callbacks = [getattr(pl.callbacks, name)(*args) for name, *args in options.pop("callbacks", [])]
+    fitted(trainer(pl, strategy_of(**strategy), callbacks=callbacks, **options), module(pl, **how))
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_the_engine_would_not_do_is_refused(said: str) -> None:
+    assert said in refusal(fit_with, lightning(), *REFUSED[said], kind=(ValueError, TypeError))
+
+
+# -- precisions -------------------------------------------------------------------------------------------------------
+
+
+def precise(precision: str) -> tuple[list[float], str, int]:
+    """Losses, the dtype of the master weights, and the number of steps."""
     pl = lightning()
     from lowtide.lightning import LowtidePrecision
 
@@ -130,50 +221,44 @@ def precise(strategy: str, precision: str) -> tuple[str, list[float], str, float
     if precision == "16-mixed":  # else Lightning makes bf16 of it on a CPU
         options = {"plugins": [LowtidePrecision(precision)]}
     made = module(pl, calls="net")
-    runner = trainer(pl, strategy, world_size(), gradient_clip_val=1.0, **options)
+    runner = trainer(pl, "lowtide_stage_3", gradient_clip_val=1.0, **options)
     runner.fit(made, loader(), loader())
     engine = runner.strategy.engine
-    kind = str(next(iter(engine.state_dict().values()), torch.zeros((), dtype=made.net.scale.dtype)).dtype)
-    scale = engine.full("net.scale").dtype, engine.optimizer.num_steps
-    engine.close()
-    return kind, made.losses, str(scale[0]), float(scale[1])
+    dtype, num_steps = engine.full("net.scale").dtype, engine.optimizer.num_steps
+    closed(runner)
+    return made.losses, str(dtype), num_steps
 
 
-MASTERS = {
-    "32-true": "torch.float32",
-    "bf16-mixed": "torch.float32",
-    "16-mixed": "torch.float32",
-    "bf16-true": "torch.float32",
-    "64-true": "torch.float64",
-}
+def clipped_by_ddp() -> list[float]:
+    pl = lightning()
+    return fitted(trainer(pl, "ddp", gradient_clip_val=1.0), module(pl))
 
 
 @pytest.fixture(scope="module")
 def clipped(ranks: RankPool) -> list[list[float]]:
-    return ranks(2, fitted, "ddp", {}, {"gradient_clip_val": 1.0}, {})
+    return ranks(2, clipped_by_ddp)
 
 
-@pytest.mark.parametrize("precision", MASTERS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"])
 def test_precisions_train_with_the_master_weights_that_they_say(
     ranks: RankPool, clipped: list[list[float]], precision: str
 ) -> None:
-    found = ranks(2, precise, "lowtide_stage_3", precision)
-    assert found[0][2] == MASTERS[precision]
     tolerance = 1e-6 if precision in ("32-true", "64-true") else 0.05
     known = 1 if precision == "16-mixed" else 8  # its loss scale begins too high for some steps
-    for (_, losses, _, num_steps), reference in zip(found, clipped, strict=True):
+    for (losses, dtype, num_steps), reference in zip(ranks(2, precise, precision), clipped, strict=True):
+        assert dtype == ("torch.float64" if precision == "64-true" else "torch.float32")
         torch.testing.assert_close(losses[:known], reference[:known], rtol=tolerance, atol=tolerance)
         assert known <= num_steps <= 8
-
-
-def test_an_error_in_a_step_closes_the_engine(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="a fault of the user's"):
-        ranks(1, failing)
-    assert ranks(1, fitted, "lowtide_stage_2", {}, {}, {})
 
 
 def failing() -> None:
     pl = lightning()
     made = module(pl)
     made.forward = lambda x: (_ for _ in ()).throw(RuntimeError("a fault of the user's"))
-    trainer(pl, "lowtide_stage_2", 1).fit(made, loader(), loader())
+    fitted(trainer(pl, "lowtide_stage_2"), made)
+
+
+def test_an_error_in_a_step_closes_the_engine(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="a fault of the user's"):
+        ranks(1, failing)
+    assert ranks(1, with_sums_by_hand, "lowtide_stage_2")

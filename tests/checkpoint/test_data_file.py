@@ -5,7 +5,6 @@ import mmap
 import os
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,26 +166,3 @@ def test_the_end_of_a_file_is_said_with_its_place(
         read(file, (0, 10), (10, FILE_BYTES))
     assert caught.value.file_nbytes == file_nbytes
     file.close()
-
-
-def test_a_range_is_in_the_cache_where_all_of_it_is_and_to_ask_brings_nothing(path: Path) -> None:
-    forget(path, must=True)
-    with path.open("rb") as file:
-        is_cached = partial(data_file._is_cached, data_file._mapped(file.fileno()))
-        assert not is_cached(0, FILE_BYTES)
-        assert resident_pages(path) == 0
-        assert is_cached(FILE_BYTES + 1, FILE_BYTES + 2), "nothing to read past the cache there"
-        path.read_bytes()
-        assert is_cached(0, FILE_BYTES) and is_cached(FILE_BYTES - 1, FILE_BYTES)
-        os.posix_fadvise(file.fileno(), 2 << 20, 0, os.POSIX_FADV_DONTNEED)
-        assert is_cached(0, 1 << 20) and not is_cached(0, FILE_BYTES)
-
-
-def test_blocks_are_lent_one_at_a_time_and_do_not_overlap() -> None:
-    blocks = Blocks(3)
-    with blocks.lend() as first, blocks.lend() as second, blocks.lend() as third:
-        for value, block in enumerate((first, second, third)):
-            block[:] = bytes([value]) * BLOCK_BYTES
-        assert [(block[0], block[-1]) for block in (first, second, third)] == [(0, 0), (1, 1), (2, 2)]
-    with blocks.lend() as again:
-        assert len(again) == BLOCK_BYTES

@@ -192,13 +192,6 @@ def test_files_hold_what_those_of_hugging_face_hold(shard_bytes: int) -> None:
         assert plan.index is None
 
 
-def test_every_tensor_is_aligned_to_its_items() -> None:
-    dtypes = [torch.bool, torch.float32, torch.uint8, torch.bfloat16, torch.int64, torch.bool, torch.float64]
-    places = WeightsPlan.of({str(number): TensorInfo((3,), dtype) for number, dtype in enumerate(dtypes)}, 10**9).places
-    assert len(places) == len(dtypes)
-    assert all(place.offset % place.info.dtype.itemsize == 0 for place in places.values())
-
-
 def test_a_dtype_that_the_format_lacks_is_named() -> None:
     text = refusal(WeightsPlan.of, {"w": TensorInfo((3,), torch.complex64)}, 10**9)
     assert "safetensors lacks the dtype of w (torch.complex64)" in text

@@ -97,11 +97,6 @@ def test_rows_that_are_not_the_tensors_are_refused(folder: Path, name: str) -> N
         Checkpoint(folder).verify()
 
 
-def test_the_rows_of_a_shape_fit_no_other_of_as_many_elements(folder: Path) -> None:
-    resign(folder, put("tensors", "model.w", ["float32", [5, 4]]))
-    assert "which is no part of its shape (5, 4)" in words_of(folder)
-
-
 DESCRIPTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
     "tag": (put("tag", "../a"), "tag: expected a folder name"),
     "tag of the terminal": (put("tag", "\x1b[2J"), r"found '\x1b[2J'"),
@@ -189,7 +184,7 @@ def test_what_a_later_version_adds_is_left_out(folder: Path) -> None:
 
 # -- mutations of all kinds --------------------------------------------------------------------------------------------
 
-MUTATIONS = 1000
+MUTATIONS = 750
 NUMBERS: list[Any] = [True, 0, 1, -1, 2, 1 << 31, 1 << 63, 1 << 64, 1 << 100, 0.5, -0.0, 1e308, math.nan, math.inf]
 TEXTS: list[Any] = ["", "a", "../..", "/dev/zero", "\0", "\x1b[2J", "\ud800", "x" * 1000]
 NESTED: list[Any] = [[], [[]], [0], {}, {"a": 1}, {"$type": "tensor"}, json.loads("[" * 150 + "]" * 150)]
@@ -228,31 +223,17 @@ def mutate_often(content: Any, draw: random.Random) -> None:
         mutate(content, draw)
 
 
-def damage(text: bytes, draw: random.Random) -> bytes:
-    """As disks do it."""
-    place = draw.randrange(len(text))
-    way = draw.randrange(3)
-    if way == 0:
-        return text[:place]
-    if way == 1:
-        return text[:place] + bytes([draw.randrange(256)]) + text[place + 1 :]
-    return text[:place] + text[draw.randrange(len(text)) :]
-
-
 def test_many_mutations_load_what_was_saved_or_are_refused_and_change_nothing(folder: Path) -> None:
     """One error for all, before any value is read; but for rows of other bytes, which only their checksums tell."""
     intact = {name: (folder / name).read_bytes() for name in (MANIFEST, "rank0.json")}
     expected = {name: value.reshape(-1).view(torch.uint8) for name, value in tensors().items()}
     draw = random.Random(1)
     refused = late = loaded = 0
-    for number in range(MUTATIONS):
+    for _ in range(MUTATIONS):
         for name, text in intact.items():
             (folder / name).write_bytes(text)
         name = draw.choice(list(intact))
-        if number % 4 == 0:
-            (folder / name).write_bytes(damage(intact[name], draw))
-        else:
-            resign(folder, partial(mutate_often, draw=draw), name)
+        resign(folder, partial(mutate_often, draw=draw), name)
         memory = {name: torch.full_like(value, 77) for name, value in expected.items()}
         try:
             checkpoint = Checkpoint(folder)

@@ -19,23 +19,13 @@ from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, adamw, differences, one_thread, refusal
+from tests.kit.training import Case, adamw, differences, one_thread, refusal, share_of, take_step, trained
 
 DECAY = 0.8
 CASE = Case(models.short_gpt_float64, models.token_batch, clip=0.5, steps=3)
 MLP = Case(models.mlp, models.vector_batch)
 BF16 = {"bf16": {"enabled": True}}
 Averaged = tuple[list[dict[str, Tensor]], float, dict[str, Tensor]]
-
-
-def engine_of(case: Case) -> Engine:
-    torch.manual_seed(0)
-    return lowtide.initialize(case.build(), case.as_config())
-
-
-def batch_of(engine: Engine, case: Case, step: int) -> tuple[Tensor, ...]:
-    batch = case.global_batch(step, engine.data_size)
-    return tuple(tensor.chunk(engine.data_size)[engine.data_rank] for tensor in batch)
 
 
 def averages_of(engine: Engine) -> dict[str, Tensor]:
@@ -53,17 +43,17 @@ def bits_of(engine: Engine) -> list[Tensor]:
 
 def train_and_average(case: Case) -> Averaged:
     """The averages at the beginning and after each step, the loss that they give, and the weights in the end."""
-    with engine_of(case) as engine:
+    with trained(case, 0) as engine:
         engine.ema(DECAY)
         seen: list[dict[str, Tensor]] = []
         for step in range(case.steps + 1):
             before = bits_of(engine)
             with engine.ema_weights():
                 seen.append(engine.state_dict())
-                loss = engine.eval_step(batch_of(engine, case, 0)).item()
+                loss = engine.eval_step(share_of(case.global_batch(0, engine.data_size))).item()
             assert all(map(torch.equal, bits_of(engine), before))
             if step < case.steps:
-                engine.train_step(batch_of(engine, case, step))
+                take_step(engine, case, step)
         return seen, loss, engine.state_dict()
 
 
@@ -114,12 +104,12 @@ def average_masters(case: Case, stages: tuple[int, ...]) -> list[list[Tensor]]:
     """Each shown average in float32, torch's formula of the master weights, and the average in the state_dict."""
     found = []
     for stage in stages:
-        with engine_of(case.at(stage)) as engine:
+        with trained(case.at(stage), 0) as engine:
             name = next(name for name, _ in engine.named_parameters() if name.endswith(("up.weight", "first.weight")))
             masters = []
             engine.ema(DECAY)
             for step in range(4):
-                engine.train_step(batch_of(engine, case, step))
+                take_step(engine, case, step)
                 masters.append(engine.full(name))
             with engine.ema_weights():
                 shown, state = engine.full(name), engine.state_dict()
@@ -188,7 +178,7 @@ def test_a_skipped_step_is_not_averaged() -> None:
 
 def go_on(case: Case, folder: Path, has_averages: bool, loads: bool) -> list[dict[str, Tensor]]:
     """Averages, or weights, after three steps, with a checkpoint there or from it; and after two steps more."""
-    with engine_of(case) as engine:
+    with trained(case, 0) as engine:
         if has_averages:
             engine.ema(DECAY)
         look = averages_of if has_averages else Engine.state_dict
@@ -199,14 +189,14 @@ def go_on(case: Case, folder: Path, has_averages: bool, loads: bool) -> list[dic
             engine.load_checkpoint(folder)
         else:
             for step in range(3):
-                engine.train_step(batch_of(engine, case, step))
+                take_step(engine, case, step)
             engine.save_checkpoint(folder)
         found = [look(engine)]
         if has_averages and not loads:
             with engine.ema_weights():
                 engine.export(folder / "plain", dtype="fp32")
         for step in (3, 4):
-            engine.train_step(batch_of(engine, case, step))
+            take_step(engine, case, step)
         return [*found, look(engine)]
 
 
@@ -253,7 +243,7 @@ def test_a_checkpoint_with_averages_and_an_engine_without_say_so(
 
 
 def test_what_is_no_average_is_refused_and_memory_is_counted() -> None:
-    with engine_of(MLP) as engine:
+    with trained(MLP, 0) as engine:
         before = engine.memory().optimizer_bytes
         text = refusal(engine.ema_weights().__enter__)
         assert "ema_weights(): expected averages, found none; call engine.ema(decay)" in text
@@ -275,7 +265,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_weights_are_not_changed_while_averages_are_shown(what: str) -> None:
-    with engine_of(MLP) as engine:
+    with trained(MLP, 0) as engine:
         engine.ema(0.9)
         engine.backward(engine(*models.vector_batch(0, 2)))
         with engine.ema_weights():
@@ -290,7 +280,7 @@ def test_weights_are_not_changed_while_averages_are_shown(what: str) -> None:
 
 
 def test_an_error_inside_puts_the_weights_back() -> None:
-    with engine_of(MLP) as engine:
+    with trained(MLP, 0) as engine:
         engine.ema(0.9)
         for step in range(2):
             engine.train_step(models.vector_batch(step, 2))

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -210,22 +209,6 @@ def test_without_a_launcher_a_rank_whose_peer_has_died_leaves_at_once(tmp_path: 
     assert CheckpointFolder(tmp_path / "checkpoints").latest() is None
 
 
-def job_of(folder: Path, other: WritingProcess) -> SaveJob:
-    """On rank 0 of two ranks: it has written its part."""
-    return SaveJob(folder, [WritingProcess.this(), other], (folder / "rank0.json").touch, lambda: None)
-
-
-def test_a_part_whose_process_has_died_is_not_waited_for_unless_it_is_there(tmp_path: Path) -> None:
-    dead = replace(WritingProcess.this(), started=0.0)
-    job = job_of(tmp_path, dead)
-    job.wait_committed()
-    assert job.has_failed and str(job.commit_error) == "ranks [1] died before their parts were written"
-    (tmp_path / "rank1.json").touch()
-    job = job_of(tmp_path, dead)
-    job.wait_committed()
-    assert not job.has_failed
-
-
 @pytest.mark.parametrize("error", [CollectiveError("rank 1 died"), KeyError("mine")])
 def test_a_part_from_elsewhere_is_given_up_after_the_script_soon_where_ranks_were_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -237,7 +220,8 @@ def test_a_part_from_elsewhere_is_given_up_after_the_script_soon_where_ranks_wer
     monkeypatch.setattr(threading, "main_thread", lambda: ended)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     start = time.monotonic()
-    job = job_of(tmp_path, WritingProcess("another host", 1, 0.0))
+    processes = [WritingProcess.this(), WritingProcess("another host", 1, 0.0)]
+    job = SaveJob(tmp_path, processes, (tmp_path / "rank0.json").touch, lambda: None)  # this rank has written its part
     job.wait_committed()
     assert str(job.commit_error) == "the parts of ranks [1] never came"
     assert were_lost or time.monotonic() - start > 0.6

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -81,39 +80,6 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_training_goes_on(
     assert {path.name for path in tmp_path.iterdir()} - {"latest.new"} == {"latest", "global_step1", "c"}
     for kept in ("global_step1", "c"):
         CheckpointFolder(tmp_path).open(kept).verify()
-
-
-def save_until_full(folder: Path) -> tuple[int, str]:
-    """The number of checkpoints that found room, and the error of the next."""
-    engine = engine_for(GPT, 2)
-    run_steps(engine, GPT, 0, 1)
-    for number in range(100):
-        try:
-            engine.save_checkpoint(folder, f"{number}")
-        except CheckpointError as error:
-            run_steps(engine, GPT, 1, 1)
-            engine.close()
-            return number, str(error)
-    raise AssertionError("the disk was not full")
-
-
-def test_a_file_system_that_is_really_full(ranks: RankPool, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"this user may mount nothing: {done.stderr.decode().strip()}")
-    try:
-        target = CheckpointFolder(disk)
-        for number, text in ranks(2, save_until_full, disk):
-            assert text.startswith(f"saving checkpoint '{number}' to {disk} failed on rank")
-            assert ": No space left on device" in text and text.endswith(INTACT)
-            assert number > 0 and target.tags() == [f"{tag}" for tag in range(number)]
-            assert target.latest() == f"{number - 1}"
-        target.open().verify()
-        assert target.unfinished() == []
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def save_where_not_possible(folder: Path) -> list[str]:

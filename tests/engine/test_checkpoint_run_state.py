@@ -115,15 +115,6 @@ def test_an_option_that_the_config_now_says_otherwise_is_the_configs(
     ]
 
 
-def test_the_counters_go_on(tmp_path: Path) -> None:
-    save_and_go_on(CASE, tmp_path, 1, "a")
-    with engine_for(CASE, 1) as engine:
-        engine.load_checkpoint(tmp_path)
-        assert engine.global_step == 2 and engine.optimizer.num_steps == 2
-        run_steps(engine, CASE, 2, 1)
-        assert engine.global_step == 3 and engine.save_checkpoint(tmp_path) == "global_step3"
-
-
 # -- random generators -----------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """A checkpoint goes on at any number of ranks and stage: every precision, kind of parameter and optimizer."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,36 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.saving import (
-    Continuation,
-    Trip,
-    engine_for,
-    load_all,
-    load_and_go_on,
-    load_trips,
-    run_steps,
-    save_all,
-    save_trips,
-    spoil,
-)
+from tests.engine import saving
+from tests.engine.saving import Continuation, Trip, engine_for, run_steps, spoil
+from tests.kit import models
 from tests.kit.grids import pairs
-from tests.kit.models import (
-    Mlp,
-    mlp,
-    short_gpt,
-    short_gpt_float64,
-    tied_gpt,
-    token_batch,
-    vector_batch,
-    vector_batch_float64,
-)
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, differences
 from tests.zero import test_special_parameters as special
 
 WORLD_SIZES = (1, 2, 4)
 STAGES = (0, 1, 3)  # shards of stage 2 lie as those of stage 1
-GPT = Case(short_gpt, token_batch, 3, clip=0.5)
+GPT = Case(models.short_gpt, models.token_batch, 3, clip=0.5)
 TOPOLOGIES = pairs(WORLD_SIZES, STAGES, WORLD_SIZES, STAGES)  # ranks and stage that save, ranks and stage that load
 
 
@@ -56,7 +38,7 @@ def saved(ranks: RankPool, folder: Path) -> dict[str, Continuation]:
     return {
         f"{world_size}-{stage}": outcome
         for world_size in WORLD_SIZES
-        for stage, outcome in zip(STAGES, ranks(world_size, save_all, cases, folder, world_size)[0], strict=True)
+        for stage, outcome in zip(STAGES, ranks(world_size, saving.save_all, cases, folder, world_size)[0], strict=True)
     }
 
 
@@ -66,7 +48,7 @@ def test_every_checkpoint_loads_at_every_topology(
 ) -> None:
     """Every number of ranks meets every other and each stage, before and after, and every stage every other."""
     cases = [(f"{w}-{stage}", GPT.at(other)) for w, stage, loads, other in TOPOLOGIES if loads == world_size]
-    outcomes = ranks(world_size, load_all, cases, folder, world_size, timeout=240)[0]
+    outcomes = ranks(world_size, saving.load_all, cases, folder, world_size, timeout=240)[0]
     for (tag, case), outcome in zip(cases, outcomes, strict=True):
         before, where = saved[tag], f"saved at {tag}, loaded at {world_size}-{case.stage}"
         assert outcome.state_differences(before) == [], where
@@ -120,7 +102,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-class Buffers(Mlp):
+class Buffers(models.Mlp):
     """Of all shapes: strided, empty, without dimensions, integer, not saved; the forward counts in them."""
 
     def __init__(self) -> None:
@@ -168,17 +150,17 @@ TRIPS = {
     "fp16": to(1, GPT.at(3, config=FP16), steps_before=8),
     "fp16 early": to(3, GPT.at(0, config=FP16), steps_before=1),
     "accumulation": to(3, GPT.at(2, accumulation=2)),
-    "float64": to(3, Case(short_gpt_float64, token_batch, 2)),
-    "tied": to(2, Case(tied_gpt, token_batch, 3)),
-    "Buffers": to(0, Case(Buffers, vector_batch, 3)),
+    "float64": to(3, Case(models.short_gpt_float64, models.token_batch, 2)),
+    "tied": to(2, Case(models.tied_gpt, models.token_batch, 3)),
+    "Buffers": to(0, Case(Buffers, models.vector_batch, 3)),
 }
 NUM_ALONE = len(TRIPS)  # so many go on alone too, and every second of the others
 TRIPS |= {
     "TwoDtypes by torch": to(
-        3, Case(special.TwoDtypes, vector_batch_float64, 2, config=NO_CONFIG), optimizer=torch.optim.RMSprop
+        3, Case(special.TwoDtypes, models.vector_batch_float64, 2, config=NO_CONFIG), optimizer=torch.optim.RMSprop
     ),
     **{
-        kind.__name__: to(loaded, Case(kind, vector_batch_float64, saved))
+        kind.__name__: to(loaded, Case(kind, models.vector_batch_float64, saved))
         for kind, (saved, loaded) in zip(KINDS, [(3, 0), (0, 3), (2, 3), (3, 1)] * 3, strict=False)
     },
     **{
@@ -195,14 +177,14 @@ TRIPS |= {
 @pytest.fixture(scope="module")
 def before(ranks: RankPool, folder: Path) -> dict[str, Continuation]:
     """What went on without a break on two ranks."""
-    outcomes = ranks(2, save_trips, list(TRIPS.values()), folder, 2, timeout=240)[0]
+    outcomes = ranks(2, saving.save_trips, list(TRIPS.values()), folder, 2, timeout=240)[0]
     return dict(zip(TRIPS, outcomes, strict=True))
 
 
 def test_each_goes_on_to_the_same_bits_at_another_stage(
     ranks: RankPool, folder: Path, before: dict[str, Continuation]
 ) -> None:
-    outcomes = ranks(2, load_trips, list(TRIPS.values()), folder, 2, timeout=240)[0]
+    outcomes = ranks(2, saving.load_trips, list(TRIPS.values()), folder, 2, timeout=240)[0]
     for (name, one), other in zip(before.items(), outcomes, strict=True):
         assert other.differences(one) == [], name
     scales = before["fp16"].scales
@@ -227,7 +209,7 @@ def test_each_goes_on_alone(ranks: RankPool, folder: Path, before: dict[str, Con
 
 
 def load_chosen(trips: list[tuple[str, Trip]], folder: Path) -> list[Continuation]:
-    return [load_and_go_on(one.loaded, folder, 1, tag, one.steps_before, **one.options) for tag, one in trips]
+    return [saving.load_and_go_on(one.loaded, folder, 1, tag, one.steps_before, **one.options) for tag, one in trips]
 
 
 def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
@@ -256,10 +238,9 @@ def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
 
 
 def test_before_the_first_step_there_are_no_states(tmp_path: Path) -> None:
-    trips = [
-        Trip(one.saved, one.loaded, one.options, 0) for one in list(TRIPS.values())[NUM_ALONE : NUM_ALONE + 12 : 2]
-    ]
-    for one, other in zip(save_trips(trips, tmp_path, 1), load_trips(trips, tmp_path, 1), strict=True):
+    chosen = list(TRIPS.values())[NUM_ALONE : NUM_ALONE + 12 : 2]
+    trips = [replace(one, steps_before=0) for one in chosen]
+    for one, other in zip(saving.save_trips(trips, tmp_path, 1), saving.load_trips(trips, tmp_path, 1), strict=True):
         assert other.differences(one) == []
         assert not any(name.startswith("state.") for name in one.restored)
 
@@ -271,10 +252,10 @@ def test_replicas_of_shards_write_one_checkpoint_and_read_any(ranks: RankPool, t
     hybrid, plain = GPT.at(3, config=HYBRID), GPT.at(2)
     mixed = GPT.at(1, config={**HYBRID, **BF16})
     trips = [Trip(hybrid, plain), Trip(plain, hybrid), Trip(mixed, GPT.at(3, config=BF16))]
-    before = ranks(4, save_trips, trips, tmp_path, 4)[0]
+    before = ranks(4, saving.save_trips, trips, tmp_path, 4)[0]
     assert len(list((tmp_path / "trip0").glob("*.distcp"))) == 4
     for world_size, loaded in ((4, trips[:2]), (2, trips)):
-        after = ranks(world_size, load_trips, loaded, tmp_path, world_size)[0]
+        after = ranks(world_size, saving.load_trips, loaded, tmp_path, world_size)[0]
         for one, first, second in zip(loaded, before, after, strict=False):
             assert second.state_differences(first) == [], one
             assert second.losses == pytest.approx(first.losses, rel=1e-2 if "bf16" in one.saved.config else 1e-5), one
@@ -282,18 +263,13 @@ def test_replicas_of_shards_write_one_checkpoint_and_read_any(ranks: RankPool, t
 
 def test_precisions_continue_each_other(ranks: RankPool, tmp_path: Path) -> None:
     """Of float32 and bf16, master weights and states are float32 in both."""
-    wide = Case(short_gpt_float64, token_batch, clip=0.5)
-    trips = [
-        Trip(GPT, GPT.at(2, config=BF16)),
-        Trip(GPT.at(3, config=BF16), GPT.at(1)),
-        Trip(wide, GPT),
-        Trip(GPT, wide),
-    ]
-    before, after = (ranks(2, go, trips, tmp_path, 2)[0] for go in (save_trips, load_trips))
+    wide = Case(models.short_gpt_float64, models.token_batch, clip=0.5)
+    half = GPT.at(2, config=BF16)
+    trips = [Trip(GPT, half), Trip(half.at(3), GPT.at(1)), Trip(wide, GPT), Trip(GPT, wide)]
+    before, after = (ranks(2, go, trips, tmp_path, 2)[0] for go in (saving.save_trips, saving.load_trips))
     for number, (one, other) in enumerate(zip(before, after, strict=True)):
-        assert (
-            other.losses == pytest.approx(one.losses, rel=1e-2 if number < 2 else 1e-5) and other.losses != one.losses
-        )
+        assert other.losses == pytest.approx(one.losses, rel=1e-2 if number < 2 else 1e-5)
+        assert other.losses != one.losses
         narrow = [{name: value.float() for name, value in found.restored.items()} for found in (one, other)]
         assert differences(*narrow) == []
 
@@ -304,8 +280,8 @@ def test_precisions_continue_each_other(ranks: RankPool, tmp_path: Path) -> None
 def test_a_loss_scale_is_the_configs_where_it_is_static_or_none_was_saved(
     tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any] | None, scale: float
 ) -> None:
-    case = Case(mlp, vector_batch, config=saved)
-    save_trips([Trip(case, case)], tmp_path, 1)
+    case = Case(models.mlp, models.vector_batch, config=saved)
+    saving.save_trips([Trip(case, case)], tmp_path, 1)
     loaded = loaded or {"bf16": None, "fp16": {"enabled": True, "initial_scale_power": 9}}
     with engine_for(case.at(0, config=loaded), 1) as engine:
         engine.load_checkpoint(tmp_path)
@@ -329,8 +305,8 @@ def go_back(cases: list[Case], folder: Path) -> list[list[list[float]]]:
 
 
 def test_a_training_goes_back_to_its_own_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    tied = Case(tied_gpt, token_batch, 0, config={"communication": {"transport": "sockets"}})
+    tied = Case(models.tied_gpt, models.token_batch, 0, config={"communication": {"transport": "sockets"}})
     shared = tied.at(3, config={"communication": {"transport": "shared_memory"}})
-    cases = [tied, shared, Case(special.Normalized, vector_batch_float64, 3)]
+    cases = [tied, shared, Case(special.Normalized, models.vector_batch_float64, 3)]
     for first, second, third in ranks(2, go_back, cases, tmp_path)[0]:
         assert first == second == third

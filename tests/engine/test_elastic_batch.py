@@ -84,15 +84,28 @@ def test_a_note_says_both_triples_and_nothing_is_said_without_a_change() -> None
 # -- where nothing fits ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("values", "first", "now", "nearest"),
-    [({MICRO: 4}, 2, 3, "2 or 4"), ({MICRO: 3}, 4, 5, "4 or 6"), ({MICRO: 1}, 3, 4, "3"), ({MICRO: 1}, 5, 2, "1 or 5")],
-)
+SHARDED: dict[str, Any] = {MICRO: 2, "zero_optimization": {"stage": 3, "shard_size": 3}}
+REPLICAS = "zero_optimization.shard_size: shard_size(3) x replicas(?) = data-parallel ranks(2) does not hold"
+UPDATES = "zero_optimization.update_in_backward: needs gradient_accumulation_steps 1 (found 2"
+STARVED = "pipeline.schedule: schedule dualpipe-v needs 2 microbatches for each rank, at least 4 on 2 ranks, found 2"
+REFUSED = [  # the nearest numbers of ranks that are allowed, and what else forbids these
+    ({MICRO: 3}, 4, 5, "4 or 6", ""),
+    ({MICRO: 1}, 3, 4, "3", ""),
+    ({MICRO: 1}, 5, 2, "1 or 5", ""),
+    ({MICRO: 1, ACCUMULATION: 4, **AT_LEAST_FOUR}, 4, 8, "4", STARVED),
+    ({MICRO: 4, **IN_BACKWARD}, 4, 2, "4", UPDATES),
+    ({MICRO: 2, **TWO_STAGES}, 4, 3, "2 or 4", "parallel.pipeline: pipeline(2) x data(?) = world size (3)"),
+    (SHARDED, 6, 2, "3", REPLICAS),
+]
+
+
+@pytest.mark.parametrize(("values", "first", "now", "nearest", "reason"), REFUSED)
 def test_ranks_that_do_not_divide_the_batch_are_an_error_with_the_nearest_that_do(
-    values: dict[str, Any], first: int, now: int, nearest: str
+    values: dict[str, Any], first: int, now: int, nearest: str, reason: str
 ) -> None:
     text = faults(values, first, now)
-    assert f"the nearest legal numbers of ranks are {nearest}. Use one of these with " in text
+    assert text.startswith("2 faults:" if reason else "1 fault:") and reason in text
+    assert f"It cannot continue on {now} ranks; the nearest legal numbers of ranks are {nearest}. Use one of " in text
 
 
 def test_the_error_shows_both_equations() -> None:
@@ -103,42 +116,7 @@ def test_the_error_shows_both_equations() -> None:
         "legal numbers of ranks are 2 or 4. Use one of these with train_batch_size 8 in the config, or "
         "set a train_batch_size that more numbers of ranks divide"
     )
-
-
-SHARDED: dict[str, Any] = {MICRO: 2, "zero_optimization": {"stage": 3, "shard_size": 3}}
-FORBIDDEN = [
-    (
-        {MICRO: 1, ACCUMULATION: 4, **AT_LEAST_FOUR},
-        *(4, 8, "4"),
-        "pipeline.schedule: schedule dualpipe-v needs 2 microbatches for each rank, at least 4 on 2 ranks, found 2",
-    ),
-    (
-        {MICRO: 4, **IN_BACKWARD},
-        *(4, 2, "4"),
-        "zero_optimization.update_in_backward: needs gradient_accumulation_steps 1 (found 2",
-    ),
-    ({MICRO: 2, **TWO_STAGES}, 4, 3, "2 or 4", "parallel.pipeline: pipeline(2) x data(?) = world size (3)"),
-    (
-        SHARDED,
-        6,
-        2,
-        "3",
-        "zero_optimization.shard_size: shard_size(3) x replicas(?) = data-parallel ranks(2) does not hold",
-    ),
-]
-
-
-@pytest.mark.parametrize(("values", "first", "now", "nearest", "reason"), FORBIDDEN)
-def test_what_else_forbids_the_ranks_is_told_beside_those_that_are_allowed(
-    values: dict[str, Any], first: int, now: int, nearest: str, reason: str
-) -> None:
-    text = faults(values, first, now)
-    assert text.startswith("2 faults:") and reason in text
-    assert f"It cannot continue on {now} ranks; the nearest legal numbers of ranks are {nearest}." in text
-
-
-def test_a_batch_that_was_impossible_at_first_shows_that_equation() -> None:
-    text = faults({TRAIN: 8, MICRO: 4}, 3, 2)
+    text = faults({TRAIN: 8, MICRO: 4}, 3, 2)  # impossible at first
     assert "train_micro_batch_size_per_gpu(4) x gradient_accumulation_steps(?) x data-parallel ranks(3) hold" in text
 
 

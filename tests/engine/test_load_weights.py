@@ -1,6 +1,5 @@
 """engine.load_weights: every rank reads the ranges of its own shards, and what does not fit is listed completely."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from lowtide.engine.archive.weights import Match
 from tests.engine.plain_weights import Everything, engine_of, named_state, saved_once
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, differences, share_of
+from tests.kit.training import Case, differences, logged, share_of
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
@@ -181,29 +180,18 @@ def test_what_does_not_divide_is_read_once_over_all_ranks(ranks: RankPool, tmp_p
 # -- what does not fit ----------------------------------------------------------------------------------------------
 
 
-class Keep(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def load(path: str, stage: int, strict: bool) -> tuple[str, list[str], list[str], list[str]]:
     """The error's text; what has changed, and what is not as in the file, on rank 0; what was logged."""
-    keep, text = Keep(), ""
-    logging.getLogger("lowtide").addHandler(keep)
-    with engine_of(stage, {}, seed=5, steps=0) as engine:
+    text = ""
+    with engine_of(stage, {}, seed=5, steps=0) as engine, logged() as lines:
         before = engine.state_dict()
         try:
             engine.load_weights(path, strict=strict)
         except (ValueError, CheckpointError) as error:
             text = str(error)
         state = engine.state_dict()
-    logging.getLogger("lowtide").removeHandler(keep)
-    logged = [line for line in keep.lines if "load_weights" in line]
-    return text, differences(state, before), differences(state, expected()) if state else [], logged
+    said = [line for line in lines if "load_weights" in line]
+    return text, differences(state, before), differences(state, expected()) if state else [], said
 
 
 MISSING_UP = "missing blocks.1.up.weight: expected (66, 22) float32"

@@ -32,6 +32,7 @@ ASKED = {
             "tests/pipe/test_pipeline_training.py",
             "tests/pretend/test_parity.py",
             "tests/pretend/test_delayed_update.py",
+            "tests/laws/test_same_numbers.py",
         ],
         ["tests/engine"],
     ],

@@ -1,10 +1,8 @@
 """How much of the saved activations is in memory: counted by the offload, and by what is really alive."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.offload import FileStore
 from lowtide.offload.activations import ActivationOffload, in_storages_of
-from tests.kit.ranks import in_a_new_process
-from tests.kit.resident import peak_growth
 from tests.kit.training import logged
 from tests.offload.slow_store import SlowStore
 from tests.offload.test_activations_of_graphs import assert_nothing_left, offload_for
@@ -225,29 +220,6 @@ def test_the_head_may_be_larger_than_a_block() -> None:
         assert BYTES * 20 <= offload.resident_bytes <= BYTES * (20 + 3 * 3 + 1)
         loss.backward()
     assert store.count("save") <= 2 * (2 * LAYERS + 1)
-
-
-def growth_in_training(folder: str | None) -> int:
-    """Bytes by which the process grows in a step, as the kernel counts it. folder: for the offload; None for none."""
-    torch.set_num_threads(1)
-    model, x = Deep(), torch.randn(4096, WIDTH)  # an activation has 1 MiB
-    offload = offload_for(model, FileStore(folder, 0), 8 << 20) if folder is not None else None
-
-    def step() -> None:
-        with offload or contextlib.nullcontext():
-            loss = model(x)
-        loss.backward()
-        model.zero_grad()
-
-    return peak_growth(step)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_process_is_smaller(tmp_path: Path) -> None:
-    """In processes of their own: what the C library does with freed memory is a setting of the whole process."""
-    plain, offloaded = (in_a_new_process(growth_in_training, folder) for folder in (None, str(tmp_path)))
-    assert plain > 80 << 20  # 81 activations
-    assert offloaded < 32 << 20  # 8 activations, those of the line or node that runs, and 24 MiB of the store's threads
 
 
 def test_a_tensor_above_the_budget_is_told() -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lowtide.offload import FileStore, HostPool, HostStore, OffloadError, StagedStore, Store
 from lowtide.offload.activations import ActivationOffload, in_storages_of
@@ -84,14 +83,6 @@ def complex_numbers(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.view_as_real(z * z.conj() * z.exp()).reshape(ROWS, WIDTH)
 
 
-def recomputed(layer: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(plain, layer, x, use_reentrant=False)
-
-
-def recomputed_reentrantly(layer: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(plain, layer, x, use_reentrant=True)
-
-
 STEPS = [
     plain,
     views_of_one_storage,
@@ -101,8 +92,6 @@ STEPS = [
     changed_before_it_is_saved,
     halves_with_versions_of_their_own,
     complex_numbers,
-    recomputed,
-    recomputed_reentrantly,
 ]
 Gradients = tuple[Tensor, list[Tensor]]
 

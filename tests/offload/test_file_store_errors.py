@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +113,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     [
         (errno.ENOSPC, "No space left on device: the disk or its quota is full: free space, or choose another"),
         (errno.EDQUOT, "Disk quota exceeded: the disk or its quota is full: free space, or choose another"),
+        (errno.EFBIG, "File too large: the file would be too large: raise `ulimit -f`"),
         (errno.EIO, "Input/output error: the device or its connection is faulty: see the system log"),
     ],
 )
@@ -136,30 +136,6 @@ def test_what_could_not_be_saved_cannot_be_loaded(
 
 
 @pytest.fixture
-def small_files() -> Iterator[int]:
-    """No file of this process can grow beyond 4 MiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
-    yield 4 * MIB
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_file_that_may_not_grow_is_an_error(tmp_path: Path, small_files: int, direct: bool) -> None:
-    store = FileStore(tmp_path, 0, AioOptions(block_size=MIB, direct=direct))
-    fitting = some_bytes(small_files - 4096)
-    save(store, "fits", fitting)
-    text = error_of(save, store, "more", some_bytes(2 * MIB + 5))
-    assert "rank 0 could not save 'more', bytes " in text
-    assert ": File too large: the file would be too large: raise `ulimit -f`" in text
-    text = error_of(store.reserve, [8 * MIB])
-    assert re.search(r"rank 0 needs 8,388,608 bytes for .*, and cannot allocate them, with .*ulimit -f", text)
-    store.drop("more")
-    assert torch.equal(loaded(store, "fits", len(fitting)), fitting)
-    store.close()
-
-
-@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "lowtide-test", str(tmp_path)]
@@ -171,19 +147,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("this user cannot mount a small file system")
     yield tmp_path
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_full_disk_is_an_error(small_disk: Path, direct: bool) -> None:
-    store = FileStore(small_disk, 1, AioOptions(block_size=MIB, direct=direct))
-    save(store, "fits", some_bytes(3 * MIB))
-    text = error_of(save, store, "more", some_bytes(2 * MIB))
-    assert "rank 1 could not save 'more', " in text and "No space left on device: the disk or its quota" in text
-    store.drop("more")
-    for values in (some_bytes(3 * MIB), some_bytes(3 * MIB) + 1):  # what has room can still be read and written anew
-        assert torch.equal(loaded(store, "fits", 3 * MIB), values)
-        save(store, "fits", some_bytes(3 * MIB) + 1)
-    store.close()
 
 
 def test_room_is_checked_and_taken_beforehand(small_disk: Path) -> None:
@@ -210,13 +173,22 @@ def test_more_than_the_disk_has_is_refused_with_the_numbers(store: FileStore) ->
         )
 
 
-def test_room_is_only_checked_where_it_cannot_be_taken(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EFBIG])
+def test_room_is_only_checked_where_it_cannot_be_taken(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """But a file that may not grow is an error."""
+
     def posix_fallocate(*arguments: Any) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
-    store.reserve([MIB])
-    save(store, "key", some_bytes(MIB))
+    if number == errno.EFBIG:
+        text = error_of(store.reserve, [MIB])
+        assert re.search(r"rank 3 needs 1,048,576 bytes for .*, and cannot allocate them, with .*ulimit -f", text)
+    else:
+        store.reserve([MIB])
+        save(store, "key", some_bytes(MIB))
 
 
 def test_a_folder_that_cannot_be_made_or_used_is_an_error(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import random
-import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from lowtide.offload import sequential_file
 from lowtide.offload.sequential_file import BLOCK_BYTES, SequentialFile
 
 SIZES = [0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 5 * BLOCK_BYTES + 4099]
@@ -29,24 +27,17 @@ def is_direct(descriptor: int) -> bool:
 @pytest.fixture(params=["direct", "cached"])
 def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """cached: a file system that knows no O_DIRECT. No thread is left."""
-    if request.param == "cached":
-        refuse_direct_open(monkeypatch)
-    yield tmp_path / "file"
-    assert not any(thread.name == "lowtide file writer" for thread in threading.enumerate())
-
-
-def refuse_direct_open(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gives the list of the flags with which files are opened."""
-    real, seen = os.open, []
+    real = os.open
 
     def refusing(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-        seen.append(flags)
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
         return real(path, flags, *rest, **options)
 
-    monkeypatch.setattr(os, "open", refusing)
-    return seen
+    if request.param == "cached":
+        monkeypatch.setattr(os, "open", refusing)
+    yield tmp_path / "file"
+    assert not any(thread.name == "lowtide file writer" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -73,17 +64,6 @@ def test_pieces_of_any_length_and_type_follow_each_other(path: Path) -> None:
         file.flush()
         assert file.write(memoryview(b"abcdefgh").cast("d")) == 8
     assert path.read_bytes() == content + b"abcdefgh"
-
-
-def test_a_file_system_without_direct_writes_is_written_through_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = refuse_direct_open(monkeypatch)
-    with SequentialFile(tmp_path / "file") as file:
-        file.write(b"abc")
-    first, second = seen
-    assert first & os.O_DIRECT and second == first & ~os.O_DIRECT
-    assert (tmp_path / "file").read_bytes() == b"abc"
 
 
 def write_as(monkeypatch: pytest.MonkeyPatch, path: Path, change: Any) -> None:
@@ -149,16 +129,6 @@ def test_an_error_of_the_last_block_is_not_lost(path: Path, monkeypatch: pytest.
     file.close()  # a second time is fine
 
 
-def test_the_limit_of_a_process_is_an_error_too(path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES + 1000, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"), SequentialFile(path) as file:
-            file.write(content_of(2 * BLOCK_BYTES))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_an_error_of_the_caller_keeps_its_own_name(path: Path) -> None:
     with pytest.raises(KeyError, match="mine"), SequentialFile(path) as file:
         file.write(content_of(BLOCK_BYTES))
@@ -186,7 +156,3 @@ def test_the_file_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: 
     with SequentialFile(tmp_path / "file") as file:
         file.write(b"abc")
     assert order == ["pwrite", "ftruncate", "fsync"]
-
-
-def test_the_blocks_are_what_direct_writes_need() -> None:
-    assert BLOCK_BYTES % sequential_file._ALIGNMENT_BYTES == 0

@@ -127,40 +127,4 @@ class Mixed(Net):
         return block[0](x) if isinstance(block, nn.ModuleList) else block(x)
 
 
-class OneForAll(Net):
-    """The same module in every block, as ALBERT shares its layers."""
-
-    shared: nn.Linear
-
-    def block(self, index: int) -> nn.Module:
-        self.shared = self.shared if index else linear()
-        return nn.ModuleDict({"shared": self.shared, "own": linear()})
-
-    def run(self, block: Any, x: Tensor) -> Tensor:
-        return block["own"](block["shared"](x))
-
-
-class TwoLists(Net):
-    """The same blocks in a second list."""
-
-    def block(self, index: int) -> nn.Module:
-        return nn.ModuleList([linear()])
-
-    def change(self) -> None:
-        self.others = nn.ModuleList(reversed(list(self.blocks)))
-
-    def run(self, block: Any, x: Tensor) -> Tensor:
-        return block[0](x)
-
-
-class Backwards(Net):
-    """What is registered first runs last."""
-
-    def block(self, index: int) -> nn.Module:
-        return nn.ModuleDict({"down": linear(), "up": linear()})
-
-    def run(self, block: Any, x: Tensor) -> Tensor:
-        return block["down"](torch.tanh(block["up"](x)))
-
-
 KINDS: list[Callable[[], nn.Module]] = list(Net.__subclasses__())

@@ -14,7 +14,6 @@ from lowtide.comm import regions_of
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import MemoryPhase, RankBytes, bytes_of
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.kernels.quantized_blocks import packed_signs, unpacked_signs
 from lowtide.zero.layout import FlatLayout, round_up
 from lowtide.zero.powersgd import PowerSGDOptions, ThinLayout
 from lowtide.zero.sign_update import SignLayout
@@ -373,25 +372,6 @@ def test_errors_are_zero_at_another_number_of_ranks(ranks: RankPool, tmp_path: P
     assert largest == 0 and any("the residuals begin with zero" in one for one in warnings)
     assert all(torch.equal(value, saved[name]) for name, value in state.items())
     assert ranks(2, load_elsewhere, tmp_path)[0][0] > 0
-
-
-def test_signs_are_packed() -> None:
-    values = torch.randn(4096)
-    values[:3] = torch.tensor([0.0, -0.0, math.inf])
-    packed = packed_signs(values)
-    assert packed.dtype == torch.uint8 and packed.numel() == 512
-    assert torch.equal(unpacked_signs(packed, torch.float32), torch.where(values >= 0, 1.0, -1.0))
-    assert packed_signs(torch.tensor([1.0] + [-1.0] * 7)).tolist() == [128]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_element_has_a_place(size: int) -> None:
-    layout = FlatLayout.of([("a", (40, 50)), ("b", (7,)), ("c", (1000,))], 1)
-    lengths = [0, 0, 0]
-    for stretches in SignLayout.of(layout, size, torch.float32).stretches:
-        for index, low, high in stretches:
-            lengths[index] += high - low
-    assert lengths == [2000, 7, 1000]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

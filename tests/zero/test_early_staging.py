@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lowtide
 from lowtide.comm import Axis
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.gradient_reducer import GradientReducer
@@ -17,7 +16,7 @@ from lowtide.zero.sequence import UnitSequence
 from tests.kit.grids import pairs
 from tests.kit.models import Chain
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_alike, settings, train_all, trained
+from tests.kit.training import Case, Outcome, assert_alike, train_all, trained
 
 WIDTH, LAYERS, BLOCKS = 32, 4, 3
 
@@ -159,40 +158,3 @@ def test_those_that_are_staged_together_are_the_same(ranks: RankPool, world_size
     for together, plain in ranks(world_size, train_together_and_not, cases):
         for case, *both in zip(cases, together, plain, strict=True):
             assert_alike(both, case)
-
-
-class Fails(torch.autograd.Function):
-    """In the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("in the middle")
-
-
-def train_by_hand(stage: int, fails: bool) -> tuple[list[float], int]:
-    """(losses, steps) of the classic form. fails: before the second step two microbatches whose second has an error."""
-    torch.manual_seed(0)
-    losses = []
-    with lowtide.initialize(blocks(), settings(stage, gradient_accumulation_steps=2)) as engine:
-        for number in range(6):
-            if fails and number == 2:
-                engine.backward(engine(*batch(7, 2)))
-                with pytest.raises(ArithmeticError, match="in the middle"):
-                    engine.backward(Fails.apply(engine(*batch(8, 2))))
-            loss = engine(*batch(number, 2))
-            engine.backward(loss)
-            losses.append(loss.item())
-            engine.step()
-        return losses, engine.global_step
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_an_error_in_a_backward_ends_the_step(ranks: RankPool, stage: int) -> None:
-    """What the first microbatch had left is forgotten with it: the next two make a step of their own."""
-    with_failure, without = (ranks(2, train_by_hand, stage, fails) for fails in (True, False))
-    assert with_failure == without
-    assert without[0][1] == 3

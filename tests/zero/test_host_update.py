@@ -3,10 +3,10 @@
 There is no device here: `apart.py` says how the host is made to be one.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ import lowtide
 from lowtide.offload import HostPool
 from lowtide.zero.host_update import HostUpdate
 from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
-from tests.kit.grids import pairs
 from tests.kit.models import mlp, short_gpt, tied_gpt, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, refusal, settings, trained
@@ -43,69 +42,62 @@ def pair(case: Case, folder: Path, device: str, params: bool = False, **changes:
     return on_native(case), on_native(case, **moved)
 
 
-def assert_same(ranks: RankPool, *cases: tuple[int, tuple[Case, Case]]) -> None:
-    """cases: each with its number of ranks."""
-    for size in {size for size, _ in cases}:
-        some = [case for its_size, case in cases if its_size == size]
+def assert_same(ranks: RankPool, cases: Sequence[tuple[int, Case, Case]]) -> None:
+    """cases: numbers of ranks, and pairs."""
+    for size in {size for size, *_ in cases}:
+        some = [(plain, moved) for its_size, plain, moved in cases if its_size == size]
         for (_, case), (plain, moved) in zip(some, ranks(size, train_both_ways, some)[0], strict=True):
             assert list(map(str, moved.norms)) == list(map(str, plain.norms))  # nan where a step was skipped
             assert [name for name in moved.differences(plain) if name != "norms"] == [], (size, case)
             assert ("fp16" in case.config) == (True in plain.skipped) and False in plain.skipped
 
 
-def test_every_stage(ranks: RankPool, tmp_path: Path) -> None:
-    grid = pairs((1, 2), range(4), ("cpu", "nvme"), ({}, BF16))
-    assert_same(ranks, *((n, pair(GPT.at(stage, config=bf16), tmp_path, place)) for n, stage, place, bf16 in grid))
+IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
+FORMS: list[tuple[Case, bool, dict[str, Any]]] = [  # whether parameters move too; changes of the offload section
+    *((GPT.at(stage), False, {}) for stage in range(4)),
+    *((case.at(3), True, {}) for case in BLOCKS),
+    (BLOCKS[0].at(1), False, {"ratio": 0.75}),
+    (BLOCKS[0].at(3), True, {"ratio": 0.3}),
+    (Case(short_gpt, token_batch, 3, steps=2, config=IN_BACKWARD), True, {}),
+    (Case(short_gpt, token_batch, 3, clip=0.05), True, {"overlap": "speculative"}),
+]
 
 
-def test_parameters_too(ranks: RankPool, tmp_path: Path) -> None:
-    grid = pairs((1, 2), BLOCKS, ("cpu", "nvme"), ({}, BF16))
-    assert_same(ranks, *((n, pair(case.at(3, config=bf16), tmp_path, place, True)) for n, case, place, bf16 in grid))
-
-
-def test_parameters_alone(ranks: RankPool, tmp_path: Path) -> None:
-    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
-    recomputed = {"activation_checkpointing": {"every": 1}}
-    cases = [(BLOCKS[0].at(3, config=config), place) for config, place in ((BF16, nvme), (recomputed, cpu))]
-    assert_same(ranks, *((2, (on_native(case), on_native(case, offload_param=place))) for case, place in cases))
-
-
-def test_a_share_of_the_shards(ranks: RankPool, tmp_path: Path) -> None:
-    some = pair(BLOCKS[0].at(1, config=BF16), tmp_path, "cpu", ratio=0.75)
-    assert_same(ranks, (2, some), (2, pair(BLOCKS[0].at(3), tmp_path, "nvme", params=True, ratio=0.3)))
-
-
-def test_updates_in_backward_and_before_the_norm(ranks: RankPool, tmp_path: Path) -> None:
-    """Of parameters that are elsewhere in float32, and of those that are there in bfloat16."""
-    case, in_backward = Case(short_gpt, token_batch, 3), {"zero_optimization": {"update_in_backward": True}}
-    assert_same(
-        ranks,
-        (2, pair(case.at(3, steps=2, config=in_backward), tmp_path, "cpu", True)),
-        (2, pair(case.at(3, steps=2, config={**in_backward, **BF16}), tmp_path, "nvme")),
-        (2, pair(case.at(3, clip=0.05), tmp_path, "nvme", True, overlap="speculative")),
-        (2, pair(case.at(3, clip=0.05, config=BF16), tmp_path, "cpu", overlap="speculative")),
-    )
-
-
-def test_delayed_updates(ranks: RankPool, tmp_path: Path) -> None:
-    """The same as those beside which nothing is on a device."""
+def test_the_host_gives_the_numbers_of_the_device(ranks: RankPool, tmp_path: Path) -> None:
+    """Each form in both places and precisions, on one rank or two."""
     cases = []
-    for stage, config, device in ((0, {}, "nvme"), (3, BF16, "cpu")):
-        _, moved = pair(GPT.at(stage, config=config), tmp_path, device, overlap="delayed", delay_after_steps=1)
-        cases.append((2, (moved.at(stage, steps=3),) * 2))
-    assert_same(ranks, *cases)
+    for number, (case, params, changes) in enumerate(FORMS):
+        for turn, place in enumerate(("cpu", "nvme")):
+            dtype = BF16 if (number + turn) % 2 else {}
+            moved = pair(case.at(case.stage, config=dtype), tmp_path, place, params, **changes)
+            cases.append((1 + turn, *moved))
+    assert_same(ranks, cases)
+
+
+def test_parameters_alone_and_delayed_updates(ranks: RankPool, tmp_path: Path) -> None:
+    """A delayed update is the same as one beside which nothing is on a device."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    alone = [(BLOCKS[0].at(3, config=BF16), nvme)]
+    alone += [(BLOCKS[0].at(3, config={"activation_checkpointing": {"every": 1}}), {"device": "cpu"})]
+    late: dict[str, Any] = {"overlap": "delayed", "delay_after_steps": 1}
+    delayed = [pair(GPT.at(0, steps=3), tmp_path, "nvme", **late)]
+    delayed += [pair(GPT.at(3, steps=3, config=BF16), tmp_path, "cpu", **late)]
+    cases = [(2, on_native(case), on_native(case, offload_param=place)) for case, place in alone]
+    assert_same(ranks, [*cases, *((2, moved, moved) for _, moved in delayed)])
 
 
 def test_float16_hybrid_shards_and_a_pipeline_with_tied_weights(ranks: RankPool, tmp_path: Path) -> None:
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
-    hybrid = {"zero_optimization": {"shard_size": 2}, **BF16}
+    overflowing = Case(short_gpt, token_batch, 1, config=fp16, steps=5)
+    hybrid = GPT.at(3, config={"zero_optimization": {"shard_size": 2}, **BF16})
     piped = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}}
-    assert_same(
-        ranks,
-        *((2, pair(Case(short_gpt, token_batch, stage, config=fp16, steps=5), tmp_path, "cpu")) for stage in (1, 3)),
-        (4, pair(GPT.at(3, config=hybrid), tmp_path, "cpu", True)),
-        (4, pair(GPT.at(3, build=tied_gpt, config=piped), tmp_path, "cpu")),
-    )
+    cases = [
+        (2, *pair(overflowing, tmp_path, "cpu")),
+        (2, *pair(overflowing.at(3), tmp_path, "cpu")),
+        (4, *pair(hybrid, tmp_path, "cpu", True)),
+        (4, *pair(GPT.at(3, build=tied_gpt, config=piped), tmp_path, "cpu")),
+    ]
+    assert_same(ranks, cases)
 
 
 def there_and_back(plain: Case, moved: Case, folder: Path) -> list[Continuation]:
@@ -164,19 +156,6 @@ def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:
     with model_apart():
         text = refusal(lowtide.initialize, mlp(), config, optimizer=torch.optim.RMSprop)
     assert 'offload_optimizer.device: "cpu" needs an optimizer of the config' in text and text.endswith('set "none"')
-
-
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_memory_is_pinned_as_the_config_says(monkeypatch: pytest.MonkeyPatch, is_pinned: bool) -> None:
-    pin = Mock()
-    monkeypatch.setattr("lowtide.engine.blueprint.offload.host_is_pinned", lambda device: True)
-    monkeypatch.setattr("lowtide.offload.host_memory._has_driver", lambda: True)
-    monkeypatch.setattr("lowtide.offload.host_memory._pin", pin)
-    monkeypatch.setattr("lowtide.offload.host_memory._unpin", Mock())
-    place = {"device": "cpu", "pin_memory": is_pinned}
-    zero = {"offload_optimizer": place, "offload_param": place}
-    with model_apart(), trained(Case(mlp, vector_batch, 3, config={"zero_optimization": zero}), 1):
-        assert pin.called == is_pinned
 
 
 @pytest.mark.parametrize("overlap", ["none", "delayed"])

@@ -10,7 +10,6 @@ from torch import Tensor
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, assert_close, train_all, train_plainly
-from tests.zero.delayed_update import Dtypes, train_mixed
 
 
 class Formula(torch.optim.Optimizer):
@@ -111,14 +110,3 @@ def test_every_optimizer_equals_its_torch_twin(ranks: RankPool) -> None:
     for (case, twin), outcome in zip(work, ranks(2, train_all, [case for case, _ in work])[0], strict=True):
         expected = train_plainly(case, 2, twin)
         assert_close(outcome, expected, 1e-9, 1e-9, f"{case.config['optimizer']}, stage {case.stage}")
-
-
-def test_every_optimizer_updates_float32_masters_of_bf16_weights(ranks: RankPool) -> None:
-    last = {name.lower(): (name, params, twin) for name, params, twin in OPTIMIZERS}.values()
-    mlp = Case(models.mlp, models.vector_batch, 3, config={"bf16": {"enabled": True}})
-    cases = [mlp.at(3, config={"optimizer": {"type": name, "params": params}}) for name, params, _ in last]
-    for case, (_, _, twin), outcome in zip(cases, last, ranks(2, train_all, cases)[0], strict=True):
-        expected = train_mixed(case, 2, Dtypes(torch.bfloat16), make_optimizer=twin)
-        torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-2, atol=0)
-        for name, value in expected.state.items():
-            torch.testing.assert_close(outcome.state[name], value, rtol=1 / 64, atol=1e-3)

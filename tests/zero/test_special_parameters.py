@@ -62,14 +62,6 @@ class Frozen(Base):
         self.first.bias.requires_grad_(False)
 
 
-class FrozenBelow(Base):
-    """All that comes first, so that the gradient does not reach it at all."""
-
-    def change(self) -> None:
-        self.first.requires_grad_(False)
-        self.layers[:2].requires_grad_(False)
-
-
 class Adapted(Base):
     """In each unit a frozen layer below a trained one, so that the backward is not over with the last gradient."""
 

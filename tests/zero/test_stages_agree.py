@@ -47,34 +47,23 @@ def test_every_rank_has_the_same_numbers(ranks: RankPool) -> None:
 
 
 GPT = Case(models.tiny_gpt, models.token_batch, steps=2, clip=0.3)
-ENDS = {"zero_optimization": {"units": ["embedding", "blocks.?", "head"]}}
 BITWISE = [
     GPT,
     Case(models.tied_gpt, models.token_batch, steps=2),
-    GPT.at(0, config=ENDS),
     Case(models.mlp, models.vector_batch, steps=2, clip=0.05),
-    GPT.at(0, config={"bf16": {"enabled": True}}),
+    GPT.at(0, config={"zero_optimization": {"units": ["embedding", "blocks.?", "head"]}}),
 ]
-
-
-def stages_of(case: Case, first_transport: int) -> list[Case]:
-    """Stages in turn on one transport or the other; without a prefetch, and on both, where parameters are narrow."""
-    no_prefetch = {**case.config.get("zero_optimization", {}), "stage3_prefetch_bucket_size": 0}
-    grid = [*(case.at(stage) for stage in (0, 0, 1, 2, 3)), case.at(3, config={"zero_optimization": no_prefetch})]
-    for number, one in enumerate(grid):
-        transport = ("shared_memory", "sockets")[(first_transport + number) % 2]
-        grid[number] = one.at(one.stage, config={"communication": {"transport": transport}})
-    return grid if case is BITWISE[-1] else grid[1:-1]
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(1, BITWISE[:1]), (2, BITWISE), (4, BITWISE[:1])])
 def test_stages_agree_bitwise(ranks: RankPool, world_size: int, cases: list[Case]) -> None:
-    grids = [stages_of(case, number) for number, case in enumerate(cases)]
-    outcomes = iter(ranks(world_size, train_all, [case for grid in grids for case in grid])[0])
-    for number, grid in enumerate(grids):
-        found = [next(outcomes) for _ in grid]
-        assert len(set(found[0].losses)) > 1 and found[0].state
-        assert_alike(found, number)
+    """On one transport or the other in turn; tests/laws has them beside all other features."""
+    transports = ("shared_memory", "sockets")
+    for number, case in enumerate(cases):
+        routes = [{"communication": {"transport": transports[(number + stage) % 2]}} for stage in STAGES]
+        outcomes = ranks(world_size, train_all, [case.at(s, config=route) for s, route in enumerate(routes)])[0]
+        assert len(set(outcomes[0].losses)) > 1 and outcomes[0].state
+        assert_alike(outcomes, number)
 
 
 def test_stage_2_equals_stage_3_bitwise_with_accumulation(ranks: RankPool) -> None:

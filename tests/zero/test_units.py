@@ -70,9 +70,6 @@ UNITS: list[tuple[Callable[[], nn.Module], list[str]]] = [
     (containers.OwnClass, ["blocks.0.layer", "blocks.1.layer", "blocks.2.layer"]),
     (containers.OnlyParameters, []),
     (containers.Mixed, ["blocks.0", "blocks.2.0.0", "blocks.2.0.1", "blocks.2.1", "blocks.4", "blocks.5.0"]),
-    (containers.OneForAll, ["blocks.0.shared", "blocks.0.own", "blocks.1.own", "blocks.2.own"]),
-    (containers.TwoLists, ["blocks.0.0", "blocks.1.0", "blocks.2.0"]),
-    (containers.Backwards, [f"blocks.{index}.{name}" for index in range(3) for name in ("down", "up")]),
 ]
 
 

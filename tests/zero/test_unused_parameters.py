@@ -128,7 +128,7 @@ def test_it_trains_as_torch_alone_does(ranks: RankPool, world_size: int) -> None
 def test_updates_before_the_norm_is_known(ranks: RankPool, tmp_path: Path) -> None:
     """In the backward a rank waits with what it has not used; a speculative update is taken back."""
     place = {"device": "nvme", "nvme_path": str(tmp_path), "overlap": "speculative"}
-    in_backward = {"zero_optimization": {"update_in_backward": True}}
+    in_backward: dict[str, Any] = {"zero_optimization": {"update_in_backward": True}}
     cases = [case_of(stage, 1, optimizer, **in_backward) for stage, optimizer in ((1, "sgd"), (3, "adamw"))]
     check(ranks, 2, [*cases, *grid(0, offload_optimizer=place)[::2]])
 

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 _ALONE = (
@@ -40,6 +41,7 @@ UNEVEN = (
     "`with engine.join():`, pad with a DistributedSampler, or end all ranks at the smallest number of batches."
 )
 
+_COUNT = attrgetter("count")  # of the collectives of a channel
 _POLL_SECONDS = 0.5
 _MAX_CHARACTERS = 300
 _GAVE_UP = " gave up: "
@@ -195,7 +197,7 @@ class ErrorBroadcast:
         return f"All ranks must call {self._inside[-1].removeprefix(BODY)}."
 
     def _counts(self) -> list[int]:
-        return [channel.count for channel in self._channels]
+        return [*map(_COUNT, self._channels)]
 
     def _by_number(self) -> dict[int, int]:
         return {channel.number: channel.count for channel in self._channels}

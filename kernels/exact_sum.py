@@ -67,7 +67,9 @@ def _units(device: torch.device) -> Tensor:
 
 def from_limbs(limbs: Sequence[int]) -> float:
     """Convert limbs to a float, correctly rounded; inf if too large."""
-    total = sum([limbs[index] << (_LIMB_BITS * index) for index in compress(range(NUM_LIMBS), limbs)])  # most are 0
+    total = 0
+    for index in compress(range(NUM_LIMBS), limbs):  # most are 0
+        total += limbs[index] << (_LIMB_BITS * index)
     try:
         return math.ldexp(total, -BIAS_BITS) if total.bit_length() < 1000 else total / (1 << BIAS_BITS)
     except OverflowError:

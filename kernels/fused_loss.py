@@ -34,15 +34,12 @@ _OUTPUTS = ("CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions")
 _LOSS_ONLY: ContextVar[bool] = ContextVar("loss_only", default=False)
 
 
-def loss_only() -> AbstractContextManager[None]:
-    """Return a context in which fused causal language models in training mode return no logits if they get labels.
+class loss_only(AbstractContextManager[None]):  # a class: `contextmanager` would add six calls
+    """A context in which fused causal language models in training mode return no logits if they get labels.
 
     For calls whose loss alone is read. It has no effect on a forward that torch.compile traces as a whole.
     """
-    return _LossOnly()
 
-
-class _LossOnly(AbstractContextManager[None]):  # a class: `contextmanager` would add six calls to a step
     def __enter__(self) -> None:
         self._token = _LOSS_ONLY.set(True)
 

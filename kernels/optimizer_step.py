@@ -403,33 +403,37 @@ class CpuKernel:
         elif master.dtype != torch.float32:
             return False
         beside = shard.remainder if out is None else out
-        tensors = [master, shard.gradient, *(state.payload for state in shard.states)]
-        tensors += [] if beside is None else [beside]
-        return (
-            all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-            and shard.gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            and all(
-                state.payload.dtype in (torch.float32, torch.bfloat16) or state.scale is not None
-                for state in shard.states
-            )
-            and (out is None or out.dtype in (torch.bfloat16, torch.float16))
-        )
+        tensors = [master, shard.gradient] if beside is None else [master, shard.gradient, beside]
+        for state in shard.states:
+            if state.scale is None and state.payload.dtype not in (torch.float32, torch.bfloat16):
+                return False
+            tensors.append(state.payload)
+        for tensor in tensors:
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                return False
+        narrow = (torch.bfloat16, torch.float16)
+        return shard.gradient.dtype in (torch.float32, *narrow) and (out is None or out.dtype in narrow)
 
     def update(self, optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float) -> None:
         """Update a shard that the kernel `serves`. The gradient does not change."""
         master, gradient, states, out = shard.master, shard.gradient, shard.states, shard.out
         runs, steps, rounding, remainder = shard.runs, shard.steps, shard.rounding, shard.remainder
-        ends = (ctypes.c_int64 * len(runs))(*(end for end, _ in runs))
+        ends = (ctypes.c_int64 * len(runs))()
         values = (ctypes.c_float * (MAX_COEFFICIENTS * len(runs)))()
-        for index, ((_, options), step_of_run) in enumerate(zip(runs, steps, strict=True)):
+        for index, ((end, options), step_of_run) in enumerate(zip(runs, steps, strict=True)):
+            ends[index] = end
             of_run = optimizer.coefficients_at(options, step_of_run)
             values[index * MAX_COEFFICIENTS : index * MAX_COEFFICIENTS + len(of_run)] = list(of_run)
+        payloads, scales = (ctypes.c_void_p * 2)(), (ctypes.c_void_p * 2)()
+        for index, state in enumerate(states):
+            payloads[index] = state.payload.data_ptr()
+            scales[index] = None if state.scale is None else state.scale.data_ptr()
         job = _Job(
             master=master.data_ptr(),
             gradient=gradient.data_ptr(),
             out=None if out is None else out.data_ptr(),
-            states=(ctypes.c_void_p * 2)(*(state.payload.data_ptr() for state in states)),
-            scales=(ctypes.c_void_p * 2)(*(None if s.scale is None else s.scale.data_ptr() for s in states)),
+            states=payloads,
+            scales=scales,
             remainder=None if remainder is None else remainder.data_ptr(),
             run_ends=ends,
             coefficients=values,
@@ -440,9 +444,10 @@ class CpuKernel:
             out_kind=0 if out is None else _KINDS[out.dtype],
             state_kind=_KINDS[states[0].payload.dtype] if states else 0,
             threads=torch.get_num_threads(),
-            seed=step_seed(step),
             gradient_scale=gradient_scale,
         )
+        if states and states[0].payload.dtype != torch.float32:
+            job.seed = step_seed(step)
         if rounding is not None:
             job.is_drawn, job.first = 1, rounding.first
             job.key[0], job.key[1] = step_key(rounding.seed, step)

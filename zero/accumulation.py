@@ -105,7 +105,11 @@ class Staging:
         """
         # Gradients that were staged early lie in their regions already.
         if self._taken or not self._take_whole():
-            self.take([index for index, param in enumerate(self._group.params) if param.grad is not None])
+            arrived = []
+            for index, param in enumerate(self._group.params):
+                if param.grad is not None:
+                    arrived.append(index)
+            self.take(arrived)
         if not self._adds:
             layout = self._group.layout
             is_complete = len(self._taken) == len(layout.param_views)

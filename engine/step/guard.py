@@ -186,7 +186,8 @@ class ModelGuard(StepFeature):
         """Mark the parameters as changed: autograd refuses a backward of earlier graphs, as after a step of torch."""
         if not skipped:
             torch.autograd.graph.increment_version(self._updated)
-            self._versions = [version + by for version, by in zip(self._versions, self._grows, strict=True)]
+            for index, by in enumerate(self._grows):
+                self._versions[index] += by
         self.values.remember()
         if self._shares_values:  # else a rank that is ahead may change values while they are remembered here
             self._mesh.fence("the end of a step")

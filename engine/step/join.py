@@ -111,6 +111,8 @@ class Join:
 
     def before_pass(self, phase: Phase, boundary: bool) -> None:
         """Do `before` for a forward or a backward. boundary: the last backward of a step."""
+        if not _OPEN:
+            return
         if phase is Phase.BACKWARD:
             self.before(Call.LAST_BACKWARD if boundary else Call.BACKWARD)
         elif phase is Phase.IDLE:

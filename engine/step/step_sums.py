@@ -206,7 +206,9 @@ def sum_step(
         squares += found.counted
         if found.was_finite is not None:
             were_finite.append(found.was_finite)
-    is_wide = torch.float64 in [loss.dtype for loss in losses]
+    is_wide = False
+    for loss in losses:
+        is_wide |= loss.dtype == torch.float64
     known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *([] if uses is None else uses.words())]
     sums = sent(
         torch.frombuffer(array("q", known), dtype=torch.int64), device

@@ -109,7 +109,7 @@ class StepUpdate:
                     "zero_optimization.update_in_backward: this backward had updated some parameters before the error, "
                     "others not; continue from a checkpoint (engine.load_checkpoint)"
                 )
-        return self.roll_back()
+        return self.roll_back() if self.arriving or self._optimizer.speculation.is_open else False
 
     @property
     def can_be_skipped(self) -> bool:

@@ -289,7 +289,8 @@ class Steps:
         """Begin a backward, which `end_backward` or `abort_backward` ends."""
         for feature in self.features.before_call:
             feature("backward", Access.CHANGES)
-        self.refuse_more("another backward")  # the last backward completed the step, and more gradients come
+        if self.accumulated.is_complete:
+            self.refuse_more("another backward")  # the last backward completed the step, and more gradients come
         for begin in self.features.before_backward:
             begin()
         if self.accumulated.clipping_by_hand is not None:
@@ -412,7 +413,7 @@ class Steps:
             skipped=bool(sums.num_bad),
         )
         if not is_started or sums.num_bad:
-            self._update_or_skip(sums, norm, number)
+            self._update_or_skip(sums, norm, number, grad_scale)
         if not result.skipped:
             for low_rank in self.update.thin:
                 low_rank.accept(grad_scale)
@@ -460,10 +461,10 @@ class Steps:
         self.update.end_step(factor, unused, f"the update of step {number}", skip)
         return True
 
-    def _update_or_skip(self, sums: StepSums, norm: float, number: int) -> None:
+    def _update_or_skip(self, sums: StepSums, norm: float, number: int, grad_scale: float) -> None:
         """Update by the sum that the host has read. If a gradient is not finite, skip in float16, else raise."""
-        factor = self.accumulated.clipping.factor(norm) * self.grad_scale
-        if sums.num_bad or sums.cleared or factor != self.grad_scale or self.update.has_missed(sums.unused):
+        factor = self.accumulated.clipping.factor(norm) * grad_scale
+        if sums.num_bad or sums.cleared or factor != grad_scale or self.update.has_missed(sums.unused):
             self.roll_back()
         if not sums.num_bad:
             self.update.end_step(factor, sums.unused, f"the update of step {number}")
